@@ -1,0 +1,3 @@
+"""fedbilevel: federated bilevel optimisation."""
+
+__version__ = "0.1.0"

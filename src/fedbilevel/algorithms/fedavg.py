@@ -1,0 +1,48 @@
+"""FedAvg on the lower level alone: x stays where it starts. The floor that every bilevel method must beat.
+
+    y_i <- y_i - gamma * g_y,i(x_0, y_i)   for I local steps;   y = mean of y_i
+
+Reference: McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017.
+
+Deviations: (1) clients are averaged by the problem's weights, which are equal by default. (2) With a local lower level nothing is averaged, so
+every client trains alone.
+
+Bias: with I > 1, constant steps and heterogeneous clients, y settles at a distance proportional to the step.
+
+Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x that never changes); per client I of g_y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedbilevel.clients import Clients
+from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(ServerAlgorithm):
+    lr_lower: float = setting(0.1, "step of y", symbol="gamma", above=0)
+    num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
+
+    class State(NamedTuple):
+        x: Any
+        y: Any
+
+    def init(self, fed: Federation) -> State:
+        return self.State(*fed.initial())
+
+    def round(self, fed: Federation, state: State) -> State:
+        return self.State(state.x, fed.mean(self.local_steps, x=state.x, y=state.y).y)
+
+    @phase
+    def local_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        y = clients.rows(y)
+        for step in clients.steps(self.num_local_steps):
+            y = step.where(y - self.lr_lower * clients.lower_grad(x, y, step.batch("train", "B")), y)
+        return {"y": y}

@@ -1,0 +1,300 @@
+"""What a phase sees: the clients of the cohort that are hosted in this process, one row each, and everything it may ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbilevel.data.clients import Batch, Holdings
+from fedbilevel.draws import Stream
+from fedbilevel.errors import NonFiniteError, SettingError
+from fedbilevel.federation import Algorithm
+from fedbilevel.ledger import Ledger
+from fedbilevel.population import Population
+from fedbilevel.problem import Problem
+
+Rows = Tensor | tuple[Tensor, ...]
+BatchSize = int | None | Mapping[str, int | None]
+_CHUNK = 16  # steps drawn at once: a draw costs the same for one step as for this many
+
+
+class Store:
+    """Rows by name, one per hosted client, with a mask of who has written. Copies only when a part is written over shared rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.rows: dict[str, Tensor] = {}
+        self.written: dict[str, Tensor] = {}
+        self._lent: set[str] = set()
+
+    def read(self, name: str, positions: Tensor, default: Tensor) -> Tensor:
+        if name not in self.rows:
+            return default
+        rows, written = self.rows[name], self.written[name][positions]
+        if self._is_all(positions):
+            self._lent.add(name)
+            mine = rows
+        else:
+            mine = rows[positions.to(rows.device)]
+        return mine if bool(written.all()) else torch.where(written.to(rows.device)[:, None], mine, default)
+
+    def write(self, name: str, positions: Tensor, rows: Tensor) -> None:
+        if self._is_all(positions):
+            self.rows[name] = rows.contiguous()
+            self.written[name] = torch.ones(self.num_rows, dtype=torch.bool)
+            self._lent.add(name)  # the phase may go on using what it wrote
+            return
+        if name not in self.rows:
+            self.rows[name] = rows.new_zeros(self.num_rows, rows.shape[1])
+            self.written[name] = torch.zeros(self.num_rows, dtype=torch.bool)
+        elif name in self._lent:
+            self.rows[name] = self.rows[name].clone()
+        self._lent.discard(name)
+        self.rows[name].index_copy_(0, positions.to(rows.device), rows)
+        self.written[name][positions] = True
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.written.clear()
+        self._lent.clear()
+
+    def _is_all(self, positions: Tensor) -> bool:
+        return len(positions) == self.num_rows  # positions are distinct and sorted
+
+
+class StoreView:
+    """A store as the phase sees it: the rows of its own clients. Reading needs a default, because a client may be new."""
+
+    def __init__(self, store: Store, positions: Tensor) -> None:
+        self._store, self._positions = store, positions
+
+    def read(self, name: str, *, default: Any) -> Any:
+        if isinstance(default, tuple):
+            return tuple(self._store.read(f"{name}.{i}", self._positions, part) for i, part in enumerate(default))
+        return self._store.read(name, self._positions, default)
+
+    def write(self, **values: Rows) -> None:
+        for name, rows in values.items():
+            if isinstance(rows, tuple):
+                for i, part in enumerate(rows):
+                    self._store.write(f"{name}.{i}", self._positions, part)
+            else:
+                self._store.write(name, self._positions, rows)
+
+
+class Step:
+    """One local step. With unequal numbers of steps some clients are done before others: `where` keeps their values."""
+
+    def __init__(self, clients: Clients, schedule: _Schedule, index: int) -> None:
+        self._clients, self._schedule, self.index = clients, schedule, index
+        self.count: Tensor = schedule.count  # (k, 1) local steps of each client in this phase
+        self._batches: dict[tuple[str, str, int, bool], Batch] = {}
+
+    @property
+    def active(self) -> Tensor | None:
+        """(k,) on the host: who still steps; None: everybody."""
+        return None if self._schedule.equal else self._schedule.taus > self.index
+
+    def batch(self, role: str, purpose: str, *, times: int = 1, across_phases: bool = False) -> Batch:
+        """Samples of `role` from the stream `purpose`: the same object when asked again, so that two evaluations share their samples.
+        `times` that many batches in one; `across_phases`: every phase of the outer iteration that asks so gets the same samples."""
+        key = (role, purpose, times, across_phases)
+        if key not in self._batches:
+            self._batches[key] = self._schedule.batch(role, purpose, self.index, times, across_phases, self.active)
+        return self._batches[key]
+
+    def draw(self, purpose: str, high: int) -> Tensor:
+        return self._clients.draw(purpose, high, step=self.index)
+
+    def where(self, new: Any, old: Any) -> Any:
+        if self._schedule.equal:
+            return new
+        if isinstance(new, tuple):
+            return tuple(self.where(a, b) for a, b in zip(new, old, strict=True))
+        mask = (self._schedule.taus > self.index).to(new.device)[:, None]
+        return torch.where(mask, new, old)
+
+
+class _Schedule:
+    """The steps of one phase; indices are drawn a chunk of steps at a time."""
+
+    def __init__(self, clients: Clients, taus: Tensor) -> None:
+        self.clients, self.taus = clients, taus
+        self.num = int(taus.max()) if len(taus) else 0
+        self.equal = bool((taus == self.num).all())
+        self.count: Tensor = taus.to(clients.dtype).to(clients.device)[:, None]
+        self._drawn: dict[tuple[str, str, int, bool], tuple[int, Tensor]] = {}
+
+    def batch(self, role: str, purpose: str, index: int, times: int, across_phases: bool, active: Tensor | None) -> Batch:
+        clients = self.clients
+        size = clients.batch_size(role)
+        if size is None:
+            return clients.host.data.batch(clients.positions, role, None, active)
+        start = index - index % _CHUNK
+        key = (role, purpose, times, across_phases)
+        if key not in self._drawn or self._drawn[key][0] != start:
+            steps = range(start, min(start + _CHUNK, max(self.num, index + 1)))
+            self._drawn[key] = (start, clients.sample_indices(role, purpose, steps, size * times, 0 if across_phases else clients.call))
+        return clients.host.data.batch(clients.positions, role, self._drawn[key][1][:, index - start], active)
+
+
+class Clients:
+    """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client has its own."""
+
+    def __init__(self, host: Host, positions: Tensor, iteration: int, call: int) -> None:
+        self.host, self.positions, self.iteration, self.call = host, positions, iteration, call
+        self.ids = host.ids[positions]
+        self.num_clients = host.num_clients
+        self.memory = StoreView(host.memory, positions)
+        self.scratch = StoreView(host.scratch, positions)
+        self.dtype, self.device = host.dtype, host.device
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def rows(self, *vectors: Tensor) -> Any:
+        """One row per client: a view of a shared vector, or the rows themselves."""
+        rows = tuple(v.expand(len(self), -1) if v.ndim == 1 else v for v in vectors)
+        return rows if len(rows) > 1 else rows[0]
+
+    def steps(self, num: int | tuple[int, ...]) -> list[Step]:
+        """`num` local steps each, or one number per client of the federation."""
+        if isinstance(num, tuple) and len(num) != self.num_clients:
+            raise SettingError(f"{len(num)} numbers of local steps for {self.num_clients} clients: give one number, or one per client.")
+        taus = torch.tensor(num)[self.ids] if isinstance(num, tuple) else torch.full((len(self),), num)
+        schedule = _Schedule(self, taus)
+        return [Step(self, schedule, index) for index in range(schedule.num)]
+
+    def batch(self, role: str, purpose: str, *, times: int = 1, across_phases: bool = False) -> Batch:
+        """One batch outside any local step, drawn as that of a first step."""
+        return _Schedule(self, torch.ones(len(self), dtype=torch.int64)).batch(role, purpose, 0, times, across_phases, None)
+
+    def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
+        """(k,) integers in [0, high), each from its client's own stream."""
+        many = torch.full((len(self),), high)
+        return self.host.stream.integers(purpose, self.ids, many, iteration=self.iteration, call=self.call, steps=range(step, step + 1), width=1)[:, 0, 0]
+
+    def batch_size(self, role: str) -> int | None:
+        size = self.host.batch_size
+        return size.get(role) if isinstance(size, Mapping) else size
+
+    def sample_indices(self, role: str, purpose: str, steps: range, width: int, call: int) -> Tensor:
+        sizes = self.host.data.sizes[role][self.positions]
+        ids, sizes = self.ids.to(self.device), sizes.to(self.device)
+        return self.host.stream.integers(f"{role}/{purpose}", ids, sizes, iteration=self.iteration, call=call, steps=steps, width=width)
+
+    # ---- derivatives, each charged for the rows that use it --------------------------------------------------------
+
+    def lower_grad(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        self._charge(batch, "gy")
+        return self.host.oracle.lower_grad(x, y, batch)
+
+    def lower_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        self._charge(batch, "gx")
+        return self.host.oracle.lower_grad_x(x, y, batch)
+
+    def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        self._charge(batch, "fx")
+        return self.host.oracle.upper_grad_x(x, y, batch)
+
+    def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        self._charge(batch, "fy")
+        return self.host.oracle.upper_grad_y(x, y, batch)
+
+    def upper_grads(self, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        self._charge(batch, "fx", "fy")
+        return self.host.oracle.upper_grads(x, y, batch)
+
+    def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        self._charge(batch, "jvp")
+        return self.host.oracle.jacobian_product(x, y, v, batch)
+
+    def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        self._charge(batch, "hvp")
+        return self.host.oracle.hessian_product(x, y, v, batch)
+
+    def second_order(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        self._charge(batch, "jvp", "hvp")
+        return self.host.oracle.second_order(x, y, v, batch)
+
+    def directions(self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """(f_x - J u, g_y, H u - f_y), each derivative on its own batch or several on one."""
+        by_batch: dict[int, tuple[Batch, list[str]]] = {}
+        for batch, column in ((gy, "gy"), (fx, "fx"), (fy, "fy"), (ju, "jvp"), (hu, "hvp")):
+            by_batch.setdefault(id(batch), (batch, []))[1].append(column)
+        for batch, columns in by_batch.values():
+            self._charge(batch, *columns)
+        return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
+
+    def _charge(self, batch: Batch, *columns: str) -> None:
+        pays = slice(None) if batch.active is None else batch.active
+        ids = self.ids[pays]
+        for column in columns:
+            self.host.ledger.charge(column, ids)
+        self.host.ledger.charge("samples", ids, batch.counts[pays])
+
+
+class Host(Population):
+    """The clients that live in this process: their data, oracle, memory and the values they keep. Every engine runs phases through it."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        clients: Sequence[Holdings],
+        *,
+        ids: Sequence[int] | None = None,
+        num_clients: int | None = None,
+        seed: int = 0,
+        batch_size: BatchSize = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(problem, clients, **options)
+        self.algorithm = algorithm
+        self.ids = torch.arange(len(clients)) if ids is None else torch.tensor(list(ids))
+        self.num_clients = len(clients) if num_clients is None else num_clients
+        self.stream = Stream(seed)
+        self.batch_size = _checked_batch_size(batch_size)
+        self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
+        self.ledger = Ledger(self.num_clients)
+
+    def width(self, name: str) -> int:
+        algorithm = self.algorithm
+        if name in algorithm.upper_space:
+            return self.x0.shape[-1]
+        if name in algorithm.lower_space:
+            return len(self.y0)
+        raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
+
+    def run_phase(self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int) -> dict[str, Tensor | None]:
+        """The one executor of phases. Checks what the phase returns before anybody uses it."""
+        method = getattr(self.algorithm, name, None)
+        if not getattr(method, "__is_phase__", False):
+            raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
+        clients = Clients(self, positions, iteration, call)
+        with torch.no_grad():
+            result: dict[str, Tensor | None] = method(clients, **values)  # type: ignore[misc]
+        for key, rows in result.items():
+            if rows is None:
+                continue
+            if rows.ndim != 2 or len(rows) != len(positions):
+                raise ValueError(f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} clients: one row per client is needed.")
+            if not bool(torch.isfinite(rows.sum())):  # one pass in the good case; rows are looked at only when something is wrong
+                bad = ~torch.isfinite(rows).all(1)
+                if bool(bad.any()):
+                    client = int(self.ids[positions[bad.cpu()][0]])
+                    raise NonFiniteError(
+                        f"client {client} returned a value of {key!r} that is not finite in phase {name!r} of outer iteration {iteration}: "
+                        "the steps are too long (lower the step sizes) or the data of that client are extreme."
+                    )
+        return result
+
+
+def _checked_batch_size(size: BatchSize) -> BatchSize:
+    for value in size.values() if isinstance(size, Mapping) else (size,):
+        if value is not None and value < 1:
+            raise SettingError(f"batch_size is {value}, expected at least 1 sample, or None for all of a client's samples.")
+    return size

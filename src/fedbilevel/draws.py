@@ -1,0 +1,67 @@
+"""Addressed randomness: every draw is a pure function of where it is used, never of what was drawn before.
+
+The stream is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+Key = (seed, purpose); counter = (position, call and step, outer iteration, client). A client therefore draws the same
+numbers whether it is alone in its process or hosted with a thousand others, in any order, and after a resume.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+SERVER = 2**32 - 1  # the client number under which the server draws
+_MASK = 0xFFFFFFFF
+MAX_STEPS = 2**16  # steps share a counter word with the call number
+
+
+def _word(value: int, purpose: str) -> int:
+    if not 0 <= value <= _MASK:
+        raise ValueError(f"{purpose} must lie between 0 and 2**32 - 1, got {value}.")
+    return value
+
+
+def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Ten rounds on int64 tensors that hold uint32 words; products wrap modulo 2**64, which is what is wanted."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+class Stream:
+    """Draws for one seed. `ids` are client numbers, one row each; the result never depends on which rows are asked together."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = _word(int(seed), "seed")
+
+    def bits(self, purpose: str, ids: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
+        """Uniform 32-bit words, (k, len(steps), width), as int64."""
+        if steps.stop > MAX_STEPS or call >= MAX_STEPS:
+            raise ValueError(f"at most {MAX_STEPS} steps per phase and phases per outer iteration, got step {steps.stop} of call {call}.")
+        device = ids.device
+        blocks = -(-width // 4)
+        position = torch.arange(blocks, device=device).view(1, 1, -1)
+        step = (torch.arange(steps.start, steps.stop, device=device) + (call << 16)).view(1, -1, 1)
+        client = ids.to(torch.int64).view(-1, 1, 1)
+        shape = (len(ids), len(steps), blocks)
+        when = torch.full((1, 1, 1), _word(iteration, "the outer iteration"), dtype=torch.int64, device=device)
+        counter = (position.expand(shape), step.expand(shape), when.expand(shape), client.expand(shape))
+        words = philox((self.seed, zlib.crc32(purpose.encode())), counter)
+        return torch.stack(words, dim=-1).reshape(len(ids), len(steps), blocks * 4)[..., :width]
+
+    def integers(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
+        """Integers in [0, high) per client; the bias of the multiply-shift is below high / 2**32."""
+        words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
+        return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
+
+    def order(self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0) -> Tensor:
+        """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position."""
+        ids = torch.tensor([client])
+        words = self.bits(purpose, ids, iteration=iteration, call=call, steps=range(1), width=2 * num).view(num, 2)
+        return ((words[:, 0] >> 1 << 32) | words[:, 1]).argsort(stable=True)

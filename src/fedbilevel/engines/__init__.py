@@ -1,0 +1,1 @@
+"""Engines: who computes and who talks to whom. An engine never names an algorithm."""

@@ -1,0 +1,252 @@
+"""All clients in this process, one row each: the default engine, on CPU or CUDA."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbilevel.clients import BatchSize, Host
+from fedbilevel.data.clients import Holdings
+from fedbilevel.draws import SERVER
+from fedbilevel.errors import CheckpointError, FedBilevelError
+from fedbilevel.federation import Algorithm, Cohort, Kept, Value
+from fedbilevel.problem import Problem
+
+
+class Simulation:
+    """The server and its n clients. Implements `Federation`.
+
+    drops: for tests of robustness: a function (outer iteration, call) -> clients that do not answer that call.
+    options: dtype, device, strategy and chunk_size of the population.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        clients: Sequence[Holdings],
+        *,
+        seed: int = 0,
+        cohort: Cohort = Cohort(),
+        batch_size: BatchSize = None,
+        drops: Callable[[int, int], Iterable[int]] | None = None,
+        **options: Any,
+    ) -> None:
+        self.host = Host(algorithm, problem, clients, seed=seed, batch_size=batch_size, **options)
+        self.algorithm, self.problem, self.seed = algorithm, problem, seed
+        self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
+        self.cohort, self.drops = cohort.checked(), drops
+        self.kept_names = algorithm.kept_names(problem.scopes)
+        self._versions: dict[str, int] = {}
+        self._held = _Held(self.num_clients)
+        self.iteration = self.call = self._draws = 0
+        self._draw_cohort()
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    def initial(self) -> tuple[Any, Any]:
+        return self._place("x", self.host.x0), self._place("y", self.host.y0)
+
+    def zeros(self, name: str) -> Any:
+        return self._place(name, torch.zeros(self.host.width(name), dtype=self.host.dtype, device=self.host.device))
+
+    def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        self.call += 1
+        positions, times = self._present()
+        values = {name: self._send(value, positions) for name, value in broadcast.items()}
+        result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call)
+        gathered: dict[str, Any] = {}
+        travelled = False
+        for name, rows in result.items():
+            if rows is None or name in self.kept_names:
+                gathered[name] = None if rows is None else self._keep(name, positions, rows)
+            else:
+                self.ledger.charge_message("up", positions, rows.shape[1], rows.element_size())
+                gathered[name] = self.host.average(rows, times * self.host.weights(positions))
+                travelled = True
+        self.ledger.rounds += travelled
+        return SimpleNamespace(**gathered)
+
+    def resample(self) -> None:
+        if self.cohort.redraw == "per_factor":
+            self._draw_cohort()
+
+    def draw(self, purpose: str, high: int) -> int:
+        words = self.host.stream.integers(
+            purpose, torch.tensor([SERVER]), torch.tensor([high]), iteration=self.iteration, call=self.call, steps=range(1), width=1
+        )
+        return int(words)
+
+    # ---- what the run loop uses --------------------------------------------------------------------------------------
+
+    def begin(self, iteration: int) -> None:
+        """A new outer iteration: scratch is forgotten and a cohort is drawn."""
+        self.iteration, self.call, self._draws = iteration, 0, 0
+        self.host.scratch.clear()
+        self._draw_cohort()
+
+    def measure(self, x: Any, y: Any) -> dict[str, float]:
+        """Losses and the problem's metrics over all clients and all their data. Not charged, and no draw depends on it."""
+        host, problem = self.host, self.problem
+        everyone = torch.arange(self.num_clients)
+        xs, ys = (self.collect(value) for value in (x, y))
+        with torch.no_grad():
+            weights = host.weights(everyone).double()
+            figures = {}
+            for label, loss, role in (("upper_loss", problem.upper, "val"), ("lower_loss", problem.lower, "train")):
+                values = host.oracle.evaluate(loss, xs, ys, host.data.batch(everyone, role)).double().cpu()
+                figures[label] = float((weights * values).sum() / weights.sum())
+            sums: dict[str, float] = {}
+            for role, statistics in problem.statistics.items():
+                some = host.oracle.evaluate(statistics, xs, ys, host.data.batch(everyone, role))
+                sums.update({name: float(value.double().sum()) for name, value in some.items()})
+        figures.update(problem.metrics(sums))
+        if problem.diagnostics is not None and isinstance(x, Tensor) and isinstance(y, Tensor):
+            figures.update(problem.diagnostics(host.layout_x.unravel(x), host.layout_y.unravel(y)))
+        return figures
+
+    def collect(self, value: Any) -> Any:
+        """A simulator can look into its clients: the rows behind a kept value."""
+        return self._resolve(value, torch.arange(self.num_clients)) if isinstance(value, Kept) else value
+
+    def trees(self, value: Any, *, upper: bool) -> Any:
+        """The user's structure: a dict, or one dict per client for a kept value, without padding."""
+        layout = self.host.layout_x if upper else self.host.layout_y
+        rows = self.collect(value)
+        if rows.ndim == 1:
+            return layout.unravel(rows)
+        sizes = self.host.x_sizes.tolist() if upper and self.host.x_sizes is not None else [rows.shape[1]] * len(rows)
+        return [layout.unravel(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    # ---- checkpoint: everything the next outer iteration depends on --------------------------------------------------
+
+    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and plain values; private rows without their padding."""
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        seen: dict[int, str] = {}
+        for name, value in state._asdict().items():
+            if isinstance(value, Tensor) and id(value) in seen:
+                plain[name] = {"same_as": seen[id(value)]}
+            elif isinstance(value, Tensor):
+                seen[id(value)] = name
+                tensors[f"state.{name}"], tensors[f"held.{name}"] = value, self._held.mask(value)
+            else:
+                plain[name] = {"kept": value.name} if isinstance(value, Kept) else {"value": value}
+        for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
+            for name, rows in store.rows.items():
+                tensors[f"{label}.{name}"] = self.host.unpad(rows)
+                tensors[f"{label}-written.{name}"] = store.written[name]
+        tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
+        return tensors, plain
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        device = self.host.device
+        for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
+            for name in _below(tensors, f"{label}."):
+                store.rows[name] = self.host.pad(tensors[f"{label}.{name}"].to(device))
+                store.written[name] = tensors[f"{label}-written.{name}"].clone()
+        self.ledger.load_state_dict({name: tensors[f"ledger.{name}"] for name in _below(tensors, "ledger.")})
+        values: dict[str, Any] = {}
+        for name in state_type._fields:
+            if f"state.{name}" in tensors:
+                values[name] = tensors[f"state.{name}"].to(device)
+                self._held.mask(values[name]).copy_(tensors[f"held.{name}"])
+        for name, entry in plain.items():
+            if "kept" in entry:
+                values[name] = Kept(entry["kept"], self._versions.get(entry["kept"], 0))
+            else:
+                values[name] = values[entry["same_as"]] if "same_as" in entry else entry["value"]
+        if set(values) != set(state_type._fields):
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
+            )
+        return state_type(**values)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _draw_cohort(self) -> None:
+        n, size = self.num_clients, self.cohort.size(self.num_clients)
+        self._draws += 1
+        if self.cohort.replacement:
+            drawn = self.host.stream.integers(
+                "cohort", torch.tensor([SERVER]), torch.tensor([n]), iteration=self.iteration, call=self._draws, steps=range(1), width=size
+            )
+            self._positions, self._times = drawn.reshape(-1).unique(return_counts=True)
+        elif size == n:
+            self._positions, self._times = torch.arange(n), torch.ones(n, dtype=torch.int64)
+        else:
+            order = self.host.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws)
+            self._positions, self._times = order[:size].sort().values, torch.ones(size, dtype=torch.int64)
+
+    def _present(self) -> tuple[Tensor, Tensor]:
+        if self.drops is None:
+            return self._positions, self._times
+        absent = torch.tensor(sorted(self.drops(self.iteration, self.call)), dtype=torch.int64)
+        here = ~torch.isin(self._positions, absent)
+        if not bool(here.any()):
+            raise FedBilevelError(
+                f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume."
+            )
+        return self._positions[here], self._times[here]
+
+    def _place(self, name: str, value: Tensor) -> Any:
+        if name not in self.kept_names:
+            return value
+        everyone = torch.arange(self.num_clients)
+        return self._keep(name, everyone, value.expand(self.num_clients, -1) if value.ndim == 1 else value)
+
+    def _keep(self, name: str, positions: Tensor, rows: Tensor) -> Kept:
+        self.host.kept.write(name, positions, rows)
+        self._versions[name] = self._versions.get(name, 0) + 1
+        return Kept(name, self._versions[name])
+
+    def _resolve(self, kept: Kept, positions: Tensor) -> Tensor:
+        if kept.version != self._versions.get(kept.name, 0):
+            raise ValueError(f"clients no longer hold that version of {kept.name!r}: a later phase returned a new one.")
+        return self.host.kept.read(
+            kept.name, positions, torch.zeros(len(positions), self.host.width(kept.name), dtype=self.host.dtype, device=self.host.device)
+        )
+
+    def _send(self, value: Value, positions: Tensor) -> Any:
+        if isinstance(value, Kept):
+            return self._resolve(value, positions)
+        if isinstance(value, Tensor):
+            held = self._held.mask(value)
+            lacks = positions[~held[positions]]
+            self.ledger.charge_message("down", lacks, value.numel(), value.element_size())
+            held[lacks] = True
+        return value
+
+
+class _Held:
+    """Which clients hold which of the server's arrays, so that an array is sent to each client once."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self._masks: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def mask(self, array: Tensor) -> Tensor:
+        """(n,) bool, to be changed in place. An array that was changed in place since counts as new."""
+        key = id(array)
+        known = self._masks.get(key)
+        if known is None or known[0]() is not array or known[1] != array._version:
+            known = (weakref.ref(array, self._forget(key)), array._version, torch.zeros(self.num_clients, dtype=torch.bool))
+            self._masks[key] = known
+        return known[2]
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def forget(dead: Any) -> None:
+            if key in self._masks and self._masks[key][0] is dead:  # the number may have been given to a new array meanwhile
+                del self._masks[key]
+
+        return forget
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]

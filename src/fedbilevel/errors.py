@@ -1,0 +1,44 @@
+"""Errors that a user can act on. Each message says what was given, what was expected and what to do, in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedBilevelError(Exception):
+    """Something the user can mend. The command line prints the message and no traceback."""
+
+
+class ProblemError(FedBilevelError, ValueError):
+    """The losses, the scopes or the clients' data do not fit together."""
+
+
+class SettingError(FedBilevelError, ValueError):
+    """A setting is outside its range."""
+
+
+class UnknownNameError(FedBilevelError, LookupError):
+    """A name that nothing here answers to."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+        super().__init__(f"There is no {kind} named {name!r}. {hint}")
+
+
+class NonFiniteError(FedBilevelError, ArithmeticError):
+    """A client returned NaN or infinity."""
+
+
+class CheckpointError(FedBilevelError, ValueError):
+    """A checkpoint that cannot be read, or that belongs to another run."""
+
+
+class ScopeError(FedBilevelError, ValueError):
+    """An algorithm was asked to solve a kind of problem it has no meaning for."""
+
+
+class ScopeWarning(UserWarning):
+    """An algorithm runs outside the problems it is exact for; the message names the bias."""

@@ -1,0 +1,132 @@
+"""The vocabulary of an algorithm: phases that run at clients, verbs that reach them, values that stay where they are.
+
+A server algorithm is a frozen dataclass with an immutable State and two methods: `init(fed)` and `round(fed, state)`. It talks to
+clients only through `fed.mean(self.some_phase, **values)`: broadcast the values, run the phase on the cohort, average what comes
+back, by name. Nothing here knows how or where the clients are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from fedbilevel.errors import ScopeError, ScopeWarning, SettingError
+from fedbilevel.ledger import Ledger
+from fedbilevel.problem import Scopes
+from fedbilevel.settings import Settings
+
+PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
+
+
+def phase(method: PhaseT) -> PhaseT:
+    """Mark `method(self, clients, **values) -> {name: rows or None}` as something a client may be asked to run."""
+    method.__is_phase__ = True  # type: ignore[attr-defined]
+    return method
+
+
+class Kept:
+    """Stands for one row per client that never left its client. It can be broadcast back to where it is, and nothing else."""
+
+    def __init__(self, name: str, version: int) -> None:
+        self.name, self.version = name, version
+
+    def __repr__(self) -> str:
+        return f"Kept({self.name!r})"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(f"{self.name!r} is kept at the clients (its scope is private or local), so the server cannot compute with it: do that inside a phase.")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = _refuse
+
+
+Value = Tensor | Kept | int | float | str | None  # numbers and words travel in the header; None is not sent
+
+
+class Cohort(NamedTuple):
+    """Who takes part. `redraw="per_factor"` draws a new cohort wherever an algorithm says `fed.resample()`; `per_iteration` keeps one
+    for the whole outer iteration, which is cheaper and biases products of client Hessians (algorithms that multiply them say so)."""
+
+    fraction: float = 1.0
+    replacement: bool = False
+    redraw: str = "per_factor"
+
+    def size(self, num_clients: int) -> int:
+        return max(1, round(self.fraction * num_clients))
+
+    def checked(self) -> Cohort:
+        if not 0 < self.fraction <= 1:
+            raise SettingError(f"the cohort's fraction is {self.fraction}, expected a value above 0 and at most 1.")
+        if self.redraw not in ("per_factor", "per_iteration"):
+            raise SettingError(f"the cohort's redraw is {self.redraw!r}, expected 'per_factor' or 'per_iteration'.")
+        return self
+
+
+class Federation(Protocol):
+    """What a server algorithm may use."""
+
+    num_clients: int
+    iteration: int
+    ledger: Ledger
+
+    def initial(self) -> tuple[Any, Any]:
+        """x and y at the start, each by its scope; no round."""
+
+    def zeros(self, name: str) -> Any:
+        """A zero vector of the space that the algorithm declares `name` in; no round."""
+
+    def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        """One round (none if nothing travels up): broadcast, run the phase on the cohort, average each result by name."""
+
+    def resample(self) -> None:
+        """A fresh cohort may be drawn here without spoiling what the algorithm computes."""
+
+    def draw(self, purpose: str, high: int) -> int:
+        """An integer in [0, high) of the server's own stream."""
+
+
+class Algorithm(Settings):
+    """upper_space and lower_space name the sequences that live where x and y live: the engine keeps them at the client when the
+    problem says private or local. `warns` and `refuses` say, per scope, why a problem of that scope is biased or meaningless."""
+
+    upper_space: ClassVar[tuple[str, ...]] = ("x",)
+    lower_space: ClassVar[tuple[str, ...]] = ("y",)
+    warns: ClassVar[Mapping[str, str]] = {}
+    refuses: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__module__.rsplit(".", 1)[-1]
+
+    def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
+        """Overridden where a setting changes what the algorithm is exact for."""
+        return self.warns
+
+    def check_scopes(self, scopes: Scopes) -> list[Warning]:
+        for scope in scopes:
+            if scope in self.refuses:
+                raise ScopeError(f"{self.name()} cannot solve a problem with a {scope} variable: {self.refuses[scope]}.")
+        return [
+            ScopeWarning(f"{self.name()} on a problem with a {scope} variable: {text}.")
+            for scope, text in self.scope_warnings(scopes).items()
+            if scope in scopes
+        ]
+
+    def kept_names(self, scopes: Scopes) -> set[str]:
+        return {*(self.upper_space if scopes.upper == "private" else ()), *(self.lower_space if scopes.lower == "local" else ())}
+
+
+class ServerAlgorithm(Algorithm):
+    State: ClassVar[type[Any]]
+
+    def init(self, fed: Federation) -> Any:
+        """The state before the first outer iteration."""
+        raise NotImplementedError
+
+    def round(self, fed: Federation, state: Any) -> Any:
+        """One outer iteration."""
+        raise NotImplementedError

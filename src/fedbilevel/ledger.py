@@ -1,0 +1,47 @@
+"""What was paid, counted from what really passes through the verbs and the oracle.
+
+Every column is one int64 count per client. A round is one aggregation up and the broadcast that follows it; a message down with
+no aggregation belongs to the round before. Values that never leave a client are never charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", "gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
+
+
+class Ledger:
+    """Columns: floats and bytes up and down; calls of grad_y g, grad_x g, grad_x f, grad_y f, H v, J v; samples evaluated
+    (each evaluation of a batch counts its samples once, whichever derivatives it yields)."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self.rounds = 0
+        self.columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
+
+    def charge(self, column: str, ids: Tensor, amount: int | Tensor = 1) -> None:
+        amount = torch.as_tensor(amount, dtype=torch.int64).cpu().expand(len(ids))
+        self.columns[column].index_add_(0, ids.cpu(), amount)
+
+    def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
+        floats = torch.as_tensor(floats, dtype=torch.int64)
+        self.charge(f"floats_{direction}", ids, floats)
+        self.charge(f"bytes_{direction}", ids, floats * itemsize)
+
+    def totals(self) -> dict[str, int]:
+        return {"rounds": self.rounds, **{name: int(column.sum()) for name, column in self.columns.items()}}
+
+    @property
+    def megabytes(self) -> float:
+        return float(self.columns["bytes_up"].sum() + self.columns["bytes_down"].sum()) / 1e6
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"rounds": torch.tensor(self.rounds), **{name: column.clone() for name, column in self.columns.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.rounds = int(state["rounds"])
+        self.columns = {name: state[name].clone() for name in COLUMNS}

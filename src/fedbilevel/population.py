@@ -1,0 +1,79 @@
+"""A problem met with the data of the clients hosted in this process: layouts, initial point, weights and the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedbilevel.data.clients import ClientData, Holdings
+from fedbilevel.errors import ProblemError
+from fedbilevel.oracle import Oracle, Strategy
+from fedbilevel.problem import Layout, Problem, check_losses
+
+
+class Population:
+    def __init__(
+        self,
+        problem: Problem,
+        clients: Sequence[Holdings],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        strategy: Strategy = "auto",
+        chunk_size: int | None = None,
+    ) -> None:
+        self.problem = problem
+        self.data = ClientData(clients, dtype=dtype, device=device)
+        self.dtype, self.device = self.data.dtype, self.data.device
+        self.x_sizes: Tensor | None = None  # lengths of private rows without their padding
+        self.layout_x, self.x0 = self._initial_x()
+        self.layout_y = Layout(problem.y0)
+        self.y0 = self.layout_y.ravel(problem.y0).to(device=device, dtype=dtype)
+        first_x = self.x0 if self.x_sizes is None else self.x0[0, : int(self.x_sizes[0])]
+        check_losses(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
+        self.oracle = Oracle(problem, self.layout_x, self.layout_y, strategy=strategy, chunk_size=chunk_size)
+
+    def __len__(self) -> int:
+        return self.data.num_clients
+
+    def _initial_x(self) -> tuple[Layout, Tensor]:
+        """x0 as a shared vector, or as private rows padded with zeros to the widest client hosted here."""
+        private = self.problem.scopes.upper == "private"
+        trees = [
+            self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()}) for i in range(self.data.num_clients if private else 1)
+        ]
+        ragged = [name for name, leaf in trees[0].items() if any(tree[name].shape != leaf.shape for tree in trees)]
+        if len(ragged) > 1 or any(tree[name].ndim != 1 for tree in trees for name in ragged):
+            raise ProblemError(f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have one dimension.")
+        layout = Layout(trees[0], ragged[0] if ragged else None)
+        flat = [layout.ravel(tree).to(device=self.device, dtype=self.dtype) for tree in trees]
+        if not private:
+            return layout, flat[0]
+        self.x_sizes = torch.tensor([len(row) for row in flat])
+        return layout, torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
+
+    def weights(self, positions: Tensor) -> Tensor:
+        """Whole numbers, so that a weighted sum of float32 rows is exact in float64 and the order of clients leaves no trace."""
+        return self.data.sizes["train"][positions] if self.problem.weights == "by_samples" else torch.ones(len(positions), dtype=torch.int64)
+
+    def average(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Sum in float64, divide once."""
+        if bool((weights == 1).all()):
+            total = rows.sum(0, dtype=torch.float64)
+        else:
+            total = (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
+        return (total / float(weights.sum())).to(rows.dtype)
+
+    def unpad(self, rows: Tensor) -> Tensor:
+        """Private rows as one flat tensor; other rows as they are."""
+        sizes = self.x_sizes
+        if sizes is None or rows.shape[1] != self.x0.shape[-1] or bool((sizes == rows.shape[1]).all()):
+            return rows
+        return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])
+
+    def pad(self, stored: Tensor) -> Tensor:
+        if stored.ndim == 2 or self.x_sizes is None:
+            return stored
+        return torch.nn.utils.rnn.pad_sequence(list(stored.split(self.x_sizes.tolist())), batch_first=True)

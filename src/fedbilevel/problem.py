@@ -1,0 +1,254 @@
+"""A federated bilevel problem: two losses on the user's own tensors, an initial point, and who owns which variable.
+
+    min_x  mean_i f_i(x, y*(x))   subject to   y*(x) = argmin_y mean_i g_i(x, y)
+
+`upper(x, y, batch)` is f_i and `lower(x, y, batch)` is g_i on a batch of one client. x and y are dicts of named tensors.
+A batch holds the client's fields plus `index` (position of each sample within its client) and `weight` (sums to one, zero
+on padding), so a loss reads `(batch["weight"] * loss_per_sample).sum()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedbilevel.data.clients import ClientData
+from fedbilevel.errors import ProblemError
+
+Tree = Mapping[str, Tensor]
+Fields = Mapping[str, Any]
+Loss = Callable[[Any, Any, Fields], Tensor]
+
+
+class Scopes(NamedTuple):
+    """Who owns what. `global`: one y for all; `local`: a y_i per client. `shared`: one x; `private`: a block x_i that never leaves its client."""
+
+    lower: Literal["global", "local"] = "global"
+    upper: Literal["shared", "private"] = "shared"
+
+
+class Layout:
+    """How named tensors lie in one flat vector. A ragged leaf (its length differs between clients) comes last, so padding is a tail."""
+
+    def __init__(self, tree: Tree, ragged: str | None = None) -> None:
+        self.shapes = {name: tuple(leaf.shape) for name, leaf in tree.items() if name != ragged}
+        self.ragged = ragged
+        self.num_fixed = sum(leaf.numel() for name, leaf in tree.items() if name != ragged)
+
+    def ravel(self, tree: Tree) -> Tensor:
+        names = [*self.shapes, *([self.ragged] if self.ragged else [])]
+        if set(tree) != set(names):
+            raise ProblemError(f"expected tensors named {', '.join(names)}, got {', '.join(tree)}: use the same names as in the initial point.")
+        return torch.cat([tree[name].reshape(-1) for name in names])
+
+    def unravel(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views into `vector`; what lies beyond the fixed leaves belongs to the ragged one."""
+        tree, start = {}, 0
+        for name, shape in self.shapes.items():
+            num = 1
+            for side in shape:
+                num *= side
+            tree[name] = vector[start : start + num].view(shape)
+            start += num
+        if self.ragged:
+            tree[self.ragged] = vector[start:]
+        return tree
+
+    def describe(self) -> dict[str, Any]:
+        return {**{name: list(shape) for name, shape in self.shapes.items()}, **({self.ragged: "ragged"} if self.ragged else {})}
+
+
+def _empty(_sums: Mapping[str, float]) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Two losses, an initial point and the scopes.
+
+    x0: dict of tensors; for a private x, a function of the client's sizes (`{"train": 40, ...}`) that returns that client's dict,
+        in which at most one 1-D tensor may differ in length between clients.
+    features: optional `features(x, batch) -> Tensor` with one entry per sample; losses then find it as `batch["features"]`, and the
+        library computes it once per x instead of once per call. It never changes a result.
+    weights: how clients are averaged: `mean` (every client counts the same, as in the papers) or `by_samples` (by training samples).
+    statistics: per role, a function (x, y, batch) -> additive scalars; `metrics` turns their sums over all clients into figures.
+    diagnostics: figures the server can compute from a shared x and global y alone, e.g. the distance to a known solution.
+    """
+
+    upper: Loss
+    lower: Loss
+    x0: Tree | Callable[[Mapping[str, int]], Tree]
+    y0: Tree
+    scopes: Scopes = Scopes()
+    features: Callable[[Any, Fields], Tensor] | None = None
+    weights: Literal["mean", "by_samples"] = "mean"
+    statistics: Mapping[str, Callable[[Any, Any, Fields], dict[str, Tensor]]] = field(default_factory=dict)
+    metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty
+    diagnostics: Callable[[Tree, Tree], dict[str, float]] | None = None
+    name: str = "problem"
+
+    def __post_init__(self) -> None:
+        for label, value, known in (
+            ("scopes.lower", self.scopes.lower, ("global", "local")),
+            ("scopes.upper", self.scopes.upper, ("shared", "private")),
+            ("weights", self.weights, ("mean", "by_samples")),
+        ):
+            if value not in known:
+                raise ProblemError(f"{label} is {value!r}, expected {' or '.join(map(repr, known))}.")
+        if callable(self.x0) and self.scopes.upper == "shared":
+            raise ProblemError(
+                "x0 is a function of the client's sizes, which only a private x can be: give a dict of tensors, or scopes=Scopes(upper='private')."
+            )
+        for label, tree in (("x0", self.x0), ("y0", self.y0)):
+            if not callable(tree) and not (isinstance(tree, Mapping) and tree and all(isinstance(leaf, Tensor) for leaf in tree.values())):
+                raise ProblemError(f"{label} must be a dict of named tensors with at least one entry, got {type(tree).__name__}.")
+
+    def initial_x(self, sizes: Mapping[str, int]) -> Tree:
+        return self.x0(sizes) if callable(self.x0) else self.x0
+
+    @classmethod
+    def from_modules(
+        cls,
+        upper_module: nn.Module,
+        lower_module: nn.Module,
+        *,
+        upper: Loss,
+        lower: Loss,
+        features: Callable[[Any, Fields], Tensor] | None = None,
+        **options: Any,
+    ) -> Problem:
+        """x = parameters of `upper_module`, y = parameters of `lower_module`.
+
+        The losses receive the two modules as calls that use the current x and y: `upper(net, head, batch)` may write
+        `head(net(batch["image"]))` and `net.parameters["0.weight"]`. The modules themselves are never changed.
+        """
+        for module, label in ((upper_module, "upper_module"), (lower_module, "lower_module")):
+            for name, layer in module.named_modules():
+                _refuse_layer(layer, f"{label}.{name}" if name else label)
+            if not any(True for _ in module.parameters()):
+                raise ProblemError(f"{label} has no parameters, so there is nothing to optimise at that level: pass a module with parameters.")
+
+        def bind(loss: Loss) -> Loss:
+            return lambda x, y, batch: loss(BoundModule(upper_module, x), BoundModule(lower_module, y), batch)
+
+        return cls(
+            upper=bind(upper),
+            lower=bind(lower),
+            x0={name: p.detach().clone() for name, p in upper_module.named_parameters()},
+            y0={name: p.detach().clone() for name, p in lower_module.named_parameters()},
+            features=None if features is None else (lambda x, batch: features(BoundModule(upper_module, x), batch)),
+            **options,
+        )
+
+
+class BoundModule:
+    """A module called with parameters from outside."""
+
+    def __init__(self, module: nn.Module, parameters: Tree) -> None:
+        self._module, self.parameters = module, parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self._module, dict(self.parameters), args, kwargs)
+
+
+_WHY = {
+    "dropout": "its random mask differs between the two evaluations that variance reduction and second derivatives must share; "
+    "remove it or put the module in eval mode",
+    "batch norm": "its output for one sample depends on the other samples of the batch, so a client's gradient is not a mean over its samples "
+    "and statistics of one client leak into the shared model; use GroupNorm or LayerNorm, or put the module in eval mode",
+}
+
+
+def _refuse(what: str, where: str) -> None:
+    raise ProblemError(f"{where} uses {what} in training mode, which has no place inside a bilevel derivative: {_WHY[what]}.")
+
+
+def _refuse_layer(layer: nn.Module, where: str) -> None:
+    if layer.training and isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        _refuse("batch norm", where)
+    if layer.training and isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+        _refuse("dropout", where)
+
+
+class _RefuseNoise(TorchFunctionMode):
+    """Finds dropout and batch norm inside a plain function, where no module can be inspected."""
+
+    DROPOUT = (
+        functional.dropout,
+        functional.dropout1d,
+        functional.dropout2d,
+        functional.dropout3d,
+        functional.alpha_dropout,
+        functional.feature_alpha_dropout,
+        torch.dropout,
+    )
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.DROPOUT and (kwargs.get("training", args[2] if len(args) > 2 else True)) and (kwargs.get("p", args[1] if len(args) > 1 else 0.5)) > 0:
+            _refuse("dropout", self.where)
+        if func is functional.batch_norm and kwargs.get("training", args[5] if len(args) > 5 else False):
+            _refuse("batch norm", self.where)
+        return func(*args, **kwargs)
+
+
+def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
+    """Evaluate both losses once, on a few samples of the first client, and say what is wrong with them."""
+    for label, loss, role in (("lower", problem.lower, "train"), ("upper", problem.upper, "val")):
+        few = torch.arange(min(4, int(data.sizes[role][0])), device=x.device)
+        fields = data.batch(data.positions[:1], role, few[None]).row(0)
+        padded = data.batch(data.positions[:1], role, torch.cat([few, few[:1], few[:1]])[None]).row(0)
+        padded["weight"] = torch.cat([fields["weight"], torch.zeros(2, dtype=x.dtype, device=x.device)])
+        xs, ys = x.clone().requires_grad_(), y.clone().requires_grad_()
+        tree_x, tree_y = layout_x.unravel(xs), layout_y.unravel(ys)
+        with _RefuseNoise(f"{label}()"):
+            value = _evaluate(problem, loss, tree_x, tree_y, fields, label)
+        again = _evaluate(problem, loss, tree_x, tree_y, fields, label)
+        other = _evaluate(problem, loss, tree_x, tree_y, padded, label)
+        if not torch.equal(value, again):
+            raise ProblemError(
+                f"{label}() gave {value:.6g} and then {again:.6g} for the same input: a loss must not draw random numbers; move them into the data."
+            )
+        if not torch.allclose(value, other, rtol=1e-4, atol=1e-6):
+            raise ProblemError(
+                f"{label}() gave {value:.6g} on a batch and {other:.6g} on the same batch with two padded samples of weight 0: "
+                "write (batch['weight'] * loss_per_sample).sum() instead of a mean over samples."
+            )
+        if label == "lower":
+            used = torch.autograd.grad(value, list(tree_y.values()), allow_unused=True) if value.requires_grad else [None] * len(tree_y)
+            unused = [name for name, gradient in zip(tree_y, used, strict=True) if gradient is None]
+            if unused:
+                raise ProblemError(f"lower() does not depend on y[{unused[0]!r}], so y*(x) is not determined: use it in the lower loss or leave it out of y0.")
+
+
+def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, label: str) -> Tensor:
+    try:
+        value = loss(x, y, with_features(problem, x, fields))
+    except ProblemError:
+        raise
+    except Exception as error:  # the user's function may raise anything; name it, keep the cause
+        shapes = {name: tuple(value.shape) for name, value in fields.items()}
+        raise ProblemError(f"{label}() failed on a batch of the first client with {type(error).__name__}: {error}. The batch had shapes {shapes}.") from error
+    if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ProblemError(f"{label}() returned {got}, expected a scalar tensor: sum batch['weight'] times the loss of each sample.")
+    if not torch.isfinite(value):
+        raise ProblemError(f"{label}() is {value:.6g} at the initial point on the first client: check the data and the initial values.")
+    return value
+
+
+def with_features(problem: Problem, x: Any, fields: Fields) -> Fields:
+    """The one place where features enter a batch."""
+    if problem.features is None or "features" in fields:
+        return fields
+    return {**fields, "features": problem.features(x, fields)}

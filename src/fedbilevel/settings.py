@@ -1,0 +1,77 @@
+"""Settings of algorithms and tasks: dataclass fields that carry their range, their meaning and the paper's symbol."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+import typing
+from typing import Any, Literal
+
+from fedbilevel.errors import SettingError
+
+
+def setting(default: Any, help: str, *, symbol: str = "", above: float | None = None, least: float | None = None, most: float | None = None) -> Any:
+    """A dataclass field. `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for every entry."""
+    return dataclasses.field(default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checks every field against its declared type and range when made."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for spec in dataclasses.fields(self):
+            _check(type(self).__name__, spec, hints[spec.name], getattr(self, spec.name))
+
+    def asdict(self) -> dict[str, Any]:
+        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+
+
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type: `float | None` gives (float, NoneType)."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+
+
+def _check(owner: str, spec: dataclasses.Field[Any], hint: Any, value: Any) -> None:
+    if not any(_fits(kind, value) for kind in kinds(hint)):
+        raise SettingError(f"{owner}: {spec.name} is {value!r}, expected {_words(hint)}.")
+    meta = spec.metadata
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if number != number:
+            raise SettingError(f"{owner}: {spec.name} is not a number, expected {_words(hint)}.")
+        for bound, bad, text in (
+            (meta.get("above"), operator.le, "greater than"),
+            (meta.get("least"), operator.lt, "at least"),
+            (meta.get("most"), operator.gt, "at most"),
+        ):
+            if bound is not None and bad(number, bound):
+                raise SettingError(f"{owner}: {spec.name} is {number}, expected a value {text} {bound}: {meta.get('help', '')}.")
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return value in typing.get_args(kind)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) > 0 and all(_fits(typing.get_args(kind)[0], entry) for entry in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _words(hint: Any) -> str:
+    words = []
+    for kind in kinds(hint):
+        if typing.get_origin(kind) is Literal:
+            words += [repr(choice) for choice in typing.get_args(kind)]
+        elif typing.get_origin(kind) is tuple:
+            words.append("one whole number per client")
+        else:
+            words.append({float: "a number", int: "a whole number", bool: "true or false", str: "a word", type(None): "nothing"}[kind])
+    return " or ".join(words)

@@ -1,0 +1,142 @@
+"""Heterogeneous quadratics with everything known in closed form: the yardstick of all tests.
+
+    g_i(x, y) = 1/2 y'A_i y - y'(B_i x + c_i) + bend * sum log cosh y        f_i(x, y) = 1/2 (y - t_i)'D_i (y - t_i) + 1/2 x'R_i x - r_i'x
+
+Clients differ in every matrix, so the mean of local hypergradients is not the hypergradient of the mean. Samples of one client differ too,
+so that minibatches are noisy. `bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a Hessian
+taken at the wrong point); the closed forms are for bend = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbilevel.problem import Problem, Scopes
+from fedbilevel.settings import setting
+from fedbilevel.tasks.task import Built, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quadratic(Task):
+    num_clients: int = setting(5, "clients", least=1)
+    dim_upper: int = setting(4, "length of x", symbol="d_x", least=1)
+    dim_lower: int = setting(6, "length of y", symbol="d_y", least=1)
+    heterogeneity: float = setting(1.0, "how much clients differ; 0: identical clients", least=0)
+    noise: float = setting(0.3, "how much the samples of one client differ", least=0, most=0.9)
+    num_samples: int = setting(4, "samples of the first client; each further client has one more", least=1)
+    bend: float = setting(0.0, "weight of a non-quadratic convex term in the lower level", least=0)
+    lower: Literal["global", "local"] = setting("global", "one y for all clients, or one each")
+    upper: Literal["shared", "private"] = setting("shared", "one x for all clients, or one each")
+    weights: Literal["mean", "by_samples"] = setting("mean", "how clients are averaged")
+    data_seed: int = setting(7, "seed of the data", least=0)
+
+    suggested = {"*": {"lr_lower": 0.2, "lr_system": 0.2, "lr_upper": 0.05, "num_local_steps": 1}}
+    suggested_iterations = {"*": 500}
+    headline = ("hypergradient_norm", "distance", "upper_loss")
+
+    def build(self) -> Built:
+        closed = self.closed_form()
+        problem = Problem(
+            upper=_upper,
+            lower=lambda x, y, batch: _lower(x, y, batch) + self.bend * torch.log(torch.cosh(y["y"])).sum(),
+            x0=(lambda sizes: {"x": torch.zeros(self.dim_upper)}) if self.upper == "private" else {"x": torch.zeros(self.dim_upper)},
+            y0={"y": torch.zeros(self.dim_lower)},
+            scopes=Scopes(lower=self.lower, upper=self.upper),
+            weights=self.weights,
+            diagnostics=closed.diagnostics if self.upper == "shared" and self.lower == "global" and self.bend == 0 else None,
+            name="quadratic",
+        )
+        return Built(problem, self.clients())
+
+    def clients(self) -> list[dict[str, dict[str, np.ndarray]]]:
+        rng = np.random.default_rng(self.data_seed)
+        dx, dy, het = self.dim_upper, self.dim_lower, self.heterogeneity
+
+        def spd(size: int, scale: float) -> np.ndarray:
+            root = rng.standard_normal((size, size)) / np.sqrt(size)
+            return scale * root @ root.T
+
+        A, B, c = np.eye(dy) + spd(dy, 0.5), rng.standard_normal((dy, dx)), rng.standard_normal(dy)
+        D, t, R, r = np.eye(dy) + spd(dy, 0.5), rng.standard_normal(dy), 0.5 * np.eye(dx) + spd(dx, 0.5), rng.standard_normal(dx)
+        clients = []
+        for i in range(self.num_clients):
+            mine = {
+                "A": A + het * spd(dy, 1.0), "B": B + het * rng.standard_normal((dy, dx)) / 2, "c": c + het * rng.standard_normal(dy),
+                "D": D + het * spd(dy, 0.5), "t": t + het * rng.standard_normal(dy), "R": R + het * spd(dx, 0.5), "r": r + het * rng.standard_normal(dx),
+            }  # fmt: skip
+            num = self.num_samples + i
+            spread = self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)  # sums to zero: the mean over samples is the client's value
+
+            def samples(name: str, mine: dict[str, np.ndarray] = mine, spread: np.ndarray = spread) -> np.ndarray:
+                return (1 + rng.permutation(spread).reshape(-1, *[1] * mine[name].ndim)) * mine[name]
+
+            clients.append({"train": {name: samples(name) for name in "ABc"}, "val": {name: samples(name) for name in "DtRr"}})
+        return clients
+
+    def closed_form(self) -> ClosedForm:
+        means = [{name: value.mean(0) for role in client.values() for name, value in role.items()} for client in self.clients()]
+        # t enters f through D (y - t): its mean over samples must be taken of D t and t'D t
+        for client, mean in zip(self.clients(), means, strict=True):
+            mean["Dt"] = np.einsum("sij,sj->i", client["val"]["D"], client["val"]["t"]) / len(client["val"]["t"])
+        sizes = np.array([len(client["train"]["c"]) for client in self.clients()], float)
+        share = sizes / sizes.sum() if self.weights == "by_samples" else np.full(len(means), 1 / len(means))
+        return ClosedForm({name: np.stack([mean[name] for mean in means]) for name in means[0]}, share, self.lower == "local", self.upper == "private")
+
+
+class ClosedForm(NamedTuple):
+    """Plain numpy algebra on the clients' matrices, written without the library's derivatives."""
+
+    stacked: dict[str, np.ndarray]  # name -> (n, ...)
+    share: np.ndarray  # (n,) weights of the mean
+    local: bool
+    private: bool
+
+    def _mean(self, rows: np.ndarray) -> np.ndarray:
+        return np.tensordot(self.share, rows, axes=1)
+
+    def lower_solution(self, x: np.ndarray) -> np.ndarray:
+        """y*(x): (d_y,), or (n, d_y) for a local lower level. x: (d_x,) or (n, d_x)."""
+        s, xs = self.stacked, np.broadcast_to(x, (len(self.share), self.stacked["B"].shape[2]))
+        right = np.einsum("nij,nj->ni", s["B"], xs) + s["c"]
+        return np.linalg.solve(s["A"], right[..., None])[..., 0] if self.local else np.linalg.solve(self._mean(s["A"]), self._mean(right))
+
+    def system_solution(self, x: np.ndarray) -> np.ndarray:
+        """u*(x), like y*(x)."""
+        s, y = self.stacked, self.lower_solution(x)
+        fy = np.einsum("nij,nj->ni", s["D"], np.broadcast_to(y, s["c"].shape)) - s["Dt"]
+        return np.linalg.solve(s["A"], fy[..., None])[..., 0] if self.local else np.linalg.solve(self._mean(s["A"]), self._mean(fy))
+
+    def hypergradient(self, x: np.ndarray) -> np.ndarray:
+        """(d_x,), or rows f_x,i - J_i u for a private x. J_i = -B_i'."""
+        s, u = self.stacked, np.broadcast_to(self.system_solution(x), self.stacked["c"].shape)
+        xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
+        blocks = np.einsum("nij,nj->ni", s["R"], xs) - s["r"] + np.einsum("nij,ni->nj", s["B"], u)
+        return blocks if self.private else self._mean(blocks)
+
+    def solution(self) -> np.ndarray:
+        """x*: the hypergradient is affine in x."""
+        shape = (len(self.share), self.stacked["B"].shape[2]) if self.private else (self.stacked["B"].shape[2],)
+        size = int(np.prod(shape))
+        constant = self.hypergradient(np.zeros(shape)).ravel()
+        columns = [self.hypergradient(unit.reshape(shape)).ravel() - constant for unit in np.eye(size)]
+        return np.linalg.solve(np.stack(columns, axis=1), -constant).reshape(shape)
+
+    def diagnostics(self, x: Any, y: Any) -> dict[str, float]:
+        point = x["x"].double().cpu().numpy()
+        return {"hypergradient_norm": float(np.linalg.norm(self.hypergradient(point))), "distance": float(np.linalg.norm(point - self.solution()))}
+
+
+def _lower(x: Any, y: Any, batch: Any) -> Tensor:
+    v = y["y"]
+    return 0.5 * torch.einsum("s,sij,i,j->", batch["weight"], batch["A"], v, v) - torch.einsum("s,si,i->", batch["weight"], batch["B"] @ x["x"] + batch["c"], v)
+
+
+def _upper(x: Any, y: Any, batch: Any) -> Tensor:
+    w, e, v = batch["weight"], y["y"] - batch["t"], x["x"]
+    lower_part = 0.5 * torch.einsum("s,sij,si,sj->", w, batch["D"], e, e)
+    return lower_part + 0.5 * torch.einsum("s,sij,i,j->", w, batch["R"], v, v) - torch.einsum("s,si,i->", w, batch["r"], v)
