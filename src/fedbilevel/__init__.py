@@ -1,3 +1,17 @@
-"""fedbilevel: federated bilevel optimisation."""
+"""fedbilevel: federated bilevel optimisation.
+
+import fedbilevel as fb
+
+problem = fb.Problem(upper=..., lower=..., x0={...}, y0={...})
+result = fb.run("fedbio", problem, clients, num_iterations=100)
+"""
 
 __version__ = "0.1.0"
+
+from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
+from fedbilevel.errors import FedBilevelError
+from fedbilevel.federation import Cohort
+from fedbilevel.problem import Problem, Scopes
+from fedbilevel.run import Result, run
+
+__all__ = ["Cohort", "FedBilevelError", "Problem", "Result", "Scopes", "check_algorithm", "check_hypergradient", "check_problem", "run"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedbilevel.clients import BatchSize, Host
 from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
-from fedbilevel.errors import CheckpointError, FedBilevelError
+from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Value
 from fedbilevel.problem import Problem
 
@@ -21,6 +21,7 @@ from fedbilevel.problem import Problem
 class Simulation:
     """The server and its n clients. Implements `Federation`.
 
+    ids: the clients' numbers, when they are not given in order: numbers address draws and the ledger, the order in memory does not matter.
     drops: for tests of robustness: a function (outer iteration, call) -> clients that do not answer that call.
     options: dtype, device, strategy and chunk_size of the population.
     """
@@ -34,10 +35,14 @@ class Simulation:
         seed: int = 0,
         cohort: Cohort = Cohort(),
         batch_size: BatchSize = None,
+        ids: Sequence[int] | None = None,
         drops: Callable[[int, int], Iterable[int]] | None = None,
         **options: Any,
     ) -> None:
-        self.host = Host(algorithm, problem, clients, seed=seed, batch_size=batch_size, **options)
+        self.host = Host(algorithm, problem, clients, ids=ids, seed=seed, batch_size=batch_size, **options)
+        self._position_of = self.host.ids.argsort()
+        if not torch.equal(self.host.ids[self._position_of], torch.arange(len(clients))):
+            raise SettingError(f"ids must number the {len(clients)} clients from 0, each once, got {self.host.ids.tolist()}.")
         self.algorithm, self.problem, self.seed = algorithm, problem, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.cohort, self.drops = cohort.checked(), drops
@@ -50,10 +55,10 @@ class Simulation:
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
     def initial(self) -> tuple[Any, Any]:
-        return self._place("x", self.host.x0), self._place("y", self.host.y0)
+        return self.place("x", self.host.x0), self.place("y", self.host.y0)
 
     def zeros(self, name: str) -> Any:
-        return self._place(name, torch.zeros(self.host.width(name), dtype=self.host.dtype, device=self.host.device))
+        return self.place(name, torch.zeros(self.host.width(name), dtype=self.host.dtype, device=self.host.device))
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         self.call += 1
@@ -66,7 +71,7 @@ class Simulation:
             if rows is None or name in self.kept_names:
                 gathered[name] = None if rows is None else self._keep(name, positions, rows)
             else:
-                self.ledger.charge_message("up", positions, rows.shape[1], rows.element_size())
+                self.ledger.charge_message("up", self.host.ids[positions], rows.shape[1], rows.element_size())
                 gathered[name] = self.host.average(rows, times * self.host.weights(positions))
                 travelled = True
         self.ledger.rounds += travelled
@@ -177,25 +182,28 @@ class Simulation:
             drawn = self.host.stream.integers(
                 "cohort", torch.tensor([SERVER]), torch.tensor([n]), iteration=self.iteration, call=self._draws, steps=range(1), width=size
             )
-            self._positions, self._times = drawn.reshape(-1).unique(return_counts=True)
+            numbers, times = drawn.reshape(-1).unique(return_counts=True)
         elif size == n:
-            self._positions, self._times = torch.arange(n), torch.ones(n, dtype=torch.int64)
+            numbers, times = torch.arange(n), torch.ones(n, dtype=torch.int64)
         else:
             order = self.host.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws)
-            self._positions, self._times = order[:size].sort().values, torch.ones(size, dtype=torch.int64)
+            numbers, times = order[:size], torch.ones(size, dtype=torch.int64)
+        self._positions, sorting = self._position_of[numbers].sort()
+        self._times = times[sorting]
 
     def _present(self) -> tuple[Tensor, Tensor]:
         if self.drops is None:
             return self._positions, self._times
         absent = torch.tensor(sorted(self.drops(self.iteration, self.call)), dtype=torch.int64)
-        here = ~torch.isin(self._positions, absent)
+        here = ~torch.isin(self.host.ids[self._positions], absent)
         if not bool(here.any()):
             raise FedBilevelError(
                 f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume."
             )
         return self._positions[here], self._times[here]
 
-    def _place(self, name: str, value: Tensor) -> Any:
+    def place(self, name: str, value: Tensor) -> Any:
+        """A value where its scope says: kept at the clients, or at the server. No round."""
         if name not in self.kept_names:
             return value
         everyone = torch.arange(self.num_clients)
@@ -219,7 +227,7 @@ class Simulation:
         if isinstance(value, Tensor):
             held = self._held.mask(value)
             lacks = positions[~held[positions]]
-            self.ledger.charge_message("down", lacks, value.numel(), value.element_size())
+            self.ledger.charge_message("down", self.host.ids[lacks], value.numel(), value.element_size())
             held[lacks] = True
         return value
 

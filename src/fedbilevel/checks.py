@@ -1,0 +1,286 @@
+"""Contracts that anybody can run: on their own problem, their own estimator, their own algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbilevel import discovery
+from fedbilevel.data.clients import Holdings
+from fedbilevel.engines.simulation import Simulation
+from fedbilevel.errors import FedBilevelError, ScopeError, SettingError
+from fedbilevel.federation import Cohort, ServerAlgorithm
+from fedbilevel.hypergradient import SOLVERS, hypergradient, lower_solution
+from fedbilevel.population import Population
+from fedbilevel.problem import Problem
+from fedbilevel.tasks.quadratic import Quadratic
+
+Estimator = str | ServerAlgorithm | Callable[[Population, Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    ok: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    title: str
+    checks: list[Check]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def __str__(self) -> str:
+        width = max(len(check.name) for check in self.checks)
+        lines = [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:<{width}}  {check.text}" for check in self.checks]
+        failed = sum(not check.ok for check in self.checks)
+        verdict = f"all {len(self.checks)} checks passed" if self.ok else f"{failed} of {len(self.checks)} checks failed"
+        return "\n".join([self.title, *lines, f"Verdict: {verdict}."])
+
+
+# ---- the user's problem ---------------------------------------------------------------------------------------------
+
+
+def check_problem(problem: Problem, clients: Sequence[Holdings], *, tolerance: float = 1e-5, seed: int = 0, show: bool = True) -> Report:
+    """The losses are what the library takes them for: derivatives against finite differences in float64, at a random point near the initial one."""
+    population = Population(problem, clients, dtype=torch.float64)
+    oracle, everyone = population.oracle, torch.arange(len(population))
+    train, val = population.data.batch(everyone, "train"), population.data.batch(everyone, "val")
+    draw = torch.Generator().manual_seed(seed)
+    inside = _inside(population)
+    x = population.x0 + 0.1 * torch.randn(population.x0.shape, generator=draw, dtype=torch.float64) * inside
+    y = population.y0 + 0.1 * torch.randn(population.y0.shape, generator=draw, dtype=torch.float64)
+    dx = torch.randn(x.shape, generator=draw, dtype=torch.float64) * inside
+    dy, v = (torch.randn(y.shape, generator=draw, dtype=torch.float64) for _ in range(2))
+    step = 1e-5
+    with torch.no_grad():
+        jv, hv = oracle.second_order(x, y, v, train)
+        pairs = {
+            "grad_x upper": (oracle.upper_grad_x(x, y, val), dx, lambda t: oracle.evaluate(problem.upper, x + t * dx, y, val)),
+            "grad_y upper": (oracle.upper_grad_y(x, y, val), dy, lambda t: oracle.evaluate(problem.upper, x, y + t * dy, val)),
+            "grad_y lower": (oracle.lower_grad(x, y, train), dy, lambda t: oracle.evaluate(problem.lower, x, y + t * dy, train)),
+            "H v": (hv, dy, lambda t: (oracle.lower_grad(x, y + t * dy, train) * v).sum(1)),
+            "J v": (jv, dx, lambda t: (oracle.lower_grad(x + t * dx, y, train) * v).sum(1)),
+        }
+        checks = []
+        for name, (gradient, direction, along) in pairs.items():
+            checks.append(_compare(name, (gradient * direction).sum(1), (along(step) - along(-step)) / (2 * step), tolerance, "finite differences"))
+        if population.x_sizes is not None:
+            wider = torch.cat([x, x.new_ones(len(x), 3)], dim=1)  # values that no sample points to
+            changed = max(float((oracle.evaluate(loss, wider, y, batch) - oracle.evaluate(loss, x, y, batch)).abs().max())
+                          for loss, batch in ((problem.lower, train), (problem.upper, val))) if population.layout_x.ragged else 0.0  # fmt: skip
+            checks.append(
+                Check(
+                    "padding of x", changed < 1e-12, f"three more padded entries of a private x change a loss by {changed:.1e} (use sums over batch['index'])"
+                )
+            )
+        symmetric = oracle.hessian_product(x, y, dy, train)
+        checks.append(_compare("H symmetric", (hv * dy).sum(1), (symmetric * v).sum(1), 1e-8, "the transposed product"))
+    return _shown(Report(f"Problem {problem.name!r}, {len(population)} clients", checks), show)
+
+
+def check_hypergradient(
+    problem: Problem,
+    clients: Sequence[Holdings],
+    *,
+    estimators: Sequence[Estimator] = tuple(SOLVERS),
+    x: Tensor | None = None,
+    tolerance: float = 1e-5,
+    num_directions: int = 3,
+    step: float = 1e-4,
+    seed: int = 0,
+    show: bool = True,
+) -> Report:
+    """Estimators against the exact hypergradient, and that against finite differences of Phi(x) = mean f_i(x, y*(x)), in float64.
+
+    An estimator is the name of a solver (exact, cg, neumann, fixed_point), an algorithm that has `estimate` (or its name), or a function
+    (population, x, y*) -> value: a vector for a shared x, one row f_x,i - J_i u per client for a private one.
+    """
+    population = Population(problem, clients, dtype=torch.float64)
+    point = population.x0 if x is None else x.to(torch.float64)
+    y = lower_solution(population, point)
+    exact = hypergradient(population, point, y, method="exact")
+    everyone = torch.arange(len(population))
+    share = population.weights(everyone).double()
+    share = share / share.sum()
+    val = population.data.batch(everyone, "val")
+
+    def phi(at: Tensor) -> float:
+        return float((share * population.oracle.evaluate(problem.upper, at, lower_solution(population, at, y), val)).sum())
+
+    draw = torch.Generator().manual_seed(seed)
+    slopes, differences = [], []
+    for _ in range(num_directions):
+        d = torch.randn(point.shape, generator=draw, dtype=torch.float64) * _inside(population)
+        slopes.append(float((exact.value * d * (share[:, None] if d.ndim == 2 else 1)).sum()))
+        differences.append((phi(point + step * d) - phi(point - step * d)) / (2 * step))
+    checks = [
+        _compare(
+            "exact",
+            torch.tensor(slopes, dtype=torch.float64),
+            torch.tensor(differences, dtype=torch.float64),
+            tolerance,
+            f"finite differences along {num_directions} directions",
+        )
+    ]
+    for estimator in estimators:
+        name, value, note = _estimate(estimator, population, clients, point, y)
+        checks.append(_compare(name, value, exact.value, tolerance, "the exact hypergradient", note))
+    return _shown(Report(f"Hypergradient of {problem.name!r}, |value| = {float(torch.linalg.vector_norm(exact.value)):.6g}", checks), show)
+
+
+def _estimate(estimator: Estimator, population: Population, clients: Sequence[Holdings], x: Tensor, y: Tensor) -> tuple[str, Tensor, str]:
+    if isinstance(estimator, str) and estimator in SOLVERS:
+        found = hypergradient(population, x, y, method=estimator)  # type: ignore[arg-type]
+        return estimator, found.value, f"; residual {found.residual:.1e}, {found.num_products} products"
+    if isinstance(estimator, str):
+        estimator = discovery.algorithm(estimator)()  # type: ignore[assignment]
+    if isinstance(estimator, ServerAlgorithm):
+        if not hasattr(estimator, "estimate"):
+            raise SettingError(f"{estimator.name()} has no estimate of its own (it tracks the hypergradient along the run): check it by running it.")
+        fed = Simulation(estimator, population.problem, clients, dtype=torch.float64)
+        h, _ = estimator.estimate(fed, fed.place("x", x), fed.place("y", y))
+        return estimator.name(), fed.collect(h), ""
+    assert callable(estimator)
+    return getattr(estimator, "__name__", "estimator"), estimator(population, x, y), ""
+
+
+def _compare(name: str, value: Tensor, target: Tensor, tolerance: float, against: str, note: str = "") -> Check:
+    if value.shape != target.shape:
+        return Check(name, False, f"has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
+    size, error = float(torch.linalg.vector_norm(target)), float(torch.linalg.vector_norm(value - target))
+    relative = error / size if size > 0 else error
+    return Check(name, relative <= tolerance, f"relative error {relative:.1e} against {against}{note}")
+
+
+def _inside(population: Population) -> Tensor:
+    """1 on entries of x that exist, 0 on padding."""
+    if population.x_sizes is None:
+        return torch.ones_like(population.x0)
+    return (torch.arange(population.x0.shape[1]) < population.x_sizes[:, None]).double()
+
+
+# ---- anybody's algorithm ---------------------------------------------------------------------------------------------
+
+
+def check_algorithm(algorithm: ServerAlgorithm, *, show: bool = True) -> Report:
+    """The contract of every algorithm, on small heterogeneous quadratics with minibatches and cohorts."""
+    checks = [_in_scope(algorithm, lower, upper) for lower in ("global", "local") for upper in ("shared", "private")]
+    scopes = next((pair for pair in (("global", "shared"), ("local", "shared")) if not {*pair} & {*algorithm.refuses}), None)
+    if scopes is None:
+        raise SettingError(f"{algorithm.name()} refuses every problem with a shared x, so there is nothing to check it on.")
+    built = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()  # type: ignore[arg-type]
+    for name, check in (
+        ("deterministic", _deterministic),
+        ("input untouched", _untouched),
+        ("order of clients", _order),
+        ("checkpoint and resume", _resumed),
+        ("cohort of one", _cohort_of_one),
+        ("a client that drops", _dropping),
+    ):
+        try:
+            ok, text = check(algorithm, built.problem, built.clients)
+        except (FedBilevelError, ValueError, TypeError, RuntimeError, LookupError) as error:
+            ok, text = False, f"raised {type(error).__name__}: {error}"
+        checks.append(Check(name, ok, text))
+    return _shown(Report(f"Algorithm {algorithm.name()!r}", checks), show)
+
+
+_NOISY: dict[str, Any] = {"batch_size": 2, "cohort": Cohort(0.5)}
+
+
+def _go(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings], num: int = 3, **options: Any) -> tuple[Simulation, Any]:
+    fed = Simulation(algorithm, problem, clients, dtype=torch.float64, **options)
+    fed.begin(0)
+    return fed, _go_on(algorithm, fed, algorithm.init(fed), 1, num)
+
+
+def _go_on(algorithm: ServerAlgorithm, fed: Simulation, state: Any, first: int, last: int) -> Any:
+    for iteration in range(first, last + 1):
+        fed.begin(iteration)
+        state = algorithm.round(fed, state)
+    return state
+
+
+def _end(fed: Simulation, state: Any) -> Tensor:
+    return torch.cat([fed.collect(value).reshape(-1) for value in (state.x, state.y)])
+
+
+def _in_scope(algorithm: ServerAlgorithm, lower: Any, upper: Any) -> Check:
+    name = f"{lower} lower, {upper} upper"
+    built = Quadratic(num_clients=3, lower=lower, upper=upper).build()
+    try:
+        warned = algorithm.check_scopes(built.problem.scopes)
+    except ScopeError as error:
+        return Check(name, True, f"refuses: {error}")
+    try:
+        fed, state = _go(algorithm, built.problem, built.clients)
+    except (FedBilevelError, ValueError, TypeError, RuntimeError, LookupError) as error:
+        return Check(name, False, f"raised {type(error).__name__}: {error}")
+    travelled = [label for label in ("x", "y") if label in fed.kept_names and isinstance(getattr(state, label), Tensor)]
+    if travelled:
+        return Check(name, False, f"{travelled[0]} left its client although its scope says it must not")
+    return Check(name, bool(torch.isfinite(_end(fed, state)).all()), "runs" + "".join(f"; warns: {text}" for text in warned))
+
+
+def _deterministic(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    first, second = (_end(*_go(algorithm, problem, clients, **_NOISY)) for _ in range(2))
+    return torch.equal(first, second), "two runs agree bit for bit"
+
+
+def _untouched(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    before = [torch.as_tensor(value).clone() for client in clients for role in client.values() for value in role.values()]
+    fed, _ = _go(algorithm, problem, clients, **_NOISY)
+    after = [torch.as_tensor(value) for client in clients for role in client.values() for value in role.values()]
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    start = Population(problem, clients, dtype=torch.float64)
+    return same and torch.equal(start.x0, fed.host.x0) and torch.equal(start.y0, fed.host.y0), "data and initial point are as they were"
+
+
+def _order(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    forwards = _end(*_go(algorithm, problem, clients, **_NOISY))
+    ids = list(reversed(range(len(clients))))
+    backwards = _go(algorithm, problem, [clients[i] for i in ids], ids=ids, **_NOISY)
+    fed, state = backwards
+    rows = [fed.collect(value) for value in (state.x, state.y)]
+    end = torch.cat([(row.flip(0) if row.ndim == 2 else row).reshape(-1) for row in rows])
+    error = float((forwards - end).abs().max() / forwards.abs().max())
+    return error < 1e-10, f"clients in reverse order change the result by {error:.1e}"
+
+
+def _resumed(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    whole, state = _go(algorithm, problem, clients, 4, **_NOISY)
+    half, middle = _go(algorithm, problem, clients, 2, **_NOISY)
+    tensors, plain = half.state_dict(middle)
+    fresh = Simulation(algorithm, problem, clients, dtype=torch.float64, **_NOISY)
+    again = fresh.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, plain, algorithm.State)
+    end = _go_on(algorithm, fresh, again, 3, 4)
+    same_bill = whole.ledger.totals() == fresh.ledger.totals()
+    return torch.equal(_end(whole, state), _end(fresh, end)) and same_bill, "a resumed run agrees bit for bit, and in cost"
+
+
+def _cohort_of_one(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    end = _end(*_go(algorithm, problem, clients, cohort=Cohort(0.01), batch_size=2))
+    return bool(torch.isfinite(end).all()), "one client per round is enough to run"
+
+
+def _dropping(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    for call in range(1, 5):
+        end = _end(*_go(algorithm, problem, clients, drops=lambda iteration, now, call=call: {1} if iteration == 2 and now == call else ()))
+        if not bool(torch.isfinite(end).all()):
+            return False, f"a client that misses call {call} leaves a value that is not finite"
+    return True, "a client that misses any one call of an outer iteration does no harm"
+
+
+def _shown(report: Report, show: bool) -> Report:
+    if show:
+        print(report)
+    return report

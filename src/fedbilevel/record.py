@@ -1,0 +1,115 @@
+"""What came out of a run, on disk, in formats that execute nothing when read.
+
+    config.json               resolved settings, seed, versions, and the fingerprint that a resume must match
+    metrics.jsonl             one line per measurement: outer iteration, ledger, seconds, figures
+    checkpoint.safetensors    everything the next outer iteration depends on
+    solution.safetensors      x and y by their own names (written at the end)
+
+Every file is written beside its place and moved there whole, so that a crash leaves the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fedbilevel.errors import CheckpointError
+
+FORMAT = "fedbilevel-checkpoint-1"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Old content or new content, never a part."""
+    beside = path.with_name(path.name + ".part")
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+class Record:
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        if self.checkpoint.exists():
+            raise CheckpointError(f"{self.path} already holds a run: resume it, or name another folder.")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the folder {self.path} cannot be made ({error.strerror}): name another one.") from error
+        self.write_config(config)
+        write_whole(self.metrics, b"")
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        write_whole(self.path / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+    def read_config(self) -> dict[str, Any]:
+        place = self.path / "config.json"
+        try:
+            config = json.loads(place.read_text())
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is no run in {self.path} (no config.json): give the folder that a run printed at its end.") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{place} is not readable as JSON ({error}): restore it from a copy or start a new run.") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{place} does not hold a configuration: restore it from a copy or start a new run.")
+        return config
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with open(self.metrics, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def save(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        write_whole(self.checkpoint, save(dense, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)}))
+
+    def save_solution(self, tensors: Mapping[str, Tensor]) -> None:
+        write_whole(self.path / "solution.safetensors", save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}))
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The checkpoint, and the metrics up to it: lines written later belong to iterations that will be run again."""
+        if not self.checkpoint.exists():
+            raise CheckpointError(f"there is no checkpoint in {self.path}: give the folder of a run that wrote one.")
+        try:
+            with safe_open(self.checkpoint, framework="pt") as file:
+                labels = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.checkpoint} is damaged or not a checkpoint ({error}): restore it from a copy or start a new run.") from error
+        if labels.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{self.checkpoint} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it."
+            )
+        about = json.loads(labels["about"])
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        self.rows = [row for row in map(_row, lines) if row is not None and row["iteration"] <= about["iteration"]]
+        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        return tensors, about
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A line cut off by a crash is dropped; the checkpoint says what must be measured again."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return row
+    except json.JSONDecodeError:
+        return None

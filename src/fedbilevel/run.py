@@ -1,0 +1,250 @@
+"""The only loop over outer iterations: measuring, recording, checkpoints, resume, stopping."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+import fedbilevel
+from fedbilevel import discovery
+from fedbilevel.clients import BatchSize
+from fedbilevel.data.clients import ClientData, Holdings
+from fedbilevel.engines.simulation import Simulation
+from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
+from fedbilevel.federation import Cohort, ServerAlgorithm
+from fedbilevel.problem import Problem
+from fedbilevel.record import Record
+
+
+class Progress(NamedTuple):
+    """What a callback sees after every outer iteration. `row` is the measurement, if one was taken."""
+
+    iteration: int
+    num_iterations: int
+    rounds: int
+    megabytes: float
+    row: Mapping[str, Any] | None
+
+
+Callback = Callable[[Progress], bool | None]  # True stops the run
+
+
+@dataclass(frozen=True)
+class Result:
+    """x and y in the user's structure (one dict per client where they are private or local)."""
+
+    x: Any
+    y: Any
+    rows: list[dict[str, Any]]
+    ledger: dict[str, int]
+    iteration: int
+    stopped: str  # "finished", "callback" or "interrupted"
+    path: Path | None = None
+    state: Any = field(default=None, repr=False)
+
+
+def run(
+    algorithm: ServerAlgorithm | str,
+    problem: Problem,
+    clients: Sequence[Holdings],
+    *,
+    num_iterations: int,
+    seed: int = 0,
+    cohort: Cohort = Cohort(),
+    batch_size: BatchSize = None,
+    dtype: torch.dtype = torch.float32,
+    measure_every: int | None = None,
+    checkpoint_every: int = 10,
+    record: Path | str | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    describe: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Result:
+    """Run `num_iterations` outer iterations of `algorithm` on all clients in this process.
+
+    measure_every: outer iterations between measurements (default: about twenty in the run); the last one is always measured.
+    record: a folder for configuration, metrics, checkpoints and the solution. resume: go on from the checkpoint in it.
+    describe: more for the recorded configuration, e.g. how a task was built. options: device, strategy, chunk_size, drops.
+    Ctrl-C finishes the outer iteration, writes a checkpoint and returns; a second one stops at once and leaves the last checkpoint.
+    """
+    if isinstance(algorithm, str):
+        algorithm = discovery.algorithm(algorithm)()  # type: ignore[assignment]
+    assert isinstance(algorithm, ServerAlgorithm)
+    for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
+        if value is not None and value < least:
+            raise SettingError(f"{label} is {value}, expected at least {least}.")
+    if resume and record is None:
+        raise SettingError("resume was asked for without a record: give the folder of the run to go on with.")
+    every = measure_every or max(1, num_iterations // 20)
+    for warning in algorithm.check_scopes(problem.scopes):
+        warnings.warn(warning, stacklevel=2)
+    fed = Simulation(algorithm, problem, clients, seed=seed, cohort=cohort, batch_size=batch_size, dtype=dtype, **options)
+    book = Record(record) if record is not None else None
+    identity = _identity(fed, batch_size, dtype)
+    config = {"identity": identity, "run": {"num_iterations": num_iterations, "measure_every": every, "checkpoint_every": checkpoint_every},
+              "versions": versions(), "engine": type(fed).__name__, **(describe or {})}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    start, spent = 0, 0.0
+    if resume and book is not None:
+        tensors, about = book.load()
+        _same(identity, about["identity"], book)
+        state = fed.load_state_dict(tensors, about["state"], algorithm.State)
+        start, spent, rows = about["iteration"], about["seconds"], book.rows
+        book.write_config(config)
+    else:
+        if book is not None:
+            book.start(config)
+        fed.begin(0)
+        state = algorithm.init(fed)
+
+    clock = time.perf_counter() - spent
+
+    def save(iteration: int) -> None:
+        if book is not None:
+            tensors, plain = fed.state_dict(state)
+            book.save(tensors, {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain})
+
+    def measure(iteration: int) -> dict[str, Any]:
+        row = {
+            "iteration": iteration,
+            "seconds": time.perf_counter() - clock,
+            "megabytes": fed.ledger.megabytes,
+            **fed.ledger.totals(),
+            **fed.measure(state.x, state.y),
+        }
+        if book is not None:
+            book.add(row)
+        else:
+            rows.append(row)
+        return row
+
+    if start == 0:
+        measure(0)
+        save(0)
+    if book is not None:
+        rows = book.rows
+    saved = iteration = start
+    stopped = "finished"
+    with _interrupts() as interrupted:
+        for iteration in range(start + 1, num_iterations + 1):
+            fed.begin(iteration)
+            try:
+                state = algorithm.round(fed, state)
+                _check_finite(state, iteration)
+            except NonFiniteError as error:
+                where = f" The last good checkpoint, of outer iteration {saved}, is in {book.path}." if book is not None else ""
+                raise NonFiniteError(f"{error}{where}") from None
+            last = iteration == num_iterations
+            row = measure(iteration) if last or iteration % every == 0 else None
+            ask = [callback(Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)) for callback in callbacks]
+            stopped = "interrupted" if interrupted() else "callback" if any(ask) else "finished"
+            if stopped != "finished" and row is None:
+                measure(iteration)
+            if stopped != "finished" or last or iteration % checkpoint_every == 0:
+                save(iteration)
+                saved = iteration
+            if stopped != "finished":
+                break
+    x, y = fed.trees(state.x, upper=True), fed.trees(state.y, upper=False)
+    if book is not None:
+        book.save_solution({**_named("x", x), **_named("y", y)})
+    return Result(x, y, rows, fed.ledger.totals(), iteration, stopped, book.path if book is not None else None, state)
+
+
+def versions() -> dict[str, str]:
+    return {"fedbilevel": fedbilevel.__version__, "torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version(),
+            "platform": platform.system(), "machine": platform.machine()}  # fmt: skip
+
+
+def _identity(fed: Simulation, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
+    """What a checkpoint must agree on with the run that reads it. The number of outer iterations may change."""
+    problem, algorithm = fed.problem, fed.algorithm
+    return {
+        "algorithm": algorithm.name(),
+        "settings": {name: list(value) if isinstance(value, tuple) else value for name, value in algorithm.asdict().items()},
+        "problem": problem.name,
+        "scopes": problem.scopes._asdict(),
+        "weights": problem.weights,
+        "x": fed.host.layout_x.describe(),
+        "y": fed.host.layout_y.describe(),
+        "num_clients": fed.num_clients,
+        "data": _fingerprint(fed.host.data),
+        "seed": fed.seed,
+        "cohort": fed.cohort._asdict(),
+        "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _fingerprint(data: ClientData) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for role in sorted(data.fields):
+        digest.update(f"{role}:{data.sizes[role].tolist()}".encode())
+        for name in sorted(data.fields[role]):
+            tensor = data.fields[role][name].cpu().contiguous()
+            digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> None:
+    mend = "use the same, or start a new run"
+    for name in mine:
+        if name == "settings" and mine["algorithm"] == theirs.get("algorithm"):
+            given, stored = mine[name], theirs.get(name, {})
+            for key in sorted({*given, *stored}):
+                if given.get(key) != stored.get(key):
+                    raise CheckpointError(f"the checkpoint in {book.path} has {key} = {stored.get(key)!r}, here it is {given.get(key)!r}: {mend}.")
+        elif mine[name] != theirs.get(name):
+            raise CheckpointError(
+                f"the checkpoint in {book.path} belongs to another run: its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {mend}."
+            )
+
+
+def _check_finite(state: Any, iteration: int) -> None:
+    for name, value in state._asdict().items():
+        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
+            raise NonFiniteError(f"the server's {name!r} is not finite after outer iteration {iteration}: the steps are too long; lower the step sizes.")
+
+
+def _named(prefix: str, value: Any) -> dict[str, Tensor]:
+    if isinstance(value, Mapping):
+        return {f"{prefix}.{name}": leaf for name, leaf in value.items()}
+    return {f"{prefix}.client{i}.{name}": leaf for i, tree in enumerate(value) for name, leaf in tree.items()}
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C is remembered until the outer iteration ends; the second has its usual effect. Only the main thread may do this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    asked = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+        print("\nStopping after this outer iteration; Ctrl-C again stops at once and keeps the last checkpoint.", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
