@@ -39,8 +39,15 @@ class DataCleaning(Task):
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of the split and of the noise", least=0)
 
-    suggested = {"*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 100.0}}
-    suggested_iterations = {"*": 200}
+    # Single-class validation data make the clients' own systems H_i u = f_y,i very different: methods that step u locally drift, so one
+    # local step is suggested for them.
+    suggested = {
+        "*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 30.0, "num_local_steps": 1},
+        "fedavg": {"num_local_steps": 5},
+        "fednest": {"lr_upper": 2000.0, "num_lower_rounds": 3, "num_terms": 10, "num_local_steps": 5},
+        "fbo_aggitd": {"lr_upper": 1000.0, "num_lower_rounds": 5, "num_local_steps": 5},
+    }
+    suggested_iterations = {"*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60}
     headline = ("test_accuracy", "f1", "precision", "recall")
 
     def build(self) -> Built:

@@ -1,0 +1,336 @@
+"""The command line: thin. Flags come from the settings of the task and the algorithm that are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import fedbilevel
+from fedbilevel import discovery, report
+from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
+from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
+from fedbilevel.federation import Algorithm, Cohort
+from fedbilevel.record import Record
+from fedbilevel.run import Progress as RunProgress
+from fedbilevel.run import Result, run
+from fedbilevel.settings import Settings, kinds
+from fedbilevel.tasks.task import Task
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=120)  # a file or a pipe has no width of its own
+complaints = Console(stderr=True)
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+# ---- flags from dataclass fields -----------------------------------------------------------------------------------------
+
+
+def whole_numbers(text: str) -> int | tuple[int, ...]:
+    """`3`, or `1,2,3` for one number per client."""
+    try:
+        numbers = tuple(int(part) for part in str(text).split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a whole number nor several with commas between.") from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+class SettingOption(click.Option):
+    """A flag that knows its section of the help page."""
+
+    section = ""
+
+
+def flags(owner: type[Settings], section: str, suggested: dict[str, Any]) -> list[SettingOption]:
+    hints = typing.get_type_hints(owner)
+    options = []
+    for spec in dataclasses.fields(owner):
+        name, choices = spec.name.replace("_", "-"), [kind for kind in kinds(hints[spec.name]) if kind is not type(None)]
+        symbol = f" [{spec.metadata['symbol']}]" if spec.metadata.get("symbol") else ""
+        default = f"default {suggested[spec.name]} on this task" if spec.name in suggested else f"default {spec.default}"
+        kind = choices[0]
+        is_switch = kind is bool
+        if typing.get_origin(kind) is Literal:
+            type_: Any = click.Choice(typing.get_args(kind))
+        elif len(choices) > 1:
+            type_ = whole_numbers
+        else:
+            type_ = kind
+        option = SettingOption(
+            [f"--{name}/--no-{name}" if is_switch else f"--{name}", spec.name],
+            default=None,
+            type=bool if is_switch else type_,
+            metavar="N|N,N,..." if type_ is whole_numbers else None,
+            help=f"{spec.metadata.get('help', '')}{symbol} ({default})",
+        )
+        option.section = section
+        options.append(option)
+    return options
+
+
+def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any]) -> Any:
+    """Settings: what the user gave, else what the task suggests, else the default."""
+    names = {spec.name for spec in dataclasses.fields(owner)}
+    given = {name: value for name, value in values.items() if name in names and value is not None}
+    return owner(**{**{name: value for name, value in suggested.items() if name in names}, **given})
+
+
+class TaskCommand(click.Command):
+    """Reads the names of the task and the algorithm first, then adds their flags."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        fixed = [param for param in self.params if not isinstance(param, SettingOption)]
+        self.params = fixed
+        if args and not args[0].startswith("-"):
+            task = discovery.task(args[0])
+            found = _algorithm_named(args)
+            suggested = task.suggestions(found.name()) if found else {}
+            mine = flags(task, f"Task {args[0]}", {})
+            theirs = flags(found, f"Algorithm {found.name()}", suggested) if found else []
+            self.params = [*fixed, *mine, *theirs]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            entry = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if entry is not None:
+                sections.setdefault(getattr(param, "section", "") or "Options", []).append(entry)
+        for title, entries in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(entries)
+
+
+def _algorithm_named(args: Sequence[str]) -> type[Algorithm] | None:
+    for i, arg in enumerate(args):
+        if arg in ("--algorithm", "-a") and i + 1 < len(args):
+            return discovery.algorithm(args[i + 1])
+        if arg.startswith("--algorithm="):
+            return discovery.algorithm(arg.removeprefix("--algorithm="))
+    return None
+
+
+RUN_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--iterations", type=int, default=None, help="outer iterations (default: what the task suggests)"),
+    click.option("--seed", type=int, default=0, show_default=True, help="seed of everything the run draws"),
+    click.option("--fraction", type=float, default=1.0, show_default=True, help="share of the clients in a cohort"),
+    click.option("--replacement/--no-replacement", default=False, help="draw cohorts with replacement"),
+    click.option("--redraw", type=click.Choice(["per_factor", "per_iteration"]), default="per_factor", show_default=True, help="when a new cohort is drawn"),
+    click.option("--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
+    click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1"),
+    click.option("--strategy", type=click.Choice(["auto", "vmap", "loop"]), default="auto", show_default=True, help="how clients are evaluated at once"),
+    click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),
+    click.option("--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"),
+    click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"),
+]
+
+
+def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(RUN_OPTIONS):
+        command = option(command)
+    return command
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+@click.version_option(fedbilevel.__version__, prog_name="fedbilevel")
+def cli() -> None:
+    """Federated bilevel optimisation: clean labels, tune hyper-parameters, learn representations across clients that share no data."""
+
+
+@cli.command("run", cls=TaskCommand)
+@click.argument("task")
+@click.option("--algorithm", "-a", required=True, help="name of an algorithm (see: fedbilevel list)")
+@with_run_options
+def run_command(task: str, algorithm: str, **values: Any) -> None:
+    """Run an algorithm on a TASK. Name both and add --help to see their flags, with the symbols of the papers."""
+    kind, method = discovery.task(task), discovery.algorithm(algorithm)
+    chosen_task = chosen(kind, values, {})
+    settings = chosen(method, values, kind.suggestions(algorithm))
+    iterations = values["iterations"] if values["iterations"] is not None else kind.iterations(algorithm)
+    options = {name: values[name] for name in ("seed", "fraction", "replacement", "redraw", "batch_size", "dtype", "device", "strategy")}
+    _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], values["out"] or _new_folder(f"{task}-{algorithm}"))
+
+
+@cli.command("resume")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--iterations", type=int, default=None, help="outer iterations in all (default: as planned)")
+def resume_command(path: Path, iterations: int | None) -> None:
+    """Go on with the run recorded in the folder PATH, from its last checkpoint."""
+    config = Record(path).read_config()
+    try:
+        task_name, task_settings, options, plan = config["task"], config["task_settings"], config["options"], config["run"]
+        name, settings = config["identity"]["algorithm"], config["identity"]["settings"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} holds a run that was not started on the command line (no {error}): resume it from Python with run(..., record=..., resume=True)."
+        ) from None
+    task, algorithm = _rebuilt(discovery.task(task_name), task_settings), _rebuilt(discovery.algorithm(name), settings)
+    _go(task, algorithm, iterations or plan["num_iterations"], options, plan["measure_every"], plan["checkpoint_every"], path, resume=True)
+
+
+@cli.command("demo")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the split, the noise and the runs")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)")
+def demo_command(seed: int, out: Path | None) -> None:
+    """Ten clients clean each other's noisy labels without sharing data."""
+    kind = discovery.task("data_cleaning")
+    task: Any = kind(data_seed=seed)  # type: ignore[call-arg]
+    folder = out or _new_folder("demo")
+    console.print(
+        f"Ten clients hold handwritten digits; {task.noise:.0%} of the training labels are wrong. Each has {task.num_clean} clean images of a single class."
+    )
+    console.print("FedAvg trains on the labels as they are. The others learn a weight for every sample; the weights never leave their client.\n")
+    outcomes = {}
+    for name in ("fedavg", "fedbio", "fednest", "fbo_aggitd"):
+        settings = chosen(discovery.algorithm(name), {}, kind.suggestions(name))
+        options = {
+            "seed": seed,
+            "fraction": 1.0,
+            "replacement": False,
+            "redraw": "per_factor",
+            "batch_size": None,
+            "dtype": "float32",
+            "device": "cpu",
+            "strategy": "auto",
+        }
+        outcomes[name] = _go(task, settings, kind.iterations(name), options, None, 50, folder / name, quiet=True)
+        if outcomes[name].stopped == "interrupted":
+            sys.exit(130)
+    console.print(report.outcomes("Label cleaning on embedded digits", {name: result.rows[-1] for name, result in outcomes.items()}, task.headline))
+    console.print(report.cleaning_sentence(outcomes["fedavg"].rows[-1], {name: result.rows[-1] for name, result in outcomes.items() if name != "fedavg"}))
+    console.print(f"\nSaved in {folder} (settings, metrics, checkpoints, solutions).", soft_wrap=True)
+
+
+@cli.command("list")
+def list_command() -> None:
+    """All algorithms and tasks, each with its first line."""
+    console.print(report.names("Algorithms", discovery.algorithms()))
+    console.print(report.names("Tasks", discovery.tasks()))
+    console.print("Flags of one: fedbilevel run TASK --algorithm NAME --help")
+
+
+@cli.command("check", cls=TaskCommand)
+@click.argument("task")
+@click.option("--algorithm", "-a", default=None, help="also check the contract of this algorithm, and its estimate of the hypergradient where it has one")
+def check_command(task: str, algorithm: str | None, **values: Any) -> None:
+    """Compare every way to the hypergradient of a TASK with the exact value and with finite differences, in float64."""
+    kind = discovery.task(task)
+    built = chosen(kind, values, {}).build()
+    reports = [check_problem(built.problem, built.clients, show=False)]
+    estimators: list[Any] = ["cg", "neumann", "fixed_point"]
+    if algorithm is not None:
+        settings = chosen(discovery.algorithm(algorithm), values, kind.suggestions(algorithm))
+        reports.append(check_algorithm(settings, show=False))
+        estimators += [settings] if hasattr(settings, "estimate") else []
+    reports.append(check_hypergradient(built.problem, built.clients, estimators=estimators, show=False))
+    for one in reports:
+        console.print(str(one), highlight=False, soft_wrap=True)
+    sys.exit(0 if all(one.ok for one in reports) else 1)
+
+
+# ---- what the commands share -------------------------------------------------------------------------------------------------
+
+
+def _go(task: Task, algorithm: Any, iterations: int, options: dict[str, Any], measure_every: int | None, checkpoint_every: int, folder: Path,
+        *, resume: bool = False, quiet: bool = False) -> Result:  # fmt: skip
+    device = _device(options["device"])
+    cohort = Cohort(options["fraction"], options["replacement"], options["redraw"])
+    built = task.build()
+    with _progress(algorithm.name(), iterations, task.headline) as callback:
+        try:
+            result = run(
+                algorithm, built.problem, built.clients, num_iterations=iterations, seed=options["seed"], cohort=cohort, batch_size=options["batch_size"],
+                dtype=DTYPES[options["dtype"]], device=device, strategy=options["strategy"], measure_every=measure_every, checkpoint_every=checkpoint_every,
+                record=folder, resume=resume, callbacks=[callback],
+                describe={"task": task.name(), "task_settings": task.asdict(), "options": options},
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            console.print(f"Stopped at once. The last checkpoint is kept: fedbilevel resume {folder}", soft_wrap=True)
+            sys.exit(130)
+    if result.stopped == "interrupted":
+        console.print(f"Stopped after outer iteration {result.iteration}. To go on: fedbilevel resume {folder}", soft_wrap=True)
+        if not quiet:
+            sys.exit(130)
+    elif not quiet:
+        console.print(report.outcomes(f"{task.name()}, {iterations} outer iterations", {algorithm.name(): result.rows[-1]}, task.headline))
+        console.print(f"Saved in {folder}", soft_wrap=True)
+    return result
+
+
+class _progress:
+    """A bar on a terminal; one line per measurement elsewhere."""
+
+    def __init__(self, name: str, total: int, headline: Sequence[str]) -> None:
+        self.headline, self.name = headline, name
+        columns = (BarColumn(), *(TextColumn(text) for text in ("{task.completed}/{task.total}", "{task.fields[cost]}", "{task.fields[figures]}")))
+        self.bar = Progress(TextColumn(f"{name:<12}"), *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task(name, total=total, cost="", figures="")
+        self.figures = ""
+
+    def __enter__(self) -> Callable[[RunProgress], None]:
+        self.bar.start()
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def show(self, now: RunProgress) -> None:
+        cost = f"{now.rounds} rounds, {now.megabytes:.1f} MB"
+        if now.row is not None:
+            self.figures = ", ".join(f"{name} {now.row[name]:.4g}" for name in self.headline[:2] if name in now.row)
+            if not console.is_terminal:
+                console.print(f"{self.name}: outer iteration {now.iteration}/{now.num_iterations}, {cost}, {self.figures}", highlight=False, soft_wrap=True)
+        self.bar.update(self.task, completed=now.iteration, cost=cost, figures=self.figures)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError(f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch.")
+    return device
+
+
+def _new_folder(name: str) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    folder, number = Path("runs") / f"{name}-{stamp}", 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{stamp}-{number}"
+    return folder
+
+
+def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:
+    """Settings as they were recorded; a name that no longer exists is an error that says so."""
+    known = {spec.name for spec in dataclasses.fields(kind)}
+    unknown = sorted(set(stored) - known)
+    if unknown:
+        raise CheckpointError(f"the recorded setting {unknown[0]!r} is unknown to this version of {kind.name()}: resume with the version that wrote it.")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()})
+
+
+def main() -> None:
+    """No traceback for what a user can mend."""
+    warnings.showwarning = lambda message, *_args, **_kwargs: complaints.print(f"Warning: {message}", highlight=False, soft_wrap=True)
+    try:
+        cli.main(standalone_mode=True)
+    except FedBilevelError as error:
+        complaints.print(f"Error: {error}", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)

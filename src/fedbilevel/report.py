@@ -1,0 +1,46 @@
+"""Tables and sentences for people, from the rows of a record. Never touches tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+
+def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
+    """One line per method: its figures and what they cost, summed over clients (grads: first-order; products: H v and J v)."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("method")
+    for name in (*headline, "rounds", "MB", "grads", "products", "s"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for label, row in rows.items():
+        table.add_row(
+            label, *(figure(row.get(name)) for name in headline), str(row["rounds"]), f"{row['megabytes']:.1f}",
+            str(row["gy"] + row["gx"] + row["fx"] + row["fy"]), str(row["hvp"] + row["jvp"]), f"{row['seconds']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+
+
+def cleaning_sentence(floor: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> str:
+    """What cleaning bought, for the method with the best test accuracy."""
+    name, best = max(others.items(), key=lambda item: item[1]["test_accuracy"])
+    return (
+        f"{name}: test accuracy {best['test_accuracy']:.1%} against {floor['test_accuracy']:.1%} without cleaning; of the samples it flags "
+        f"{best['precision']:.1%} are wrong, and it finds {best['recall']:.1%} of the wrong ones (F1 {best['f1']:.3f})."
+    )
+
+
+def names(title: str, found: Mapping[str, type[Any]]) -> Table:
+    """The first line of each module's docstring."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, kind in sorted(found.items()):
+        doc = inspect.getdoc(inspect.getmodule(kind)) or ""
+        table.add_row(name, doc.split("\n", 1)[0])
+    return table
