@@ -225,7 +225,8 @@ def _in_scope(algorithm: ServerAlgorithm, lower: Any, upper: Any) -> Check:
         fed, state = _go(algorithm, built.problem, built.clients)
     except (FedBilevelError, ValueError, TypeError, RuntimeError, LookupError) as error:
         return Check(name, False, f"raised {type(error).__name__}: {error}")
-    travelled = [label for label in ("x", "y") if label in fed.kept_names and isinstance(getattr(state, label), Tensor)]
+    must_stay = [label for label, stays in (("x", upper == "private"), ("y", lower == "local")) if stays]
+    travelled = [label for label in must_stay if isinstance(getattr(state, label), Tensor)]
     if travelled:
         return Check(name, False, f"{travelled[0]} left its client although its scope says it must not")
     return Check(name, bool(torch.isfinite(_end(fed, state)).all()), "runs" + "".join(f"; warns: {text}" for text in warned))

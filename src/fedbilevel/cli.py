@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import fedbilevel
 from fedbilevel import discovery, report
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
-from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
+from fedbilevel.compare import Target, compare
+from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, Cohort
 from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
@@ -241,6 +242,69 @@ def check_command(task: str, algorithm: str | None, **values: Any) -> None:
     for one in reports:
         console.print(str(one), highlight=False, soft_wrap=True)
     sys.exit(0 if all(one.ok for one in reports) else 1)
+
+
+class CompareCommand(click.Command):
+    """Takes `--algorithms a b c` as it is written, which click's options cannot."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--algorithms" in args:
+            at = args.index("--algorithms") + 1
+            end = next((i for i in range(at, len(args)) if args[i].startswith("-")), len(args))
+            args = [*args[:at], ",".join(args[at:end]), *args[end:]]
+        return super().parse_args(ctx, args)
+
+
+@cli.command("compare", cls=CompareCommand)
+@click.argument("task")
+@click.option("--algorithms", required=True, metavar="A B C", help="names of algorithms")
+@click.option("--target", default=None, metavar="METRIC=VALUE", help="report the cost of reaching this, e.g. test_accuracy=0.94")
+@click.option("--repetitions", type=int, default=3, show_default=True, help="each with its own run seed and data seed, the same for all algorithms")
+@click.option("--max-rounds", type=int, default=None, help="stop every run at so many communication rounds")
+@click.option("--set", "changes", multiple=True, metavar="NAME.SETTING=VALUE", help="a setting of one algorithm, or of the task as task.SETTING=VALUE")
+@with_run_options
+def compare_command(task: str, algorithms: str, target: str | None, repetitions: int, max_rounds: int | None, changes: tuple[str, ...], **values: Any) -> None:
+    """Several algorithms on the same data with the same seeds: rounds, megabytes, oracle calls and seconds to a target, and final figures."""
+    kind = discovery.task(task)
+    names = [name for name in algorithms.split(",") if name]
+    methods = {name: discovery.algorithm(name) for name in names}
+    given = _changes(changes, {"task": kind, **methods})
+    settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
+    iterations = {name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names}
+    every = values["measure_every"] or max(1, min(iterations.values()) // 50)
+    folder = values["out"] or _new_folder(f"compare-{task}")
+    cohort = Cohort(values["fraction"], values["replacement"], values["redraw"])
+    goal = Target.parse(target) if target is not None else None
+    options = {"batch_size": values["batch_size"], "dtype": DTYPES[values["dtype"]], "device": _device(values["device"]), "strategy": values["strategy"]}
+    with console.status("") as status:
+
+        def show(name: str, r: int, now: RunProgress) -> None:
+            status.update(f"{name}, repetition {r + 1} of {repetitions}: outer iteration {now.iteration}, {now.rounds} rounds")
+
+        result = compare(
+            kind(**given.get("task", {})), settings, num_iterations=iterations, target=goal, repetitions=repetitions, seed=values["seed"],
+            max_rounds=max_rounds, record=folder, progress=show, cohort=cohort, measure_every=every, **options,
+        )  # fmt: skip
+    console.print(report.comparison(result, kind.headline))
+    console.print(f"Saved in {folder / 'comparison.json'}", soft_wrap=True)
+
+
+def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:
+    """`fedbio.lr_upper=3` by owner, converted by the same types as flags are."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in changes:
+        place, sign, value = text.partition("=")
+        owner, dot, name = place.partition(".")
+        if not (sign and dot):
+            raise SettingError(f"--set got {text!r}, expected NAME.SETTING=VALUE, e.g. fedbio.lr_upper=3.")
+        if owner not in owners:
+            raise UnknownNameError("algorithm in this comparison", owner, owners)
+        options = {option.name: option for option in flags(owners[owner], owner, {})}
+        if name not in options:
+            raise UnknownNameError(f"setting of {owner}", name, [known for known in options if known])
+        option = options[name]
+        found.setdefault(owner, {})[name] = option.type.convert(value, option, None)
+    return found
 
 
 # ---- what the commands share -------------------------------------------------------------------------------------------------

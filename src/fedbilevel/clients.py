@@ -11,7 +11,7 @@ from torch import Tensor
 from fedbilevel.data.clients import Batch, Holdings
 from fedbilevel.draws import Stream
 from fedbilevel.errors import NonFiniteError, SettingError
-from fedbilevel.federation import Algorithm
+from fedbilevel.federation import Algorithm, Sparse
 from fedbilevel.ledger import Ledger
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
@@ -269,17 +269,18 @@ class Host(Population):
             return len(self.y0)
         raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
 
-    def run_phase(self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int) -> dict[str, Tensor | None]:
+    def run_phase(self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int) -> dict[str, Tensor | Sparse | None]:
         """The one executor of phases. Checks what the phase returns before anybody uses it."""
         method = getattr(self.algorithm, name, None)
         if not getattr(method, "__is_phase__", False):
             raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
         clients = Clients(self, positions, iteration, call)
         with torch.no_grad():
-            result: dict[str, Tensor | None] = method(clients, **values)  # type: ignore[misc]
-        for key, rows in result.items():
-            if rows is None:
+            result: dict[str, Tensor | Sparse | None] = method(clients, **values)  # type: ignore[misc]
+        for key, value in result.items():
+            if value is None:
                 continue
+            rows = value.rows if isinstance(value, Sparse) else value
             if rows.ndim != 2 or len(rows) != len(positions):
                 raise ValueError(f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} clients: one row per client is needed.")
             if not bool(torch.isfinite(rows.sum())):  # one pass in the good case; rows are looked at only when something is wrong

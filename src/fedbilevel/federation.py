@@ -7,9 +7,10 @@ back, by name. Nothing here knows how or where the clients are run.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -42,6 +43,13 @@ class Kept:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = _refuse
+
+
+class Sparse(NamedTuple):
+    """Rows of which only `num_kept` entries each are not zero: what travels is those values and where they stand (four bytes each)."""
+
+    rows: Tensor
+    num_kept: int
 
 
 Value = Tensor | Kept | int | float | str | None  # numbers and words travel in the header; None is not sent
@@ -91,16 +99,23 @@ class Federation(Protocol):
 
 class Algorithm(Settings):
     """upper_space and lower_space name the sequences that live where x and y live: the engine keeps them at the client when the
-    problem says private or local. `warns` and `refuses` say, per scope, why a problem of that scope is biased or meaningless."""
+    problem says private or local. `decays` names the step sizes that a schedule scales. `warns` and `refuses` say, per scope, why a
+    problem of that scope is biased or meaningless."""
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
     lower_space: ClassVar[tuple[str, ...]] = ("y",)
+    decays: ClassVar[tuple[str, ...]] = ("lr_upper", "lr_lower", "lr_system")
     warns: ClassVar[Mapping[str, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def name(cls) -> str:
         return cls.__module__.rsplit(".", 1)[-1]
+
+    def scaled(self, factor: float) -> Self:
+        """The same algorithm with the step sizes that a schedule may scale, scaled."""
+        names = [name for name in self.decays if hasattr(self, name)]
+        return self if factor == 1 else dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
         """Overridden where a setting changes what the algorithm is exact for."""

@@ -9,6 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fedbilevel.compare import Comparison, Spread
+
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
     """One line per method: its figures and what they cost, summed over clients (grads: first-order; products: H v and J v)."""
@@ -22,6 +24,38 @@ def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequen
             str(row["gy"] + row["gx"] + row["fx"] + row["fy"]), str(row["hvp"] + row["jvp"]), f"{row['seconds']:.1f}",
         )  # fmt: skip
     return table
+
+
+def comparison(result: Comparison, headline: Sequence[str]) -> Table:
+    """One line per algorithm: what it took to reach the target, and where it ended, as mean +- standard deviation over repetitions."""
+    goal = result.target
+    finals = [goal.metric, *(name for name in headline if name != goal.metric)] if goal is not None else list(headline)
+    what = f"{result.task}: cost to reach {goal.metric} = {goal.value:g}, and final figures" if goal is not None else f"{result.task}: cost and final figures"
+    table = Table(title=what, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("algorithm")
+    for name in (
+        *(["reached"] if goal is not None else []),
+        "rounds",
+        "MB",
+        "grads",
+        "products",
+        "s",
+        *(f"final {name.replace('_', ' ')}" for name in finals[:2]),
+    ):
+        table.add_column(name, justify="right")
+    for one in result.outcomes:
+        paid = one.to_target if goal is not None else one.total
+        cells = [spread(paid.get(name), digits) for name, digits in (("rounds", 0), ("megabytes", 1), ("gradients", 0), ("products", 0), ("seconds", 1))]
+        table.add_row(
+            one.name, *([f"{one.num_reached}/{one.num_runs}"] if goal is not None else []), *cells, *(spread(one.final.get(name), 4) for name in finals[:2])
+        )
+    return table
+
+
+def spread(value: Spread | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    return f"{value.mean:.{digits}f}" + (f" +-{value.deviation:.{digits}f}" if value.deviation else "")
 
 
 def figure(value: float | None) -> str:

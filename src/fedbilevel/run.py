@@ -29,6 +29,7 @@ from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation import Cohort, ServerAlgorithm
 from fedbilevel.problem import Problem
 from fedbilevel.record import Record
+from fedbilevel.steps import Schedule
 
 
 class Progress(NamedTuple):
@@ -70,6 +71,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     measure_every: int | None = None,
     checkpoint_every: int = 10,
+    schedule: Schedule = Schedule(),
     record: Path | str | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -79,6 +81,7 @@ def run(
     """Run `num_iterations` outer iterations of `algorithm` on all clients in this process.
 
     measure_every: outer iterations between measurements (default: about twenty in the run); the last one is always measured.
+    schedule: how step sizes fall over the outer iterations (constant by default).
     record: a folder for configuration, metrics, checkpoints and the solution. resume: go on from the checkpoint in it.
     describe: more for the recorded configuration, e.g. how a task was built. options: device, strategy, chunk_size, drops.
     Ctrl-C finishes the outer iteration, writes a checkpoint and returns; a second one stops at once and leaves the last checkpoint.
@@ -96,7 +99,7 @@ def run(
         warnings.warn(warning, stacklevel=2)
     fed = Simulation(algorithm, problem, clients, seed=seed, cohort=cohort, batch_size=batch_size, dtype=dtype, **options)
     book = Record(record) if record is not None else None
-    identity = _identity(fed, batch_size, dtype)
+    identity = {**_identity(fed, batch_size, dtype), "schedule": schedule.checked()._asdict()}
     config = {"identity": identity, "run": {"num_iterations": num_iterations, "measure_every": every, "checkpoint_every": checkpoint_every},
               "versions": versions(), "engine": type(fed).__name__, **(describe or {})}  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -143,9 +146,10 @@ def run(
     stopped = "finished"
     with _interrupts() as interrupted:
         for iteration in range(start + 1, num_iterations + 1):
-            fed.begin(iteration)
+            now = algorithm.scaled(schedule(iteration))
+            fed.begin(iteration, now)
             try:
-                state = algorithm.round(fed, state)
+                state = now.round(fed, state)
                 _check_finite(state, iteration)
             except NonFiniteError as error:
                 where = f" The last good checkpoint, of outer iteration {saved}, is in {book.path}." if book is not None else ""
@@ -184,11 +188,11 @@ def _identity(fed: Simulation, batch_size: BatchSize, dtype: torch.dtype) -> dic
         "x": fed.host.layout_x.describe(),
         "y": fed.host.layout_y.describe(),
         "num_clients": fed.num_clients,
+        "dtype": str(dtype).removeprefix("torch."),
         "data": _fingerprint(fed.host.data),
         "seed": fed.seed,
         "cohort": fed.cohort._asdict(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
-        "dtype": str(dtype).removeprefix("torch."),
     }
 
 

@@ -73,6 +73,7 @@ class FBOAggITD(ServerAlgorithm):
     lower_solver: Literal["svrg", "sgd"] = setting("svrg", "variance-reduced or plain local steps on y")
     literal: bool = setting(False, "Algorithm 1 as printed, with its two misprints; needs estimator=sampled")
 
+    decays = ("lr_upper", "lr_lower")  # lambda is the step of a series, not of a descent
     upper_space = ("x", "h")
     lower_space = ("y", "q", "z")
 

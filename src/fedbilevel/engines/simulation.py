@@ -14,7 +14,7 @@ from fedbilevel.clients import BatchSize, Host
 from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
-from fedbilevel.federation import Algorithm, Cohort, Kept, Value
+from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.problem import Problem
 
 
@@ -67,11 +67,13 @@ class Simulation:
         result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call)
         gathered: dict[str, Any] = {}
         travelled = False
-        for name, rows in result.items():
+        for name, value in result.items():
+            rows = value.rows if isinstance(value, Sparse) else value
             if rows is None or name in self.kept_names:
                 gathered[name] = None if rows is None else self._keep(name, positions, rows)
             else:
-                self.ledger.charge_message("up", self.host.ids[positions], rows.shape[1], rows.element_size())
+                floats, itemsize = (value.num_kept, rows.element_size() + 4) if isinstance(value, Sparse) else (rows.shape[1], rows.element_size())
+                self.ledger.charge_message("up", self.host.ids[positions], floats, itemsize)
                 gathered[name] = self.host.average(rows, times * self.host.weights(positions))
                 travelled = True
         self.ledger.rounds += travelled
@@ -89,8 +91,10 @@ class Simulation:
 
     # ---- what the run loop uses --------------------------------------------------------------------------------------
 
-    def begin(self, iteration: int) -> None:
-        """A new outer iteration: scratch is forgotten and a cohort is drawn."""
+    def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
+        """A new outer iteration: scratch is forgotten and a cohort is drawn. `algorithm`: the same one with other step sizes."""
+        if algorithm is not None:
+            self.algorithm = self.host.algorithm = algorithm
         self.iteration, self.call, self._draws = iteration, 0, 0
         self.host.scratch.clear()
         self._draw_cohort()

@@ -9,6 +9,7 @@ taken at the wrong point); the closed forms are for bend = 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -43,7 +44,7 @@ class Quadratic(Task):
         closed = self.closed_form()
         problem = Problem(
             upper=_upper,
-            lower=lambda x, y, batch: _lower(x, y, batch) + self.bend * torch.log(torch.cosh(y["y"])).sum(),
+            lower=(lambda x, y, batch: _lower(x, y, batch) + self.bend * _log_cosh(y["y"]).sum()) if self.bend else _lower,
             x0=(lambda sizes: {"x": torch.zeros(self.dim_upper)}) if self.upper == "private" else {"x": torch.zeros(self.dim_upper)},
             y0={"y": torch.zeros(self.dim_lower)},
             scopes=Scopes(lower=self.lower, upper=self.upper),
@@ -129,6 +130,10 @@ class ClosedForm(NamedTuple):
     def diagnostics(self, x: Any, y: Any) -> dict[str, float]:
         point = x["x"].double().cpu().numpy()
         return {"hypergradient_norm": float(np.linalg.norm(self.hypergradient(point))), "distance": float(np.linalg.norm(point - self.solution()))}
+
+
+def _log_cosh(v: Tensor) -> Tensor:
+    return v + torch.nn.functional.softplus(-2 * v) - math.log(2)  # no overflow for large v
 
 
 def _lower(x: Any, y: Any, batch: Any) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from fedbilevel.data.clients import Holdings
 from fedbilevel.problem import Problem
@@ -28,6 +29,11 @@ class Task(Settings):
 
     def build(self) -> Built:
         raise NotImplementedError
+
+    def repeated(self, r: int) -> Self:
+        """The task of repetition r: other data of the same kind, where the task has a seed for them."""
+        values = self.asdict()
+        return dataclasses.replace(self, data_seed=values["data_seed"] + r) if "data_seed" in values else self  # type: ignore[call-arg]
 
     @classmethod
     def suggestions(cls, algorithm: str) -> dict[str, Any]:

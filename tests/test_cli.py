@@ -1,0 +1,151 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from fedbilevel import discovery
+from fedbilevel.cli import cli
+
+CALL = "import torch; torch.set_num_threads(1); from fedbilevel.cli import main; main()"
+
+
+def call(*args, cwd):
+    return subprocess.run([sys.executable, "-c", CALL, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_run_resume_and_the_record(tmp_path):
+    flags = [
+        "quadratic",
+        "--algorithm",
+        "fbo_aggitd",
+        "--estimator",
+        "sampled",
+        "--num-local-steps",
+        "1,2,3",
+        "--num-clients",
+        "3",
+        "--batch-size",
+        "2",
+        "--fraction",
+        "0.7",
+    ]
+    whole = call("run", *flags, "--iterations", 6, "--out", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert "Saved in whole" in whole.stdout
+    call("run", *flags, "--iterations", 3, "--out", "half", cwd=tmp_path)
+    again = call("resume", "half", "--iterations", 6, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    last = lambda name: {key: value for key, value in json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]).items() if key != "seconds"}
+    assert last("whole") == last("half")
+    assert (tmp_path / "whole" / "solution.safetensors").read_bytes() == (tmp_path / "half" / "solution.safetensors").read_bytes()
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert config["identity"]["settings"]["num_local_steps"] == [1, 2, 3]
+    assert config["task_settings"]["num_clients"] == 3
+    assert {"torch", "numpy", "python", "fedbilevel"} <= set(config["versions"])
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["run", "quadratik", "-a", "fedbio"], "There is no task named 'quadratik'. Did you mean 'quadratic'?"),
+        (["run", "quadratic", "-a", "fedbi"], "There is no algorithm named 'fedbi'. Did you mean 'fedbio'?"),
+        (["run", "quadratic", "-a", "zzz"], "Known: "),
+        (["run", "quadratic", "-a", "fedbio", "--lr-uper", "1"], "--lr-upper"),
+        (["run", "quadratic", "-a", "fedbio", "--lr-upper", "-1"], "lr_upper is -1.0, expected a value greater than 0"),
+        (["run", "quadratic", "-a", "fedbio", "--num-local-steps", "a,b"], "neither a whole number nor several"),
+        (["run", "quadratic", "-a", "fedbio", "--num-local-steps", "1,2", "--iterations", "1"], "2 numbers of local steps for 5 clients"),
+        (["run", "quadratic", "-a", "fedbio", "--iterations", "-5"], "num_iterations is -5"),
+        (["run", "quadratic", "-a", "fedbio", "--device", "tpu9"], "device is 'tpu9'"),
+        (["run", "data_cleaning", "-a", "fedavg", "--noise", "1.5"], "noise is 1.5, expected a value at most 1"),
+        (["run", "data_cleaning", "-a", "fedavg", "--num-clean", "500"], "500 were asked for"),
+        (["resume", "nowhere"], "there is no run in nowhere"),
+        (["compare", "quadratic", "--algorithms", "fedbio", "--target", "distance"], "expected METRIC=VALUE"),
+        (["compare", "quadratic", "--algorithms", "fedbio", "--target", "distanz=1", "--iterations", "1"], "there is no metric named 'distanz'"),
+        (["compare", "quadratic", "--algorithms", "fedbio", "--set", "fedbio.lr_uper=1"], "Did you mean 'lr_upper'?"),
+    ],
+)
+def test_user_errors_get_one_sentence_and_no_traceback(tmp_path, args, sentence):
+    result = call(*args, cwd=tmp_path)
+    assert result.returncode not in (0, 1)
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_existing_folder_is_kept(tmp_path):
+    assert call("run", "quadratic", "-a", "fedavg", "--iterations", 1, "--out", "here", cwd=tmp_path).returncode == 0
+    before = {place.name: place.read_bytes() for place in (tmp_path / "here").iterdir()}
+    again = call("run", "quadratic", "-a", "fedavg", "--iterations", 2, "--out", "here", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+    assert before == {place.name: place.read_bytes() for place in (tmp_path / "here").iterdir()}
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_works(tmp_path):
+    args = ["run", "quadratic", "-a", "fedbio", "--iterations", "100000", "--measure-every", "1", "--out", "run"]
+    process = subprocess.Popen([sys.executable, "-c", CALL, *args], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "To go on: fedbilevel resume run" in out
+    assert "Traceback" not in err
+    done = json.loads(metrics.read_text().splitlines()[-1])["iteration"]
+    again = call("resume", "run", "--iterations", done + 1, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("name", sorted(discovery.algorithms()))
+def test_every_setting_of_every_algorithm_is_a_flag_with_its_symbol(name):
+    text = CliRunner().invoke(cli, ["run", "quadratic", "--algorithm", name, "--help"], terminal_width=300).output
+    for field in discovery.algorithm(name).__dataclass_fields__.values():
+        assert f"--{field.name.replace('_', '-')}" in text
+        if field.metadata.get("symbol"):
+            assert f"[{field.metadata['symbol']}]" in text
+
+
+def test_no_flag_means_two_things():
+    """A task and an algorithm are set on one command line, so their settings must not share a name."""
+    run_flags = {param.name for param in cli.commands["run"].params}
+    tasks = {name for kind in discovery.tasks().values() for name in kind.__dataclass_fields__}
+    algorithms = {name for kind in discovery.algorithms().values() for name in kind.__dataclass_fields__}
+    assert not tasks & algorithms
+    assert not (tasks | algorithms) & run_flags
+
+
+def test_list_names_everything():
+    text = CliRunner().invoke(cli, ["list"]).output
+    assert all(name in text for name in (*discovery.algorithms(), *discovery.tasks()))
+
+
+def test_check_prints_a_verdict_and_its_exit_code_follows(tmp_path):
+    good = call("check", "quadratic", "--bend", "0.5", cwd=tmp_path)
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("Verdict: all") == 2
+    bad = call("check", "quadratic", "--algorithm", "fednest", "--num-terms", "2", cwd=tmp_path)
+    assert bad.returncode == 1
+    assert "FAIL  fednest" in bad.stdout
+
+
+def test_compare_reports_cost_to_target_and_saves_one_record(tmp_path):
+    args = ["compare", "quadratic", "--algorithms", "fedbio", "fedavg", "--target", "distance=1.0", "--iterations", 40, "--repetitions", 2]
+    args += ["--set", "task.num_clients=3", "--set", "fedbio.lr_upper=0.04", "--max-rounds", 30, "--out", "cmp"]
+    result = call(*args, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    saved = json.loads((tmp_path / "cmp" / "comparison.json").read_text())
+    by_name = {outcome["name"]: outcome for outcome in saved["outcomes"]}
+    assert (by_name["fedbio"]["num_reached"], by_name["fedavg"]["num_reached"]) == (2, 0)
+    assert saved["task_settings"]["num_clients"] == 3
+    for one in saved["runs"]:
+        assert one["rows"][-1]["rounds"] == 30
+    fedbio = [one["rows"] for one in saved["runs"] if one["algorithm"] == "fedbio"]
+    firsts = [next(row for row in rows if row["distance"] <= 1.0)["rounds"] for rows in fedbio]
+    assert by_name["fedbio"]["to_target"]["rounds"][0] == sum(firsts) / 2
+    assert fedbio[0][0]["distance"] != fedbio[1][0]["distance"]  # repetitions differ in their data

@@ -1,0 +1,215 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from fedbilevel import Cohort, run
+from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.errors import CheckpointError, NonFiniteError, ScopeError, SettingError
+from fedbilevel.record import Record
+from fedbilevel.steps import Schedule
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.quadratic import Quadratic
+
+NOISY = {"cohort": Cohort(0.5), "batch_size": 8, "checkpoint_every": 3, "measure_every": 2}
+AGGITD = FBOAggITD(lr_upper=100.0, lr_lower=0.5, lr_system=0.5, num_lower_rounds=2, num_local_steps=2, estimator="sampled")
+
+
+@pytest.fixture(scope="module")
+def cleaning():
+    return DataCleaning(num_clients=4, num_clean=5).build()
+
+
+def same(first, second):
+    flat = lambda value: torch.cat([leaf.reshape(-1) for tree in (value if isinstance(value, list) else [value]) for leaf in tree.values()])
+    return torch.equal(flat(first.x), flat(second.x)) and torch.equal(flat(first.y), flat(second.y))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_resumed_run_is_bit_identical_in_solution_ledger_and_metrics(tmp_path, cleaning, stop):
+    whole = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "whole", **NOISY)
+    run(AGGITD, *cleaning, num_iterations=stop, record=tmp_path / "half", **NOISY)
+    again = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "half", resume=True, **NOISY)
+    assert same(whole, again)
+    assert whole.ledger == again.ledger
+    untimed = lambda rows: [{key: value for key, value in row.items() if key != "seconds"} for row in rows if row["iteration"] % 2 == 0]
+    assert untimed(whole.rows) == untimed(again.rows)
+    assert [json.loads(line) for line in (tmp_path / "half" / "metrics.jsonl").read_text().splitlines()] == again.rows
+
+
+def test_a_crash_between_checkpoints_repeats_the_lost_iterations_and_forgets_their_metrics(tmp_path, cleaning):
+    run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "run", **NOISY)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:  # measured after the checkpoint, then cut off in the middle of a line
+        file.write(json.dumps({"iteration": 4, "upper_loss": 123.0}) + "\n" + '{"iteration": 5, "upp')
+    again = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "run", resume=True, **NOISY)
+    assert [row["iteration"] for row in again.rows] == [0, 2, 3, 4, 6]
+    assert all(row["upper_loss"] != 123.0 for row in again.rows)
+
+
+def test_a_record_alone_does_not_change_the_run(tmp_path, cleaning):
+    assert same(run(AGGITD, *cleaning, num_iterations=3, **NOISY), run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "r", **NOISY))
+
+
+def test_measuring_more_often_does_not_change_the_run(cleaning):
+    often = {**NOISY, "measure_every": 1}
+    assert same(run(AGGITD, *cleaning, num_iterations=3, **NOISY), run(AGGITD, *cleaning, num_iterations=3, **often))
+
+
+def test_a_folder_that_holds_a_run_is_never_overwritten(tmp_path, cleaning):
+    run(FedAvg(), *cleaning, num_iterations=1, record=tmp_path / "run")
+    before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        run(FedAvg(), *cleaning, num_iterations=2, record=tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"algorithm": FedBiO()}, "algorithm is 'fedavg', here it is 'fedbio'"),
+        ({"algorithm": FedAvg(lr_lower=0.2)}, "lr_lower = 0.1, here it is 0.2"),
+        ({"seed": 1}, "seed is 0, here it is 1"),
+        ({"batch_size": 4}, "batch_size is None, here it is 4"),
+        ({"dtype": torch.float64}, "dtype is 'float32', here it is 'float64'"),
+        ({"task": Quadratic(dim_lower=3)}, r"its y is"),
+        ({"task": Quadratic(data_seed=8)}, "its data is"),
+        ({"task": Quadratic(num_clients=2)}, "num_clients is 5, here it is 2"),
+        ({"schedule": Schedule(power=0.5)}, "schedule"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_the_difference_is_named(tmp_path, change, named):
+    run(FedAvg(), *Quadratic().build(), num_iterations=1, record=tmp_path / "run")
+    files = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir() if place.name != "metrics.jsonl"}
+    built = change.pop("task", Quadratic()).build()
+    with pytest.raises(CheckpointError, match=named):
+        run(change.pop("algorithm", FedAvg()), *built, num_iterations=2, record=tmp_path / "run", resume=True, **change)
+    assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir() if place.name != "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b"\x80\x04pickle", lambda content: b""])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
+    run(FedAvg(), *Quadratic().build(), num_iterations=1, record=tmp_path / "run")
+    place = tmp_path / "run" / "checkpoint.safetensors"
+    place.write_bytes(damage(place.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors is damaged"):
+        run(FedAvg(), *Quadratic().build(), num_iterations=2, record=tmp_path / "run", resume=True)
+
+
+def test_a_missing_checkpoint_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        run(FedAvg(), *Quadratic().build(), num_iterations=2, record=tmp_path / "nothing", resume=True)
+
+
+def test_non_finite_values_name_iteration_phase_and_client_and_keep_the_last_good_checkpoint(tmp_path):
+    built = Quadratic().build()
+    with pytest.raises(
+        NonFiniteError,
+        match=r"client \d+ returned a value of '[xyu]' that is not finite in phase 'local_steps' of outer iteration \d+.*last good checkpoint, of outer iteration",
+    ):
+        run(FedBiO(lr_upper=3.0, lr_lower=3.0, lr_system=3.0), *built, num_iterations=200, record=tmp_path / "run", checkpoint_every=1)
+    tensors, about = Record(tmp_path / "run").load()
+    assert about["iteration"] >= 1
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def test_callbacks_see_every_iteration_and_can_stop_the_run(tmp_path):
+    seen = []
+    result = run(
+        FedAvg(),
+        *Quadratic().build(),
+        num_iterations=50,
+        measure_every=4,
+        callbacks=[lambda now: seen.append(now.iteration) or now.iteration == 6],
+        record=tmp_path / "r",
+    )
+    assert seen == list(range(1, 7))
+    assert (result.stopped, result.iteration, result.rows[-1]["iteration"]) == ("callback", 6, 6)
+    assert Record(tmp_path / "r").load()[1]["iteration"] == 6
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
+    """In a process of its own, because a signal is for a whole process."""
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        torch.set_num_threads(1)
+        from fedbilevel import run
+        from fedbilevel.algorithms.fedbio import FedBiO
+        from fedbilevel.tasks.quadratic import Quadratic
+        result = run(FedBiO(), *Quadratic().build(), num_iterations=100000, batch_size=2, record=sys.argv[1], measure_every=1)
+        print(result.stopped, result.iteration)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Stopping after this outer iteration" in err
+    stopped, iteration = out.split()
+    assert stopped == "interrupted"
+    options = {"batch_size": 2, "measure_every": 1}
+    again = run(FedBiO(), *Quadratic().build(), num_iterations=int(iteration) + 2, record=tmp_path / "run", resume=True, **options)
+    whole = run(FedBiO(), *Quadratic().build(), num_iterations=int(iteration) + 2, **options)
+    assert same(again, whole)
+
+
+def test_a_schedule_scales_the_steps_it_should_and_no_others():
+    scaled = FBOAggITD(lr_upper=1.0, lr_lower=0.5, lr_system=0.25).scaled(Schedule(power=1.0, offset=0.0)(4))
+    assert (scaled.lr_upper, scaled.lr_lower, scaled.lr_system) == (0.25, 0.125, 0.25)
+
+
+def test_a_decaying_schedule_removes_the_drift_of_local_steps():
+    options = {"num_iterations": 300, "dtype": torch.float64, "measure_every": 300}
+    method = FedBiO(lr_upper=0.05, lr_lower=0.2, lr_system=0.2, num_local_steps=3)
+    constant = run(method, *Quadratic().build(), **options).rows[-1]["distance"]
+    falling = run(method, *Quadratic().build(), schedule=Schedule(power=0.7, offset=10.0), **options).rows[-1]["distance"]
+    assert constant > 1e-2
+    assert falling < 0.35 * constant
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_iterations": -1}, "num_iterations is -1"),
+        ({"checkpoint_every": 0}, "checkpoint_every is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"cohort": Cohort(0.0)}, "fraction is 0"),
+        ({"resume": True}, "resume was asked for without a record"),
+        ({"strategy": "magic"}, "strategy is 'magic'"),
+        ({"seed": -4}, "seed must lie between"),
+        ({"schedule": Schedule(power=-1)}, "power is -1"),
+    ],
+)
+def test_bad_settings_get_one_sentence(options, named):
+    with pytest.raises((SettingError, ValueError), match=named):
+        run(FedAvg(), *Quadratic().build(), **{"num_iterations": 1, **options})
+
+
+def test_the_solution_is_stored_by_the_users_names(tmp_path, cleaning):
+    from safetensors.torch import load_file
+
+    result = run(AGGITD, *cleaning, num_iterations=1, record=tmp_path / "run")
+    stored = load_file(tmp_path / "run" / "solution.safetensors")
+    assert torch.equal(stored["y.weight"], result.y["weight"])
+    assert all(torch.equal(stored[f"x.client{i}.logit"], tree["logit"]) for i, tree in enumerate(result.x))
+    assert [len(tree["logit"]) for tree in result.x] == [len(client["train"]["label"]) for client in cleaning.clients]
+
+
+def test_an_algorithm_may_be_given_by_name_and_scopes_are_checked(cleaning):
+    assert run("fedavg", *Quadratic().build(), num_iterations=1).iteration == 1
+    refuses = type("Refuses", (FedAvg,), {"refuses": {"private": "it has no use for one"}, "__module__": "somewhere.refuses"})
+    with pytest.raises(ScopeError, match="refuses cannot solve a problem with a private variable: it has no use for one"):
+        run(refuses(), *cleaning, num_iterations=1)

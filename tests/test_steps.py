@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.steps import Schedule, check_timescales, curvature, suggest, upper_curvature
+from fedbilevel.tasks.quadratic import Quadratic
+from yardstick import drive
+
+
+@pytest.mark.parametrize("lower", ["global", "local"])
+@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+def test_curvature_agrees_with_dense_eigenvalues(lower, weights):
+    task = Quadratic(lower=lower, weights=weights)
+    closed = task.closed_form()
+    found = curvature(*task.build(), num_products=300)
+    ends = [np.linalg.eigvalsh(A) for A in closed.stacked["A"]]
+    largest = max(values[-1] for values in ends)
+    assert largest <= found.largest * (1 + 1e-9)
+    assert found.largest <= largest * len(ends) ** (1 / 32)
+    if lower == "global":
+        assert found.smallest == pytest.approx(np.linalg.eigvalsh(closed._mean(closed.stacked["A"]))[0], rel=1e-6)
+    else:
+        smallest = min(values[0] for values in ends)
+        assert smallest / len(ends) ** (1 / 32) * (1 - 1e-6) <= found.smallest <= smallest * (1 + 1e-6)
+
+
+def test_curvature_is_counted_in_the_ledger():
+    num, n, dy, dx = 7, 5, 6, 4
+    ledger = curvature(*Quadratic().build(), num_products=num).ledger
+    assert ledger["rounds"] == 1 + num
+    assert ledger["floats_up"] == n * (3 + num * dy)
+    assert ledger["floats_down"] == n * (dx + dy + num * dy)
+    assert ledger["hvp"] == n * 3 * num
+    assert ledger["fy"] == n
+
+
+def test_the_radius_holds_the_solution_of_the_system():
+    task = Quadratic()
+    u = task.closed_form().system_solution(np.zeros(4))  # at y*(0); the estimate is taken at y = 0
+    assert curvature(*task.build()).radius > np.linalg.norm(u) / 2
+
+
+@pytest.mark.parametrize("upper", ["shared", "private"])
+def test_upper_curvature_agrees_with_the_closed_form(upper):
+    task = Quadratic(upper=upper)
+    closed = task.closed_form()
+    shape = closed.solution().shape
+    zero = closed.hypergradient(np.zeros(shape)).ravel()
+    matrix = np.stack([closed.hypergradient(unit.reshape(shape)).ravel() - zero for unit in np.eye(int(np.prod(shape)))], axis=1)
+    assert upper_curvature(*task.build(), num_products=60) == pytest.approx(np.abs(np.linalg.eigvals(matrix)).max(), rel=1e-2)
+
+
+def test_suggested_steps_are_stable_and_pass_their_own_check():
+    task = Quadratic(data_seed=3)
+    steps = suggest(*task.build())
+    method = FedBiO(num_local_steps=1, lr_upper=steps["lr_upper"], lr_lower=steps["lr_lower"], lr_system=steps["lr_system"])
+    fed, state = drive(method, task.build(), 1500)
+    assert fed.measure(state.x, state.y)["distance"] < 1e-6
+    assert check_timescales(method, *task.build()) is None
+
+
+def test_an_upper_step_that_is_too_long_is_warned_about_with_the_bound():
+    with pytest.warns(UserWarning, match=r"lr_upper = 5 may be too large .* allows up to 0\.0"):
+        assert check_timescales(FedBiO(lr_upper=5.0), *Quadratic().build())
+
+
+def test_schedules_start_at_one_and_fall():
+    schedule = Schedule(power=0.5, offset=3.0)
+    assert schedule(1) == 1
+    assert schedule(13) == pytest.approx(0.5)
+    assert Schedule()(1000) == 1
