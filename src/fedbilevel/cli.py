@@ -91,16 +91,14 @@ class TaskCommand(click.Command):
     """Reads the names of the task and the algorithm first, then adds their flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        fixed = [param for param in self.params if not isinstance(param, SettingOption)]
-        self.params = fixed
         if args and not args[0].startswith("-"):
-            task = discovery.task(args[0])
-            found = _algorithm_named(args)
-            suggested = task.suggestions(found.name()) if found else {}
-            mine = flags(task, f"Task {args[0]}", {})
-            theirs = flags(found, f"Algorithm {found.name()}", suggested) if found else []
-            self.params = [*fixed, *mine, *theirs]
+            task, found = discovery.task(args[0]), _algorithm_named(args)
+            theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
+            ctx.meta["settings"] = [*flags(task, f"Task {args[0]}", {}), *theirs]
         return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *ctx.meta.get("settings", [])]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
