@@ -42,3 +42,7 @@ class ScopeError(FedBilevelError, ValueError):
 
 class ScopeWarning(UserWarning):
     """An algorithm runs outside the problems it is exact for; the message names the bias."""
+
+
+class NetworkError(FedBilevelError, ValueError):
+    """A network that is not one, or that never connects its peers."""

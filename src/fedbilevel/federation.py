@@ -31,8 +31,8 @@ def phase(method: PhaseT) -> PhaseT:
 class Kept:
     """Stands for one row per client that never left its client. It can be broadcast back to where it is, and nothing else."""
 
-    def __init__(self, name: str, version: int) -> None:
-        self.name, self.version = name, version
+    def __init__(self, name: str, version: int, iteration: int = -1) -> None:
+        self.name, self.version, self.iteration = name, version, iteration  # the outer iteration that made it
 
     def __repr__(self) -> str:
         return f"Kept({self.name!r})"

@@ -67,13 +67,12 @@ class Population:
         return (total / float(weights.sum())).to(rows.dtype)
 
     def unpad(self, rows: Tensor) -> Tensor:
-        """Private rows as one flat tensor; other rows as they are."""
-        sizes = self.x_sizes
-        if sizes is None or rows.shape[1] != self.x0.shape[-1] or bool((sizes == rows.shape[1]).all()):
+        """Rows of the space of a private x as one flat tensor."""
+        if self.x_sizes is None:
             return rows
-        return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])
+        return torch.cat([row[:size] for row, size in zip(rows, self.x_sizes.tolist(), strict=True)])
 
     def pad(self, stored: Tensor) -> Tensor:
-        if stored.ndim == 2 or self.x_sizes is None:
+        if self.x_sizes is None:
             return stored
         return torch.nn.utils.rnn.pad_sequence(list(stored.split(self.x_sizes.tolist())), batch_first=True)

@@ -15,15 +15,16 @@ Reference: Tarzanagh, Li, Thrampoulidis, Oymak, "FedNest: Federated Bilevel, Min
 Deviations: (1) this is the paper's FedIHGP; the released code applies each client's own Hessian powers, never clears its list of
 terms, and has no lam (its error is a scale error at the published step). (2) lam is a setting of its own; the released code uses
 the upper step. (3) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, p stay.
+(4) `lower_solver="sgd"` (FedNest-SGD in the released code) replaces SVRG on y by plain local SGD: no q, T rounds fewer, and a drift.
 
 Cost per outer iteration: 2T + N' + 3 rounds; floats up (2T + N' + 1) d_y + 2 d_x; per client g_y: T (1 + 2 tau), f_y: 1, H v: N', J v: 1,
-f_x: 1 + 2 tau.
+f_x: 1 + 2 tau (sgd: T + N' + 3 rounds, (T + N' + 1) d_y + 2 d_x, g_y: T tau).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -31,6 +32,11 @@ from fedbilevel.algorithms import fbo_aggitd
 from fedbilevel.clients import Clients
 from fedbilevel.federation import Federation, ServerAlgorithm, phase
 from fedbilevel.settings import setting
+
+
+@phase
+def lower_gradient(self: Any, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {"q": clients.lower_grad(x, y, clients.batch("train", "q"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,9 @@ class FedNest(ServerAlgorithm):
     num_lower_rounds: int = setting(1, "FedInn calls per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
     num_terms: int = setting(5, "terms of the Neumann series", symbol="N", least=1)
+    lower_solver: Literal["svrg", "sgd"] = setting("svrg", "variance-reduced or plain local steps on y")
 
+    decays = ("lr_upper", "lr_lower")  # lambda is the step of a series, not of a descent
     upper_space = ("x", "h")
     lower_space = ("y", "q", "p")
 
@@ -61,7 +69,7 @@ class FedNest(ServerAlgorithm):
         num_factors = fed.draw("N'", self.num_terms)
         for _ in range(self.num_lower_rounds):
             fed.resample()
-            q = fed.mean(self.lower_gradient, x=x, y=y).q
+            q = fed.mean(self.lower_gradient, x=x, y=y).q if self.lower_solver == "svrg" else None
             y = fed.mean(self.lower_steps, x=x, y=y, q=q).y
         fed.resample()
         p = fed.mean(self.system_start, x=x, y=y).p
@@ -71,10 +79,7 @@ class FedNest(ServerAlgorithm):
         fed.resample()
         return fed.mean(self.hypergradient, x=x, y=y, p=p).h, y
 
-    @phase
-    def lower_gradient(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"q": clients.lower_grad(x, y, clients.batch("train", "q"))}
-
+    lower_gradient = lower_gradient
     lower_steps = fbo_aggitd.lower_steps
 
     @phase

@@ -48,6 +48,7 @@ class Simulation:
         self.cohort, self.drops = cohort.checked(), drops
         self.kept_names = algorithm.kept_names(problem.scopes)
         self._versions: dict[str, int] = {}
+        self._kept_in: dict[str, Tensor] = {}  # the outer iteration in which each client last wrote its row
         self._held = _Held(self.num_clients)
         self.iteration = self.call = self._draws = 0
         self._draw_cohort()
@@ -62,7 +63,7 @@ class Simulation:
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         self.call += 1
-        positions, times = self._present()
+        positions, times = self._present(broadcast.values())
         values = {name: self._send(value, positions) for name, value in broadcast.items()}
         result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call)
         gathered: dict[str, Any] = {}
@@ -80,7 +81,8 @@ class Simulation:
         return SimpleNamespace(**gathered)
 
     def resample(self) -> None:
-        if self.cohort.redraw == "per_factor":
+        """Not with a local lower level: what a client computed in this outer iteration is then its own, and only it can go on with it."""
+        if self.cohort.redraw == "per_factor" and self.problem.scopes.lower == "global":
             self._draw_cohort()
 
     def draw(self, purpose: str, high: int) -> int:
@@ -149,7 +151,7 @@ class Simulation:
                 plain[name] = {"kept": value.name} if isinstance(value, Kept) else {"value": value}
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             for name, rows in store.rows.items():
-                tensors[f"{label}.{name}"] = self.host.unpad(rows)
+                tensors[f"{label}.{name}"] = self.host.unpad(rows) if name in self.algorithm.upper_space else rows
                 tensors[f"{label}-written.{name}"] = store.written[name]
         tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
         return tensors, plain
@@ -158,7 +160,8 @@ class Simulation:
         device = self.host.device
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             for name in _below(tensors, f"{label}."):
-                store.rows[name] = self.host.pad(tensors[f"{label}.{name}"].to(device))
+                stored = tensors[f"{label}.{name}"].to(device)
+                store.rows[name] = self.host.pad(stored) if name in self.algorithm.upper_space else stored
                 store.written[name] = tensors[f"{label}-written.{name}"].clone()
         self.ledger.load_state_dict({name: tensors[f"ledger.{name}"] for name in _below(tensors, "ledger.")})
         values: dict[str, Any] = {}
@@ -195,11 +198,15 @@ class Simulation:
         self._positions, sorting = self._position_of[numbers].sort()
         self._times = times[sorting]
 
-    def _present(self) -> tuple[Tensor, Tensor]:
-        if self.drops is None:
-            return self._positions, self._times
-        absent = torch.tensor(sorted(self.drops(self.iteration, self.call)), dtype=torch.int64)
-        here = ~torch.isin(self.host.ids[self._positions], absent)
+    def _present(self, values: Iterable[Value]) -> tuple[Tensor, Tensor]:
+        """The cohort, less who drops, less who missed the call of this outer iteration that made a value it would need now."""
+        here = torch.ones(len(self._positions), dtype=torch.bool)
+        if self.drops is not None:
+            absent = torch.tensor(sorted(self.drops(self.iteration, self.call)), dtype=torch.int64)
+            here &= ~torch.isin(self.host.ids[self._positions], absent)
+        for value in values:
+            if isinstance(value, Kept) and value.iteration == self.iteration:
+                here &= self._kept_in[value.name][self._positions] == self.iteration
         if not bool(here.any()):
             raise FedBilevelError(
                 f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume."
@@ -216,7 +223,8 @@ class Simulation:
     def _keep(self, name: str, positions: Tensor, rows: Tensor) -> Kept:
         self.host.kept.write(name, positions, rows)
         self._versions[name] = self._versions.get(name, 0) + 1
-        return Kept(name, self._versions[name])
+        self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[positions] = self.iteration
+        return Kept(name, self._versions[name], self.iteration)
 
     def _resolve(self, kept: Kept, positions: Tensor) -> Tensor:
         if kept.version != self._versions.get(kept.name, 0):

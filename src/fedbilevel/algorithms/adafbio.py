@@ -1,0 +1,201 @@
+"""AdaFBiO: variance-reduced local steps on x and y with adaptive matrices that the server's averages generate.
+
+w_i and v_i are STORM estimators of the hypergradient and of g_y. At a sync x, y, w, v <- means and, elementwise,
+
+    a <- r a + (1 - r) w^2,  A = diag(sqrt(a) + rho);     b <- r b + (1 - r) |v|,  B = (b + rho) I                (line 6)
+
+(`adabelief`: w and v less their values at the sync before, eq. 6-7; `none`: A = B = I). Then q steps t, the first from the means:
+
+    x_i+ = x_i - gamma eta_t A^-1 w_i,    y_i+ = y_i - lambda eta_t B^-1 v_i,        eta_t = k_0 (m / (n + t))^(1/3)     (12)
+    v_i <- g_y,i(x_i+, y_i+; zeta) + (1 - alpha) [v_i - g_y,i(x_old, y_old; zeta)],          alpha = c_1 eta_t^2          (8)
+    w_i <- h_i(x_i+, y_i+; xi, k) + (1 - beta) [w_i - h_i(x_old, y_old; xi, k)],             beta = c_2 eta_t^2           (9)
+    h_i = f_x,i - J_i(zeta_0) K theta prod_{j=1..k} (I - theta H_i(zeta_j)) f_y,i,   k uniform in {0..K-1}              (13)
+
+`hypergradient="local-neumann-sum"` (this project's own) replaces (13) by its mean over k, for twice the products. "shared-u" (this
+project's own, AdaFBiO-G) takes h_i = f_x,i - J_i u_i with FedBiO's averaged u: u_i+ = u_i - theta eta_t s_i, s_i a STORM estimator of
+H_i u_i - f_y,i with weight alpha.
+
+Reference: Huang, "Fast Adaptive Federated Bilevel Optimization", 2022, Algorithm 1 and eq. (6)-(13).
+
+Deviations: (1) the loop is rotated: clients take the step of the sync themselves, from the averages, so one message up and one down make
+a sync; the first step follows a round for the means of the initial w and v. (2) Line 5 averages v and w and lines 18-19 go on with
+the local ones: here v_i, w_i <- means, while the old point of the first step is the client's own, before averaging, so that mean w and
+mean v track exactly; a client that was never there uses the averages. (3) k and the samples are shared by both evaluations of (9).
+(4) theta is a setting instead of 1/L. (5) What a scope keeps at the client (x, w, a when private; y, v, b, u, s when local) is neither
+averaged nor sent, and the factor 1/m of a private x is dropped.
+
+Bias: (13) inverts each client's own Hessian, so with a global lower level and heterogeneous clients it settles where the mean of local
+hypergradients vanishes; "shared-u" does not. With q > 1 clients also drift by about beta times their heterogeneity. Estimates kept at a
+client are zero until it first takes part; that error fades by the factor 1 - alpha or 1 - beta per step.
+
+Cost per outer iteration: 1 round; floats up 2 d_x + 2 d_y (shared-u: + 2 d_y), down 3 d_x + 2 d_y + 1 (+ 2 d_y); per client and step 2 of
+g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2; shared-u: 2). Before the first: 1 round, d_x + d_y (+ d_y) up, q estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.algorithms.fedbio import step_directions
+from fedbilevel.clients import Clients, Step
+from fedbilevel.errors import SettingError
+from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.problem import Scopes
+from fedbilevel.settings import setting
+
+LOCAL_BIAS = "each client inverts its own Hessian, so heterogeneous clients converge to where the mean of local hypergradients vanishes, not to the solution"
+
+
+def sampled_hypergradient(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float) -> Tensor:
+    """Eq. (13): f_x - J K theta prod_{j<=k} (I - theta H_j) f_y, each client with its own k, the same whenever this step asks."""
+    fx, p = clients.upper_grads(x, y, step.batch("val", "xi"))
+    k = step.draw("k", num_terms)
+    for j in range(1, max(k.tolist(), default=0) + 1):
+        uses = k >= j
+        hp = clients.hessian_product(x, y, p, replace(step.batch("train", f"zeta_{j}"), active=uses))
+        p = torch.where(uses.to(p.device)[:, None], p - theta * hp, p)
+    return fx - clients.jacobian_product(x, y, num_terms * theta * p, step.batch("train", "zeta_0"))
+
+
+def summed_hypergradient(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float) -> Tensor:
+    """f_x - J theta sum_{j<K} (I - theta H)^j f_y with each client's own H: the mean of eq. (13) over k."""
+    fx, term = clients.upper_grads(x, y, step.batch("val", "xi"))
+    total = term
+    for j in range(1, num_terms):
+        term = term - theta * clients.hessian_product(x, y, term, step.batch("train", f"zeta_{j}"))
+        total = total + term
+    return fx - clients.jacobian_product(x, y, theta * total, step.batch("train", "zeta_0"))
+
+
+def directions(self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What w and v estimate (and s, if there is a u), at any point on the samples of this step."""
+    if u is not None:
+        return step_directions(clients, step, x, y, u, "independent")
+    estimate = sampled_hypergradient if self.hypergradient == "local-neumann" else summed_hypergradient
+    return estimate(clients, step, x, y, self.num_terms, self.lr_system), clients.lower_grad(x, y, step.batch("train", "zeta"))
+
+
+def eta(self: Any, t: int, num_clients: int) -> float:
+    n = max(100, num_clients) if self.offset is None else self.offset
+    return float(self.step_scale * (num_clients / (n + t)) ** (1 / 3))
+
+
+def check_steps(self: Any, num_clients: int) -> None:
+    """eta falls, so its first value decides."""
+    first = eta(self, 1, num_clients)
+    if first > 1 or max(self.c1, self.c2) * first**2 >= 1:
+        raise SettingError(
+            f"{type(self).__name__}: with {num_clients} clients the first eta is {first:.3g} and the estimators forget by c1 eta^2 = {self.c1 * first**2:.3g} "
+            f"and c2 eta^2 = {self.c2 * first**2:.3g}, expected eta at most 1 and both weights below 1: lower step_scale, c1 or c2, or raise offset."
+        )
+
+
+def accumulated(self: Any, past: Any, size: Callable[[Any], Any], now: Any, before: Any) -> Any:
+    """a or b after a sync: line 6, or eq. (6)-(7) with the estimator of the sync before; nothing comes before the first."""
+    if self.adaptive == "none":
+        return None
+    new = (1 - self.decay) * size(now if before is None or self.adaptive == "adam" else now - before)
+    return new if past is None else self.decay * past + new
+
+
+def norm(v: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+
+
+@phase
+def initial_estimates(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None = None) -> dict[str, Tensor | None]:
+    """Means of q estimates at the start, and the accumulators of those that stay here."""
+    point = [clients.rows(value) for value in (x, y, u) if value is not None]
+    estimates = [torch.zeros_like(value) for value in point]
+    for step in clients.steps(self.num_local_steps):
+        each = directions(self, clients, step, *point)
+        estimates = [estimate + part / self.num_local_steps for estimate, part in zip(estimates, each, strict=True)]
+    w, v, *s = estimates
+    kept_a = accumulated(self, None, torch.square, w, None) if x.ndim == 2 else None
+    kept_b = accumulated(self, None, norm, v, None) if y.ndim == 2 else None
+    return {"w": w, "v": v, "s": s[0] if s else None, "a": kept_a, "b": kept_b}
+
+
+@phase
+def local_steps(
+    self: Any, clients: Clients, x: Tensor, y: Tensor, w: Tensor, v: Tensor, a: Any = None, b: Any = None, u: Any = None, s: Any = None
+) -> dict[str, Tensor | None]:
+    """q steps, the first from the averages; its old point is what this client had before they were taken."""
+    point, estimates = ([clients.rows(value) for value in values if value is not None] for values in ((x, y, u), (w, v, s)))
+    b = None if b is None else b[..., :1]  # a client that joins late finds zeros as wide as y
+    A, B = (1.0, 1.0) if a is None else (a.sqrt() + self.damping, b + self.damping)
+    old = [clients.memory.read(name, default=average) for name, average in zip("xyu", point, strict=False)]
+    for step in clients.steps(self.num_local_steps):
+        eta_t = eta(self, (clients.iteration - 1) * self.num_local_steps + step.index + 1, clients.num_clients)
+        lrs = (eta_t * self.lr_upper / A, eta_t * self.lr_lower / B, eta_t * self.lr_system)
+        keeps = (1 - self.c2 * eta_t**2, 1 - self.c1 * eta_t**2, 1 - self.c1 * eta_t**2)
+        point = [value - lr * estimate for value, lr, estimate in zip(point, lrs, estimates, strict=False)]
+        pairs = zip(directions(self, clients, step, *point), directions(self, clients, step, *old), strict=True)
+        estimates = [new + keep * (estimate - before) for (new, before), keep, estimate in zip(pairs, keeps, estimates, strict=False)]
+        old = point
+    variables = dict(zip("xyu", point, strict=False))
+    clients.memory.write(**variables)
+    kept_a = accumulated(self, a, torch.square, estimates[0], w) if x.ndim == 2 else None
+    kept_b = accumulated(self, b, norm, estimates[1], v) if y.ndim == 2 else None
+    return {"u": None, "s": None, **variables, **dict(zip("wvs", estimates, strict=False)), "a": kept_a, "b": kept_b}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaFBiO(ServerAlgorithm):
+    lr_upper: float = setting(0.01, "step of x, before eta / (sqrt(a) + damping)", symbol="gamma", above=0)
+    lr_lower: float = setting(0.01, "step of y, before eta / (b + damping)", symbol="lambda", above=0)
+    lr_system: float = setting(0.1, "step of the Neumann series, at most 1/L; with shared-u the step of u, before eta", symbol="theta", above=0)
+    num_local_steps: int = setting(5, "local steps between rounds", symbol="q", least=1)
+    num_terms: int = setting(10, "terms of the Neumann series; unused with shared-u", symbol="K", least=1)
+    hypergradient: Literal["local-neumann", "local-neumann-sum", "shared-u"] = setting("local-neumann", "each client alone by eq. (13) or its mean, or one u")
+    adaptive: Literal["adam", "adabelief", "none"] = setting("adam", "how the adaptive matrices are generated")
+    step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
+    offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
+    c1: float = setting(1.0, "the estimators of y and u forget by c1 eta^2", symbol="c_1", above=0)
+    c2: float = setting(1.0, "the estimator of the hypergradient forgets by c2 eta^2", symbol="c_2", above=0)
+    damping: float = setting(0.01, "added to the adaptive matrices", symbol="rho", above=0)
+    decay: float = setting(0.9, "how much of the adaptive matrices stays at a sync", symbol="r", least=0, most=1)
+
+    decays = ("lr_upper", "lr_lower")  # theta is the step of a series; eta shortens it where it is that of u
+    upper_space = ("x", "w", "a")
+    lower_space = ("y", "v", "b", "u", "s")
+    warns = {"global": LOCAL_BIAS}
+
+    class State(NamedTuple):
+        x: Any
+        y: Any
+        u: Any
+        w: Any
+        v: Any
+        s: Any
+        a: Any
+        b: Any
+
+    def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
+        return {} if self.hypergradient == "shared-u" else self.warns
+
+    def init(self, fed: Federation) -> State:
+        check_steps(self, fed.num_clients)
+        x, y = fed.initial()
+        u = fed.zeros("u") if self.hypergradient == "shared-u" else None
+        new = fed.mean(self.initial_estimates, x=x, y=y, u=u)
+        return self.State(x, y, u, new.w, new.v, new.s, *self.matrices(new, None, None, None, None))
+
+    def round(self, fed: Federation, state: State) -> State:
+        new = fed.mean(self.local_steps, **state._asdict())
+        return self.State(new.x, new.y, new.u, new.w, new.v, new.s, *self.matrices(new, state.a, state.b, state.w, state.v))
+
+    def matrices(self, new: Any, a: Any, b: Any, w: Any, v: Any) -> tuple[Any, Any]:
+        """The accumulators of the averages; those of estimators that are kept at the clients come from there."""
+        return (
+            accumulated(self, a, torch.square, new.w, w) if new.a is None else new.a,
+            accumulated(self, b, norm, new.v, v) if new.b is None else new.b,
+        )
+
+    initial_estimates = initial_estimates
+    local_steps = local_steps
