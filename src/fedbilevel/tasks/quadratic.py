@@ -1,9 +1,11 @@
 """Heterogeneous quadratics with everything known in closed form: the yardstick of all tests.
 
-    g_i(x, y) = 1/2 y'A_i y - y'(B_i x + c_i) + bend * sum log cosh y        f_i(x, y) = 1/2 (y - t_i)'D_i (y - t_i) + 1/2 x'R_i x - r_i'x
+    g_i(x, y) = 1/2 y'A_i y - y'(B_i x + c_i) + bend * sum log cosh(y + cross * mean x)
+    f_i(x, y) = 1/2 (y - t_i)'D_i (y - t_i) + 1/2 x'R_i x - r_i'x + cross * x'B_i'y
 
 Clients differ in every matrix, so the mean of local hypergradients is not the hypergradient of the mean. Samples of one client differ too,
-so that minibatches are noisy. `bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a Hessian
+so that minibatches are noisy. `cross > 0` makes f_x depend on y and f_y on x (and, with bend, J on y), which shows a derivative of f taken at
+the wrong point. `bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a Hessian
 taken at the wrong point); the closed forms are for bend = 0.
 """
 
@@ -31,6 +33,7 @@ class Quadratic(Task):
     noise: float = setting(0.3, "how much the samples of one client differ", least=0, most=0.9)
     num_samples: int = setting(4, "samples of the first client; each further client has one more", least=1)
     bend: float = setting(0.0, "weight of a non-quadratic convex term in the lower level", least=0)
+    cross: float = setting(0.0, "weight of terms that couple x and y in the upper level", least=0)
     lower: Literal["global", "local"] = setting("global", "one y for all clients, or one each")
     upper: Literal["shared", "private"] = setting("shared", "one x for all clients, or one each")
     weights: Literal["mean", "by_samples"] = setting("mean", "how clients are averaged")
@@ -43,8 +46,10 @@ class Quadratic(Task):
     def build(self) -> Built:
         closed = self.closed_form()
         problem = Problem(
-            upper=_upper,
-            lower=(lambda x, y, batch: _lower(x, y, batch) + self.bend * _log_cosh(y["y"]).sum()) if self.bend else _lower,
+            upper=lambda x, y, batch: (
+                _upper(x, y, batch) + (self.cross * torch.einsum("s,sij,i,j->", batch["weight"], batch["E"], y["y"], x["x"]) if self.cross else 0)
+            ),
+            lower=(lambda x, y, batch: _lower(x, y, batch) + self.bend * _log_cosh(y["y"] + self.cross * x["x"].mean()).sum()) if self.bend else _lower,
             x0=(lambda sizes: {"x": torch.zeros(self.dim_upper)}) if self.upper == "private" else {"x": torch.zeros(self.dim_upper)},
             y0={"y": torch.zeros(self.dim_lower)},
             scopes=Scopes(lower=self.lower, upper=self.upper),
@@ -77,6 +82,9 @@ class Quadratic(Task):
                 return (1 + rng.permutation(spread).reshape(-1, *[1] * mine[name].ndim)) * mine[name]
 
             clients.append({"train": {name: samples(name) for name in "ABc"}, "val": {name: samples(name) for name in "DtRr"}})
+            if self.cross:
+                mine["E"] = mine["B"]
+                clients[-1]["val"]["E"] = samples("E")
         return clients
 
     def closed_form(self) -> ClosedForm:
@@ -86,7 +94,9 @@ class Quadratic(Task):
             mean["Dt"] = np.einsum("sij,sj->i", client["val"]["D"], client["val"]["t"]) / len(client["val"]["t"])
         sizes = np.array([len(client["train"]["c"]) for client in self.clients()], float)
         share = sizes / sizes.sum() if self.weights == "by_samples" else np.full(len(means), 1 / len(means))
-        return ClosedForm({name: np.stack([mean[name] for mean in means]) for name in means[0]}, share, self.lower == "local", self.upper == "private")
+        stacked = {name: np.stack([mean[name] for mean in means]) for name in means[0]}
+        stacked["E"] = self.cross * stacked.get("E", np.zeros_like(stacked["B"]))
+        return ClosedForm(stacked, share, self.lower == "local", self.upper == "private")
 
 
 class ClosedForm(NamedTuple):
@@ -109,14 +119,16 @@ class ClosedForm(NamedTuple):
     def system_solution(self, x: np.ndarray) -> np.ndarray:
         """u*(x), like y*(x)."""
         s, y = self.stacked, self.lower_solution(x)
-        fy = np.einsum("nij,nj->ni", s["D"], np.broadcast_to(y, s["c"].shape)) - s["Dt"]
+        xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
+        fy = np.einsum("nij,nj->ni", s["D"], np.broadcast_to(y, s["c"].shape)) - s["Dt"] + np.einsum("nij,nj->ni", s["E"], xs)
         return np.linalg.solve(s["A"], fy[..., None])[..., 0] if self.local else np.linalg.solve(self._mean(s["A"]), self._mean(fy))
 
     def hypergradient(self, x: np.ndarray) -> np.ndarray:
         """(d_x,), or rows f_x,i - J_i u for a private x. J_i = -B_i'."""
         s, u = self.stacked, np.broadcast_to(self.system_solution(x), self.stacked["c"].shape)
         xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
-        blocks = np.einsum("nij,nj->ni", s["R"], xs) - s["r"] + np.einsum("nij,ni->nj", s["B"], u)
+        y = np.broadcast_to(self.lower_solution(x), s["c"].shape)
+        blocks = np.einsum("nij,nj->ni", s["R"], xs) - s["r"] + np.einsum("nij,ni->nj", s["B"], u) + np.einsum("nij,ni->nj", s["E"], y)
         return blocks if self.private else self._mean(blocks)
 
     def solution(self) -> np.ndarray:

@@ -1,0 +1,80 @@
+"""FedBiOAcc-Local: FedBiO-Local with variance-reduced (STORM) directions; only x and its estimate are averaged.
+
+Every client, for t = 1, 2, ... counted in local steps, with a = delta / (u0 + t)^(1/3) and Phi_i as in FedBiO-Local:
+
+    x_i+ = x_i - eta a nu_i;   y_i+ = y_i - gamma a om_i
+    R1, every I steps:   x+ <- mean
+    nu_i+ = Phi_i(new) + (1 - c_nu a^2) (nu_i - Phi_i(old));    om_i+ = g_y,i(new) + (1 - c_om a^2) (om_i - g_y,i(old))
+    R2, every I steps:   nu <- mean
+
+new has the averaged x if there was a round, old is the client's own point before the step, both on the same minibatches (in the Neumann
+series the same xi_1..xi_Q). `u="local"`: u_i+ = P_r(u_i - tau a q_i) with its own estimate q_i, both kept at the client.
+
+Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
+NeurIPS 2023, Algorithm 4 and eq. (11).
+
+Deviations: (1) line 4 of Algorithm 4 steps a u that it never initialises or uses: it is left out for `neumann`, which is what the proof treats, and
+`local` completes it. (2) The initial nu is averaged like all later ones. (3) Clients with fewer local steps wait: t counts the steps of the longest.
+(4) A client that missed R1 takes the averaged point for its old one. (5) With a private x nothing travels.
+
+Bias: that of the Neumann series as in FedBiO-Local; with I > 2 the clients drift as in FedBiOAcc. A client that was away resumes with the om_i and
+q_i it left with (zero if it never took part); an error in them fades by the factor 1 - c a^2 per step.
+
+Cost per outer iteration: 2 rounds; 2 d_x floats each way; per client 2 I of each of g_y, f_x, f_y, J v, and 2 Q I products H v (`local`: 2 I).
+Once, before the first: 1 round; d_x floats each way; per client one of each and Q (or one) products H v, on batches of I times the size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from fedbilevel.algorithms import fedbio_local, fedbioacc
+from fedbilevel.federation import Federation, ServerAlgorithm
+from fedbilevel.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBiOAccLocal(ServerAlgorithm):
+    lr_upper: float = setting(0.01, "step of x, times a", symbol="eta", above=0)
+    lr_lower: float = setting(0.1, "step of y, times a", symbol="gamma", above=0)
+    lr_system: float = setting(0.1, "step of the Neumann series, at most 1/L; or of u, times a", symbol="tau", above=0)
+    num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
+    num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="Q", least=0)
+    u: Literal["neumann", "local"] = setting("neumann", "a Neumann series in every step, or one step on a u that the client keeps")
+    delta: float = setting(30.0, "a = delta / (offset + t)^(1/3) scales every step", symbol="delta", above=0)
+    offset: float = setting(1e4, "how late a begins to fall", symbol="u0", least=0)
+    momentum_upper: float = setting(0.2, "weight of the newest direction of x, times a^2", symbol="c_nu", above=0)
+    momentum_lower: float = setting(0.2, "weight of the newest direction of y, times a^2", symbol="c_om", above=0)
+    momentum_system: float = setting(0.2, "with u=local, weight of the newest direction of u, times a^2", symbol="c_u", above=0)
+    radius: float | None = setting(None, "with u=local, u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0)
+
+    decays = ("lr_upper", "lr_lower")  # tau is the step of a series, not of a descent
+    upper_space = ("x", "nu")
+    lower_space = ("y", "u", "om", "q")
+    refuses = fedbio_local.REFUSES
+
+    class State(NamedTuple):
+        x: Any
+        y: Any
+        u: Any
+        nu: Any
+        om: Any
+        q: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fedbioacc.check_momenta(self)
+
+    def init(self, fed: Federation) -> State:
+        (x, y), u = fed.initial(), fed.zeros("u") if self.u == "local" else None
+        first = fed.mean(self.initial_momenta, x=x, y=y, u=u)
+        return self.State(x, y, u, first.nu, first.om, first.q)
+
+    def round(self, fed: Federation, state: State) -> State:
+        new = fed.mean(self.local_steps, **state._asdict())
+        est = fed.mean(self.momenta, **{**state._asdict(), **vars(new)})
+        return self.State(new.x, new.y, new.u, est.nu, est.om, est.q)
+
+    initial_momenta, local_steps, momenta = fedbioacc.initial_momenta, fedbioacc.local_steps, fedbioacc.momenta
+    directions = fedbio_local.local_directions
