@@ -18,8 +18,8 @@ from fedbilevel.federation import Cohort
 from fedbilevel.problem import Scopes
 from fedbilevel.tasks.quadratic import ClosedForm, Quadratic
 from test_fedmbo import check_fresh_clients
-from test_simfbo import SMALL, check_resume, fixed_point
-from yardstick import drive, relative
+from test_simfbo import SMALL, check_resume
+from yardstick import drive, fixed_point, relative
 
 STEPS = {"lr_upper": 0.05, "lr_lower": 0.2, "lr_system": 0.2}
 FROZEN = 1e-15  # a step of x that leaves x where it starts

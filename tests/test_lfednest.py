@@ -20,8 +20,7 @@ from fedbilevel.problem import Scopes
 from fedbilevel.tasks.quadratic import Quadratic
 from test_adafbio import SCOPES, SMALL, THETA, local_solution
 from test_fbo_aggitd import TAUS, Dense, federate, start
-from test_simfbo import fixed_point
-from yardstick import drive, relative
+from yardstick import drive, fixed_point, relative
 
 STEPS = {"lr_upper": 0.1, "lr_lower": 0.3, "lr_system": THETA}
 SOLVERS = ["sgd", "svrg"]

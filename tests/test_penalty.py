@@ -19,8 +19,7 @@ from fedbilevel.federation import Cohort
 from fedbilevel.problem import Scopes
 from fedbilevel.tasks.quadratic import ClosedForm, Quadratic
 from test_adafbio import SCOPES, SMALL
-from test_simfbo import fixed_point
-from yardstick import drive, relative
+from yardstick import drive, fixed_point, relative
 
 STEPS = {"lr_upper": 0.05, "lr_lower": 0.25}
 

@@ -19,10 +19,9 @@ from test_simfbo import (
     check_mean_over_cohorts,
     check_resume,
     check_unequal_work,
-    fixed_point,
     scopes,
 )
-from yardstick import drive, relative
+from yardstick import drive, fixed_point, relative
 
 
 def test_reaches_the_closed_form_solution() -> None:

@@ -17,7 +17,7 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation import Cohort
 from fedbilevel.tasks.quadratic import ClosedForm, Quadratic
-from yardstick import drive, relative
+from yardstick import drive, fixed_point, relative
 
 SMALL = {"num_clients": 3, "dim_upper": 2, "dim_lower": 3}
 STEPS = {"lr_upper": 0.05, "lr_lower": 0.2, "lr_system": 0.2}
@@ -26,28 +26,6 @@ scopes = pytest.mark.parametrize(("lower", "upper"), SCOPES)
 
 
 # ---- what the tests of single-loop algorithms share ------------------------------------------------------------------
-
-
-def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], float]:
-    """On a quadratic the outer iteration is an affine map of the state: its fixed point, and its spectral radius, which is below one if and
-    only if the algorithm converges to that point from everywhere."""
-    fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
-    first = algorithm.init(fed)
-    shapes = {name: fed.collect(value).shape for name, value in first._asdict().items()}
-    sizes = [shape.numel() for shape in shapes.values()]
-
-    def outer(vector: torch.Tensor) -> torch.Tensor:
-        parts = zip(shapes.items(), vector.split(sizes), strict=True)
-        state = type(first)(*(fed.place(name, part.reshape(shape)) for (name, shape), part in parts))
-        fed.begin(1)
-        return torch.cat([fed.collect(value).flatten() for value in algorithm.round(fed, state)])
-
-    eye = torch.eye(sum(sizes), dtype=torch.float64)
-    constant = outer(torch.zeros(sum(sizes), dtype=torch.float64))
-    matrix = torch.stack([outer(unit) - constant for unit in eye], dim=1)
-    fixed = torch.linalg.solve(eye - matrix, constant)
-    points = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), fixed.split(sizes), strict=True)}
-    return points, float(torch.linalg.eigvals(matrix).abs().max())
 
 
 def dense_run(closed: ClosedForm, algorithm: Any, num_iterations: int, *, divide: bool, absent: Any = lambda iteration: ()) -> dict[str, np.ndarray]:

@@ -24,3 +24,25 @@ def relative(value: Any, target: Any) -> float:
     """|value - target| / |target|."""
     value, target = torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(target, dtype=torch.float64)
     return float(torch.linalg.vector_norm(value - target) / torch.linalg.vector_norm(target))
+
+
+def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], float]:
+    """On a quadratic the outer iteration is an affine map of the state: its fixed point, and its spectral radius, which is below one if and
+    only if the algorithm converges to that point from everywhere."""
+    fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
+    first = algorithm.init(fed)
+    shapes = {name: fed.collect(value).shape for name, value in first._asdict().items()}
+    sizes = [shape.numel() for shape in shapes.values()]
+
+    def outer(vector: torch.Tensor) -> torch.Tensor:
+        parts = zip(shapes.items(), vector.split(sizes), strict=True)
+        state = type(first)(*(fed.place(name, part.reshape(shape)) for (name, shape), part in parts))
+        fed.begin(1)
+        return torch.cat([fed.collect(value).flatten() for value in algorithm.round(fed, state)])
+
+    eye = torch.eye(sum(sizes), dtype=torch.float64)
+    constant = outer(torch.zeros(sum(sizes), dtype=torch.float64))
+    matrix = torch.stack([outer(unit) - constant for unit in eye], dim=1)
+    fixed = torch.linalg.solve(eye - matrix, constant)
+    points = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), fixed.split(sizes), strict=True)}
+    return points, float(torch.linalg.eigvals(matrix).abs().max())
