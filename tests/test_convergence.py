@@ -22,7 +22,7 @@ EXACT = [
     FedBiOAcc(**LR, num_local_steps=1, delta=10.0, offset=1e3),
     FedBiOLocal(**LR, num_local_steps=1, u="local"),
     CommFedBiO(**LR, compression="none", num_local_steps=1),
-    FBOAggITD(lr_upper=0.03, lr_lower=0.2, lr_system=0.22, num_lower_rounds=40, num_local_steps=1),
+    FBOAggITD(**LR, num_lower_rounds=70, num_local_steps=1),
 ]
 SCOPES = [("global", "shared"), ("global", "private"), ("local", "shared"), ("local", "private")]
 CASES = [(algorithm, *scopes) for algorithm in EXACT for scopes in SCOPES if not {*scopes} & {*algorithm.refuses}]

@@ -91,19 +91,21 @@ class Step:
     def __init__(self, clients: Clients, schedule: _Schedule, index: int) -> None:
         self._clients, self._schedule, self.index = clients, schedule, index
         self.count: Tensor = schedule.count  # (k, 1) local steps of each client in this phase
-        self._batches: dict[tuple[str, str, int, bool], Batch] = {}
+        self._batches: dict[tuple[str, str, int], Batch] = {}
 
     @property
     def active(self) -> Tensor | None:
         """(k,) on the host: who still steps; None: everybody."""
         return None if self._schedule.equal else self._schedule.taus > self.index
 
-    def batch(self, role: str, purpose: str, *, times: int = 1, across_phases: bool = False) -> Batch:
-        """Samples of `role` from the stream `purpose`: the same object when asked again, so that two evaluations share their samples.
-        `times` that many batches in one; `across_phases`: every phase of the outer iteration that asks so gets the same samples."""
-        key = (role, purpose, times, across_phases)
+    def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
+        """Samples of `role` from the stream `purpose`: the same object when asked again, so that two evaluations share their samples. `times`: that
+        many batches in one."""
+        key = (role, purpose, times)
+        if self._clients.batch_size(role) is None:  # all samples: one batch, whatever it is for
+            key = (role, "", 1)
         if key not in self._batches:
-            self._batches[key] = self._schedule.batch(role, purpose, self.index, times, across_phases, self.active)
+            self._batches[key] = self._schedule.batch(role, purpose, self.index, times, self.active)
         return self._batches[key]
 
     def draw(self, purpose: str, high: int) -> Tensor:
@@ -126,18 +128,18 @@ class _Schedule:
         self.num = int(taus.max()) if len(taus) else 0
         self.equal = bool((taus == self.num).all())
         self.count: Tensor = taus.to(clients.dtype).to(clients.device)[:, None]
-        self._drawn: dict[tuple[str, str, int, bool], tuple[int, Tensor]] = {}
+        self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
 
-    def batch(self, role: str, purpose: str, index: int, times: int, across_phases: bool, active: Tensor | None) -> Batch:
+    def batch(self, role: str, purpose: str, index: int, times: int, active: Tensor | None) -> Batch:
         clients = self.clients
         size = clients.batch_size(role)
         if size is None:
             return clients.host.data.batch(clients.positions, role, None, active)
         start = index - index % _CHUNK
-        key = (role, purpose, times, across_phases)
+        key = (role, purpose, times)
         if key not in self._drawn or self._drawn[key][0] != start:
             steps = range(start, min(start + _CHUNK, max(self.num, index + 1)))
-            self._drawn[key] = (start, clients.sample_indices(role, purpose, steps, size * times, 0 if across_phases else clients.call))
+            self._drawn[key] = (start, clients.sample_indices(role, purpose, steps, size * times))
         return clients.host.data.batch(clients.positions, role, self._drawn[key][1][:, index - start], active)
 
 
@@ -168,9 +170,9 @@ class Clients:
         schedule = _Schedule(self, taus)
         return [Step(self, schedule, index) for index in range(schedule.num)]
 
-    def batch(self, role: str, purpose: str, *, times: int = 1, across_phases: bool = False) -> Batch:
+    def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """One batch outside any local step, drawn as that of a first step."""
-        return _Schedule(self, torch.ones(len(self), dtype=torch.int64)).batch(role, purpose, 0, times, across_phases, None)
+        return _Schedule(self, torch.ones(len(self), dtype=torch.int64)).batch(role, purpose, 0, times, None)
 
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         """(k,) integers in [0, high), each from its client's own stream."""
@@ -181,10 +183,10 @@ class Clients:
         size = self.host.batch_size
         return size.get(role) if isinstance(size, Mapping) else size
 
-    def sample_indices(self, role: str, purpose: str, steps: range, width: int, call: int) -> Tensor:
+    def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
         sizes = self.host.data.sizes[role][self.positions]
         ids, sizes = self.ids.to(self.device), sizes.to(self.device)
-        return self.host.stream.integers(f"{role}/{purpose}", ids, sizes, iteration=self.iteration, call=call, steps=steps, width=width)
+        return self.host.stream.integers(f"{role}/{purpose}", ids, sizes, iteration=self.iteration, call=self.call, steps=steps, width=width)
 
     # ---- derivatives, each charged for the rows that use it --------------------------------------------------------
 
@@ -257,7 +259,7 @@ class Host(Population):
         self.ids = torch.arange(len(clients)) if ids is None else torch.tensor(list(ids))
         self.num_clients = len(clients) if num_clients is None else num_clients
         self.stream = Stream(seed)
-        self.batch_size = _checked_batch_size(batch_size)
+        self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.ledger = Ledger(self.num_clients)
 
@@ -281,6 +283,8 @@ class Host(Population):
             if value is None:
                 continue
             rows = value.rows if isinstance(value, Sparse) else value
+            if key in ("x", "y") and rows.ndim == 2 and rows.shape[1] != self.width(key):
+                raise ValueError(f"phase {name!r} returned {key!r} with {rows.shape[1]} entries per client, expected {self.width(key)}.")
             if rows.ndim != 2 or len(rows) != len(positions):
                 raise ValueError(f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} clients: one row per client is needed.")
             if not bool(torch.isfinite(rows.sum())):  # one pass in the good case; rows are looked at only when something is wrong
@@ -294,7 +298,10 @@ class Host(Population):
         return result
 
 
-def _checked_batch_size(size: BatchSize) -> BatchSize:
+def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
+    for role in size if isinstance(size, Mapping) else ():
+        if role not in roles:
+            raise SettingError(f"batch_size names the role {role!r}, the clients have {', '.join(roles)}.")
     for value in size.values() if isinstance(size, Mapping) else (size,):
         if value is not None and value < 1:
             raise SettingError(f"batch_size is {value}, expected at least 1 sample, or None for all of a client's samples.")

@@ -42,7 +42,8 @@ class Kept:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = __pos__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refuse
 
 
 class Sparse(NamedTuple):

@@ -56,7 +56,7 @@ def solve_cg(product: Product, b: Tensor, *, tolerance: float = 1e-10, max_produ
     u = torch.zeros_like(b) if u0 is None else u0
     r = b.clone() if u0 is None else b - product(u)
     p, rr = r, (r * r).sum(1, keepdim=True)
-    goal = (tolerance**2) * (b * b).sum(1, keepdim=True)
+    goal = (_reachable(tolerance, b) ** 2) * (b * b).sum(1, keepdim=True)
     count = 0 if u0 is None else 1
     for _ in range(10 * b.shape[1] if max_products is None else max_products):
         if bool((rr <= goal).all()):
@@ -78,6 +78,8 @@ def solve_cg(product: Product, b: Tensor, *, tolerance: float = 1e-10, max_produ
 
 def solve_neumann(product: Product, b: Tensor, *, step: float | None = None, num_terms: int = 100) -> Solution:
     """step * sum_{j < num_terms} (I - step H)^j b; the error is (1 - step mu)^num_terms."""
+    if num_terms < 1:
+        raise SettingError(f"num_terms is {num_terms}, expected at least 1.")
     step, count = _step(product, b, step)
     term, total = b, b
     for _ in range(num_terms - 1):
@@ -92,7 +94,7 @@ def solve_fixed_point(
     """u <- u - step (H u - b) from any start until the residual is small: what single-loop methods do once per round."""
     step, count = _step(product, b, step)
     u = torch.zeros_like(b) if u0 is None else u0
-    goal = tolerance * torch.linalg.vector_norm(b, dim=1)
+    goal = _reachable(tolerance, b) * torch.linalg.vector_norm(b, dim=1)
     for _ in range(max_products):
         residual = product(u) - b
         count += 1
@@ -100,6 +102,11 @@ def solve_fixed_point(
             break
         u = u - step * residual
     return _certified(product, b, u, count)
+
+
+def _reachable(tolerance: float, like: Tensor) -> float:
+    """What is asked for, or what the number type can give."""
+    return max(tolerance, 100 * torch.finfo(like.dtype).eps if like.dtype != torch.float64 else 0.0)
 
 
 def _step(product: Product, b: Tensor, step: float | None) -> tuple[float, int]:
@@ -163,6 +170,7 @@ def lower_solution(population: Population, x: Tensor, y0: Tensor | None = None, 
     def hessian_at(point: Tensor) -> Product:
         return lambda v: pool.lower(oracle.hessian_product(x, point, pool.spread(v), pool.train))
 
+    tolerance = _reachable(tolerance, y)
     with torch.no_grad():
         scale = 1 + torch.linalg.vector_norm(gradient(y), dim=1)
         for _ in range(max_iterations):

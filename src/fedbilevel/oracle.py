@@ -115,11 +115,11 @@ class Oracle:
 
     def _map(self, function: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         k = len(batches[0])
-        # rows that are views of one shared vector are passed as that vector: a matrix product per cohort, not per client
-        vectors = [v[0] if v.ndim == 2 and k > 0 and v.stride(0) == 0 else v for v in vectors]
         for v in vectors:
             if v.ndim == 2 and len(v) != k:
                 raise ValueError(f"{len(v)} rows for {k} clients.")
+        # rows that are views of one shared vector are passed as that vector: a matrix product per cohort, not per client
+        vectors = [v[0] if v.ndim == 2 and k > 0 and v.stride(0) == 0 else v for v in vectors]
         if k == 0:
             return self._nothing(function, vectors, batches)
         if self.strategy == "loop" or (self.strategy == "auto" and k == 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Population:
         self.x_sizes: Tensor | None = None  # lengths of private rows without their padding
         self.layout_x, self.x0 = self._initial_x()
         self.layout_y = Layout(problem.y0)
-        self.y0 = self.layout_y.ravel(problem.y0).to(device=device, dtype=dtype)
+        self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
         first_x = self.x0 if self.x_sizes is None else self.x0[0, : int(self.x_sizes[0])]
         check_losses(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
         self.oracle = Oracle(problem, self.layout_x, self.layout_y, strategy=strategy, chunk_size=chunk_size)
@@ -44,11 +44,18 @@ class Population:
         trees = [
             self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()}) for i in range(self.data.num_clients if private else 1)
         ]
-        ragged = [name for name, leaf in trees[0].items() if any(tree[name].shape != leaf.shape for tree in trees)]
+        for i, tree in enumerate(trees):
+            if not isinstance(tree, Mapping) or not all(isinstance(leaf, Tensor) for leaf in tree.values()):
+                raise ProblemError(f"x0 gave {type(tree).__name__} for client {i}, expected a dict of named tensors.")
+            if set(tree) != set(trees[0]):
+                raise ProblemError(f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the same names for all clients.")
+        # what would differ for a client of another size is ragged, whoever is hosted here
+        probe = self.problem.initial_x({role: int(sizes[0]) + 1 for role, sizes in self.data.sizes.items()}) if private else trees[0]
+        ragged = [name for name, leaf in trees[0].items() if any(tree[name].shape != leaf.shape for tree in (*trees, probe))]
         if len(ragged) > 1 or any(tree[name].ndim != 1 for tree in trees for name in ragged):
             raise ProblemError(f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have one dimension.")
         layout = Layout(trees[0], ragged[0] if ragged else None)
-        flat = [layout.ravel(tree).to(device=self.device, dtype=self.dtype) for tree in trees]
+        flat = [layout.ravel(tree).detach().to(device=self.device, dtype=self.dtype) for tree in trees]
         if not private:
             return layout, flat[0]
         self.x_sizes = torch.tensor([len(row) for row in flat])
@@ -66,13 +73,13 @@ class Population:
             total = (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
         return (total / float(weights.sum())).to(rows.dtype)
 
-    def unpad(self, rows: Tensor) -> Tensor:
-        """Rows of the space of a private x as one flat tensor."""
+    def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rows of the space of a private x, those of the clients at `positions`, as one flat tensor."""
         if self.x_sizes is None:
             return rows
-        return torch.cat([row[:size] for row, size in zip(rows, self.x_sizes.tolist(), strict=True)])
+        return torch.cat([row[:size] for row, size in zip(rows, self.x_sizes[positions].tolist(), strict=True)])
 
-    def pad(self, stored: Tensor) -> Tensor:
+    def pad(self, stored: Tensor, positions: Tensor) -> Tensor:
         if self.x_sizes is None:
             return stored
-        return torch.nn.utils.rnn.pad_sequence(list(stored.split(self.x_sizes.tolist())), batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(list(stored.split(self.x_sizes[positions].tolist())), batch_first=True)

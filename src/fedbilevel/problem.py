@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ class Problem:
                 "x0 is a function of the client's sizes, which only a private x can be: give a dict of tensors, or scopes=Scopes(upper='private')."
             )
         for label, tree in (("x0", self.x0), ("y0", self.y0)):
-            if not callable(tree) and not (isinstance(tree, Mapping) and tree and all(isinstance(leaf, Tensor) for leaf in tree.values())):
+            if not (label == "x0" and callable(tree)) and not (isinstance(tree, Mapping) and tree and all(isinstance(leaf, Tensor) for leaf in tree.values())):
                 raise ProblemError(f"{label} must be a dict of named tensors with at least one entry, got {type(tree).__name__}.")
 
     def initial_x(self, sizes: Mapping[str, int]) -> Tree:
@@ -121,11 +122,12 @@ class Problem:
         upper: Loss,
         lower: Loss,
         features: Callable[[Any, Fields], Tensor] | None = None,
+        statistics: Mapping[str, Callable[[Any, Any, Fields], dict[str, Tensor]]] = MappingProxyType({}),
         **options: Any,
     ) -> Problem:
         """x = parameters of `upper_module`, y = parameters of `lower_module`.
 
-        The losses receive the two modules as calls that use the current x and y: `upper(net, head, batch)` may write
+        The losses and statistics receive the two modules as calls that use the current x and y: `upper(net, head, batch)` may write
         `head(net(batch["image"]))` and `net.parameters["0.weight"]`. The modules themselves are never changed.
         """
         for module, label in ((upper_module, "upper_module"), (lower_module, "lower_module")):
@@ -134,8 +136,8 @@ class Problem:
             if not any(True for _ in module.parameters()):
                 raise ProblemError(f"{label} has no parameters, so there is nothing to optimise at that level: pass a module with parameters.")
 
-        def bind(loss: Loss) -> Loss:
-            return lambda x, y, batch: loss(BoundModule(upper_module, x), BoundModule(lower_module, y), batch)
+        def bind(function: Callable[[Any, Any, Fields], Any]) -> Callable[[Any, Any, Fields], Any]:
+            return lambda x, y, batch: function(BoundModule(upper_module, x), BoundModule(lower_module, y), batch)
 
         return cls(
             upper=bind(upper),
@@ -143,6 +145,7 @@ class Problem:
             x0={name: p.detach().clone() for name, p in upper_module.named_parameters()},
             y0={name: p.detach().clone() for name, p in lower_module.named_parameters()},
             features=None if features is None else (lambda x, batch: features(BoundModule(upper_module, x), batch)),
+            statistics={role: bind(function) for role, function in statistics.items()},
             **options,
         )
 
@@ -161,7 +164,7 @@ _WHY = {
     "dropout": "its random mask differs between the two evaluations that variance reduction and second derivatives must share; "
     "remove it or put the module in eval mode",
     "batch norm": "its output for one sample depends on the other samples of the batch, so a client's gradient is not a mean over its samples "
-    "and statistics of one client leak into the shared model; use GroupNorm or LayerNorm, or put the module in eval mode",
+    "and statistics of one client leak into the shared model; use GroupNorm or LayerNorm, or put a module that tracks running statistics in eval mode",
 }
 
 
@@ -202,13 +205,15 @@ class _RefuseNoise(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@torch.enable_grad()
 def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
     """Evaluate both losses once, on a few samples of the first client, and say what is wrong with them."""
     for label, loss, role in (("lower", problem.lower, "train"), ("upper", problem.upper, "val")):
         few = torch.arange(min(4, int(data.sizes[role][0])), device=x.device)
         fields = data.batch(data.positions[:1], role, few[None]).row(0)
-        padded = data.batch(data.positions[:1], role, torch.cat([few, few[:1], few[:1]])[None]).row(0)
-        padded["weight"] = torch.cat([fields["weight"], torch.zeros(2, dtype=x.dtype, device=x.device)])
+        filler = data.batch(data.positions[-1:], role, torch.zeros(1, 2, dtype=torch.int64, device=x.device)).row(0)  # padding may hold anything
+        padded = {name: torch.cat([value, filler[name]]) for name, value in fields.items()}
+        padded["index"], padded["weight"] = torch.cat([few, few[:1], few[:1]]), torch.cat([fields["weight"], torch.zeros_like(filler["weight"])])
         xs, ys = x.clone().requires_grad_(), y.clone().requires_grad_()
         tree_x, tree_y = layout_x.unravel(xs), layout_y.unravel(ys)
         with _RefuseNoise(f"{label}()"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import types
 import typing
@@ -41,8 +42,8 @@ def _check(owner: str, spec: dataclasses.Field[Any], hint: Any, value: Any) -> N
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
-        if number != number:
-            raise SettingError(f"{owner}: {spec.name} is not a number, expected {_words(hint)}.")
+        if not math.isfinite(number):
+            raise SettingError(f"{owner}: {spec.name} is {number}, expected a finite number.")
         for bound, bad, text in (
             (meta.get("above"), operator.le, "greater than"),
             (meta.get("least"), operator.lt, "at least"),

@@ -18,7 +18,8 @@ ICML 2023, Algorithm 1 and eq. (5).
 
 Deviations: (1) line 6 as printed lacks lam in front of the product H z; (2) line 15 as printed returns z^{N-1} for Q < N, which leaves a
 permanent bias lam * f_y in p; z^N is right for every Q; (3) q^N is not computed, nothing uses it. `literal=True` follows the
-print in (1) and (2). (4) `lower_solver="sgd"` replaces SVRG by plain local SGD: no q, N rounds fewer, and a drift.
+print in (1) and (2). (4) `lower_solver="sgd"` replaces SVRG by plain local SGD: no q, so the Q rounds of R1 in which nothing else travels
+vanish (none with the sum), and a drift.
 (5) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, z stay.
 
 Cost per outer iteration: 2N + 3 rounds; floats up (3N - Q + 1) d_y + 2 d_x (sum: (3N + 1) d_y + 2 d_x); per client g_y: N + 2 N tau,
@@ -56,7 +57,7 @@ def upper_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, h: Tensor) ->
     """Local SVRG steps on x around the cohort's hypergradient h."""
     start, x = x, clients.rows(x)
     for step in clients.steps(self.num_local_steps):
-        batch = step.batch("val", "xi", across_phases=True)
+        batch = step.batch("val", "xi")
         fx = clients.upper_grad_x(x, y, batch) - clients.upper_grad_x(start, y, batch)
         x = step.where(x - self.lr_upper / step.count * (h + fx), x)
     return {"x": x}

@@ -95,13 +95,16 @@ class ClientData:
     def _tensor(self, value: Any, role: str, name: str, client: int) -> Tensor:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             raise ProblemError(f"client {client} has {role}/{name} as an array of Python objects: give numbers.")
-        tensor = torch.as_tensor(value)
+        try:
+            tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))  # a copy: views may run backwards or be read-only
+        except (TypeError, ValueError) as error:
+            raise ProblemError(f"client {client} has {role}/{name} that is no array of numbers ({error}): give one row of numbers per sample.") from error
         if tensor.ndim == 0:
             raise ProblemError(f"client {client} has a single number as {role}/{name}: give one row per sample.")
         if tensor.is_floating_point():
-            if not torch.isfinite(tensor).all():
-                raise ProblemError(f"client {client} has a value in {role}/{name} that is not finite: clean or drop those samples.")
             tensor = tensor.to(self.dtype)
+            if not torch.isfinite(tensor).all():
+                raise ProblemError(f"client {client} has a value in {role}/{name} that is not finite in {self.dtype}: clean or drop those samples.")
         return tensor
 
     def batch(self, positions: Tensor, role: str, index: Tensor | None = None, active: Tensor | None = None) -> Batch:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedbilevel.clients import BatchSize, Host
 from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
-from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
+from fedbilevel.errors import CheckpointError, FedBilevelError, ProblemError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.problem import Problem
 
@@ -115,6 +115,9 @@ class Simulation:
             sums: dict[str, float] = {}
             for role, statistics in problem.statistics.items():
                 some = host.oracle.evaluate(statistics, xs, ys, host.data.batch(everyone, role))
+                twice = sums.keys() & some.keys()
+                if twice:
+                    raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
                 sums.update({name: float(value.double().sum()) for name, value in some.items()})
         figures.update(problem.metrics(sums))
         if problem.diagnostics is not None and isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -137,7 +140,7 @@ class Simulation:
     # ---- checkpoint: everything the next outer iteration depends on --------------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and plain values; private rows without their padding."""
+        """Tensors and plain values: copies, rows in the order of client numbers, private rows without their padding."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         seen: dict[int, str] = {}
@@ -146,13 +149,14 @@ class Simulation:
                 plain[name] = {"same_as": seen[id(value)]}
             elif isinstance(value, Tensor):
                 seen[id(value)] = name
-                tensors[f"state.{name}"], tensors[f"held.{name}"] = value, self._held.mask(value)
+                tensors[f"state.{name}"], tensors[f"held.{name}"] = value.clone(), self._held.mask(value)[self._position_of]
             else:
                 plain[name] = {"kept": value.name} if isinstance(value, Kept) else {"value": value}
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             for name, rows in store.rows.items():
-                tensors[f"{label}.{name}"] = self.host.unpad(rows) if name in self.algorithm.upper_space else rows
-                tensors[f"{label}-written.{name}"] = store.written[name]
+                by_id = rows[self._position_of.to(rows.device)]
+                tensors[f"{label}.{name}"] = self.host.unpad(by_id, self._position_of) if name in self.algorithm.upper_space else by_id
+                tensors[f"{label}-written.{name}"] = store.written[name][self._position_of]
         tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
         return tensors, plain
 
@@ -161,14 +165,14 @@ class Simulation:
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             for name in _below(tensors, f"{label}."):
                 stored = tensors[f"{label}.{name}"].to(device)
-                store.rows[name] = self.host.pad(stored) if name in self.algorithm.upper_space else stored
-                store.written[name] = tensors[f"{label}-written.{name}"].clone()
+                by_id = self.host.pad(stored, self._position_of) if name in self.algorithm.upper_space else stored
+                store.rows[name] = by_id[self.host.ids.to(device)]
+                store.written[name] = tensors[f"{label}-written.{name}"][self.host.ids]
         self.ledger.load_state_dict({name: tensors[f"ledger.{name}"] for name in _below(tensors, "ledger.")})
         values: dict[str, Any] = {}
-        for name in state_type._fields:
-            if f"state.{name}" in tensors:
-                values[name] = tensors[f"state.{name}"].to(device)
-                self._held.mask(values[name]).copy_(tensors[f"held.{name}"])
+        for name in _below(tensors, "state."):
+            values[name] = tensors[f"state.{name}"].to(device, copy=True)
+            self._held.mask(values[name]).copy_(tensors[f"held.{name}"][self.host.ids])
         for name, entry in plain.items():
             if "kept" in entry:
                 values[name] = Kept(entry["kept"], self._versions.get(entry["kept"], 0))

@@ -1,0 +1,106 @@
+"""Imports run one way: problem -> oracle -> algorithm -> engine -> run. Read from the source, so that lazy imports count too."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fedbilevel
+
+ROOT = Path(fedbilevel.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+FRONT = ("engines", "run", "cli")  # what starts and drives computations
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of everything imported anywhere in the file, `from a import b` as a.b, relative imports made absolute."""
+    package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__"):
+            found |= {argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)}
+    return found
+
+
+def reaches(path: Path, *parts: str) -> list[str]:
+    """Imports of `path` that lie in one of the named parts of the package."""
+    return sorted(name for name in imports(path) if any(f"{name}.".startswith(f"fedbilevel.{part}.") for part in parts))
+
+
+def below(*parts: str) -> list[Path]:
+    return [path for path in MODULES if any(f"{dotted(path)}.".startswith(f"fedbilevel.{part}.") for part in parts)]
+
+
+def test_the_reader_sees_plain_lazy_relative_and_dynamic_imports(tmp_path, monkeypatch):
+    source = "import os\nfrom . import engines\ndef f():\n    from ..run import go\n    importlib.import_module('fedbilevel.cli')\n"
+    place = tmp_path / "fedbilevel" / "algorithms" / "new.py"
+    place.parent.mkdir(parents=True)
+    place.write_text(source)
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path / "fedbilevel")
+    assert imports(place) == {"os", "fedbilevel.algorithms.engines", "fedbilevel.run.go", "fedbilevel.cli"}
+    assert reaches(place, "run", "cli") == ["fedbilevel.cli", "fedbilevel.run.go"]
+
+
+@pytest.mark.parametrize("path", below("algorithms"), ids=dotted)
+def test_an_algorithm_knows_no_engine_no_loop_and_no_task(path):
+    assert reaches(path, *FRONT, "tasks", "record", "report", "discovery") == []
+
+
+@pytest.mark.parametrize("path", below("engines"), ids=dotted)
+def test_an_engine_names_no_algorithm_and_no_task(path):
+    assert reaches(path, "algorithms", "tasks", "discovery", "run", "cli") == []
+
+
+@pytest.mark.parametrize("path", below("oracle", "problem", "population", "hypergradient", "data", "draws", "settings", "errors", "ledger"), ids=dotted)
+def test_mathematics_and_data_know_nothing_of_a_federation(path):
+    assert reaches(path, *FRONT, "federation", "clients", "algorithms", "tasks", "discovery") == []
+
+
+@pytest.mark.parametrize("path", below("data"), ids=dotted)
+def test_data_know_no_problem(path):
+    assert reaches(path, "problem", "oracle", "population", "hypergradient") == []
+
+
+@pytest.mark.parametrize("path", below("problem"), ids=dotted)
+def test_a_problem_knows_no_oracle(path):
+    assert reaches(path, "oracle", "population", "hypergradient") == []
+
+
+@pytest.mark.parametrize("path", below("federation", "clients"), ids=dotted)
+def test_verbs_and_clients_know_no_engine_and_no_algorithm(path):
+    assert reaches(path, *FRONT, "algorithms", "tasks", "discovery") == []
+
+
+@pytest.mark.parametrize("path", below("tasks"), ids=dotted)
+def test_a_task_knows_no_algorithm_and_no_engine(path):
+    assert reaches(path, *FRONT, "algorithms", "clients", "federation", "discovery") == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_nothing_in_the_package_imports_tests(path):
+    first = {name.split(".")[0] for name in imports(path)}
+    assert first.isdisjoint({"tests", "pytest", "hypothesis", "conftest", "yardstick"})
+    assert not any(name.startswith("test_") for name in first)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_a_module_says_in_its_name_what_it_holds(path):
+    vague = {"utils", "util", "base", "manager", "helpers", "helper", "common", "misc"}
+    assert vague.isdisjoint(dotted(path).split("."))
+
+
+def test_the_package_was_found():
+    assert {"fedbilevel.oracle", "fedbilevel.engines.simulation", "fedbilevel.data.clients"} <= {dotted(path) for path in MODULES}
+    assert below("algorithms")
+    assert below("engines")

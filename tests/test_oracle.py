@@ -1,0 +1,438 @@
+"""Every derivative of every strategy against second derivatives taken client by client without the library, and against finite differences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fedbilevel.errors import SettingError
+from fedbilevel.population import Population
+from fedbilevel.problem import Problem
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.task import Built
+
+STRATEGIES = {"vmap": {"strategy": "vmap"}, "loop": {"strategy": "loop"}, "chunks": {"strategy": "vmap", "chunk_size": 2}, "auto": {"strategy": "auto"},
+              "auto in chunks": {"strategy": "auto", "chunk_size": 2}}  # fmt: skip
+KINDS = {name: STRATEGIES[name] for name in ("vmap", "loop", "chunks")}  # auto is one of these
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def quadratic():
+    return Quadratic(num_clients=3, dim_upper=3, dim_lower=4, num_samples=2, bend=0.5).build()
+
+
+def cleaning():
+    """Three clients with 5, 9 and 13 noisy training images and 1, 2 and 3 clean ones."""
+    built = DataCleaning(num_clients=3, num_clean=3, test_share=0.9, l2=0.1).build()
+    keep = [{"train": 5 + 4 * i, "val": 1 + i, "test": 2} for i in range(3)]
+    return Built(built.problem, [{r: {f: v[: sizes[r]] for f, v in fs.items()} for r, fs in c.items()} for c, sizes in zip(built.clients, keep, strict=True)])
+
+
+def encode(net, batch):
+    return net(batch["image"])
+
+
+def represent(net, head, batch, features):
+    fit = cross_entropy(head(features), batch["label"], reduction="none")
+    return (batch["weight"] * fit).sum() + 0.05 * sum((p**2).sum() for p in head.parameters.values())
+
+
+def images():
+    rng = np.random.default_rng(1)
+    return [
+        {role: {"image": rng.standard_normal((n, 5)) + i, "label": rng.integers(0, 3, n)} for role, n in (("train", 3 + 2 * i), ("val", 2 + i))}
+        for i in range(3)
+    ]
+
+
+def representation(*, cached, calls=None):
+    """Hyper-representation through modules: the encoder is x, the head is y. With `cached` the losses read batch["features"]."""
+    torch.manual_seed(4)
+    net, head = nn.Sequential(nn.Linear(5, 4), nn.Tanh()).double(), nn.Linear(4, 3).double()
+
+    def features(net, batch):
+        if calls is not None:
+            calls.append(len(batch["label"]))
+        return encode(net, batch)
+
+    if cached:
+        loss = lambda net, head, batch: represent(net, head, batch, batch["features"])
+        return Built(Problem.from_modules(net, head, upper=loss, lower=loss, features=features), images())
+    loss = lambda net, head, batch: represent(net, head, batch, encode(net, batch))
+    return Built(Problem.from_modules(net, head, upper=loss, lower=loss), images())
+
+
+def representation_in_dicts(*, cached):
+    """The same on plain dicts, with an x whose leaf `tilt` enters the lower loss beside the features."""
+
+    def encoded(x, batch):
+        return torch.tanh(batch["image"] @ x["w"])
+
+    def loss(x, y, batch):
+        seen = batch["features"] if cached else encoded(x, batch)
+        fit = cross_entropy(seen @ y["head"] + x["tilt"], batch["label"], reduction="none")
+        return (batch["weight"] * fit).sum() + 0.05 * (y["head"] ** 2).sum()
+
+    rng = np.random.default_rng(2)
+    x0 = {"w": torch.as_tensor(rng.standard_normal((5, 4)) / 2), "tilt": torch.as_tensor(rng.standard_normal(3))}
+    y0 = {"head": torch.as_tensor(rng.standard_normal((4, 3)))}
+    return Built(Problem(upper=loss, lower=loss, x0=x0, y0=y0, features=encoded if cached else None), images())
+
+
+def meet(built, **options):
+    return Population(built.problem, built.clients, **{"dtype": torch.float64, **options})
+
+
+def point(population, seed=0, *, shared_x=False, shared_y=False, shared_v=False):
+    """A random point away from the initial one; padding of a private x stays zero."""
+    rng = torch.Generator().manual_seed(seed)
+    dims = (population.x0.shape[-1], len(population.y0), len(population.y0))
+    x, y, v = (
+        torch.randn((dim,) if shared else (len(population), dim), generator=rng, dtype=torch.float64).to(population.dtype)
+        for dim, shared in zip(dims, (shared_x, shared_y, shared_v), strict=True)
+    )
+    if population.x_sizes is not None:
+        x = torch.where(torch.arange(dims[0]) < population.x_sizes[:, None], x, torch.zeros((), dtype=x.dtype))
+    return x, y, v
+
+
+def whole(population, role):
+    return population.data.batch(torch.arange(len(population)), role)
+
+
+def mini(population, role, seed, width=3):
+    """Samples drawn with replacement, so that some come twice."""
+    rng = np.random.default_rng(seed)
+    index = [rng.integers(0, size, width) for size in population.data.sizes[role].tolist()]
+    return population.data.batch(torch.arange(len(population)), role, torch.as_tensor(np.stack(index)))
+
+
+def derivatives(population, x, y, v, train, val):
+    o = population.oracle
+    fx, fy = o.upper_grads(x, y, val)
+    jv, hv = o.second_order(x, y, v, train)
+    return {
+        "gy": o.lower_grad(x, y, train), "gx": o.lower_grad_x(x, y, train), "fx": o.upper_grad_x(x, y, val), "fy": o.upper_grad_y(x, y, val),
+        "jv": o.jacobian_product(x, y, v, train), "hv": o.hessian_product(x, y, v, train), "fx of both": fx, "fy of both": fy,
+        "jv of both": jv, "hv of both": hv,
+    }  # fmt: skip
+
+
+def raw_batch(client, role, index=None):
+    """A batch made from the arrays as the user gave them."""
+    fields = {name: torch.as_tensor(value) for name, value in client[role].items()}
+    fields = {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
+    num = len(next(iter(fields.values())))
+    index = torch.arange(num) if index is None else index
+    return {"index": index, "weight": torch.full((len(index),), 1 / len(index), dtype=torch.float64), **{name: value[index] for name, value in fields.items()}}
+
+
+def losses(built, population, i, index=None):
+    """f_i and g_i as functions of flat vectors."""
+    index = index or {}
+    train, val = raw_batch(built.clients[i], "train", index.get("train")), raw_batch(built.clients[i], "val", index.get("val"))
+    unravel_x, unravel_y = population.layout_x.unravel, population.layout_y.unravel
+    features = built.problem.features
+
+    def on(loss, batch):
+        def flat(x, y):
+            seen = batch if features is None else {**batch, "features": features(unravel_x(x), batch)}
+            return loss(unravel_x(x), unravel_y(y), seen)
+
+        return flat
+
+    return on(built.problem.upper, val), on(built.problem.lower, train)
+
+
+def row(vector, i):
+    return vector if vector.ndim == 1 else vector[i]
+
+
+def reference(built, population, x, y, v, index=None):
+    """Each client alone, with plain reverse mode and full second derivatives."""
+    rows = []
+    for i in range(len(population)):
+        f, g = losses(built, population, i, None if index is None else {role: places[i] for role, places in index.items()})
+        at = tuple(row(w, i).detach().clone().requires_grad_() for w in (x, y))
+        fx, fy = torch.autograd.grad(f(*at), at, allow_unused=True, materialize_grads=True)
+        gx, gy = torch.autograd.grad(g(*at), at, allow_unused=True, materialize_grads=True)
+        (_, _), (g_yx, g_yy) = torch.autograd.functional.hessian(g, tuple(a.detach() for a in at), vectorize=True)
+        rows.append({"gy": gy, "gx": gx, "fx": fx, "fy": fy, "jv": g_yx.T @ row(v, i), "hv": g_yy @ row(v, i)})
+    return {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
+
+
+def assert_same(got, expected, **tolerance):
+    for name, value in expected.items():
+        for label in (name, f"{name} of both"):
+            if label in got:
+                torch.testing.assert_close(got[label], value, **(tolerance or CLOSE), msg=lambda text, label=label: f"{label}: {text}")
+
+
+PROBLEMS = {
+    "quadratic": quadratic,
+    "cleaning": cleaning,
+    "representation": lambda: representation(cached=False),
+    "representation with features": lambda: representation(cached=True),
+}
+
+
+@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+def test_all_derivatives_on_whole_batches_equal_those_taken_client_by_client(make):
+    built = make()
+    expected = None
+    for options in STRATEGIES.values():
+        population = meet(built, **options)
+        at = point(population)
+        expected = expected or reference(built, population, *at)
+        assert_same(derivatives(population, *at, whole(population, "train"), whole(population, "val")), expected)
+
+
+@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+def test_all_derivatives_on_minibatches_equal_those_taken_client_by_client(make):
+    built = make()
+    expected = None
+    for options in STRATEGIES.values():
+        population = meet(built, **options)
+        at, train, val = point(population), mini(population, "train", 0), mini(population, "val", 1)
+        expected = expected or reference(built, population, *at, {"train": train.fields["index"], "val": val.fields["index"]})
+        assert_same(derivatives(population, *at, train, val), expected)
+
+
+def slope(function, direction, h=1e-5):
+    """Central difference, with the leading error removed by a second step."""
+    coarse, fine = ((function(s * direction) - function(-s * direction)) / (2 * s) for s in (h, h / 2))
+    return (4 * fine - coarse) / 3
+
+
+def slopes(f, g, x, y, v, dx, dy):
+    """Every derivative of one client along dx or dy, from values of the losses alone: <grad_y g, v> is itself a difference."""
+    along_v = lambda x, y: slope(lambda t: g(x, y + t), v, h=1e-3)
+    return {
+        "gy": (slope(lambda t: g(x, y + t), dy), dy),
+        "gx": (slope(lambda t: g(x + t, y), dx), dx),
+        "fx": (slope(lambda t: f(x + t, y), dx), dx),
+        "fy": (slope(lambda t: f(x, y + t), dy), dy),
+        "jv": (slope(lambda t: along_v(x + t, y), dx, h=1e-3), dx),
+        "hv": (slope(lambda t: along_v(x, y + t), dy, h=1e-3), dy),
+    }
+
+
+@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+def test_all_derivatives_equal_finite_differences(make):
+    built = make()
+    population = meet(built)
+    x, y, v = point(population)
+    got = derivatives(population, x, y, v, whole(population, "train"), whole(population, "val"))
+    directions_x, directions_y, _ = point(population, seed=9)
+    for i in range(len(population)):
+        for name, (value, direction) in slopes(*losses(built, population, i), x[i], y[i], v[i], directions_x[i], directions_y[i]).items():
+            torch.testing.assert_close(got[name][i] @ direction, value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("make", [quadratic, lambda: representation(cached=True)], ids=["quadratic", "representation with features"])
+def test_shared_vectors_equal_the_same_vector_in_every_row(options, make):
+    population = meet(make(), **options)
+    train, val = whole(population, "train"), mini(population, "val", 3)
+    for shared in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        at = point(population, shared_x=shared[0], shared_y=shared[1], shared_v=shared[2])
+        got = derivatives(population, *at, train, val)
+        views = [w.expand(len(population), -1) if w.ndim == 1 else w for w in at]
+        assert_same(derivatives(population, *views, train, val), got)
+        assert_same(derivatives(population, *(w.clone() for w in views), train, val), got)
+        assert all(len(value) == len(population) for value in got.values())
+
+
+def test_a_shared_point_gives_rows_that_differ_because_clients_differ():
+    population = meet(quadratic())
+    at = point(population, shared_x=True, shared_y=True, shared_v=True)
+    for name, rows in derivatives(population, *at, whole(population, "train"), whole(population, "val")).items():
+        assert bool((rows[0] - rows[1]).abs().max() > 0.1), name
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_clients_give_no_rows_of_the_right_width_and_type(options, make, dtype):
+    population = meet(make(), dtype=dtype, **options)
+    nobody = torch.zeros(0, dtype=torch.int64)
+    dx, dy = population.x0.shape[-1], len(population.y0)
+    widths = {"gy": dy, "gx": dx, "fx": dx, "fy": dy, "jv": dx, "hv": dy}
+    shared = [population.y0.new_zeros(dim) for dim in (dx, dy, dy)]
+    for index in (None, torch.zeros(0, 3, dtype=torch.int64)):
+        train, val = (population.data.batch(nobody, role, index) for role in ("train", "val"))
+        for at in ([w.new_zeros(0, len(w)) for w in shared], [w.expand(0, -1) for w in shared], *([] if population.x_sizes is not None else [shared])):
+            got = derivatives(population, *at, train, val)
+            for name, value in got.items():
+                assert (tuple(value.shape), value.dtype) == ((0, widths[name.split()[0]]), dtype), name
+            three = population.oracle.directions(*at, gy=train, fx=val, fy=val, ju=train, hu=train)
+            assert [tuple(part.shape) for part in three] == [(0, dx), (0, dy), (0, dy)]
+
+
+SHARING = {  # which of gy, fx, fy, ju, hu take the same batch object
+    "five batches": (0, 1, 2, 3, 4),
+    "one upper": (0, 1, 1, 3, 4),
+    "one for second order": (0, 1, 2, 3, 3),
+    "one upper, one lower": (0, 1, 1, 0, 0),
+    "gradient shares with J only": (0, 1, 2, 0, 4),
+    "gradient shares with H only": (0, 1, 2, 3, 0),
+}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+def test_directions_equal_their_parts(options, make):
+    population = meet(make(), **options)
+    o, (x, y, u) = population.oracle, point(population)
+    for sharing in SHARING.values():
+        drawn = {}
+        gy, fx, fy, ju, hu = (
+            drawn.setdefault(s, mini(population, role, s)) for s, role in zip(sharing, ("train", "val", "val", "train", "train"), strict=True)
+        )
+        got = o.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
+        expected = (
+            o.upper_grad_x(x, y, fx) - o.jacobian_product(x, y, u, ju),
+            o.lower_grad(x, y, gy),
+            o.hessian_product(x, y, u, hu) - o.upper_grad_y(x, y, fy),
+        )
+        torch.testing.assert_close(got, expected, **CLOSE)
+    train, val = whole(population, "train"), whole(population, "val")
+    got = o.directions(x, y, u, gy=train, fx=val, fy=val, ju=train, hu=train)
+    parts = derivatives(population, x, y, u, train, val)
+    torch.testing.assert_close(got, (parts["fx"] - parts["jv"], parts["gy"], parts["hv"] - parts["fy"]), **CLOSE)
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_evaluate_gives_each_clients_own_loss(options):
+    built = cleaning()
+    population = meet(built, **options)
+    x, y, _ = point(population)
+    values = population.oracle.evaluate(built.problem.lower, x, y, whole(population, "train"))
+    for i in range(3):
+        torch.testing.assert_close(values[i], losses(built, population, i)[1](x[i], y[i]), **CLOSE)
+    counted = population.oracle.evaluate(lambda x, y, batch: {"num": (batch["weight"] > 0).sum()}, x, y, whole(population, "train"))
+    assert counted["num"].tolist() == [5, 9, 13]
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("make", [quadratic, lambda: representation_in_dicts(cached=True)], ids=["quadratic", "representation with features"])
+def test_the_working_type_is_kept(options, make):
+    single, double = meet(make(), dtype=torch.float32, **options), meet(make(), **options)
+    exact = derivatives(double, *point(double), whole(double, "train"), mini(double, "val", 2))
+    rough = derivatives(single, *point(single), whole(single, "train"), mini(single, "val", 2))
+    for name, value in rough.items():
+        assert (value.dtype, exact[name].dtype) == (torch.float32, torch.float64)
+        torch.testing.assert_close(value.double(), exact[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(4, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64).expand(4, -1)], ids=["rows", "views"])
+def test_rows_for_another_number_of_clients_are_refused(rows):
+    population = meet(quadratic())
+    with pytest.raises(ValueError, match="4 rows for 3 clients"):
+        population.oracle.lower_grad(rows, population.y0, whole(population, "train"))
+
+
+def test_unknown_strategies_and_empty_chunks_are_refused():
+    with pytest.raises(SettingError, match="strategy is 'scan', expected 'auto', 'vmap' or 'loop'"):
+        meet(quadratic(), strategy="scan")
+    with pytest.raises(SettingError, match="chunk_size is 0, expected at least 1 client"):
+        meet(quadratic(), chunk_size=0)
+
+
+# ---- features ------------------------------------------------------------------------------------------------------------------
+
+FORMS = {"modules": representation, "dicts": representation_in_dicts}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shared_x", [True, False])
+def test_features_never_change_a_derivative(options, form, shared_x):
+    plain, rich = meet(form(cached=False), **options), meet(form(cached=True), **options)
+    at = point(plain, shared_x=shared_x)
+    for seed in range(4):  # the same x all along: the first minibatches rent, later ones read what was bought
+        for width in (1, 3):
+            got, expected = (derivatives(p, *at, mini(p, "train", seed, width), mini(p, "val", seed + 10, width)) for p in (rich, plain))
+            assert_same(got, expected)
+    got, expected = (derivatives(p, *at, whole(p, "train"), whole(p, "val")) for p in (rich, plain))
+    assert_same(got, expected)
+    u = at[2]
+    three, parts = (
+        p.oracle.directions(*at[:2], u, gy=mini(p, "train", 5), fx=mini(p, "val", 6), fy=mini(p, "val", 7), ju=mini(p, "train", 8), hu=mini(p, "train", 9))
+        for p in (rich, plain)
+    )
+    torch.testing.assert_close(three, parts, **CLOSE)
+
+
+def test_features_are_computed_batch_by_batch_until_the_data_are_paid_for_and_then_not_again():
+    calls = []
+    population = meet(representation(cached=True, calls=calls), strategy="vmap")
+    x, y, v = point(population, shared_x=True)
+    calls.clear()
+    spent = []
+    for seed in range(8):  # 15 training samples, 3 in each of these
+        population.oracle.lower_grad(x, y, mini(population, "train", seed, 1))
+        spent.append(len(calls))
+    assert spent == [1, 2, 3, 4, 5, 5, 5, 5]  # the fifth computes all features instead of its own
+    population.oracle.hessian_product(x, y, v, mini(population, "train", 20))
+    population.oracle.lower_grad(x, y + 1, whole(population, "train"))
+    assert len(calls) == 5
+    population.oracle.jacobian_product(x, y, v, mini(population, "train", 20))
+    assert len(calls) == 6  # a derivative with respect to x goes through the features
+
+
+def changed_in_place(x):
+    with torch.no_grad():
+        x.mul_(0.5).add_(0.3)
+    return x
+
+
+CHANGES = {
+    "a new tensor": lambda x: x + 0.5,
+    "in place": changed_in_place,
+    "in place, one entry": lambda x: x.index_add_(-1, torch.tensor([0]), x[..., 1:2].clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+@pytest.mark.parametrize("shared_x", [True, False])
+def test_features_are_computed_anew_when_x_changes(change, strategy, shared_x):
+    rich, plain = meet(representation(cached=True), strategy=strategy), meet(representation(cached=False), strategy=strategy)
+    x, y, v = point(rich, shared_x=shared_x)
+    for _ in range(2):
+        before = rich.oracle.lower_grad(x, y, whole(rich, "train")), rich.oracle.upper_grad_y(x, y, whole(rich, "val"))
+        x = change(x)
+        assert_same(*(derivatives(p, x, y, v, mini(p, "train", 1), mini(p, "val", 2)) for p in (rich, plain)))
+        after = rich.oracle.lower_grad(x, y, whole(rich, "train")), rich.oracle.upper_grad_y(x, y, whole(rich, "val"))
+        torch.testing.assert_close(after, (plain.oracle.lower_grad(x, y, whole(plain, "train")), plain.oracle.upper_grad_y(x, y, whole(plain, "val"))), **CLOSE)
+        assert not torch.allclose(before[0], after[0])
+
+
+def test_features_are_computed_anew_when_the_vector_behind_a_view_changes():
+    rich, plain = meet(representation(cached=True)), meet(representation(cached=False))
+    x, y, _ = point(rich, shared_x=True)
+    rows = x.expand(3, -1)
+    rich.oracle.lower_grad(rows, y, whole(rich, "train"))
+    x.add_(1.0)
+    torch.testing.assert_close(rich.oracle.lower_grad(rows, y, whole(rich, "train")), plain.oracle.lower_grad(x, y, whole(plain, "train")), **CLOSE)
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+def test_features_kept_for_one_cohort_are_not_used_for_another(options):
+    rich, plain = meet(representation(cached=True), **options), meet(representation(cached=False), **options)
+    x, y, _ = point(rich, shared_x=True, shared_y=True)
+    for cohort in ([0, 1, 2], [1, 2], [0, 2], [2], [0, 1], [0, 1, 2]):
+        who = torch.tensor(cohort)
+        for index in (None, torch.zeros(len(cohort), 2, dtype=torch.int64) + torch.tensor([2, 1])):
+            got, expected = (p.oracle.lower_grad(x, y, p.data.batch(who, "train", index)) for p in (rich, plain))
+            torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def test_features_of_one_role_are_not_used_for_another():
+    rich, plain = meet(representation(cached=True)), meet(representation(cached=False))
+    x, y, _ = point(rich, shared_x=True)
+    for role in ("train", "val", "train"):
+        torch.testing.assert_close(rich.oracle.upper_grad_y(x, y, whole(rich, role)), plain.oracle.upper_grad_y(x, y, whole(plain, role)), **CLOSE)
