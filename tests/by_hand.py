@@ -37,6 +37,8 @@ class Samples:
 
     def __init__(self, task: Quadratic, *, seed: int = 0, batch_size: int | None = None) -> None:
         self.clients = task.clients()
+        for client in self.clients:
+            client["val"]["E"] = task.cross * client["val"].get("E", np.zeros((len(client["val"]["r"]), task.dim_lower, task.dim_upper)))
         self.stream, self.batch_size = Stream(seed), batch_size
         self.dx, self.dy = task.dim_upper, task.dim_lower
 
@@ -58,12 +60,12 @@ def gy(b: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.mean([A @ y - B @ x - c for A, B, c in zip(b["A"], b["B"], b["c"], strict=True)], axis=0)
 
 
-def fx(b: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    return np.mean([R @ x - r for R, r in zip(b["R"], b["r"], strict=True)], axis=0)
+def fx(b: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.mean([R @ x - r + E.T @ y for R, r, E in zip(b["R"], b["r"], b["E"], strict=True)], axis=0)
 
 
-def fy(b: dict[str, np.ndarray], y: np.ndarray) -> np.ndarray:
-    return np.mean([D @ (y - t) for D, t in zip(b["D"], b["t"], strict=True)], axis=0)
+def fy(b: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.mean([D @ (y - t) + E @ x for D, t, E in zip(b["D"], b["t"], b["E"], strict=True)], axis=0)
 
 
 def hessian(b: dict[str, np.ndarray]) -> np.ndarray:
@@ -81,9 +83,9 @@ def global_directions(samples: Samples, i: int, p: Point, where: Where, purposes
     train = lambda purpose: samples.drawn(i, "train", purpose, where, times)
     val = lambda purpose: samples.drawn(i, "val", purpose, where, times)
     return {
-        "x": fx(val(b_f1), p["x"]) - jacobian(train(b_g1)) @ p["u"],
+        "x": fx(val(b_f1), p["x"], p["y"]) - jacobian(train(b_g1)) @ p["u"],
         "y": gy(train(b_y), p["x"], p["y"]),
-        "u": hessian(train(b_g2)) @ p["u"] - fy(val(b_f2), p["y"]),
+        "u": hessian(train(b_g2)) @ p["u"] - fy(val(b_f2), p["x"], p["y"]),
     }
 
 
@@ -98,7 +100,7 @@ def neumann_directions(samples: Samples, i: int, p: Point, where: Where, tau: fl
             product = product @ (np.eye(samples.dy) - tau * hessian(train(f"xi_{j}")))
         total += product
     return {
-        "x": fx(upper, p["x"]) - tau * jacobian(train("xi_g")) @ total @ fy(upper, p["y"]),
+        "x": fx(upper, p["x"], p["y"]) - tau * jacobian(train("xi_g")) @ total @ fy(upper, p["x"], p["y"]),
         "y": gy(train("B_y"), p["x"], p["y"]),
     }
 
@@ -169,7 +171,8 @@ def storm_rounds(
                 if s < counts[i] - 1:
                     own[i] = storm(i, t, hat[i], old[i], own[i], (k, 1, s + 1))
         points = average(hat, mean, present)
-        present = [i for i in everyone if i not in set(drops(k, 2))]
+        # a client whose own x or y is part of the point has none of this round if it missed the first half
+        present = [i for i in everyone if i not in set(drops(k, 2)) and (i in old or set(start) <= set(mean))]
         for i in everyone:  # one that does not answer keeps the estimates it had before the round
             est[i] = storm(i, k * I, points[i], old.get(i, points[i]), own[i], (k, 2, 0)) if i in present else est[i]
         est = average(est, mean, present)

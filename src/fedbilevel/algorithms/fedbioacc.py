@@ -19,7 +19,8 @@ NeurIPS 2023, Algorithm 1 and eqs. (7), (8).
 Deviations: (1) the initial estimates are averaged like all later ones; the paper leaves them at the clients until the first R2. (2) The paper
 gives no value for c_u and r: c_u is as the other two, and r is off. (3) Clients with fewer local steps wait: t counts the steps of the longest.
 (4) With a private x, d_x is without the factor 1/m of the stacked problem, and x and nu stay at their client; with a local lower level y, u,
-om, q do. (5) A client that missed R1 takes the averaged point for its old one. (6) `minibatches="shared"` is as in FedBiO.
+om, q do. (5) A client that missed R1 takes the averaged point for its old one, or sits R2 out if it keeps a part of the point.
+(6) `minibatches="shared"` uses two minibatches per step instead of the paper's five.
 
 Bias: with I > 2 the clients drift; with whole batches the distance to the solution is proportional to c a^3 (FedBiO: to its step). Estimates
 that stay at a client are those it had when it last took part (zero if it never did); an error in them fades by the factor 1 - c a^2 per step.

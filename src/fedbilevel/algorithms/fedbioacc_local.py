@@ -15,7 +15,7 @@ NeurIPS 2023, Algorithm 4 and eq. (11).
 
 Deviations: (1) line 4 of Algorithm 4 steps a u that it never initialises or uses: it is left out for `neumann`, which is what the proof treats, and
 `local` completes it. (2) The initial nu is averaged like all later ones. (3) Clients with fewer local steps wait: t counts the steps of the longest.
-(4) A client that missed R1 takes the averaged point for its old one. (5) With a private x nothing travels.
+(4) A client that missed R1 sits R2 out. (5) With a private x nothing travels.
 
 Bias: that of the Neumann series as in FedBiO-Local; with I > 2 the clients drift as in FedBiOAcc. A client that was away resumes with the om_i and
 q_i it left with (zero if it never took part); an error in them fades by the factor 1 - c a^2 per step.
