@@ -92,15 +92,15 @@ def global_directions(samples: Samples, i: int, p: Point, where: Where, purposes
 def neumann_directions(samples: Samples, i: int, p: Point, where: Where, tau: float, Q: int, times: int = 1) -> Point:
     """Eq. (11) letter by letter, with dense products, and g_y."""
     train = lambda purpose: samples.drawn(i, "train", purpose, where, times)
-    upper = samples.drawn(i, "val", "xi_f", where, times)
+    upper = samples.drawn(i, "val", "xi", where, times)
     total = np.zeros((samples.dy, samples.dy))
     for q in range(-1, Q):
         product = np.eye(samples.dy)
         for j in range(Q - q, Q + 1):
-            product = product @ (np.eye(samples.dy) - tau * hessian(train(f"xi_{j}")))
+            product = product @ (np.eye(samples.dy) - tau * hessian(train(f"zeta_{Q + 1 - j}")))  # the library counts factors as they are applied
         total += product
     return {
-        "x": fx(upper, p["x"], p["y"]) - tau * jacobian(train("xi_g")) @ total @ fy(upper, p["x"], p["y"]),
+        "x": fx(upper, p["x"], p["y"]) - tau * jacobian(train("zeta_0")) @ total @ fy(upper, p["x"], p["y"]),
         "y": gy(train("B_y"), p["x"], p["y"]),
     }
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from by_hand import Samples, fx, fy, global_directions, gy, hessian, jacobian, states
-from fedbilevel.algorithms.adafbio import AdaFBiO, directions, sampled_hypergradient, summed_hypergradient
+from fedbilevel.algorithms import local_neumann
+from fedbilevel.algorithms.adafbio import AdaFBiO, directions
 from fedbilevel.clients import Clients
 from fedbilevel.draws import Stream
 from fedbilevel.engines.simulation import Simulation
@@ -50,11 +51,11 @@ def by_hand(algorithm: AdaFBiO, samples: Samples, seed: int, i: int, p: dict[str
         return {"w": d["x"], "v": d["y"], "s": d["u"]}
     train = lambda purpose: samples.drawn(i, "train", purpose, where)
     upper, theta, num = samples.drawn(i, "val", "xi", where), algorithm.lr_system, algorithm.num_terms
-    terms = [fy(upper, p["y"])]
+    terms = [fy(upper, p["x"], p["y"])]
     for j in range(1, num):
         terms.append(terms[-1] - theta * hessian(train(f"zeta_{j}")) @ terms[-1])
     inverse = theta * sum(terms) if algorithm.hypergradient == "local-neumann-sum" else num * theta * terms[drawn_k(seed, i, num, where)]
-    return {"w": fx(upper, p["x"]) - jacobian(train("zeta_0")) @ inverse, "v": gy(train("zeta"), p["x"], p["y"])}
+    return {"w": fx(upper, p["x"], p["y"]) - jacobian(train("zeta_0")) @ inverse, "v": gy(train("zeta"), p["x"], p["y"])}
 
 
 def algorithm_1(algorithm: AdaFBiO, task: Quadratic, num: int, *, seed: int, batch_size: int | None, absent: Any) -> Iterator[list[dict[str, np.ndarray]]]:
@@ -186,14 +187,14 @@ def test_the_mean_of_eq_13_over_k_is_the_neumann_series_of_num_terms_terms():
     dense = lambda p: np.einsum("nij,nj->ni", s["R"], x) - s["r"] + np.einsum("nij,ni->nj", s["B"], p)
     found: dict[tuple[int, int], np.ndarray] = {}
     for step in clients.steps(40):
-        h = sampled_hypergradient(clients, step, x, y, num, THETA).numpy()
+        h = local_neumann.sampled(clients, step, x, y, num, THETA).numpy()
         for i, k in enumerate(step.draw("k", num).tolist()):
             np.testing.assert_allclose(h[i], dense(num * THETA * powers[k])[i], rtol=0, atol=1e-12)
             found[i, k] = h[i]
     assert sorted(found) == [(i, k) for i in range(3) for k in range(num)]  # k runs from 0 to K - 1
     mean = np.stack([np.mean([found[i, k] for k in range(num)], axis=0) for i in range(3)])
     np.testing.assert_allclose(mean, dense(THETA * sum(powers)), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(summed_hypergradient(clients, clients.steps(1)[0], x, y, num, THETA), mean, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(local_neumann.summed(clients, clients.steps(1)[0], x, y, num, THETA), mean, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("hypergradient", [*LOCAL, "shared-u"])

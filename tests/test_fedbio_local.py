@@ -88,7 +88,7 @@ def test_agrees_with_algorithm_3_by_hand(u: str, upper: str, counts: list[int]) 
     start = {"x": np.zeros(2), "y": np.zeros(3)}
     if u == "local":
         start["u"] = np.zeros(3)
-        directions = lambda i, p, where: global_directions(samples, i, p, where, "B_y xi_f xi_f xi_g xi_1")
+        directions = lambda i, p, where: global_directions(samples, i, p, where, "B_y xi xi zeta_0 zeta_1")
     else:
         directions = lambda i, p, where: neumann_directions(samples, i, p, where, 0.15, 3)
     radius, sizes = 0.1 if u == "local" else None, []

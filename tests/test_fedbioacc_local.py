@@ -60,7 +60,7 @@ def test_the_neumann_series_reaches_the_solution_up_to_its_bias() -> None:
 @pytest.mark.parametrize("upper", ["shared", "private"])
 @pytest.mark.parametrize("case", ["one client", "unequal steps", "absent in R1", "absent in R2"])
 def test_agrees_with_algorithm_4_by_hand(case: str, upper: str, u: str) -> None:
-    """Iterate by iterate, with minibatches: all of xi_1..xi_Q, xi_f, xi_g the same at the new and the old point, old point not averaged."""
+    """Iterate by iterate, with minibatches: all of xi, zeta_0..zeta_Q the same at the new and the old point, old point not averaged."""
     counts = [3] if case == "one client" else [2, 3, 1]
     task, num = small(num_clients=len(counts), upper=upper, cross=0.4), len(counts)
     drops = lambda k, call: [1] if case == f"absent in R{call}" and k in (1, 3) else []
@@ -68,7 +68,7 @@ def test_agrees_with_algorithm_4_by_hand(case: str, upper: str, u: str) -> None:
     start = {"x": np.zeros(2), "y": np.zeros(3)}
     if u == "local":
         start["u"] = np.zeros(3)
-        directions = lambda i, p, where, times=1: global_directions(samples, i, p, where, "B_y xi_f xi_f xi_g xi_1", times)
+        directions = lambda i, p, where, times=1: global_directions(samples, i, p, where, "B_y xi xi zeta_0 zeta_1", times)
     else:
         directions = lambda i, p, where, times=1: neumann_directions(samples, i, p, where, 0.15, 3, times)
     algorithm = FedBiOAccLocal(

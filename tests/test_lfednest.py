@@ -57,11 +57,11 @@ def lfednest(algorithm: LFedNest, task: Quadratic, num: int, batch_size: int | N
             for step in range(taus[i]):
                 where = (iteration, call, step)
                 upper = samples.drawn(i, "val", "xi", where)
-                terms = [fy(upper, y[i])]
+                terms = [fy(upper, new[i], y[i])]
                 for j in range(1, algorithm.num_factors + 1):
                     terms.append(terms[-1] - algorithm.lr_system * hessian(samples.drawn(i, "train", f"zeta_{j}", where)) @ terms[-1])
                 p = algorithm.lr_system * np.sum(terms, axis=0)
-                new[i] = new[i] - algorithm.lr_upper / taus[i] * (fx(upper, new[i]) - jacobian(samples.drawn(i, "train", "zeta_0", where)) @ p)
+                new[i] = new[i] - algorithm.lr_upper / taus[i] * (fx(upper, new[i], y[i]) - jacobian(samples.drawn(i, "train", "zeta_0", where)) @ p)
         x = averaged(x, new, task.upper == "private")
     return x, y
 

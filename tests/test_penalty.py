@@ -38,8 +38,8 @@ def by_hand(algorithm: Penalty, task: Quadratic, num: int, batch_size: int | Non
                     samples.drawn(i, role, name, (iteration, 1, step)) for role, name in (("val", "B_f"), ("train", "B_g"), ("train", "B_x"))
                 )
                 gx = lambda y, cross=cross: -cross["B"].mean(0).T @ y
-                dx = fx(upper, x[i]) + lam * (gx(y[i]) - gx(z[i]))
-                dy = fy(upper, y[i]) + lam * gy(lower, x[i], y[i])
+                dx = fx(upper, x[i], y[i]) + lam * (gx(y[i]) - gx(z[i]))
+                dy = fy(upper, x[i], y[i]) + lam * gy(lower, x[i], y[i])
                 dz = gy(lower, x[i], z[i])
                 x[i], y[i], z[i] = x[i] - algorithm.lr_upper * dx, y[i] - algorithm.lr_lower / (1 + lam) * dy, z[i] - algorithm.lr_lower * dz
         for rows, kept in ((x, task.upper == "private"), (y, task.lower == "local"), (z, task.lower == "local")):

@@ -123,9 +123,9 @@ class Step:
 class _Schedule:
     """The steps of one phase; indices are drawn a chunk of steps at a time."""
 
-    def __init__(self, clients: Clients, taus: Tensor) -> None:
+    def __init__(self, clients: Clients, taus: Tensor, longest: int) -> None:
         self.clients, self.taus = clients, taus
-        self.num = int(taus.max()) if len(taus) else 0
+        self.num = int(taus.max()) if len(taus) else longest  # a process that hosts nobody of the cohort goes through the same motions
         self.equal = bool((taus == self.num).all())
         self.count: Tensor = taus.to(clients.dtype).to(clients.device)[:, None]
         self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
@@ -167,12 +167,12 @@ class Clients:
         if isinstance(num, tuple) and len(num) != self.num_clients:
             raise SettingError(f"{len(num)} numbers of local steps for {self.num_clients} clients: give one number, or one per client.")
         taus = torch.tensor(num)[self.ids] if isinstance(num, tuple) else torch.full((len(self),), num)
-        schedule = _Schedule(self, taus)
+        schedule = _Schedule(self, taus, max(num) if isinstance(num, tuple) else num)
         return [Step(self, schedule, index) for index in range(schedule.num)]
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """One batch outside any local step, drawn as that of a first step."""
-        return _Schedule(self, torch.ones(len(self), dtype=torch.int64)).batch(role, purpose, 0, times, None)
+        return _Schedule(self, torch.ones(len(self), dtype=torch.int64), 1).batch(role, purpose, 0, times, None)
 
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         """(k,) integers in [0, high), each from its client's own stream."""

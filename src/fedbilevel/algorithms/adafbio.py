@@ -35,12 +35,13 @@ g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2; shared-u: 2). Before the first: 1
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedbilevel.algorithms import local_neumann
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.clients import Clients, Step
 from fedbilevel.errors import SettingError
@@ -48,35 +49,12 @@ from fedbilevel.federation import Federation, ServerAlgorithm, phase
 from fedbilevel.problem import Scopes
 from fedbilevel.settings import setting
 
-LOCAL_BIAS = "each client inverts its own Hessian, so heterogeneous clients converge to where the mean of local hypergradients vanishes, not to the solution"
-
-
-def sampled_hypergradient(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float) -> Tensor:
-    """Eq. (13): f_x - J K theta prod_{j<=k} (I - theta H_j) f_y, each client with its own k, the same whenever this step asks."""
-    fx, p = clients.upper_grads(x, y, step.batch("val", "xi"))
-    k = step.draw("k", num_terms)
-    for j in range(1, max(k.tolist(), default=0) + 1):
-        uses = k >= j
-        hp = clients.hessian_product(x, y, p, replace(step.batch("train", f"zeta_{j}"), active=uses))
-        p = torch.where(uses.to(p.device)[:, None], p - theta * hp, p)
-    return fx - clients.jacobian_product(x, y, num_terms * theta * p, step.batch("train", "zeta_0"))
-
-
-def summed_hypergradient(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float) -> Tensor:
-    """f_x - J theta sum_{j<K} (I - theta H)^j f_y with each client's own H: the mean of eq. (13) over k."""
-    fx, term = clients.upper_grads(x, y, step.batch("val", "xi"))
-    total = term
-    for j in range(1, num_terms):
-        term = term - theta * clients.hessian_product(x, y, term, step.batch("train", f"zeta_{j}"))
-        total = total + term
-    return fx - clients.jacobian_product(x, y, theta * total, step.batch("train", "zeta_0"))
-
 
 def directions(self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None) -> tuple[Tensor, ...]:
     """What w and v estimate (and s, if there is a u), at any point on the samples of this step."""
     if u is not None:
         return step_directions(clients, step, x, y, u, "independent")
-    estimate = sampled_hypergradient if self.hypergradient == "local-neumann" else summed_hypergradient
+    estimate = local_neumann.sampled if self.hypergradient == "local-neumann" else local_neumann.summed
     return estimate(clients, step, x, y, self.num_terms, self.lr_system), clients.lower_grad(x, y, step.batch("train", "zeta"))
 
 
@@ -164,7 +142,7 @@ class AdaFBiO(ServerAlgorithm):
     decays = ("lr_upper", "lr_lower")  # theta is the step of a series; eta shortens it where it is that of u
     upper_space = ("x", "w", "a")
     lower_space = ("y", "v", "b", "u", "s")
-    warns = {"global": LOCAL_BIAS}
+    warns = {"global": local_neumann.BIAS}
 
     class State(NamedTuple):
         x: Any

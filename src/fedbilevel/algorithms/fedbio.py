@@ -24,6 +24,7 @@ Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client I of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -36,10 +37,10 @@ from fedbilevel.settings import setting
 PURPOSES = {"independent": ("B_y", "B_f1", "B_f2", "B_g1", "B_g2"), "shared": ("B_g", "B_f", "B_f", "B_g", "B_g")}
 
 
-def step_directions(clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, minibatches: str) -> tuple[Tensor, Tensor, Tensor]:
+def step_directions(clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, minibatches: str, *, times: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """(f_x - J u, g_y, H u - f_y) of every client at its own point, on the minibatches of this step."""
     b_y, b_f1, b_f2, b_g1, b_g2 = PURPOSES[minibatches]
-    train, val = (lambda purpose: step.batch("train", purpose)), (lambda purpose: step.batch("val", purpose))
+    train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
     return clients.directions(x, y, u, gy=train(b_y), fx=val(b_f1), fy=val(b_f2), ju=train(b_g1), hu=train(b_g2))
 
 

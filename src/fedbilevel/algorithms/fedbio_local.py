@@ -8,7 +8,7 @@ Every client, at its own (x_i, y_i), for I local steps, then one round: x <- mea
 `u="neumann"`, eq. (11):   u_i = tau * sum_{q=0..Q} prod_{j=Q-q+1..Q} (I - tau H_i(xi_j)) f_y,i
 `u="local"`:               u_i <- P_r(u_i - tau * (H_i u_i - f_y,i)), kept at the client from step to step
 
-f_x and f_y share the minibatch xi_f; the products H v use fresh xi_1..xi_Q (xi_1 for `local`), J v uses xi_g, and g_y its own.
+f_x and f_y share a minibatch xi_f; the products H v use fresh ones (`local`: one), J v another, and g_y its own.
 
 Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
 NeurIPS 2023, Algorithm 3 and eq. (11).
@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from fedbilevel.algorithms import local_neumann
 from fedbilevel.clients import Clients, Step
 from fedbilevel.federation import Federation, ServerAlgorithm, phase
 from fedbilevel.hypergradient import project
@@ -45,13 +46,9 @@ def local_directions(self: Any, clients: Clients, step: Step, x: Tensor, y: Tens
     """(Phi, g_y), and H u - f_y where u is given."""
     train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
     if u is not None:
-        return clients.directions(x, y, u, gy=train("B_y"), fx=val("xi_f"), fy=val("xi_f"), ju=train("xi_g"), hu=train("xi_1"))
-    fx, r = clients.upper_grads(x, y, val("xi_f"))
-    s = r
-    for j in range(self.num_factors, 0, -1):
-        r = r - self.lr_system * clients.hessian_product(x, y, r, train(f"xi_{j}"))
-        s = s + r
-    return fx - clients.jacobian_product(x, y, self.lr_system * s, train("xi_g")), clients.lower_grad(x, y, train("B_y"))
+        return clients.directions(x, y, u, gy=train("B_y"), fx=val("xi"), fy=val("xi"), ju=train("zeta_0"), hu=train("zeta_1"))
+    phi = local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system, times=times)
+    return phi, clients.lower_grad(x, y, train("B_y"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,11 @@ Once, before the first: 1 round; d_x + 2 d_y floats each way; per client one of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms.fedbio import PURPOSES
+from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.clients import Clients, Step
 from fedbilevel.errors import SettingError
 from fedbilevel.federation import Federation, ServerAlgorithm, phase
@@ -160,6 +159,4 @@ class FedBiOAcc(ServerAlgorithm):
     initial_momenta, local_steps, momenta = initial_momenta, local_steps, momenta
 
     def directions(self, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, *, times: int = 1) -> Point:
-        b_y, b_f1, b_f2, b_g1, b_g2 = PURPOSES[self.minibatches]
-        train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
-        return clients.directions(x, y, u, gy=train(b_y), fx=val(b_f1), fy=val(b_f2), ju=train(b_g1), hu=train(b_g2))
+        return step_directions(clients, step, x, y, u, self.minibatches, times=times)

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms import adafbio, fbo_aggitd, fednest
+from fedbilevel.algorithms import fbo_aggitd, fednest, local_neumann
 from fedbilevel.clients import Clients
 from fedbilevel.federation import Federation, ServerAlgorithm, phase
 from fedbilevel.settings import setting
@@ -48,7 +48,7 @@ class LFedNest(ServerAlgorithm):
     decays = ("lr_upper", "lr_lower")  # lambda is the step of a series, not of a descent
     upper_space = ("x",)
     lower_space = ("y", "q")
-    warns = {"global": adafbio.LOCAL_BIAS}
+    warns = {"global": local_neumann.BIAS}
 
     class State(NamedTuple):
         x: Any
@@ -74,6 +74,6 @@ class LFedNest(ServerAlgorithm):
         """Local steps on x, each along this client's own hypergradient."""
         x = clients.rows(x)
         for step in clients.steps(self.num_local_steps):
-            h = adafbio.summed_hypergradient(clients, step, x, y, self.num_factors + 1, self.lr_system)
+            h = local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system)
             x = step.where(x - self.lr_upper / step.count * h, x)
         return {"x": x}

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from fedbilevel.algorithms import adafbio
+from fedbilevel.algorithms import adafbio, local_neumann
 from fedbilevel.federation import Federation, ServerAlgorithm
 from fedbilevel.settings import setting
 
@@ -48,7 +48,7 @@ class LocalBSGVRM(ServerAlgorithm):
     decays = ("lr_upper", "lr_lower")  # theta is the step of a series, not of a descent
     upper_space = ("x", "w")
     lower_space = ("y", "v")
-    warns = {"global": adafbio.LOCAL_BIAS}
+    warns = {"global": local_neumann.BIAS}
 
     class State(NamedTuple):
         x: Any
