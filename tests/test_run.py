@@ -209,5 +209,5 @@ def test_the_solution_is_stored_by_the_users_names(tmp_path, cleaning):
 def test_an_algorithm_may_be_given_by_name_and_scopes_are_checked(cleaning):
     assert run("fedavg", *Quadratic().build(), num_iterations=1).iteration == 1
     refuses = type("Refuses", (FedAvg,), {"refuses": {"private": "it has no use for one"}, "__module__": "somewhere.refuses"})
-    with pytest.raises(ScopeError, match="refuses cannot solve a problem with a private variable: it has no use for one"):
+    with pytest.raises(ScopeError, match="refuses cannot solve a problem with a private upper variable: it has no use for one"):
         run(refuses(), *cleaning, num_iterations=1)

@@ -26,6 +26,7 @@ from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
 from fedbilevel.run import Result, run
 from fedbilevel.settings import Settings, kinds
+from fedbilevel.steps import Schedule, check_timescales, suggest
 from fedbilevel.tasks.task import Task
 
 console = Console()
@@ -126,6 +127,10 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--fraction", type=float, default=1.0, show_default=True, help="share of the clients in a cohort"),
     click.option("--replacement/--no-replacement", default=False, help="draw cohorts with replacement"),
     click.option("--redraw", type=click.Choice(["per_factor", "per_iteration"]), default="per_factor", show_default=True, help="when a new cohort is drawn"),
+    click.option(
+        "--schedule-power", type=float, default=0.0, show_default=True, help="steps fall like (offset + t)^-power over outer iterations t; 0: constant"
+    ),
+    click.option("--schedule-offset", type=float, default=100.0, show_default=True, help="offset of the schedule"),
     click.option("--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
     click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1"),
@@ -134,6 +139,9 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"),
     click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"),
 ]
+
+
+OPTIONS = ("seed", "fraction", "replacement", "redraw", "schedule_power", "schedule_offset", "batch_size", "dtype", "device", "strategy")
 
 
 def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,14 +162,17 @@ def cli() -> None:
 @cli.command("run", cls=TaskCommand)
 @click.argument("task")
 @click.option("--algorithm", "-a", required=True, help="name of an algorithm (see: fedbilevel list)")
+@click.option("--check-steps", is_flag=True, help="estimate curvatures first and warn if lr_upper is too long against lr_lower and lr_system")
 @with_run_options
-def run_command(task: str, algorithm: str, **values: Any) -> None:
+def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> None:
     """Run an algorithm on a TASK. Name both and add --help to see their flags, with the symbols of the papers."""
     kind, method = discovery.task(task), discovery.algorithm(algorithm)
     chosen_task = chosen(kind, values, {})
     settings = chosen(method, values, kind.suggestions(algorithm))
     iterations = values["iterations"] if values["iterations"] is not None else kind.iterations(algorithm)
-    options = {name: values[name] for name in ("seed", "fraction", "replacement", "redraw", "batch_size", "dtype", "device", "strategy")}
+    if check_steps:
+        check_timescales(settings, *chosen_task.build())
+    options = {name: values[name] for name in OPTIONS}
     _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], values["out"] or _new_folder(f"{task}-{algorithm}"))
 
 
@@ -197,16 +208,7 @@ def demo_command(seed: int, out: Path | None) -> None:
     outcomes = {}
     for name in ("fedavg", "fedbio", "fednest", "fbo_aggitd"):
         settings = chosen(discovery.algorithm(name), {}, kind.suggestions(name))
-        options = {
-            "seed": seed,
-            "fraction": 1.0,
-            "replacement": False,
-            "redraw": "per_factor",
-            "batch_size": None,
-            "dtype": "float32",
-            "device": "cpu",
-            "strategy": "auto",
-        }
+        options = {param.name: param.get_default(click.Context(run_command)) for param in run_command.params if param.name in OPTIONS} | {"seed": seed}
         outcomes[name] = _go(task, settings, kind.iterations(name), options, None, 50, folder / name, quiet=True)
         if outcomes[name].stopped == "interrupted":
             sys.exit(130)
@@ -226,7 +228,8 @@ def list_command() -> None:
 @cli.command("check", cls=TaskCommand)
 @click.argument("task")
 @click.option("--algorithm", "-a", default=None, help="also check the contract of this algorithm, and its estimate of the hypergradient where it has one")
-def check_command(task: str, algorithm: str | None, **values: Any) -> None:
+@click.option("--steps", is_flag=True, help="also estimate curvatures and say which steps are safe for single-loop methods (slower)")
+def check_command(task: str, algorithm: str | None, steps: bool, **values: Any) -> None:
     """Compare every way to the hypergradient of a TASK with the exact value and with finite differences, in float64."""
     kind = discovery.task(task)
     built = chosen(kind, values, {}).build()
@@ -239,6 +242,9 @@ def check_command(task: str, algorithm: str | None, **values: Any) -> None:
     reports.append(check_hypergradient(built.problem, built.clients, estimators=estimators, show=False))
     for one in reports:
         console.print(str(one), highlight=False, soft_wrap=True)
+    if steps:
+        found = ", ".join(f"{name} {value:.3g}" for name, value in suggest(built.problem, built.clients).items())
+        console.print(f"Safe steps for single-loop methods, from the curvatures at the initial point: {found}.", highlight=False, soft_wrap=True)
     sys.exit(0 if all(one.ok for one in reports) else 1)
 
 
@@ -273,7 +279,14 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
     folder = values["out"] or _new_folder(f"compare-{task}")
     cohort = Cohort(values["fraction"], values["replacement"], values["redraw"])
     goal = Target.parse(target) if target is not None else None
-    options = {"batch_size": values["batch_size"], "dtype": DTYPES[values["dtype"]], "device": _device(values["device"]), "strategy": values["strategy"]}
+    schedule = Schedule(values["schedule_power"], values["schedule_offset"])
+    options = {
+        "schedule": schedule,
+        "batch_size": values["batch_size"],
+        "dtype": DTYPES[values["dtype"]],
+        "device": _device(values["device"]),
+        "strategy": values["strategy"],
+    }
     with console.status("") as status:
 
         def show(name: str, r: int, now: RunProgress) -> None:
@@ -317,7 +330,8 @@ def _go(task: Task, algorithm: Any, iterations: int, options: dict[str, Any], me
         try:
             result = run(
                 algorithm, built.problem, built.clients, num_iterations=iterations, seed=options["seed"], cohort=cohort, batch_size=options["batch_size"],
-                dtype=DTYPES[options["dtype"]], device=device, strategy=options["strategy"], measure_every=measure_every, checkpoint_every=checkpoint_every,
+                schedule=Schedule(options["schedule_power"], options["schedule_offset"]), dtype=DTYPES[options["dtype"]], device=device,
+                strategy=options["strategy"], measure_every=measure_every, checkpoint_every=checkpoint_every,
                 record=folder, resume=resume, callbacks=[callback],
                 describe={"task": task.name(), "task_settings": task.asdict(), "options": options},
             )  # fmt: skip

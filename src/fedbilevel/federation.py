@@ -19,6 +19,7 @@ from fedbilevel.ledger import Ledger
 from fedbilevel.problem import Scopes
 from fedbilevel.settings import Settings
 
+LEVELS = {"global": "lower level", "local": "lower level", "shared": "upper variable", "private": "upper variable"}
 PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
 
 
@@ -125,12 +126,9 @@ class Algorithm(Settings):
     def check_scopes(self, scopes: Scopes) -> list[Warning]:
         for scope in scopes:
             if scope in self.refuses:
-                raise ScopeError(f"{self.name()} cannot solve a problem with a {scope} variable: {self.refuses[scope]}.")
-        return [
-            ScopeWarning(f"{self.name()} on a problem with a {scope} variable: {text}.")
-            for scope, text in self.scope_warnings(scopes).items()
-            if scope in scopes
-        ]
+                raise ScopeError(f"{self.name()} cannot solve a problem with a {scope} {LEVELS[scope]}: {self.refuses[scope]}.")
+        found = {scope: text for scope, text in self.scope_warnings(scopes).items() if scope in scopes}
+        return [ScopeWarning(f"{self.name()} on a problem with a {scope} {LEVELS[scope]}: {text}.") for scope, text in found.items()]
 
     def kept_names(self, scopes: Scopes) -> set[str]:
         return {*(self.upper_space if scopes.upper == "private" else ()), *(self.lower_space if scopes.lower == "local" else ())}

@@ -76,16 +76,21 @@ def solve_cg(product: Product, b: Tensor, *, tolerance: float = 1e-10, max_produ
     return _certified(product, b, u, count)
 
 
-def solve_neumann(product: Product, b: Tensor, *, step: float | None = None, num_terms: int = 100) -> Solution:
-    """step * sum_{j < num_terms} (I - step H)^j b; the error is (1 - step mu)^num_terms."""
-    if num_terms < 1:
+def solve_neumann(
+    product: Product, b: Tensor, *, step: float | None = None, num_terms: int | None = None, tolerance: float = 1e-10, max_products: int = 10_000
+) -> Solution:
+    """step * sum_{j < num_terms} (I - step H)^j b; the error is (1 - step mu)^num_terms. None: until a term is small against the first."""
+    if num_terms is not None and num_terms < 1:
         raise SettingError(f"num_terms is {num_terms}, expected at least 1.")
     step, count = _step(product, b, step)
     term, total = b, b
-    for _ in range(num_terms - 1):
+    goal = _reachable(tolerance, b) * torch.linalg.vector_norm(b, dim=1)
+    for _ in range(max_products if num_terms is None else num_terms - 1):
+        if num_terms is None and bool((torch.linalg.vector_norm(term, dim=1) <= goal).all()):
+            break
         term = term - step * product(term)
-        total = total + term
-    return _certified(product, b, step * total, count + num_terms - 1)
+        total, count = total + term, count + 1
+    return _certified(product, b, step * total, count)
 
 
 def solve_fixed_point(
@@ -177,7 +182,7 @@ def lower_solution(population: Population, x: Tensor, y0: Tensor | None = None, 
             g = gradient(y)
             if bool((torch.linalg.vector_norm(g, dim=1) <= tolerance * scale).all()):
                 break
-            d = solve_cg(hessian_at(pool.spread(y)), -g, tolerance=1e-12).u
+            d = solve_cg(hessian_at(pool.spread(y)), -g, tolerance=1e-4).u
             slope, now, t = (g * d).sum(1), value(y), y.new_ones(len(y))
             for _ in range(40):
                 falls = value(y + t[:, None] * d) <= now + 1e-4 * t * slope + 1e-14 * now.abs()

@@ -112,7 +112,7 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
     return Curvature(largest, smallest, float(ends[2]), fed.ledger.totals())
 
 
-def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 20, step: float = 1e-4) -> float:
+def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4) -> float:
     """L_Phi, the curvature of Phi at the initial point: power iteration on differences of the exact hypergradient. Sees all data at once."""
     population = Population(problem, clients, dtype=torch.float64)
     x = population.x0

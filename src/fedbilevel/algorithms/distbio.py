@@ -2,10 +2,12 @@
 
     y_i <- y_i - gamma * g_y,i;   x <- x - eta * mean Phi_i
 
-It is FedBiO-Local with I = 1 and nothing else, hence a subclass: equations, reference and deviations are found there.
+It is FedBiO-Local with I = 1 and nothing else, hence a subclass.
 
 Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
 NeurIPS 2023, section 5.2.
+
+Deviations: those of FedBiO-Local.
 
 Bias: only that of the Neumann series; x is the same at all clients before every step, so nothing drifts.
 
