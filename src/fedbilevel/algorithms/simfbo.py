@@ -27,7 +27,6 @@ Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,19 +38,6 @@ from fedbilevel.clients import Clients, Step
 from fedbilevel.federation import Federation, ServerAlgorithm, phase
 from fedbilevel.hypergradient import project
 from fedbilevel.settings import setting
-
-
-def local_work(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor, share: Callable[[Step], Tensor | float]) -> dict[str, Tensor]:
-    """The local steps of SimFBO and ShroFBO, then the server's step with the sums of `share(step) * direction`."""
-    x, y, u = start = clients.rows(x, y, project(u, self.radius))
-    q = tuple(torch.zeros_like(v) for v in start)
-    for step in clients.steps(self.num_local_steps):
-        dx, dy, du = step_directions(clients, step, x, y, u, self.minibatches)
-        q = step.where(tuple(total + share(step) * d for total, d in zip(q, (dx, dy, du), strict=True)), q)
-        x, y, u = step.where((x - self.lr_upper * dx, y - self.lr_lower * dy, u - self.lr_system * du), (x, y, u))
-    gammas = (self.server_lr_upper * self.lr_upper, self.server_lr_lower * self.lr_lower, self.server_lr_system * self.lr_system)
-    x, y, u = (v - gamma * total for v, gamma, total in zip(start, gammas, q, strict=True))
-    return {"x": x, "y": y, "u": u}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +67,18 @@ class SimFBO(ServerAlgorithm):
         new = fed.mean(self.local_steps, x=state.x, y=state.y, u=state.u)
         return self.State(new.x, new.y, new.u)
 
+    def share(self, step: Step) -> Tensor | float:
+        """What one local direction counts in the sums that are sent."""
+        return 1.0
+
     @phase
     def local_steps(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> dict[str, Tensor]:
-        return local_work(self, clients, x, y, u, share=lambda step: 1.0)
+        x, y, u = start = clients.rows(x, y, project(u, self.radius))
+        q = tuple(torch.zeros_like(v) for v in start)
+        for step in clients.steps(self.num_local_steps):
+            dx, dy, du = step_directions(clients, step, x, y, u, self.minibatches)
+            q = step.where(tuple(total + self.share(step) * d for total, d in zip(q, (dx, dy, du), strict=True)), q)
+            x, y, u = step.where((x - self.lr_upper * dx, y - self.lr_lower * dy, u - self.lr_system * du), (x, y, u))
+        gammas = (self.server_lr_upper * self.lr_upper, self.server_lr_lower * self.lr_lower, self.server_lr_system * self.lr_system)
+        x, y, u = (v - gamma * total for v, gamma, total in zip(start, gammas, q, strict=True))
+        return {"x": x, "y": y, "u": u}
