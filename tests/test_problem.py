@@ -108,7 +108,7 @@ def test_ravel_refuses_other_names():
         ({"scopes": Scopes(upper="global")}, "scopes.upper is 'global', expected 'shared' or 'private'"),
         ({"weights": "by_size"}, "weights is 'by_size', expected 'mean' or 'by_samples'"),
         ({"x0": lambda sizes: {"x": torch.zeros(DIM)}}, "x0 is a function of the client's sizes, which only a private x can be"),
-        ({"x0": {}}, "x0 must be a dict of named tensors with at least one entry, got dict"),
+        ({"x0": {}}, "x0 must be a dict of named tensors with at least one entry, got an empty one"),
         ({"x0": torch.zeros(3)}, "x0 must be a dict of named tensors with at least one entry, got Tensor"),
         ({"x0": {"x": [0.0, 0.0]}}, "x0 must be a dict of named tensors"),
         ({"y0": {"y": np.zeros(3)}}, "y0 must be a dict of named tensors"),
@@ -331,3 +331,29 @@ def test_features_enter_a_batch_once():
     assert torch.equal(once["features"], torch.arange(3.0).expand(2, 3))
     assert with_features(rich, x, once) is once
     assert len(calls) == 1
+
+
+def test_a_mean_over_padding_is_found_also_where_every_sample_has_the_same_loss():
+    """At y = 0 the cross-entropy of every sample is log C."""
+    data = [{role: {"a": torch.randn(3 + i, 2), "t": torch.arange(3 + i) % 3} for role in ("train", "val")} for i in range(3)]
+    loss = lambda x, y, batch: nn.functional.cross_entropy(batch["a"] @ y["w"], batch["t"]) + (x["x"] ** 2 + y["w"] ** 2).sum()
+    bad = Problem(upper=loss, lower=loss, x0={"x": torch.zeros(1)}, y0={"w": torch.zeros(2, 3)})
+    with pytest.raises(ProblemError, match="with two padded samples of weight 0"):
+        Population(bad, data)
+
+
+def test_a_loss_that_is_defined_only_near_the_start_is_not_refused_for_it():
+    safe = problem(lower=lambda x, y, batch: ridge(x, y, batch) + torch.log(0.05 + y["y"]).sum())
+    Population(safe, clients(), dtype=torch.float64)
+
+
+def test_frozen_parameters_stay_and_buffers_follow_the_type():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    net[0].requires_grad_(False)
+    data = [{role: {"a": torch.randn(5, 3), "b": torch.randn(5)} for role in ("train", "val")} for _ in range(2)]
+    loss = lambda net, head, batch: (batch["weight"] * (head(net(batch["a"]))[:, 0] - batch["b"]) ** 2).sum() + (head.parameters["weight"] ** 2).sum()
+    made = Problem.from_modules(net, nn.Linear(2, 1, bias=False), upper=loss, lower=loss)
+    assert set(made.x0) == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    population = Population(made, data, dtype=torch.float64)
+    batch = population.data.batch(torch.arange(2), "val")
+    assert bool(torch.isfinite(population.oracle.upper_grad_x(population.x0, population.y0, batch)).all())

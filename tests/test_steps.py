@@ -1,8 +1,11 @@
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 
 from fedbilevel.algorithms.fedbio import FedBiO
-from fedbilevel.steps import Schedule, check_timescales, curvature, suggest, upper_curvature
+from fedbilevel.steps import Schedule, check_timescales, curvature, projection_radius, suggest, upper_curvature
 from fedbilevel.tasks.quadratic import Quadratic
 from yardstick import drive
 
@@ -16,28 +19,47 @@ def test_curvature_agrees_with_dense_eigenvalues(lower, weights):
     ends = [np.linalg.eigvalsh(A) for A in closed.stacked["A"]]
     largest = max(values[-1] for values in ends)
     assert largest <= found.largest * (1 + 1e-9)
-    assert found.largest <= largest * len(ends) ** (1 / 32)
+    assert found.largest <= largest * len(ends) ** (1 / 16)
     if lower == "global":
         assert found.smallest == pytest.approx(np.linalg.eigvalsh(closed._mean(closed.stacked["A"]))[0], rel=1e-6)
     else:
         smallest = min(values[0] for values in ends)
-        assert smallest / len(ends) ** (1 / 32) * (1 - 1e-6) <= found.smallest <= smallest * (1 + 1e-6)
+        assert smallest / len(ends) ** (1 / 16) * (1 - 1e-6) <= found.smallest <= smallest * (1 + 1e-6)
 
 
 def test_curvature_is_counted_in_the_ledger():
     num, n, dy, dx = 7, 5, 6, 4
     ledger = curvature(*Quadratic().build(), num_products=num).ledger
     assert ledger["rounds"] == 1 + num
-    assert ledger["floats_up"] == n * (3 + num * dy)
+    assert ledger["floats_up"] == n * (2 + num * dy)
     assert ledger["floats_down"] == n * (dx + dy + num * dy)
     assert ledger["hvp"] == n * 3 * num
-    assert ledger["fy"] == n
+    assert ledger["fy"] == 0
 
 
-def test_the_radius_holds_the_solution_of_the_system():
+def test_the_radius_holds_every_clients_own_solution_wherever_y_starts():
     task = Quadratic()
-    u = task.closed_form().system_solution(np.zeros(4))  # at y*(0); the estimate is taken at y = 0
-    assert curvature(*task.build()).radius > np.linalg.norm(u) / 2
+    s, y = task.closed_form().stacked, task.closed_form().lower_solution(np.zeros(4))
+    own = [np.linalg.norm(np.linalg.solve(A, D @ y - Dt)) for A, D, Dt in zip(s["A"], s["D"], s["Dt"], strict=True)]
+    problem, clients = task.build()
+    for start in (0.0, 5.0):
+        moved = dataclasses.replace(problem, y0={"y": torch.full((6,), start)})
+        assert max(own) < projection_radius(moved, clients) < 100 * max(own)
+
+
+@pytest.mark.parametrize("lower", ["global", "local"])
+def test_curvature_of_a_multiple_of_the_identity_and_of_a_flat_client(lower):
+    scalar = Quadratic(dim_lower=1, lower=lower)
+    found = curvature(*scalar.build())
+    assert found.flattest == pytest.approx(min(float(A[0, 0]) for A in scalar.closed_form().stacked["A"]), rel=0.2)
+    problem, clients = Quadratic(dim_lower=2, lower=lower).build()
+    flat = [
+        {**client, "train": {**client["train"], "A": np.broadcast_to(np.diag([1.0, float(i > 0)]), client["train"]["A"].shape)}}
+        for i, client in enumerate(clients)
+    ]
+    found = curvature(problem, flat)
+    assert found.flattest < 1e-6
+    assert found.smallest == pytest.approx(0.8 if lower == "global" else found.flattest, rel=1e-6)
 
 
 @pytest.mark.parametrize("upper", ["shared", "private"])

@@ -303,6 +303,6 @@ def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
         if role not in roles:
             raise SettingError(f"batch_size names the role {role!r}, the clients have {', '.join(roles)}.")
     for value in size.values() if isinstance(size, Mapping) else (size,):
-        if value is not None and value < 1:
+        if value is not None and (not isinstance(value, int) or value < 1):
             raise SettingError(f"batch_size is {value}, expected at least 1 sample, or None for all of a client's samples.")
     return size

@@ -12,6 +12,8 @@ import zlib
 import torch
 from torch import Tensor
 
+from fedbilevel.errors import SettingError
+
 SERVER = 2**32 - 1  # the client number under which the server draws
 _MASK = 0xFFFFFFFF
 MAX_STEPS = 2**16  # steps share a counter word with the call number
@@ -19,7 +21,7 @@ MAX_STEPS = 2**16  # steps share a counter word with the call number
 
 def _word(value: int, purpose: str) -> int:
     if not 0 <= value <= _MASK:
-        raise ValueError(f"{purpose} must lie between 0 and 2**32 - 1, got {value}.")
+        raise SettingError(f"{purpose} must lie between 0 and 2**32 - 1, got {value}.")
     return value
 
 
@@ -43,7 +45,7 @@ class Stream:
     def bits(self, purpose: str, ids: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
         """Uniform 32-bit words, (k, len(steps), width), as int64."""
         if steps.stop > MAX_STEPS or call >= MAX_STEPS:
-            raise ValueError(f"at most {MAX_STEPS} steps per phase and phases per outer iteration, got step {steps.stop} of call {call}.")
+            raise SettingError(f"at most {MAX_STEPS} steps per phase and phases per outer iteration, got step {steps.stop} of call {call}.")
         device = ids.device
         blocks = -(-width // 4)
         position = torch.arange(blocks, device=device).view(1, 1, -1)

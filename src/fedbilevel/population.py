@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.data.clients import ClientData, Holdings
-from fedbilevel.errors import ProblemError
+from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle import Oracle, Strategy
 from fedbilevel.problem import Layout, Problem, check_losses
 
@@ -24,6 +24,8 @@ class Population:
         strategy: Strategy = "auto",
         chunk_size: int | None = None,
     ) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise SettingError(f"dtype is {dtype!r}, expected torch.float32 or torch.float64.")
         self.problem = problem
         self.data = ClientData(clients, dtype=dtype, device=device)
         self.dtype, self.device = self.data.dtype, self.data.device

@@ -108,7 +108,13 @@ class Problem:
             )
         for label, tree in (("x0", self.x0), ("y0", self.y0)):
             if not (label == "x0" and callable(tree)) and not (isinstance(tree, Mapping) and tree and all(isinstance(leaf, Tensor) for leaf in tree.values())):
-                raise ProblemError(f"{label} must be a dict of named tensors with at least one entry, got {type(tree).__name__}.")
+                wrong = (
+                    [f"{name!r} of type {type(leaf).__name__}" for name, leaf in tree.items() if not isinstance(leaf, Tensor)]
+                    if isinstance(tree, Mapping)
+                    else []
+                )
+                got = f"an entry {wrong[0]}" if wrong else type(tree).__name__ if not isinstance(tree, Mapping) else "an empty one"
+                raise ProblemError(f"{label} must be a dict of named tensors with at least one entry, got {got}.")
 
     def initial_x(self, sizes: Mapping[str, int]) -> Tree:
         return self.x0(sizes) if callable(self.x0) else self.x0
@@ -128,13 +134,15 @@ class Problem:
         """x = parameters of `upper_module`, y = parameters of `lower_module`.
 
         The losses and statistics receive the two modules as calls that use the current x and y: `upper(net, head, batch)` may write
-        `head(net(batch["image"]))` and `net.parameters["0.weight"]`. The modules themselves are never changed.
+        `head(net(batch["image"]))` and `net.parameters["0.weight"]`. Frozen parameters stay as they are; the modules themselves are never changed.
         """
         for module, label in ((upper_module, "upper_module"), (lower_module, "lower_module")):
             for name, layer in module.named_modules():
                 _refuse_layer(layer, f"{label}.{name}" if name else label)
-            if not any(True for _ in module.parameters()):
-                raise ProblemError(f"{label} has no parameters, so there is nothing to optimise at that level: pass a module with parameters.")
+            if not any(parameter.requires_grad for parameter in module.parameters()):
+                raise ProblemError(
+                    f"{label} has no parameters that require gradients, so there is nothing to optimise at that level: pass a module with parameters."
+                )
 
         def bind(function: Callable[[Any, Any, Fields], Any]) -> Callable[[Any, Any, Fields], Any]:
             return lambda x, y, batch: function(BoundModule(upper_module, x), BoundModule(lower_module, y), batch)
@@ -142,8 +150,8 @@ class Problem:
         return cls(
             upper=bind(upper),
             lower=bind(lower),
-            x0={name: p.detach().clone() for name, p in upper_module.named_parameters()},
-            y0={name: p.detach().clone() for name, p in lower_module.named_parameters()},
+            x0={name: p.detach().clone() for name, p in upper_module.named_parameters() if p.requires_grad},
+            y0={name: p.detach().clone() for name, p in lower_module.named_parameters() if p.requires_grad},
             features=None if features is None else (lambda x, batch: features(BoundModule(upper_module, x), batch)),
             statistics={role: bind(function) for role, function in statistics.items()},
             **options,
@@ -157,7 +165,10 @@ class BoundModule:
         self._module, self.parameters = module, parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self._module, dict(self.parameters), args, kwargs)
+        like = next(iter(self.parameters.values()))
+        fixed = {name: value for name, value in (*self._module.named_parameters(), *self._module.named_buffers()) if name not in self.parameters}
+        cast = {name: value.detach().to(like.device, like.dtype if value.is_floating_point() else None) for name, value in fixed.items()}
+        return torch.func.functional_call(self._module, {**cast, **self.parameters}, args, kwargs)
 
 
 _WHY = {
@@ -207,7 +218,7 @@ class _RefuseNoise(TorchFunctionMode):
 
 @torch.enable_grad()
 def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
-    """Evaluate both losses once, on a few samples of the first client, and say what is wrong with them."""
+    """Evaluate both losses on a few samples of the first client, and say what is wrong with them."""
     for label, loss, role in (("lower", problem.lower, "train"), ("upper", problem.upper, "val")):
         few = torch.arange(min(4, int(data.sizes[role][0])), device=x.device)
         fields = data.batch(data.positions[:1], role, few[None]).row(0)
@@ -217,16 +228,21 @@ def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y:
         xs, ys = x.clone().requires_grad_(), y.clone().requires_grad_()
         tree_x, tree_y = layout_x.unravel(xs), layout_y.unravel(ys)
         with _RefuseNoise(f"{label}()"):
-            value = _evaluate(problem, loss, tree_x, tree_y, fields, label)
-        again = _evaluate(problem, loss, tree_x, tree_y, fields, label)
-        other = _evaluate(problem, loss, tree_x, tree_y, padded, label)
+            value = _evaluate(problem, loss, tree_x, tree_y, fields, f"{label}() failed on a batch of the first client")
+        again = _evaluate(problem, loss, tree_x, tree_y, fields, f"{label}() failed on a batch of the first client")
         if not torch.equal(value, again):
             raise ProblemError(
                 f"{label}() gave {value:.6g} and then {again:.6g} for the same input: a loss must not draw random numbers; move them into the data."
             )
-        if not torch.allclose(value, other, rtol=1e-4, atol=1e-6):
+        # away from the start, where symmetry may hide what padding does (at y = 0 every sample may have the same loss)
+        point: tuple[Tree, Tree] = (layout_x.unravel(away(x)), layout_y.unravel(away(y)))
+        if not torch.isfinite(loss(*point, with_features(problem, point[0], fields))):
+            point = (tree_x, tree_y)  # the loss is not defined there
+        plain = _evaluate(problem, loss, *point, fields, f"{label}() failed on a batch of the first client")
+        other = _evaluate(problem, loss, *point, padded, f"{label}() failed on a batch of the first client padded with two samples of the last")
+        if not torch.allclose(plain, other, rtol=1e-4, atol=1e-6):
             raise ProblemError(
-                f"{label}() gave {value:.6g} on a batch and {other:.6g} on the same batch with two padded samples of weight 0: "
+                f"{label}() gave {plain:.6g} on a batch and {other:.6g} on the same batch with two padded samples of weight 0: "
                 "write (batch['weight'] * loss_per_sample).sum() instead of a mean over samples."
             )
         if label == "lower":
@@ -236,19 +252,25 @@ def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y:
                 raise ProblemError(f"lower() does not depend on y[{unused[0]!r}], so y*(x) is not determined: use it in the lower loss or leave it out of y0.")
 
 
-def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, label: str) -> Tensor:
+def away(vector: Tensor) -> Tensor:
+    """A fixed point near `vector` without its symmetries."""
+    return vector + 0.1 * torch.arange(1, vector.shape[-1] + 1, dtype=vector.dtype, device=vector.device).cos()
+
+
+def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, failed: str) -> Tensor:
+    label = failed.split(" ", 1)[0]
     try:
         value = loss(x, y, with_features(problem, x, fields))
     except ProblemError:
         raise
     except Exception as error:  # the user's function may raise anything; name it, keep the cause
         shapes = {name: tuple(value.shape) for name, value in fields.items()}
-        raise ProblemError(f"{label}() failed on a batch of the first client with {type(error).__name__}: {error}. The batch had shapes {shapes}.") from error
+        raise ProblemError(f"{failed} with {type(error).__name__}: {error}. The batch had shapes {shapes}.") from error
     if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ProblemError(f"{label}() returned {got}, expected a scalar tensor: sum batch['weight'] times the loss of each sample.")
+        raise ProblemError(f"{label} returned {got}, expected a scalar tensor: sum batch['weight'] times the loss of each sample.")
     if not torch.isfinite(value):
-        raise ProblemError(f"{label}() is {value:.6g} at the initial point on the first client: check the data and the initial values.")
+        raise ProblemError(f"{label} is {value:.6g} at the initial point on the first client: check the data and the initial values.")
     return value
 
 

@@ -28,11 +28,21 @@ FORMAT = "fedbilevel-checkpoint-1"
 def write_whole(path: Path, content: bytes) -> None:
     """Old content or new content, never a part."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error.strerror}): make room or name another folder.") from error
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the folder {path} cannot be made ({error.strerror}): name another one.") from error
 
 
 class Record:
@@ -51,10 +61,7 @@ class Record:
     def start(self, config: Mapping[str, Any]) -> None:
         if self.checkpoint.exists():
             raise CheckpointError(f"{self.path} already holds a run: resume it, or name another folder.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"the folder {self.path} cannot be made ({error.strerror}): name another one.") from error
+        make_folder(self.path)
         self.write_config(config)
         write_whole(self.metrics, b"")
 
@@ -75,8 +82,11 @@ class Record:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        with open(self.metrics, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.metrics} cannot be written ({error.strerror}): make room and resume.") from error
 
     def save(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -86,7 +96,7 @@ class Record:
         write_whole(self.path / "solution.safetensors", save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The checkpoint, and the metrics up to it: lines written later belong to iterations that will be run again."""
+        """The checkpoint. Changes nothing on disk."""
         if not self.checkpoint.exists():
             raise CheckpointError(f"there is no checkpoint in {self.path}: give the folder of a run that wrote one.")
         try:
@@ -99,17 +109,23 @@ class Record:
             raise CheckpointError(
                 f"{self.checkpoint} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it."
             )
-        about = json.loads(labels["about"])
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        self.rows = [row for row in map(_row, lines) if row is not None and row["iteration"] <= about["iteration"]]
-        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        about: dict[str, Any] = json.loads(labels["about"])
         return tensors, about
+
+    def go_on_from(self, iteration: int) -> None:
+        """Keep the metrics up to there: lines written later belong to iterations that will be run again."""
+        try:
+            lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        except OSError as error:
+            raise CheckpointError(f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it.") from error
+        self.rows = [row for row in map(_row, lines) if row is not None and row["iteration"] <= iteration]
+        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
 
 
 def _row(line: str) -> dict[str, Any] | None:
     """A line cut off by a crash is dropped; the checkpoint says what must be measured again."""
     try:
-        row: dict[str, Any] = json.loads(line)
-        return row
+        row = json.loads(line)
     except json.JSONDecodeError:
         return None
+    return row if isinstance(row, dict) and "iteration" in row else None

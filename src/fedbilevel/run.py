@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import signal
 import sys
@@ -88,7 +89,11 @@ def run(
     """
     if isinstance(algorithm, str):
         algorithm = discovery.algorithm(algorithm)()  # type: ignore[assignment]
-    assert isinstance(algorithm, ServerAlgorithm)
+    if not isinstance(algorithm, ServerAlgorithm):
+        raise SettingError(f"algorithm is {algorithm!r}, expected an algorithm with its settings, e.g. FedBiO(lr_upper=0.01), or a name.")
+    for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule), ("num_iterations", num_iterations, int)):
+        if not isinstance(given, kind):
+            raise SettingError(f"{label} is {given!r}, expected {'a whole number' if kind is int else f'a {kind.__name__}, e.g. {kind()!r}'}.")
     for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
         if value is not None and value < least:
             raise SettingError(f"{label} is {value}, expected at least {least}.")
@@ -107,6 +112,9 @@ def run(
     if resume and book is not None:
         tensors, about = book.load()
         _same(identity, about["identity"], book)
+        if num_iterations < about["iteration"]:
+            raise SettingError(f"num_iterations is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
+        book.go_on_from(about["iteration"])
         state = fed.load_state_dict(tensors, about["state"], algorithm.State)
         start, spent, rows = about["iteration"], about["seconds"], book.rows
         book.write_config(config)
@@ -190,6 +198,7 @@ def _identity(fed: Simulation, batch_size: BatchSize, dtype: torch.dtype) -> dic
         "num_clients": fed.num_clients,
         "dtype": str(dtype).removeprefix("torch."),
         "data": _fingerprint(fed.host.data),
+        "losses": fed.losses_away(),
         "seed": fed.seed,
         "cohort": fed.cohort._asdict(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
@@ -215,6 +224,11 @@ def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> N
             for key in sorted({*given, *stored}):
                 if given.get(key) != stored.get(key):
                     raise CheckpointError(f"the checkpoint in {book.path} has {key} = {stored.get(key)!r}, here it is {given.get(key)!r}: {mend}.")
+        elif name == "losses" and len(theirs.get(name, ())) == 2:  # another device or strategy may round differently
+            if not all(str(a) == str(b) or math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(mine[name], theirs[name], strict=True)):
+                raise CheckpointError(
+                    f"the checkpoint in {book.path} belongs to another problem: its losses at a fixed point are {theirs[name]}, here {mine[name]}; {mend}."
+                )
         elif mine[name] != theirs.get(name):
             raise CheckpointError(
                 f"the checkpoint in {book.path} belongs to another run: its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {mend}."

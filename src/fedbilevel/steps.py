@@ -44,21 +44,17 @@ class Schedule(NamedTuple):
 
 class Curvature(NamedTuple):
     """largest: the largest eigenvalue of any client's Hessian (a step of 0.8 / largest is safe for local steps, while one of the mean Hessian is
-    not if one client is stiffer); smallest: of the mean Hessian, or of the flattest client for a local lower level; f_y: the largest |f_y,i|.
-    Maxima over clients are 32-norms of what clients send, so that only sums leave the clients: at most num_clients^(1/32) too large."""
+    not if one client is stiffer); smallest: of the mean Hessian, or of the flattest client for a local lower level; flattest: of the
+    flattest client, at least 1e-8 of its largest. Extremes over clients are 16-norms of what clients send, so that only sums leave the
+    clients: at most num_clients^(1/16) too careful."""
 
     largest: float
     smallest: float
-    f_y: float
+    flattest: float
     ledger: dict[str, int]
 
-    @property
-    def radius(self) -> float:
-        """A ball that holds u*: |u*| <= max |f_y| / mu."""
-        return self.f_y / self.smallest
 
-
-_NORM = 32
+_NORM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,32 +65,37 @@ class _Probe(ServerAlgorithm):
 
     lower_space = ("y", "v")
 
-    def measure(self, fed: Federation, x: Any, y: Any) -> tuple[Tensor, float]:
-        ends = fed.mean(self.ends, x=x, y=y).ends
-        n = fed.num_clients
-        largest, flattest, f_y = (n * ends).pow(1 / _NORM)
-        return torch.stack([largest, 1 / flattest, f_y]), float(largest)
+    def extremes(self, fed: Federation, x: Any, y: Any) -> tuple[float, float]:
+        """The largest and the smallest eigenvalue of any client."""
+        largest, flattest = (fed.num_clients * fed.mean(self.ends, x=x, y=y).ends).pow(1 / _NORM).tolist()
+        return largest, 1 / flattest
 
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """This client's own largest and smallest eigenvalue and |f_y|, as powers whose sum is dominated by the extreme client."""
-        batch, start = clients.batch("train", "curvature"), clients.rows(torch.linspace(1.0, 2.0, y.shape[-1], dtype=y.dtype, device=y.device).cos())
+        """This client's own largest and smallest eigenvalue, as powers whose sum is dominated by the extreme client."""
+        batch, start = clients.batch("train", "curvature"), clients.rows(_start(y.shape[-1], y))
         v = start
         for _ in range(self.num_products):
-            v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
-            v = clients.hessian_product(x, y, v, batch)
+            v = clients.hessian_product(x, y, _unit(v), batch)
         largest = torch.linalg.vector_norm(v, dim=1, keepdim=True)
         v = start
         for _ in range(self.num_products):
-            v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
-            v = largest * v - clients.hessian_product(x, y, v, batch)
-        smallest = (largest - torch.linalg.vector_norm(v, dim=1, keepdim=True)).clamp(min=1e-12 * largest)
-        f_y = torch.linalg.vector_norm(clients.upper_grad_y(x, y, clients.batch("val", "curvature")), dim=1, keepdim=True)
-        return {"ends": torch.cat([largest, 1 / smallest, f_y], dim=1).pow(_NORM)}
+            v = largest * _unit(v) - clients.hessian_product(x, y, _unit(v), batch)
+        smallest = torch.maximum(largest - torch.linalg.vector_norm(v, dim=1, keepdim=True), 1e-8 * largest)
+        return {"ends": torch.cat([largest, 1 / smallest], dim=1).pow(_NORM)}
 
     @phase
     def shifted(self, clients: Clients, x: Tensor, y: Tensor, v: Tensor, shift: float) -> dict[str, Tensor]:
         return {"v": shift * clients.rows(v) - clients.hessian_product(x, y, v, clients.batch("train", "curvature"))}
+
+
+def _start(size: int, like: Tensor) -> Tensor:
+    return torch.linspace(1.0, 2.0, size, dtype=like.dtype, device=like.device).cos()
+
+
+def _unit(v: Tensor) -> Tensor:
+    """Zero stays zero: the largest eigenvalue of s I - H is 0 when H = s I."""
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
 
 
 def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 30) -> Curvature:
@@ -102,14 +103,22 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
     probe = _Probe(num_products=num_products)
     fed = Simulation(probe, problem, clients, dtype=torch.float64)
     x, y = fed.initial()
-    ends, largest = probe.measure(fed, x, y)
-    smallest = float(ends[1])
+    largest, flattest = probe.extremes(fed, x, y)
+    smallest = flattest
     if problem.scopes.lower == "global":
-        v = torch.linspace(1.0, 2.0, fed.host.y0.numel(), dtype=torch.float64).cos()
+        v = _start(fed.host.y0.numel(), fed.host.y0)
         for _ in range(num_products):  # lambda_max(s I - H) = s - lambda_min(H)
-            v = fed.mean(probe.shifted, x=x, y=y, v=v / torch.linalg.vector_norm(v), shift=largest).v
-        smallest = max(largest - float(torch.linalg.vector_norm(v)), 1e-12 * largest)
-    return Curvature(largest, smallest, float(ends[2]), fed.ledger.totals())
+            v = fed.mean(probe.shifted, x=x, y=y, v=_unit(v), shift=largest).v
+        smallest = max(largest - float(torch.linalg.vector_norm(v)), 1e-8 * largest)
+    return Curvature(largest, smallest, flattest, fed.ledger.totals())
+
+
+def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
+    """A ball for u when it is projected at every client: 2 max_i |f_y,i| / min_i mu_i at y*(x0), the 2 for the way x has yet to go. Sees all data."""
+    population = Population(problem, clients, dtype=torch.float64)
+    y = lower_solution(population, population.x0)
+    f_y = population.oracle.upper_grad_y(population.x0, y, population.data.batch(torch.arange(len(population)), "val"))
+    return 2 * float(torch.linalg.vector_norm(f_y, dim=1).max()) / curvature(problem, clients).flattest
 
 
 def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4) -> float:
@@ -133,7 +142,7 @@ def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
     """
     found = curvature(problem, clients)
     lr = 0.8 / found.largest
-    return {"lr_lower": lr, "lr_system": lr, "lr_upper": 0.5 * lr * found.smallest / upper_curvature(problem, clients), "radius": found.radius}
+    return {"lr_lower": lr, "lr_system": lr, "lr_upper": 0.5 * lr * found.smallest / upper_curvature(problem, clients)}
 
 
 def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> str | None:

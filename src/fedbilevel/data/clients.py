@@ -43,6 +43,10 @@ class ClientData:
     """k clients, roles `train` (lower level), `val` (upper level) and any others (`test`, ...), each with named fields."""
 
     def __init__(self, clients: Sequence[Holdings], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+        if not isinstance(clients, Sequence) or not all(
+            isinstance(one, Mapping) and all(isinstance(role, Mapping) for role in one.values()) for one in clients
+        ):
+            raise ProblemError("clients must be a sequence with one dict per client, {'train': {field: array, ...}, 'val': {...}}.")
         if not clients:
             raise ProblemError("there are no clients: give a sequence with one entry per client.")
         self.dtype, self.device = dtype, torch.device(device)

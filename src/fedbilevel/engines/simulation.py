@@ -15,7 +15,7 @@ from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
 from fedbilevel.errors import CheckpointError, FedBilevelError, ProblemError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.problem import Problem
+from fedbilevel.problem import Problem, away
 
 
 class Simulation:
@@ -114,6 +114,8 @@ class Simulation:
                 figures[label] = float((weights * values).sum() / weights.sum())
             sums: dict[str, float] = {}
             for role, statistics in problem.statistics.items():
+                if role not in host.data.sizes:
+                    raise ProblemError(f"there are statistics for the role {role!r}, the clients have {', '.join(host.data.sizes)}.")
                 some = host.oracle.evaluate(statistics, xs, ys, host.data.batch(everyone, role))
                 twice = sums.keys() & some.keys()
                 if twice:
@@ -123,6 +125,14 @@ class Simulation:
         if problem.diagnostics is not None and isinstance(x, Tensor) and isinstance(y, Tensor):
             figures.update(problem.diagnostics(host.layout_x.unravel(x), host.layout_y.unravel(y)))
         return figures
+
+    def losses_away(self) -> list[float]:
+        """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
+        host, first = self.host, torch.tensor([0])
+        x, y = away(host.x0 if host.x0.ndim == 1 else host.x0[:1]), away(host.y0)
+        with torch.no_grad():
+            both = ((self.problem.upper, "val"), (self.problem.lower, "train"))
+            return [float(host.oracle.evaluate(loss, x, y, host.data.batch(first, role))) for loss, role in both]
 
     def collect(self, value: Any) -> Any:
         """A simulator can look into its clients: the rows behind a kept value."""
