@@ -68,6 +68,12 @@ def test_run_resume_and_the_record(tmp_path):
         (["compare", "quadratic", "--algorithms", "fedbio", "--target", "distance"], "expected METRIC=VALUE"),
         (["compare", "quadratic", "--algorithms", "fedbio", "--target", "distanz=1", "--iterations", "1"], "there is no metric named 'distanz'"),
         (["compare", "quadratic", "--algorithms", "fedbio", "--set", "fedbio.lr_uper=1"], "Did you mean 'lr_upper'?"),
+        (["compare", "quadratic", "--algorithms", "fedbio", "--set", "fedbio.lr_upper=abc"], "--set got 'fedbio.lr_upper=abc'"),
+        (["compare", "quadratic", "--algorithms", "--target", "distance=1"], "there are no algorithms to compare"),
+        (["compare", "quadratic", "--algorithms", "fedbio", "--out", "/proc/nowhere/cmp"], "cannot be made"),
+        (["run", "quadratic", "-a", "fedbio", "--seed", "-1"], "seed must lie between"),
+        (["run", "quadratic", "-a", "fedbio", "--device", "meta"], "device is 'meta'"),
+        (["run", "quadratic", "-a", "fedbio", "--out", "/proc"], "cannot be written"),
     ],
 )
 def test_user_errors_get_one_sentence_and_no_traceback(tmp_path, monkeypatch, capsys, args, sentence):
@@ -155,3 +161,20 @@ def test_compare_reports_cost_to_target_and_saves_one_record(tmp_path):
     firsts = [next(row for row in rows if row["distance"] <= 1.0)["rounds"] for rows in fedbio]
     assert by_name["fedbio"]["to_target"]["rounds"][0] == sum(firsts) / 2
     assert fedbio[0][0]["distance"] != fedbio[1][0]["distance"]  # repetitions differ in their data
+
+
+def test_a_comparison_survives_a_run_that_diverges_and_is_never_overwritten(tmp_path):
+    args = ["compare", "quadratic", "--algorithms", "fedbio", "fedavg", "--iterations", 20, "--repetitions", 1, "--set", "fedbio.lr_lower=1e9", "--out", "cmp"]
+    result = call(*args, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "fedbio (1 diverged)" in result.stdout
+    saved = json.loads((tmp_path / "cmp" / "comparison.json").read_text())
+    assert [(one["algorithm"], one["diverged"] is None) for one in saved["runs"]] == [("fedbio", False), ("fedavg", True)]
+    again = call(*args, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already holds a comparison" in again.stderr
+
+
+def test_the_task_may_stand_after_the_flags(tmp_path):
+    result = call("run", "--algorithm", "fedavg", "quadratic", "--lr-lower", "0.1", "--iterations", 1, "--out", "r", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr

@@ -1,12 +1,14 @@
 """Every derivative of every strategy against second derivatives taken client by client without the library, and against finite differences."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -436,3 +438,27 @@ def test_features_of_one_role_are_not_used_for_another():
     x, y, _ = point(rich, shared_x=True)
     for role in ("train", "val", "train"):
         torch.testing.assert_close(rich.oracle.upper_grad_y(x, y, whole(rich, role)), plain.oracle.upper_grad_y(x, y, whole(plain, role)), **CLOSE)
+
+
+def test_a_loss_that_cannot_be_batched_is_evaluated_one_by_one_with_a_warning():
+    built = Quadratic(num_clients=3).build()
+    branching = dataclasses.replace(built.problem, lower=lambda x, y, batch: built.problem.lower(x, y, batch) * (1.0 if y["y"].sum() < 1e9 else 2.0))
+    with pytest.warns(UserWarning, match="evaluated one by one"):
+        slow = Population(branching, built.clients, dtype=torch.float64)
+    whole = Population(built.problem, built.clients, dtype=torch.float64)
+    batch = lambda population: population.data.batch(torch.arange(3), "train")
+    torch.testing.assert_close(slow.oracle.lower_grad(slow.x0, slow.y0, batch(slow)), whole.oracle.lower_grad(whole.x0, whole.y0, batch(whole)))
+    with pytest.raises(ProblemError, match="use strategy='loop'"):
+        Population(branching, built.clients, strategy="vmap")
+
+
+def test_auto_works_in_chunks_when_memory_asks_for_it(monkeypatch):
+    built = Quadratic(num_clients=5).build()
+    population = Population(built.problem, built.clients, dtype=torch.float64)
+    batch = population.data.batch(torch.arange(5), "train")
+    v = torch.ones(6, dtype=torch.float64)
+    whole = population.oracle.second_order(population.x0, population.y0, v, batch)
+    assert population.oracle._chunk(5, [v], [batch.fields]) is None
+    monkeypatch.setattr("fedbilevel.oracle.BUDGET", 2 * 8 * (2 * 48 + 32 + sum(value.numel() // 5 * value.element_size() for value in batch.fields.values())))
+    assert population.oracle._chunk(5, [population.x0, population.y0, v], [batch.fields]) == 2
+    torch.testing.assert_close(population.oracle.second_order(population.x0, population.y0, v, batch), whole, rtol=1e-13, atol=1e-13)

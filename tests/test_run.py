@@ -82,16 +82,19 @@ def test_a_folder_that_holds_a_run_is_never_overwritten(tmp_path, cleaning):
         ({"task": Quadratic(dim_lower=3)}, r"its y is"),
         ({"task": Quadratic(data_seed=8)}, "its data is"),
         ({"task": Quadratic(num_clients=2)}, "num_clients is 5, here it is 2"),
+        ({"task": Quadratic(bend=0.5)}, "another problem: its losses at a fixed point"),
         ({"schedule": Schedule(power=0.5)}, "schedule"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_the_difference_is_named(tmp_path, change, named):
     run(FedAvg(), *Quadratic().build(), num_iterations=1, record=tmp_path / "run")
-    files = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir() if place.name != "metrics.jsonl"}
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"iteration": 2}) + "\n")  # measured after the checkpoint
+    files = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
     built = change.pop("task", Quadratic()).build()
     with pytest.raises(CheckpointError, match=named):
         run(change.pop("algorithm", FedAvg()), *built, num_iterations=2, record=tmp_path / "run", resume=True, **change)
-    assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir() if place.name != "metrics.jsonl"}
+    assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b"\x80\x04pickle", lambda content: b""])
@@ -189,10 +192,14 @@ def test_a_decaying_schedule_removes_the_drift_of_local_steps():
         ({"strategy": "magic"}, "strategy is 'magic'"),
         ({"seed": -4}, "seed must lie between"),
         ({"schedule": Schedule(power=-1)}, "power is -1"),
+        ({"cohort": 0.5}, r"cohort is 0.5, expected a Cohort"),
+        ({"num_iterations": 2.5}, "num_iterations is 2.5, expected a whole number"),
+        ({"batch_size": 2.5}, "batch_size is 2.5"),
+        ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16"),
     ],
 )
 def test_bad_settings_get_one_sentence(options, named):
-    with pytest.raises((SettingError, ValueError), match=named):
+    with pytest.raises(SettingError, match=named):
         run(FedAvg(), *Quadratic().build(), **{"num_iterations": 1, **options})
 
 
@@ -211,3 +218,16 @@ def test_an_algorithm_may_be_given_by_name_and_scopes_are_checked(cleaning):
     refuses = type("Refuses", (FedAvg,), {"refuses": {"private": "it has no use for one"}, "__module__": "somewhere.refuses"})
     with pytest.raises(ScopeError, match="refuses cannot solve a problem with a private upper variable: it has no use for one"):
         run(refuses(), *cleaning, num_iterations=1)
+
+
+def test_fewer_iterations_than_are_done_are_refused_and_nothing_changes(tmp_path):
+    run(FedAvg(), *Quadratic().build(), num_iterations=3, record=tmp_path / "run")
+    before = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
+    with pytest.raises(SettingError, match=r"num_iterations is 2, but the run in .* has already done 3"):
+        run(FedAvg(), *Quadratic().build(), num_iterations=2, record=tmp_path / "run", resume=True)
+    assert before == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
+
+
+def test_a_class_instead_of_an_algorithm_is_a_clear_error():
+    with pytest.raises(SettingError, match="expected an algorithm with its settings"):
+        run(FedBiO, *Quadratic().build(), num_iterations=1)

@@ -13,5 +13,21 @@ from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation import Cohort
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.run import Result, run
+from fedbilevel.steps import Schedule, check_timescales, curvature, projection_radius, suggest
 
-__all__ = ["Cohort", "FedBilevelError", "Problem", "Result", "Scopes", "check_algorithm", "check_hypergradient", "check_problem", "run"]
+__all__ = [
+    "Cohort",
+    "FedBilevelError",
+    "Problem",
+    "Result",
+    "Schedule",
+    "Scopes",
+    "check_algorithm",
+    "check_hypergradient",
+    "check_problem",
+    "check_timescales",
+    "curvature",
+    "projection_radius",
+    "run",
+    "suggest",
+]

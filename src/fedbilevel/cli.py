@@ -92,10 +92,11 @@ class TaskCommand(click.Command):
     """Reads the names of the task and the algorithm first, then adds their flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and not args[0].startswith("-"):
-            task, found = discovery.task(args[0]), _algorithm_named(args)
+        names = [arg for i, arg in enumerate(args) if not arg.startswith("-") and (i == 0 or arg in discovery.tasks())]
+        if names:
+            task, found = discovery.task(names[0]), _algorithm_named(args)
             theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
-            ctx.meta["settings"] = [*flags(task, f"Task {args[0]}", {}), *theirs]
+            ctx.meta["settings"] = [*flags(task, f"Task {names[0]}", {}), *theirs]
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -135,13 +136,14 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
     click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1"),
     click.option("--strategy", type=click.Choice(["auto", "vmap", "loop"]), default="auto", show_default=True, help="how clients are evaluated at once"),
+    click.option("--chunk-size", type=int, default=None, help="clients evaluated at once under vmap (default: as many as fit a memory budget)"),
     click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),
     click.option("--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"),
     click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"),
 ]
 
 
-OPTIONS = ("seed", "fraction", "replacement", "redraw", "schedule_power", "schedule_offset", "batch_size", "dtype", "device", "strategy")
+OPTIONS = ("seed", "fraction", "replacement", "redraw", "schedule_power", "schedule_offset", "batch_size", "dtype", "device", "strategy", "chunk_size")
 
 
 def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,14 +185,24 @@ def resume_command(path: Path, iterations: int | None) -> None:
     """Go on with the run recorded in the folder PATH, from its last checkpoint."""
     config = Record(path).read_config()
     try:
-        task_name, task_settings, options, plan = config["task"], config["task_settings"], config["options"], config["run"]
+        task_name, task_settings, plan = config["task"], config["task_settings"], config["run"]
+        options = {**_default_options(), **config["options"]}
         name, settings = config["identity"]["algorithm"], config["identity"]["settings"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} holds a run that was not started on the command line (no {error}): resume it from Python with run(..., record=..., resume=True)."
         ) from None
     task, algorithm = _rebuilt(discovery.task(task_name), task_settings), _rebuilt(discovery.algorithm(name), settings)
-    _go(task, algorithm, iterations or plan["num_iterations"], options, plan["measure_every"], plan["checkpoint_every"], path, resume=True)
+    _go(
+        task,
+        algorithm,
+        plan["num_iterations"] if iterations is None else iterations,
+        options,
+        plan["measure_every"],
+        plan["checkpoint_every"],
+        path,
+        resume=True,
+    )
 
 
 @cli.command("demo")
@@ -208,7 +220,7 @@ def demo_command(seed: int, out: Path | None) -> None:
     outcomes = {}
     for name in ("fedavg", "fedbio", "fednest", "fbo_aggitd"):
         settings = chosen(discovery.algorithm(name), {}, kind.suggestions(name))
-        options = {param.name: param.get_default(click.Context(run_command)) for param in run_command.params if param.name in OPTIONS} | {"seed": seed}
+        options = _default_options() | {"seed": seed}
         outcomes[name] = _go(task, settings, kind.iterations(name), options, None, 50, folder / name, quiet=True)
         if outcomes[name].stopped == "interrupted":
             sys.exit(130)
@@ -270,12 +282,12 @@ class CompareCommand(click.Command):
 def compare_command(task: str, algorithms: str, target: str | None, repetitions: int, max_rounds: int | None, changes: tuple[str, ...], **values: Any) -> None:
     """Several algorithms on the same data with the same seeds: rounds, megabytes, oracle calls and seconds to a target, and final figures."""
     kind = discovery.task(task)
-    names = [name for name in algorithms.split(",") if name]
+    names = list(dict.fromkeys(name for name in algorithms.split(",") if name))
     methods = {name: discovery.algorithm(name) for name in names}
     given = _changes(changes, {"task": kind, **methods})
     settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
     iterations = {name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names}
-    every = values["measure_every"] or max(1, min(iterations.values()) // 50)
+    every = values["measure_every"] or max(1, min(iterations.values(), default=1) // 50)
     folder = values["out"] or _new_folder(f"compare-{task}")
     cohort = Cohort(values["fraction"], values["replacement"], values["redraw"])
     goal = Target.parse(target) if target is not None else None
@@ -286,16 +298,21 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
         "dtype": DTYPES[values["dtype"]],
         "device": _device(values["device"]),
         "strategy": values["strategy"],
+        "chunk_size": values["chunk_size"],
     }
     with console.status("") as status:
 
         def show(name: str, r: int, now: RunProgress) -> None:
             status.update(f"{name}, repetition {r + 1} of {repetitions}: outer iteration {now.iteration}, {now.rounds} rounds")
 
-        result = compare(
-            kind(**given.get("task", {})), settings, num_iterations=iterations, target=goal, repetitions=repetitions, seed=values["seed"],
-            max_rounds=max_rounds, record=folder, progress=show, cohort=cohort, measure_every=every, **options,
-        )  # fmt: skip
+        try:
+            result = compare(
+                kind(**given.get("task", {})), settings, num_iterations=iterations, target=goal, repetitions=repetitions, seed=values["seed"],
+                max_rounds=max_rounds, record=folder, progress=show, cohort=cohort, measure_every=every, **options,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            console.print(f"Stopped. The runs that were finished are in {folder / 'comparison.json'}.", soft_wrap=True)
+            sys.exit(130)
     console.print(report.comparison(result, kind.headline))
     console.print(f"Saved in {folder / 'comparison.json'}", soft_wrap=True)
 
@@ -314,7 +331,10 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
         if name not in options:
             raise UnknownNameError(f"setting of {owner}", name, [known for known in options if known])
         option = options[name]
-        found.setdefault(owner, {})[name] = option.type.convert(value, option, None)
+        try:
+            found.setdefault(owner, {})[name] = option.type.convert(value, None, None)
+        except click.BadParameter as error:
+            raise SettingError(f"--set got {text!r}: {error.message}") from None
     return found
 
 
@@ -331,12 +351,15 @@ def _go(task: Task, algorithm: Any, iterations: int, options: dict[str, Any], me
             result = run(
                 algorithm, built.problem, built.clients, num_iterations=iterations, seed=options["seed"], cohort=cohort, batch_size=options["batch_size"],
                 schedule=Schedule(options["schedule_power"], options["schedule_offset"]), dtype=DTYPES[options["dtype"]], device=device,
-                strategy=options["strategy"], measure_every=measure_every, checkpoint_every=checkpoint_every,
+                strategy=options["strategy"], chunk_size=options["chunk_size"], measure_every=measure_every, checkpoint_every=checkpoint_every,
                 record=folder, resume=resume, callbacks=[callback],
                 describe={"task": task.name(), "task_settings": task.asdict(), "options": options},
             )  # fmt: skip
         except KeyboardInterrupt:
-            console.print(f"Stopped at once. The last checkpoint is kept: fedbilevel resume {folder}", soft_wrap=True)
+            kept = Record(folder).checkpoint.exists()
+            console.print(
+                f"Stopped at once. The last checkpoint is kept: fedbilevel resume {folder}" if kept else "Stopped before anything was saved.", soft_wrap=True
+            )
             sys.exit(130)
     if result.stopped == "interrupted":
         console.print(f"Stopped after outer iteration {result.iteration}. To go on: fedbilevel resume {folder}", soft_wrap=True)
@@ -379,9 +402,15 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError(f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch.")
     return device
+
+
+def _default_options() -> dict[str, Any]:
+    return {str(param.name): param.get_default(click.Context(run_command)) for param in run_command.params if param.name in OPTIONS}
 
 
 def _new_folder(name: str) -> Path:

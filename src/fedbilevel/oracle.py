@@ -7,6 +7,7 @@ from one vector-Jacobian product of the lower gradient: with G = grad_y g, the p
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 from fedbilevel.data.clients import Batch
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Fields, Layout, Loss, Problem, with_features
 
-Strategy = Literal["auto", "vmap", "loop"]
+Strategy = Literal["auto", "vmap", "loop"]  # auto: vmap, in chunks where memory asks for it, or a loop where the loss does
+BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"
 
 
 class Oracle:
@@ -126,7 +128,31 @@ class Oracle:
             rows = [function(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches)) for i in range(k)]
             return torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
         in_dims = (*(None if v.ndim == 1 else 0 for v in vectors), *(0 for _ in batches))
-        return vmap(function, in_dims=in_dims, chunk_size=self.chunk_size)(*vectors, *(batch.fields for batch in batches))
+        fields = tuple(batch.fields for batch in batches)
+        return vmap(function, in_dims=in_dims, chunk_size=self._chunk(k, vectors, fields))(*vectors, *fields)
+
+    def _chunk(self, k: int, vectors: Sequence[Tensor], batches: Sequence[Fields]) -> int | None:
+        """As many clients at once as keep points, samples and a few intermediate copies of them within the budget."""
+        if self.chunk_size is not None or self.strategy == "vmap":
+            return self.chunk_size
+        points = sum(v.shape[-1] * v.element_size() for v in vectors)
+        samples = sum(value.numel() // k * value.element_size() for fields in batches for value in fields.values())
+        fits = max(1, BUDGET // (8 * (points + samples)))
+        return None if fits >= k else fits
+
+    def settle(self, batch: Batch, x: Tensor, y: Tensor) -> None:
+        """Try vmap once on a few samples: a loss that branches on values or calls .item() cannot be batched."""
+        if self.strategy == "loop" or len(batch) < 2:
+            return
+        try:
+            vmap(self._pull_both, in_dims=(None if x.ndim == 1 else 0, None, None, 0))(x, y, y, batch.fields)
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0].rstrip(".")
+            if self.strategy == "vmap":
+                raise ProblemError(f"the lower loss cannot be evaluated for several clients at once ({reason}): use strategy='loop'.") from error
+            self.strategy = "loop"
+            text = f"the lower loss cannot be evaluated for several clients at once ({reason}), so clients are evaluated one by one, which is slower"
+            warnings.warn(text, stacklevel=2)
 
     def _nothing(self, function: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         """A process none of whose clients is in the cohort: the shapes of one client, zero rows."""

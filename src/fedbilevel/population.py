@@ -36,6 +36,9 @@ class Population:
         first_x = self.x0 if self.x_sizes is None else self.x0[0, : int(self.x_sizes[0])]
         check_losses(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
         self.oracle = Oracle(problem, self.layout_x, self.layout_y, strategy=strategy, chunk_size=chunk_size)
+        two = self.data.positions[:2]
+        few = self.data.batch(two, "train", torch.zeros(len(two), 1, dtype=torch.int64, device=self.device))
+        self.oracle.settle(few, self.x0 if self.x0.ndim == 1 else self.x0[:2], self.y0)
 
     def __len__(self) -> int:
         return self.data.num_clients

@@ -46,8 +46,9 @@ def comparison(result: Comparison, headline: Sequence[str]) -> Table:
     for one in result.outcomes:
         paid = one.to_target if goal is not None else one.total
         cells = [spread(paid.get(name), digits) for name, digits in (("rounds", 0), ("megabytes", 1), ("gradients", 0), ("products", 0), ("seconds", 1))]
+        label = f"{one.name} ({one.num_diverged} diverged)" if one.num_diverged else one.name
         table.add_row(
-            one.name, *([f"{one.num_reached}/{one.num_runs}"] if goal is not None else []), *cells, *(spread(one.final.get(name), 4) for name in finals[:2])
+            label, *([f"{one.num_reached}/{one.num_runs}"] if goal is not None else []), *cells, *(spread(one.final.get(name), 4) for name in finals[:2])
         )
     return table
 

@@ -23,7 +23,7 @@ vanish (none with the sum), and a drift.
 (5) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, z stay.
 
 Cost per outer iteration: 2N + 3 rounds; floats up (3N - Q + 1) d_y + 2 d_x (sum: (3N + 1) d_y + 2 d_x); per client g_y: N + 2 N tau,
-f_y: 1 (sum: N + 1), H v: N - Q (sum: N), J v: 1, f_x: 1 + 2 tau.
+f_y: 1 (sum: N + 1), H v: N - Q (sum: N), J v: 1, f_x: 1 + 2 tau. With lower_solver="sgd": N d_y floats and g_y N + N tau fewer.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ Deviations: (1) this is the paper's FedIHGP; the released code applies each clie
 terms, and has no lam (its error is a scale error at the published step). (2) lam is a setting of its own; the released code uses
 the upper step. (3) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, p stay.
 (4) `lower_solver="sgd"` (FedNest-SGD in the released code) replaces SVRG on y by plain local SGD: no q, T rounds fewer, and a drift.
-(5) In the paper f_x in h_i and in the first local step share a sample; here they do not, which changes nothing: in that step the two
-local f_x cancel.
+(5) In the paper f_x in h_i shares its sample with the local steps; here it has its own (in the first local step the two local f_x cancel,
+so only later steps could tell).
 
 Cost per outer iteration: 2T + N' + 3 rounds; floats up (2T + N' + 1) d_y + 2 d_x; per client g_y: T (1 + 2 tau), f_y: 1, H v: N', J v: 1,
 f_x: 1 + 2 tau (sgd: T + N' + 3 rounds, (T + N' + 1) d_y + 2 d_x, g_y: T tau).
