@@ -145,7 +145,8 @@ class Oracle:
         if self.strategy == "loop" or len(batch) < 2:
             return
         try:
-            vmap(self._pull_both, in_dims=(None if x.ndim == 1 else 0, None, None, 0))(x, y, y, batch.fields)
+            each = [v.expand(len(batch), -1) for v in (x, y, y)]  # points of their own, as after local steps
+            vmap(self._pull_both)(*each, batch.fields)
         except RuntimeError as error:
             reason = str(error).split("\n", 1)[0].rstrip(".")
             if self.strategy == "vmap":

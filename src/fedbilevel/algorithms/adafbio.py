@@ -28,8 +28,9 @@ Bias: (13) inverts each client's own Hessian, so with a global lower level and h
 hypergradients vanishes; "shared-u" does not. With q > 1 clients also drift by about beta times their heterogeneity. Estimates kept at a
 client are zero until it first takes part; that error fades by the factor 1 - alpha or 1 - beta per step.
 
-Cost per outer iteration: 1 round; floats up 2 d_x + 2 d_y (shared-u: + 2 d_y), down 3 d_x + 2 d_y + 1 (+ 2 d_y; adaptive=none: d_x + 1 less); per client and step 2 of
-g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2; shared-u: 2). Before the first: 1 round, d_x + d_y (+ d_y) up, q estimates.
+Cost per outer iteration: 1 round; floats up 2 d_x + 2 d_y (shared-u: + 2 d_y), down 3 d_x + 2 d_y + 1 (shared-u: + 2 d_y; adaptive=none: d_x + 1
+less); per client and step 2 of g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2; shared-u: 2). Before the first: 1 round, d_x + d_y (+ d_y) up,
+q estimates.
 """
 
 from __future__ import annotations
