@@ -145,8 +145,8 @@ class Oracle:
         if self.strategy == "loop" or len(batch) < 2:
             return
         try:
-            each = [v.expand(len(batch), -1) for v in (x, y, y)]  # points of their own, as after local steps
-            vmap(self._pull_both)(*each, batch.fields)
+            xs, ys = x.expand(len(batch), -1), y.expand(len(batch), -1)  # points of their own, as after local steps
+            vmap(self._pull_both)(xs, ys, ys, batch.fields)
         except RuntimeError as error:
             reason = str(error).split("\n", 1)[0].rstrip(".")
             if self.strategy == "vmap":
