@@ -170,5 +170,5 @@ def test_a_client_that_does_not_answer_keeps_its_own_and_the_others_are_averaged
 
 def test_a_global_lower_level_is_refused() -> None:
     assert FedBiOLocal().check_scopes(Scopes(lower="local")) == []
-    with pytest.raises(ScopeError, match="fedbio_local cannot solve a problem with a global variable: it solves a linear system with the Hessian of each"):
+    with pytest.raises(ScopeError, match="fedbio_local cannot solve a problem with a global lower level: it solves a linear system with the Hessian of each"):
         FedBiOLocal().check_scopes(Scopes(lower="global"))

@@ -163,7 +163,7 @@ def test_continues_from_a_checkpoint_bit_by_bit(u: str) -> None:
 
 def test_what_is_refused() -> None:
     assert FedBiOAccLocal().check_scopes(Scopes(lower="local")) == []
-    with pytest.raises(ScopeError, match="fedbioacc_local cannot solve a problem with a global variable"):
+    with pytest.raises(ScopeError, match="fedbioacc_local cannot solve a problem with a global lower level"):
         FedBiOAccLocal().check_scopes(Scopes(lower="global"))
     with pytest.raises(SettingError, match=r"FedBiOAccLocal: momentum_upper \* a\^2 is 1\.02 in the first step"):
         FedBiOAccLocal(delta=1.0, offset=7.0, momentum_upper=4.1)
