@@ -311,7 +311,8 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
                 max_rounds=max_rounds, record=folder, progress=show, cohort=cohort, measure_every=every, **options,
             )  # fmt: skip
         except KeyboardInterrupt:
-            console.print(f"Stopped. The runs that were finished are in {folder / 'comparison.json'}.", soft_wrap=True)
+            saved = folder / "comparison.json"
+            console.print(f"Stopped. The runs that were finished are in {saved}." if saved.exists() else "Stopped before any run was finished.", soft_wrap=True)
             sys.exit(130)
     console.print(report.comparison(result, kind.headline))
     console.print(f"Saved in {folder / 'comparison.json'}", soft_wrap=True)

@@ -134,6 +134,8 @@ def compare(
 
             try:
                 result = run(algorithm, built.problem, built.clients, num_iterations=num_iterations[name], seed=seed + r, callbacks=[watch], **options)
+                if result.stopped == "interrupted":
+                    raise KeyboardInterrupt  # a run cut short is not a result; those before it are on disk
                 rows[:] = result.rows
             except NonFiniteError as error:
                 diverged = str(error)
@@ -142,8 +144,6 @@ def compare(
             if record is not None:
                 content = {**about, **dataclasses.asdict(done), "target": target._asdict() if target is not None else None}
                 write_whole(record / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
-            if diverged is None and result.stopped == "interrupted":
-                raise KeyboardInterrupt
     return done
 
 
