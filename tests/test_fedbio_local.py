@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from by_hand import Samples, fx, fy, global_directions, hessian, jacobian, neumann_directions, plain_rounds, states
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbio_local import FedBiOLocal
-from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ScopeError
 from fedbilevel.federation import Cohort
 from fedbilevel.problem import Scopes
 from fedbilevel.tasks.quadratic import ClosedForm, Quadratic
-from yardstick import drive, relative
+from yardstick import check_continues, drive, relative
 
 
 def small(**settings: Any) -> Quadratic:
@@ -141,21 +140,7 @@ def test_ledger(num_local_steps: Any, num_factors: int, u: str, fraction: float,
 def test_continues_from_a_checkpoint_bit_by_bit(u: str) -> None:
     task = small(num_clients=4)
     algorithm = FedBiOLocal(num_local_steps=(2, 1, 3, 2), num_factors=2, u=u)
-    options = {"seed": 3, "cohort": Cohort(0.5), "batch_size": 2, "dtype": torch.float64}
-    whole, state = drive(algorithm, task.build(), 5, **options)
-    tensors, plain = whole.state_dict(state)
-    half, middle = drive(algorithm, task.build(), 2, **options)
-    saved = half.state_dict(middle)
-    resumed = Simulation(algorithm, task.build().problem, task.build().clients, **options)
-    state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
-    for iteration in (3, 4, 5):
-        resumed.begin(iteration)
-        state = algorithm.round(resumed, state)
-    again, plain_again = resumed.state_dict(state)
-    assert plain_again == plain
-    assert again.keys() == tensors.keys()
-    for name, value in tensors.items():
-        assert torch.equal(again[name], value), name
+    check_continues(algorithm, task.build())
 
 
 def test_a_client_that_does_not_answer_keeps_its_own_and_the_others_are_averaged() -> None:

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from by_hand import Samples, fx, fy, global_directions, gy, states, storm_rounds
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
-from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation import Cohort
 from fedbilevel.tasks.quadratic import Quadratic
-from yardstick import drive, relative
+from yardstick import check_continues, drive, relative
 
 SCOPES = [("global", "shared"), ("global", "private"), ("local", "shared"), ("local", "private")]
 INDEPENDENT, SHARED = "B_y B_f1 B_f2 B_g1 B_g2", "B_g B_f B_f B_g B_g"
@@ -164,21 +163,7 @@ def test_ledger(num_local_steps: Any, fraction: float, scopes: tuple[str, str], 
 def test_continues_from_a_checkpoint_bit_by_bit(scopes: tuple[str, str]) -> None:
     task = small(num_clients=4, lower=scopes[0], upper=scopes[1])
     algorithm = FedBiOAcc(num_local_steps=(2, 1, 3, 2))
-    options = {"seed": 3, "cohort": Cohort(0.5), "batch_size": 2, "dtype": torch.float64}
-    whole, state = drive(algorithm, task.build(), 5, **options)
-    tensors, plain = whole.state_dict(state)
-    half, middle = drive(algorithm, task.build(), 2, **options)
-    saved = half.state_dict(middle)
-    resumed = Simulation(algorithm, task.build().problem, task.build().clients, **options)
-    state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
-    for iteration in (3, 4, 5):
-        resumed.begin(iteration)
-        state = algorithm.round(resumed, state)
-    again, plain_again = resumed.state_dict(state)
-    assert plain_again == plain
-    assert again.keys() == tensors.keys()
-    for name, value in tensors.items():
-        assert torch.equal(again[name], value), name
+    check_continues(algorithm, task.build())
 
 
 def test_the_first_momentum_weights_must_be_below_one() -> None:

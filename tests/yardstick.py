@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fedbilevel.engines.simulation import Simulation
+from fedbilevel.federation import Cohort
 from fedbilevel.tasks.task import Built
 
 
@@ -46,3 +47,22 @@ def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], fl
     fixed = torch.linalg.solve(eye - matrix, constant)
     points = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), fixed.split(sizes), strict=True)}
     return points, float(torch.linalg.eigvals(matrix).abs().max())
+
+
+def check_continues(algorithm: Any, built: Built) -> None:
+    """Two outer iterations, a checkpoint, three more in a new simulator: everything that a checkpoint holds is as after five in a row."""
+    options = {"seed": 3, "cohort": Cohort(0.5), "batch_size": 2, "dtype": torch.float64}
+    whole, state = drive(algorithm, built, 5, **options)
+    tensors, plain = whole.state_dict(state)
+    half, middle = drive(algorithm, built, 2, **options)
+    saved = half.state_dict(middle)
+    resumed = Simulation(algorithm, built.problem, built.clients, **options)
+    state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
+    for iteration in (3, 4, 5):
+        resumed.begin(iteration)
+        state = algorithm.round(resumed, state)
+    again, plain_again = resumed.state_dict(state)
+    assert plain_again == plain
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(again[name], value), name

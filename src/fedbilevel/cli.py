@@ -92,7 +92,8 @@ class TaskCommand(click.Command):
     """Reads the names of the task and the algorithm first, then adds their flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        names = [arg for i, arg in enumerate(args) if not arg.startswith("-") and (i == 0 or arg in discovery.tasks())]
+        known = discovery.tasks()
+        names = [arg for i, arg in enumerate(args) if not arg.startswith("-") and (i == 0 or arg in known)]
         if names:
             task, found = discovery.task(names[0]), _algorithm_named(args)
             theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
@@ -289,17 +290,7 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
     iterations = {name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names}
     every = values["measure_every"] or max(1, min(iterations.values(), default=1) // 50)
     folder = values["out"] or _new_folder(f"compare-{task}")
-    cohort = Cohort(values["fraction"], values["replacement"], values["redraw"])
     goal = Target.parse(target) if target is not None else None
-    schedule = Schedule(values["schedule_power"], values["schedule_offset"])
-    options = {
-        "schedule": schedule,
-        "batch_size": values["batch_size"],
-        "dtype": DTYPES[values["dtype"]],
-        "device": _device(values["device"]),
-        "strategy": values["strategy"],
-        "chunk_size": values["chunk_size"],
-    }
     with console.status("") as status:
 
         def show(name: str, r: int, now: RunProgress) -> None:
@@ -307,8 +298,8 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
 
         try:
             result = compare(
-                kind(**given.get("task", {})), settings, num_iterations=iterations, target=goal, repetitions=repetitions, seed=values["seed"],
-                max_rounds=max_rounds, record=folder, progress=show, cohort=cohort, measure_every=every, **options,
+                kind(**given.get("task", {})), settings, num_iterations=iterations, target=goal, repetitions=repetitions,
+                max_rounds=max_rounds, record=folder, progress=show, measure_every=every, **_keywords(values),
             )  # fmt: skip
         except KeyboardInterrupt:
             saved = folder / "comparison.json"
@@ -344,16 +335,13 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
 
 def _go(task: Task, algorithm: Any, iterations: int, options: dict[str, Any], measure_every: int | None, checkpoint_every: int, folder: Path,
         *, resume: bool = False, quiet: bool = False) -> Result:  # fmt: skip
-    device = _device(options["device"])
-    cohort = Cohort(options["fraction"], options["replacement"], options["redraw"])
+    keywords = _keywords(options)
     built = task.build()
     with _progress(algorithm.name(), iterations, task.headline) as callback:
         try:
             result = run(
-                algorithm, built.problem, built.clients, num_iterations=iterations, seed=options["seed"], cohort=cohort, batch_size=options["batch_size"],
-                schedule=Schedule(options["schedule_power"], options["schedule_offset"]), dtype=DTYPES[options["dtype"]], device=device,
-                strategy=options["strategy"], chunk_size=options["chunk_size"], measure_every=measure_every, checkpoint_every=checkpoint_every,
-                record=folder, resume=resume, callbacks=[callback],
+                algorithm, built.problem, built.clients, num_iterations=iterations, measure_every=measure_every, checkpoint_every=checkpoint_every,
+                record=folder, resume=resume, callbacks=[callback], **keywords,
                 describe={"task": task.name(), "task_settings": task.asdict(), "options": options},
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -408,6 +396,17 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError(f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch.")
     return device
+
+
+def _keywords(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the command line as `run` takes them."""
+    return {
+        **{name: options[name] for name in ("seed", "batch_size", "strategy", "chunk_size")},
+        "cohort": Cohort(options["fraction"], options["replacement"], options["redraw"]),
+        "schedule": Schedule(options["schedule_power"], options["schedule_offset"]),
+        "dtype": DTYPES[options["dtype"]],
+        "device": _device(options["device"]),
+    }
 
 
 def _default_options() -> dict[str, Any]:

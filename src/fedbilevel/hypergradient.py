@@ -123,9 +123,14 @@ def _step(product: Product, b: Tensor, step: float | None) -> tuple[float, int]:
     return 0.9 / largest, count
 
 
+def start_vector(like: Tensor) -> Tensor:
+    """(d,) where power iterations start: fixed, and orthogonal to nothing in particular."""
+    return torch.linspace(1.0, 2.0, like.shape[-1], dtype=like.dtype, device=like.device).cos()
+
+
 def largest_curvature(product: Product, like: Tensor, *, num_products: int = 30) -> tuple[float, int]:
     """The largest |eigenvalue| of H by power iteration (a lower estimate that is close after a few dozen products)."""
-    v = torch.linspace(1.0, 2.0, like.shape[1], dtype=like.dtype, device=like.device).cos().expand_as(like)
+    v = start_vector(like).expand_as(like)
     size = like.new_ones(len(like), 1)
     for _ in range(num_products):
         v = product(v / torch.linalg.vector_norm(v, dim=1, keepdim=True))

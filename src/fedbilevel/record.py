@@ -48,7 +48,6 @@ def make_folder(path: Path) -> None:
 class Record:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.rows: list[dict[str, Any]] = []
 
     @property
     def checkpoint(self) -> Path:
@@ -81,7 +80,6 @@ class Record:
         return config
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
         try:
             with open(self.metrics, "a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -112,14 +110,15 @@ class Record:
         about: dict[str, Any] = json.loads(labels["about"])
         return tensors, about
 
-    def go_on_from(self, iteration: int) -> None:
-        """Keep the metrics up to there: lines written later belong to iterations that will be run again."""
+    def go_on_from(self, iteration: int) -> list[dict[str, Any]]:
+        """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
         try:
             lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         except OSError as error:
             raise CheckpointError(f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it.") from error
-        self.rows = [row for row in map(_row, lines) if row is not None and row["iteration"] <= iteration]
-        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        rows = [row for row in map(_row, lines) if row is not None and row["iteration"] <= iteration]
+        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        return rows
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -103,8 +103,9 @@ def run(
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
     fed = Simulation(algorithm, problem, clients, seed=seed, cohort=cohort, batch_size=batch_size, dtype=dtype, **options)
+    falling = schedule.checked()._asdict()
     book = Record(record) if record is not None else None
-    identity = {**_identity(fed, batch_size, dtype), "schedule": schedule.checked()._asdict()}
+    identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if book is not None else {}  # reads all data: only for a record
     config = {"identity": identity, "run": {"num_iterations": num_iterations, "measure_every": every, "checkpoint_every": checkpoint_every},
               "versions": versions(), "engine": type(fed).__name__, **(describe or {})}  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -114,9 +115,9 @@ def run(
         _same(identity, about["identity"], book)
         if num_iterations < about["iteration"]:
             raise SettingError(f"num_iterations is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
-        book.go_on_from(about["iteration"])
+        rows = book.go_on_from(about["iteration"])
         state = fed.load_state_dict(tensors, about["state"], algorithm.State)
-        start, spent, rows = about["iteration"], about["seconds"], book.rows
+        start, spent = about["iteration"], about["seconds"]
         book.write_config(config)
     else:
         if book is not None:
@@ -139,17 +140,14 @@ def run(
             **fed.ledger.totals(),
             **fed.measure(state.x, state.y),
         }
+        rows.append(row)
         if book is not None:
             book.add(row)
-        else:
-            rows.append(row)
         return row
 
     if start == 0:
         measure(0)
         save(0)
-    if book is not None:
-        rows = book.rows
     saved = iteration = start
     stopped = "finished"
     with _interrupts() as interrupted:

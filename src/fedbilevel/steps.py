@@ -15,7 +15,7 @@ from fedbilevel.data.clients import Holdings
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation import Algorithm, Federation, ServerAlgorithm, phase
-from fedbilevel.hypergradient import hypergradient, largest_curvature, lower_solution
+from fedbilevel.hypergradient import hypergradient, largest_curvature, lower_solution, start_vector
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
 from fedbilevel.settings import setting
@@ -73,7 +73,7 @@ class _Probe(ServerAlgorithm):
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """This client's own largest and smallest eigenvalue, as powers whose sum is dominated by the extreme client."""
-        batch, start = clients.batch("train", "curvature"), clients.rows(_start(y.shape[-1], y))
+        batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
         v = start
         for _ in range(self.num_products):
             v = clients.hessian_product(x, y, _unit(v), batch)
@@ -89,10 +89,6 @@ class _Probe(ServerAlgorithm):
         return {"v": shift * clients.rows(v) - clients.hessian_product(x, y, v, clients.batch("train", "curvature"))}
 
 
-def _start(size: int, like: Tensor) -> Tensor:
-    return torch.linspace(1.0, 2.0, size, dtype=like.dtype, device=like.device).cos()
-
-
 def _unit(v: Tensor) -> Tensor:
     """Zero stays zero: the largest eigenvalue of s I - H is 0 when H = s I."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
@@ -106,7 +102,7 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
     largest, flattest = probe.extremes(fed, x, y)
     smallest = flattest
     if problem.scopes.lower == "global":
-        v = _start(fed.host.y0.numel(), fed.host.y0)
+        v = start_vector(fed.host.y0)
         for _ in range(num_products):  # lambda_max(s I - H) = s - lambda_min(H)
             v = fed.mean(probe.shifted, x=x, y=y, v=_unit(v), shift=largest).v
         smallest = max(largest - float(torch.linalg.vector_norm(v)), 1e-8 * largest)
@@ -135,6 +131,11 @@ def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_produc
     return largest_curvature(product, here.reshape(1, -1), num_products=num_products)[0]
 
 
+def slow_enough(step: float, found: Curvature, problem: Problem, clients: Sequence[Holdings]) -> float:
+    """The longest upper step of the two-timescale check, 0.5 * step * mu / L_Phi, for a shortest lower or system step `step`."""
+    return 0.5 * step * found.smallest / upper_curvature(problem, clients)
+
+
 def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
     """Step sizes for single-loop methods: lower and system steps 0.8 / L, the upper step at the edge of the two-timescale check.
 
@@ -142,7 +143,7 @@ def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
     """
     found = curvature(problem, clients)
     lr = 0.8 / found.largest
-    return {"lr_lower": lr, "lr_system": lr, "lr_upper": 0.5 * lr * found.smallest / upper_curvature(problem, clients)}
+    return {"lr_lower": lr, "lr_system": lr, "lr_upper": slow_enough(lr, found, problem, clients)}
 
 
 def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> str | None:
@@ -150,7 +151,7 @@ def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[H
     lower = [getattr(algorithm, name) for name in ("lr_lower", "lr_system") if hasattr(algorithm, name)]
     if not hasattr(algorithm, "lr_upper") or not lower:
         return None
-    bound = 0.5 * min(lower) * curvature(problem, clients).smallest / upper_curvature(problem, clients)
+    bound = slow_enough(min(lower), curvature(problem, clients), problem, clients)
     if algorithm.lr_upper <= bound:
         return None
     text = (
