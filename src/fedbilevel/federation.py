@@ -92,6 +92,10 @@ class Federation(Protocol):
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         """One round (none if nothing travels up): broadcast, run the phase on the cohort, average each result by name."""
 
+    def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        """One round in which every client's own answer is seen by the server: rows in the order of client numbers. For methods that compare
+        clients with each other; nothing that a sum can do should use it. A matrix in `broadcast` sends each client its own row."""
+
     def resample(self) -> None:
         """A fresh cohort may be drawn here without spoiling what the algorithm computes."""
 

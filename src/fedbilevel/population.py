@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from fedbilevel.data.clients import ClientData, Holdings
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle import Oracle, Strategy
-from fedbilevel.problem import Layout, Problem, check_losses
+from fedbilevel.problem import Layout, Problem, away, check_losses
 
 
 class Population:
@@ -88,3 +89,42 @@ class Population:
         if self.x_sizes is None:
             return stored
         return torch.nn.utils.rnn.pad_sequence(list(stored.split(self.x_sizes[positions].tolist())), batch_first=True)
+
+    # ---- looking at a solution -------------------------------------------------------------------------------------
+
+    def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared or one row per client."""
+        problem, everyone = self.problem, self.data.positions
+        with torch.no_grad():
+            weights = self.weights(everyone).double()
+            figures = {}
+            for label, loss, role in (("upper_loss", problem.upper, "val"), ("lower_loss", problem.lower, "train")):
+                values = self.oracle.evaluate(loss, x, y, self.data.batch(everyone, role)).double().cpu()
+                figures[label] = float((weights * values).sum() / weights.sum())
+            found: dict[str, Tensor] = {}
+            for role, statistics in problem.statistics.items():
+                if role not in self.data.sizes:
+                    raise ProblemError(f"there are statistics for the role {role!r}, the clients have {', '.join(self.data.sizes)}.")
+                some = self.oracle.evaluate(statistics, x, y, self.data.batch(everyone, role))
+                twice = found.keys() & some.keys()
+                if twice:
+                    raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
+                found.update({name: value.double().cpu() for name, value in some.items()})
+        figures.update(problem.metrics({name: float(value.sum()) for name, value in found.items()}))
+        return {**figures, **(problem.across(found) if problem.across is not None else {})}
+
+    def losses_away(self) -> list[float]:
+        """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
+        first = torch.tensor([0])
+        x, y = away(self.x0 if self.x0.ndim == 1 else self.x0[:1]), away(self.y0)
+        with torch.no_grad():
+            both = ((self.problem.upper, "val"), (self.problem.lower, "train"))
+            return [float(self.oracle.evaluate(loss, x, y, self.data.batch(first, role))) for loss, role in both]
+
+    def trees(self, value: Tensor, *, upper: bool) -> Any:
+        """The user's structure: a dict, or one dict per client for rows, without padding."""
+        layout = self.layout_x if upper else self.layout_y
+        if value.ndim == 1:
+            return layout.unravel(value)
+        sizes = self.x_sizes.tolist() if upper and self.x_sizes is not None else [value.shape[1]] * len(value)
+        return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]

@@ -79,6 +79,7 @@ class Problem:
         library computes it once per x instead of once per call. It never changes a result.
     weights: how clients are averaged: `mean` (every client counts the same, as in the papers) or `by_samples` (by training samples).
     statistics: per role, a function (x, y, batch) -> additive scalars; `metrics` turns their sums over all clients into figures.
+    across: figures from the statistics of the clients one by one, each a tensor with one entry per client, e.g. the accuracy of the worst tenth.
     diagnostics: figures the server can compute from a shared x and global y alone, e.g. the distance to a known solution.
     """
 
@@ -91,6 +92,7 @@ class Problem:
     weights: Literal["mean", "by_samples"] = "mean"
     statistics: Mapping[str, Callable[[Any, Any, Fields], dict[str, Tensor]]] = field(default_factory=dict)
     metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty
+    across: Callable[[Mapping[str, Tensor]], dict[str, float]] | None = None
     diagnostics: Callable[[Tree, Tree], dict[str, float]] | None = None
     name: str = "problem"
 

@@ -196,7 +196,7 @@ def _identity(fed: Simulation, batch_size: BatchSize, dtype: torch.dtype) -> dic
         "num_clients": fed.num_clients,
         "dtype": str(dtype).removeprefix("torch."),
         "data": _fingerprint(fed.host.data),
-        "losses": fed.losses_away(),
+        "losses": fed.host.losses_away(),
         "seed": fed.seed,
         "cohort": fed.cohort._asdict(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,

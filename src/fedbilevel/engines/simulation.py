@@ -13,9 +13,9 @@ from torch import Tensor
 from fedbilevel.clients import BatchSize, Host
 from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
-from fedbilevel.errors import CheckpointError, FedBilevelError, ProblemError, SettingError
+from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.problem import Problem, away
+from fedbilevel.problem import Problem
 
 
 class Simulation:
@@ -62,6 +62,18 @@ class Simulation:
         return self.place(name, torch.zeros(self.host.width(name), dtype=self.host.dtype, device=self.host.device))
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        return self._round(phase, broadcast, lambda rows, positions, times: self.host.average(rows, times * self.host.weights(positions)))
+
+    def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        return self._round(phase, broadcast, self._by_client)
+
+    def _by_client(self, rows: Tensor, positions: Tensor, _times: Tensor) -> Tensor:
+        if len(positions) < self.num_clients:
+            missing = sorted({*range(self.num_clients)} - {*self.host.ids[positions].tolist()})
+            raise FedBilevelError(f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients.")
+        return rows[self._position_of.to(rows.device)]
+
+    def _round(self, phase: Callable[..., Any], broadcast: Mapping[str, Value], join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> SimpleNamespace:
         self.call += 1
         positions, times = self._present(broadcast.values())
         values = {name: self._send(value, positions) for name, value in broadcast.items()}
@@ -75,7 +87,7 @@ class Simulation:
             else:
                 floats, itemsize = (value.num_kept, rows.element_size() + 4) if isinstance(value, Sparse) else (rows.shape[1], rows.element_size())
                 self.ledger.charge_message("up", self.host.ids[positions], floats, itemsize)
-                gathered[name] = self.host.average(rows, times * self.host.weights(positions))
+                gathered[name] = join(rows, positions, times)
                 travelled = True
         self.ledger.rounds += travelled
         return SimpleNamespace(**gathered)
@@ -103,49 +115,19 @@ class Simulation:
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Losses and the problem's metrics over all clients and all their data. Not charged, and no draw depends on it."""
-        host, problem = self.host, self.problem
-        everyone = torch.arange(self.num_clients)
-        xs, ys = (self.collect(value) for value in (x, y))
-        with torch.no_grad():
-            weights = host.weights(everyone).double()
-            figures = {}
-            for label, loss, role in (("upper_loss", problem.upper, "val"), ("lower_loss", problem.lower, "train")):
-                values = host.oracle.evaluate(loss, xs, ys, host.data.batch(everyone, role)).double().cpu()
-                figures[label] = float((weights * values).sum() / weights.sum())
-            sums: dict[str, float] = {}
-            for role, statistics in problem.statistics.items():
-                if role not in host.data.sizes:
-                    raise ProblemError(f"there are statistics for the role {role!r}, the clients have {', '.join(host.data.sizes)}.")
-                some = host.oracle.evaluate(statistics, xs, ys, host.data.batch(everyone, role))
-                twice = sums.keys() & some.keys()
-                if twice:
-                    raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
-                sums.update({name: float(value.double().sum()) for name, value in some.items()})
-        figures.update(problem.metrics(sums))
-        if problem.diagnostics is not None and isinstance(x, Tensor) and isinstance(y, Tensor):
-            figures.update(problem.diagnostics(host.layout_x.unravel(x), host.layout_y.unravel(y)))
+        figures, diagnostics = self.host.measure(self.collect(x), self.collect(y)), self.problem.diagnostics
+        if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
+            figures.update(diagnostics(self.host.layout_x.unravel(x), self.host.layout_y.unravel(y)))
         return figures
-
-    def losses_away(self) -> list[float]:
-        """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
-        host, first = self.host, torch.tensor([0])
-        x, y = away(host.x0 if host.x0.ndim == 1 else host.x0[:1]), away(host.y0)
-        with torch.no_grad():
-            both = ((self.problem.upper, "val"), (self.problem.lower, "train"))
-            return [float(host.oracle.evaluate(loss, x, y, host.data.batch(first, role))) for loss, role in both]
 
     def collect(self, value: Any) -> Any:
         """A simulator can look into its clients: the rows behind a kept value."""
+        if isinstance(value, Tensor) and value.ndim == 2:  # rows by client number
+            return value[self.host.ids.to(value.device)]
         return self._resolve(value, torch.arange(self.num_clients)) if isinstance(value, Kept) else value
 
     def trees(self, value: Any, *, upper: bool) -> Any:
-        """The user's structure: a dict, or one dict per client for a kept value, without padding."""
-        layout = self.host.layout_x if upper else self.host.layout_y
-        rows = self.collect(value)
-        if rows.ndim == 1:
-            return layout.unravel(rows)
-        sizes = self.host.x_sizes.tolist() if upper and self.host.x_sizes is not None else [rows.shape[1]] * len(rows)
-        return [layout.unravel(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        return self.host.trees(self.collect(value), upper=upper)
 
     # ---- checkpoint: everything the next outer iteration depends on --------------------------------------------------
 
@@ -253,8 +235,10 @@ class Simulation:
         if isinstance(value, Tensor):
             held = self._held.mask(value)
             lacks = positions[~held[positions]]
-            self.ledger.charge_message("down", self.host.ids[lacks], value.numel(), value.element_size())
+            self.ledger.charge_message("down", self.host.ids[lacks], value.shape[-1], value.element_size())
             held[lacks] = True
+            if value.ndim == 2:
+                return value[self.host.ids[positions].to(value.device)]
         return value
 
 
