@@ -11,15 +11,18 @@ from torch import Tensor
 
 from fedbilevel import discovery
 from fedbilevel.data.clients import Holdings
+from fedbilevel.engines import simulate
+from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError, ScopeError, SettingError
-from fedbilevel.federation import Cohort, ServerAlgorithm
+from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
 from fedbilevel.hypergradient import SOLVERS, hypergradient, lower_solution
+from fedbilevel.network import Network
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
 from fedbilevel.tasks.quadratic import Quadratic
 
-Estimator = str | ServerAlgorithm | Callable[[Population, Tensor, Tensor], Tensor]
+Estimator = str | Algorithm | Callable[[Population, Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +138,16 @@ def _estimate(estimator: Estimator, population: Population, clients: Sequence[Ho
         found = hypergradient(population, x, y, method=estimator)  # type: ignore[arg-type]
         return estimator, found.value, f"; residual {found.residual:.1e}, {found.num_products} products"
     if isinstance(estimator, str):
-        estimator = discovery.algorithm(estimator)()  # type: ignore[assignment]
-    if isinstance(estimator, ServerAlgorithm):
+        estimator = discovery.algorithm(estimator)()
+    if isinstance(estimator, Algorithm):
         if not hasattr(estimator, "estimate"):
             raise SettingError(f"{estimator.name()} has no estimate of its own (it tracks the hypergradient along the run): check it by running it.")
-        fed = Simulation(estimator, population.problem, clients, dtype=torch.float64)
+        fed = simulate(estimator, population.problem, clients, dtype=torch.float64)
         h, _ = estimator.estimate(fed, fed.place("x", x), fed.place("y", y))
-        return estimator.name(), fed.collect(h), ""
+        value = fed.collect(h)
+        if value.ndim > x.ndim:  # a shared x, and every peer has its own estimate: the one that is farthest from the others
+            value = value[torch.linalg.vector_norm(value - value.mean(0), dim=1).argmax()]
+        return estimator.name(), value, ""
     assert callable(estimator)
     return getattr(estimator, "__name__", "estimator"), estimator(population, x, y), ""
 
@@ -164,21 +170,16 @@ def _inside(population: Population) -> Tensor:
 # ---- anybody's algorithm ---------------------------------------------------------------------------------------------
 
 
-def check_algorithm(algorithm: ServerAlgorithm, *, show: bool = True) -> Report:
+def check_algorithm(algorithm: Algorithm, *, show: bool = True) -> Report:
     """The contract of every algorithm, on small heterogeneous quadratics with minibatches and cohorts."""
     checks = [_in_scope(algorithm, lower, upper) for lower in ("global", "local") for upper in ("shared", "private")]
     scopes = next((pair for pair in (("global", "shared"), ("local", "shared")) if not {*pair} & {*algorithm.refuses}), None)
     if scopes is None:
         raise SettingError(f"{algorithm.name()} refuses every problem with a shared x, so there is nothing to check it on.")
     built = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()  # type: ignore[arg-type]
-    for name, check in (
-        ("deterministic", _deterministic),
-        ("input untouched", _untouched),
-        ("order of clients", _order),
-        ("checkpoint and resume", _resumed),
-        ("cohort of one", _cohort_of_one),
-        ("a client that drops", _dropping),
-    ):
+    everywhere = [("deterministic", _deterministic), ("input untouched", _untouched), ("order of clients", _order), ("checkpoint and resume", _resumed)]
+    with_a_server = [("cohort of one", _cohort_of_one), ("a client that drops", _dropping)]
+    for name, check in everywhere if isinstance(algorithm, PeerAlgorithm) else everywhere + with_a_server:
         try:
             ok, text = check(algorithm, built.problem, built.clients)
         except (FedBilevelError, ValueError, TypeError, RuntimeError, LookupError) as error:
@@ -187,27 +188,34 @@ def check_algorithm(algorithm: ServerAlgorithm, *, show: bool = True) -> Report:
     return _shown(Report(f"Algorithm {algorithm.name()!r}", checks), show)
 
 
-_NOISY: dict[str, Any] = {"batch_size": 2, "cohort": Cohort(0.5)}
+Engine = Simulation | PeerSimulation
 
 
-def _go(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings], num: int = 3, **options: Any) -> tuple[Simulation, Any]:
-    fed = Simulation(algorithm, problem, clients, dtype=torch.float64, **options)
+def _noisy(algorithm: Algorithm) -> dict[str, Any]:
+    """Minibatches, and a cohort or a network that changes from step to step."""
+    if not isinstance(algorithm, PeerAlgorithm):
+        return {"batch_size": 2, "cohort": Cohort(0.5)}
+    return {"batch_size": 2, "network": Network(kind="random_undirected" if "gossip" in algorithm.verbs() else "random_directed")}
+
+
+def _go(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], num: int = 3, **options: Any) -> tuple[Engine, Any]:
+    fed = simulate(algorithm, problem, clients, dtype=torch.float64, **options)
     fed.begin(0)
     return fed, _go_on(algorithm, fed, algorithm.init(fed), 1, num)
 
 
-def _go_on(algorithm: ServerAlgorithm, fed: Simulation, state: Any, first: int, last: int) -> Any:
+def _go_on(algorithm: Algorithm, fed: Engine, state: Any, first: int, last: int) -> Any:
     for iteration in range(first, last + 1):
         fed.begin(iteration)
         state = algorithm.round(fed, state)
     return state
 
 
-def _end(fed: Simulation, state: Any) -> Tensor:
+def _end(fed: Engine, state: Any) -> Tensor:
     return torch.cat([fed.collect(value).reshape(-1) for value in (state.x, state.y)])
 
 
-def _in_scope(algorithm: ServerAlgorithm, lower: Any, upper: Any) -> Check:
+def _in_scope(algorithm: Algorithm, lower: Any, upper: Any) -> Check:
     name = f"{lower} lower, {upper} upper"
     built = Quadratic(num_clients=3, lower=lower, upper=upper).build()
     try:
@@ -219,30 +227,35 @@ def _in_scope(algorithm: ServerAlgorithm, lower: Any, upper: Any) -> Check:
     except (FedBilevelError, ValueError, TypeError, RuntimeError, LookupError) as error:
         return Check(name, False, f"raised {type(error).__name__}: {error}")
     must_stay = [label for label, stays in (("x", upper == "private"), ("y", lower == "local")) if stays]
-    travelled = [label for label in must_stay if isinstance(getattr(state, label), Tensor)]
+    if isinstance(algorithm, PeerAlgorithm):  # rows are always at hand here: what travels shows in the bill, which must not depend on the size of what stays
+        wider = Quadratic(num_clients=3, lower=lower, upper=upper, dim_upper=5 if upper == "private" else 4, dim_lower=7 if lower == "local" else 6).build()
+        bills = [engine.ledger.totals()["floats_up"] for engine in (fed, _go(algorithm, *wider)[0])]
+        travelled = must_stay if bills[0] != bills[1] else []
+    else:
+        travelled = [label for label in must_stay if isinstance(getattr(state, label), Tensor)]
     if travelled:
         return Check(name, False, f"{travelled[0]} left its client although its scope says it must not")
     return Check(name, bool(torch.isfinite(_end(fed, state)).all()), "runs" + "".join(f"; warns: {text}" for text in warned))
 
 
-def _deterministic(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
-    first, second = (_end(*_go(algorithm, problem, clients, **_NOISY)) for _ in range(2))
+def _deterministic(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    first, second = (_end(*_go(algorithm, problem, clients, **_noisy(algorithm))) for _ in range(2))
     return torch.equal(first, second), "two runs agree bit for bit"
 
 
-def _untouched(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+def _untouched(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
     before = [torch.as_tensor(value).clone() for client in clients for role in client.values() for value in role.values()]
-    fed, _ = _go(algorithm, problem, clients, **_NOISY)
+    fed, _ = _go(algorithm, problem, clients, **_noisy(algorithm))
     after = [torch.as_tensor(value) for client in clients for role in client.values() for value in role.values()]
     same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     start = Population(problem, clients, dtype=torch.float64)
     return same and torch.equal(start.x0, fed.host.x0) and torch.equal(start.y0, fed.host.y0), "data and initial point are as they were"
 
 
-def _order(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
-    forwards = _end(*_go(algorithm, problem, clients, **_NOISY))
+def _order(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    forwards = _end(*_go(algorithm, problem, clients, **_noisy(algorithm)))
     ids = list(reversed(range(len(clients))))
-    backwards = _go(algorithm, problem, [clients[i] for i in ids], ids=ids, **_NOISY)
+    backwards = _go(algorithm, problem, [clients[i] for i in ids], ids=ids, **_noisy(algorithm))
     fed, state = backwards
     rows = [fed.collect(value) for value in (state.x, state.y)]
     end = torch.cat([(row.flip(0) if row.ndim == 2 else row).reshape(-1) for row in rows])
@@ -250,23 +263,23 @@ def _order(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdi
     return error < 1e-10, f"clients in reverse order change the result by {error:.1e}"
 
 
-def _resumed(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
-    whole, state = _go(algorithm, problem, clients, 4, **_NOISY)
-    half, middle = _go(algorithm, problem, clients, 2, **_NOISY)
+def _resumed(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    whole, state = _go(algorithm, problem, clients, 4, **_noisy(algorithm))
+    half, middle = _go(algorithm, problem, clients, 2, **_noisy(algorithm))
     tensors, plain = half.state_dict(middle)
-    fresh = Simulation(algorithm, problem, clients, dtype=torch.float64, **_NOISY)
+    fresh = simulate(algorithm, problem, clients, dtype=torch.float64, **_noisy(algorithm))
     again = fresh.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, plain, algorithm.State)
     end = _go_on(algorithm, fresh, again, 3, 4)
     same_bill = whole.ledger.totals() == fresh.ledger.totals()
     return torch.equal(_end(whole, state), _end(fresh, end)) and same_bill, "a resumed run agrees bit for bit, and in cost"
 
 
-def _cohort_of_one(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+def _cohort_of_one(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
     end = _end(*_go(algorithm, problem, clients, cohort=Cohort(0.01), batch_size=2))
     return bool(torch.isfinite(end).all()), "one client per round is enough to run"
 
 
-def _dropping(algorithm: ServerAlgorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+def _dropping(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
     for call in range(1, 5):
         end = _end(*_go(algorithm, problem, clients, drops=lambda iteration, now, call=call: {1} if iteration == 2 and now == call else ()))
         if not bool(torch.isfinite(end).all()):

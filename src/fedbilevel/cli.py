@@ -18,10 +18,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import fedbilevel
 from fedbilevel import discovery, report
+from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.compare import Target, compare
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.federation import Algorithm, Cohort
+from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.network import Network
 from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
 from fedbilevel.run import Result, run
@@ -33,6 +35,7 @@ console = Console()
 if not console.is_terminal:
     console = Console(width=120)  # a file or a pipe has no width of its own
 complaints = Console(stderr=True)
+BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -54,11 +57,16 @@ class SettingOption(click.Option):
     section = ""
 
 
-def flags(owner: type[Settings], section: str, suggested: dict[str, Any]) -> list[SettingOption]:
+def flag_name(name: str, prefix: str) -> str:
+    """`--ring` would say little: settings of the network are --network-..., its kind is --network."""
+    return name if not prefix else prefix if name == "kind" else f"{prefix}_{name}"
+
+
+def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix: str = "") -> list[SettingOption]:
     hints = typing.get_type_hints(owner)
     options = []
     for spec in dataclasses.fields(owner):
-        name, choices = spec.name.replace("_", "-"), [kind for kind in kinds(hints[spec.name]) if kind is not type(None)]
+        name, choices = flag_name(spec.name, prefix).replace("_", "-"), [kind for kind in kinds(hints[spec.name]) if kind is not type(None)]
         symbol = f" [{spec.metadata['symbol']}]" if spec.metadata.get("symbol") else ""
         default = f"default {suggested[spec.name]} on this task" if spec.name in suggested else f"default {spec.default}"
         kind = choices[0]
@@ -70,7 +78,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any]) -> lis
         else:
             type_ = kind
         option = SettingOption(
-            [f"--{name}/--no-{name}" if is_switch else f"--{name}", spec.name],
+            [f"--{name}/--no-{name}" if is_switch else f"--{name}", flag_name(spec.name, prefix)],
             default=None,
             type=bool if is_switch else type_,
             metavar="N|N,N,..." if type_ is whole_numbers else None,
@@ -81,10 +89,11 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any]) -> lis
     return options
 
 
-def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any]) -> Any:
+def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any], prefix: str = "") -> Any:
     """Settings: what the user gave, else what the task suggests, else the default."""
     names = {spec.name for spec in dataclasses.fields(owner)}
-    given = {name: value for name, value in values.items() if name in names and value is not None}
+    flagged = {name: values.get(flag_name(name, prefix)) for name in names}
+    given = {name: value for name, value in flagged.items() if value is not None}
     return owner(**{**{name: value for name, value in suggested.items() if name in names}, **given})
 
 
@@ -97,6 +106,8 @@ class TaskCommand(click.Command):
         if names:
             task, found = discovery.task(names[0]), _algorithm_named(args)
             theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
+            if found and issubclass(found, PeerAlgorithm):
+                theirs += [option for name, kind in BETWEEN_PEERS.items() for option in flags(kind, name.capitalize(), task.suggestions(name), name)]
             ctx.meta["settings"] = [*flags(task, f"Task {names[0]}", {}), *theirs]
         return super().parse_args(ctx, args)
 
@@ -176,6 +187,8 @@ def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> 
     if check_steps:
         check_timescales(settings, *chosen_task.build())
     options = {name: values[name] for name in OPTIONS}
+    if isinstance(settings, PeerAlgorithm):
+        options |= {name: chosen(owner, values, kind.suggestions(name), name).asdict() for name, owner in BETWEEN_PEERS.items()}
     _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], values["out"] or _new_folder(f"{task}-{algorithm}"))
 
 
@@ -278,14 +291,21 @@ class CompareCommand(click.Command):
 @click.option("--target", default=None, metavar="METRIC=VALUE", help="report the cost of reaching this, e.g. test_accuracy=0.94")
 @click.option("--repetitions", type=int, default=3, show_default=True, help="each with its own run seed and data seed, the same for all algorithms")
 @click.option("--max-rounds", type=int, default=None, help="stop every run at so many communication rounds")
-@click.option("--set", "changes", multiple=True, metavar="NAME.SETTING=VALUE", help="a setting of one algorithm, or of the task as task.SETTING=VALUE")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="NAME.SETTING=VALUE",
+    help="a setting of one algorithm, or task.SETTING=VALUE, network.SETTING=VALUE, averaging.SETTING=VALUE",
+)
 @with_run_options
 def compare_command(task: str, algorithms: str, target: str | None, repetitions: int, max_rounds: int | None, changes: tuple[str, ...], **values: Any) -> None:
     """Several algorithms on the same data with the same seeds: rounds, megabytes, oracle calls and seconds to a target, and final figures."""
     kind = discovery.task(task)
     names = list(dict.fromkeys(name for name in algorithms.split(",") if name))
     methods = {name: discovery.algorithm(name) for name in names}
-    given = _changes(changes, {"task": kind, **methods})
+    given = _changes(changes, {"task": kind, **BETWEEN_PEERS, **methods})
+    values |= {name: chosen(owner, given.get(name, {}), kind.suggestions(name)).asdict() for name, owner in BETWEEN_PEERS.items()}
     settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
     iterations = {name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names}
     every = values["measure_every"] or max(1, min(iterations.values(), default=1) // 50)
@@ -404,6 +424,7 @@ def _keywords(options: dict[str, Any]) -> dict[str, Any]:
         **{name: options[name] for name in ("seed", "batch_size", "strategy", "chunk_size")},
         "cohort": Cohort(options["fraction"], options["replacement"], options["redraw"]),
         "schedule": Schedule(options["schedule_power"], options["schedule_offset"]),
+        **{name: owner(**options[name]) for name, owner in BETWEEN_PEERS.items() if name in options},
         "dtype": DTYPES[options["dtype"]],
         "device": _device(options["device"]),
     }

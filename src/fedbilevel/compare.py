@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
-from fedbilevel.federation import ServerAlgorithm
+from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
 from fedbilevel.ledger import COLUMNS
+from fedbilevel.network import AnyNetwork
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.run import Progress, run, versions
 from fedbilevel.tasks.task import Task
@@ -90,7 +92,7 @@ class Comparison:
 
 def compare(
     task: Task,
-    algorithms: Mapping[str, ServerAlgorithm],
+    algorithms: Mapping[str, Algorithm],
     *,
     num_iterations: Mapping[str, int],
     target: Target | None = None,
@@ -99,10 +101,14 @@ def compare(
     max_rounds: int | None = None,
     record: Path | None = None,
     progress: Callable[[str, int, Progress], None] | None = None,
+    cohort: Cohort = Cohort(),
+    network: AnyNetwork | None = None,
+    averaging: Averaging | None = None,
     **options: Any,
 ) -> Comparison:
     """Repetition r uses run seed `seed + r` and, where the task has one, data seed `data_seed + r`, the same for every algorithm.
 
+    cohort is for the algorithms with a server, network and averaging for those between peers.
     max_rounds ends every run at the first outer iteration that reaches so many communication rounds. options go to `run`.
     The record is written after every run. A run that diverges is recorded as such and has not reached the target.
     """
@@ -116,7 +122,8 @@ def compare(
             raise CheckpointError(f"{record} already holds a comparison: name another folder.")
         make_folder(record)
     runs: list[dict[str, Any]] = []
-    about = {"task_settings": task.asdict(), "seed": seed, "options": {name: str(value) for name, value in options.items()}, "versions": versions()}
+    shown = {"cohort": cohort, "network": network, "averaging": averaging, **options}
+    about = {"task_settings": task.asdict(), "seed": seed, "options": {name: str(value) for name, value in shown.items()}, "versions": versions()}
     for r in range(repetitions):
         built = task.repeated(r).build()
         for name, algorithm in algorithms.items():
@@ -133,7 +140,9 @@ def compare(
                 return max_rounds is not None and now.rounds >= max_rounds
 
             try:
-                result = run(algorithm, built.problem, built.clients, num_iterations=num_iterations[name], seed=seed + r, callbacks=[watch], **options)
+                where = {"network": network, "averaging": averaging} if isinstance(algorithm, PeerAlgorithm) else {"cohort": cohort}
+                plan: dict[str, Any] = {"num_iterations": num_iterations[name], "seed": seed + r, "callbacks": [watch], **where, **options}
+                result = run(algorithm, built.problem, built.clients, **plan)
                 if result.stopped == "interrupted":
                     raise KeyboardInterrupt  # a run cut short is not a result; those before it are on disk
                 rows[:] = result.rows

@@ -137,10 +137,16 @@ class Algorithm(Settings):
     def kept_names(self, scopes: Scopes) -> set[str]:
         return {*(self.upper_space if scopes.upper == "private" else ()), *(self.lower_space if scopes.lower == "local" else ())}
 
-
-class ServerAlgorithm(Algorithm):
     State: ClassVar[type[Any]]
 
+    def init(self, engine: Any) -> Any:
+        raise NotImplementedError
+
+    def round(self, engine: Any, state: Any) -> Any:
+        raise NotImplementedError
+
+
+class ServerAlgorithm(Algorithm):
     def init(self, fed: Federation) -> Any:
         """The state before the first outer iteration."""
         raise NotImplementedError
@@ -148,3 +154,59 @@ class ServerAlgorithm(Algorithm):
     def round(self, fed: Federation, state: Any) -> Any:
         """One outer iteration."""
         raise NotImplementedError
+
+
+class Peers(Protocol):
+    """What a peer algorithm may use. It runs at every peer at once: a value is a matrix with one row per peer hosted in this process.
+
+    Rows are given by name, because the scopes decide by name what may travel: a private upper variable or a local lower one comes back as it was.
+    """
+
+    num_clients: int
+    iteration: int
+    ledger: Ledger
+    clients: Any  # `clients.Clients`: derivatives of every hosted peer
+    weights: Tensor  # (k, 1) float64: how much each peer counts in a mean; their mean is one
+    scopes: Scopes
+
+    def travels(self, name: str) -> bool:
+        """Whether rows of that name may leave their peer."""
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        """x and y at the start, one row each per peer."""
+
+    def zeros(self, name: str) -> Tensor:
+        """Zero rows of the space that the algorithm declares `name` in."""
+
+    def steps(self, num: int) -> list[Any]:
+        """`num` steps, each with its own minibatches."""
+
+    def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        """One step of Push-Sum: everybody divides its rows and its weight among its receivers of this step. Weights first, then the rows."""
+
+    def gossip(self, **rows: Tensor) -> Any:
+        """One doubly stochastic step; one tensor, or a tuple for several names. Needs an undirected network."""
+
+    def mix(self, **rows: Tensor) -> Any:
+        """One whole averaging (weighted by `weights`) by the operator that the engine was given; one tensor, or a tuple for several names."""
+
+
+class PeerAlgorithm(Algorithm):
+    """`init` and `round` see rows. `uses` names the verbs, so that an engine can say beforehand that its network does not offer one."""
+
+    uses: ClassVar[tuple[str, ...]] = ("push",)
+
+    def verbs(self) -> tuple[str, ...]:
+        """Overridden where a setting decides."""
+        return self.uses
+
+    def init(self, peers: Peers) -> Any:
+        raise NotImplementedError
+
+    def round(self, peers: Peers, state: Any) -> Any:
+        raise NotImplementedError
+
+
+def debiased(rows: Tensor, weights: Tensor) -> Tensor:
+    """What Push-Sum rows stand for: rows divided by their weights, which are kept in float64."""
+    return rows / weights.to(rows.dtype)

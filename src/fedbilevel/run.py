@@ -23,11 +23,15 @@ from torch import Tensor
 
 import fedbilevel
 from fedbilevel import discovery
+from fedbilevel.averaging import Averaging
 from fedbilevel.clients import BatchSize
 from fedbilevel.data.clients import ClientData, Holdings
+from fedbilevel.engines import simulate
+from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
-from fedbilevel.federation import Cohort, ServerAlgorithm
+from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
+from fedbilevel.network import AnyNetwork
 from fedbilevel.problem import Problem
 from fedbilevel.record import Record
 from fedbilevel.steps import Schedule
@@ -61,13 +65,15 @@ class Result:
 
 
 def run(
-    algorithm: ServerAlgorithm | str,
+    algorithm: Algorithm | str,
     problem: Problem,
     clients: Sequence[Holdings],
     *,
     num_iterations: int,
     seed: int = 0,
     cohort: Cohort = Cohort(),
+    network: AnyNetwork | None = None,
+    averaging: Averaging | None = None,
     batch_size: BatchSize = None,
     dtype: torch.dtype = torch.float32,
     measure_every: int | None = None,
@@ -82,14 +88,15 @@ def run(
     """Run `num_iterations` outer iterations of `algorithm` on all clients in this process.
 
     measure_every: outer iterations between measurements (default: about twenty in the run); the last one is always measured.
+    cohort: who takes part, for algorithms with a server. network, averaging: who sends to whom and how averages are made, for algorithms between peers.
     schedule: how step sizes fall over the outer iterations (constant by default).
     record: a folder for configuration, metrics, checkpoints and the solution. resume: go on from the checkpoint in it.
     describe: more for the recorded configuration, e.g. how a task was built. options: device, strategy, chunk_size, drops.
     Ctrl-C finishes the outer iteration, writes a checkpoint and returns; a second one stops at once and leaves the last checkpoint.
     """
     if isinstance(algorithm, str):
-        algorithm = discovery.algorithm(algorithm)()  # type: ignore[assignment]
-    if not isinstance(algorithm, ServerAlgorithm):
+        algorithm = discovery.algorithm(algorithm)()
+    if not isinstance(algorithm, ServerAlgorithm | PeerAlgorithm):
         raise SettingError(f"algorithm is {algorithm!r}, expected an algorithm with its settings, e.g. FedBiO(lr_upper=0.01), or a name.")
     for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule), ("num_iterations", num_iterations, int)):
         if not isinstance(given, kind):
@@ -102,7 +109,9 @@ def run(
     every = measure_every or max(1, num_iterations // 20)
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
-    fed = Simulation(algorithm, problem, clients, seed=seed, cohort=cohort, batch_size=batch_size, dtype=dtype, **options)
+    fed: Any = simulate(
+        algorithm, problem, clients, seed=seed, cohort=cohort, network=network, averaging=averaging, batch_size=batch_size, dtype=dtype, **options
+    )
     falling = schedule.checked()._asdict()
     book = Record(record) if record is not None else None
     identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if book is not None else {}  # reads all data: only for a record
@@ -182,7 +191,7 @@ def versions() -> dict[str, str]:
             "platform": platform.system(), "machine": platform.machine()}  # fmt: skip
 
 
-def _identity(fed: Simulation, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
+def _identity(fed: Simulation | PeerSimulation, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that reads it. The number of outer iterations may change."""
     problem, algorithm = fed.problem, fed.algorithm
     return {
@@ -198,7 +207,7 @@ def _identity(fed: Simulation, batch_size: BatchSize, dtype: torch.dtype) -> dic
         "data": _fingerprint(fed.host.data),
         "losses": fed.host.losses_away(),
         "seed": fed.seed,
-        "cohort": fed.cohort._asdict(),
+        **fed.identity(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
     }
 
@@ -236,7 +245,8 @@ def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> N
 def _check_finite(state: Any, iteration: int) -> None:
     for name, value in state._asdict().items():
         if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            raise NonFiniteError(f"the server's {name!r} is not finite after outer iteration {iteration}: the steps are too long; lower the step sizes.")
+            whose = "the server's" if value.ndim == 1 else f"client {int((~torch.isfinite(value)).any(1).nonzero()[0])}'s"
+            raise NonFiniteError(f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; lower the step sizes.")
 
 
 def _named(prefix: str, value: Any) -> dict[str, Tensor]:

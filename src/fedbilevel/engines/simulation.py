@@ -129,6 +129,9 @@ class Simulation:
     def trees(self, value: Any, *, upper: bool) -> Any:
         return self.host.trees(self.collect(value), upper=upper)
 
+    def identity(self) -> dict[str, Any]:
+        return {"cohort": self.cohort._asdict()}
+
     # ---- checkpoint: everything the next outer iteration depends on --------------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

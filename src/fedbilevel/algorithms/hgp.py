@@ -1,0 +1,125 @@
+"""Hyper-Gradient Push: the hypergradient of peers without a server, from averages of vectors of the size of y.
+
+At (nearly) agreed y_i every peer starts with u_i = f_y,i and v_i = f_x,i and repeats M times
+
+    ubar_i = average of all u_k (the engine's operator: S steps of Push-Sum, gossip, ...)
+    v_i <- v_i - eta * J_i ubar_i          u_i <- ubar_i - eta * H_i ubar_i
+
+Then v_i tends to f_x,i - (J_i) (mean H)^-1 mean f_y: with a private x_i the block of peer i of the gradient of sum_k f_k; with a shared x the
+average of the v_i, one more averaging, is the hypergradient of the server form. Each outer iteration: lower steps by gradient push, the estimate, then
+a step of x_i (plain or Adam).
+
+Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", 2022/2023, Algorithms 1 and 2.
+
+Deviations: (1) The condition 0 < alpha < 1/eta of Theorem 1 is not enough: eta * L must not exceed 1 for the L of every client. It is measured by power
+iteration in the first outer iteration (`num_curvature_products`, 0: not at all) and a larger eta is refused. (2) The product H_i ubar of the last
+repetition is not used by anything and not computed. (3) `minibatches="shared"` is the paper's practical variant, one sample for both products;
+Algorithm 2 draws two. (4) `weights="kept"` of the averaging carries Push-Sum weights from one average to the next; the rows start at u_i, not at
+w_i u_i. (5) Clients count by the problem's weights. (6) `lower_solver="mix"` averages y after every lower step by the same operator as u, which also
+works where messages are lost. (7) With a local lower level nothing is averaged and every peer solves its own system.
+
+Bias: the error is about tau^S + (1 - eta mu)^M times constants, tau < 1 of the network; Push-Sum without division by the weights is wrong for every S.
+
+Cost per outer iteration: T pushes of d_y + 1 floats per out-edge for y and M averagings of S steps of d_y + 1 floats per out-edge (a shared x: one more,
+of d_x + 1); per client T of g_y, 1 of f_x and f_y, M of J u, M - 1 of H u.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.algorithms.sgp import Schedule, gradient_push
+from fedbilevel.errors import SettingError
+from fedbilevel.federation import PeerAlgorithm, Peers, debiased
+from fedbilevel.hypergradient import start_vector
+from fedbilevel.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class HGP(PeerAlgorithm):
+    lr_upper: float = setting(0.1, "step of x", above=0)
+    lr_lower: float = setting(0.1, "step of y", above=0)
+    lr_system: float = setting(0.1, "step of u, at most 1/L", symbol="eta", above=0)
+    num_terms: int = setting(10, "averages of u", symbol="M", least=1)
+    num_lower_steps: int = setting(10, "steps of y per outer iteration", symbol="T", least=1)
+    lower_schedule: Schedule = setting("constant", "of the lower steps within an outer iteration: milestones falls tenfold at 5/6 and at 11/12")
+    lower_solver: Literal["push", "mix"] = setting("push", "stochastic gradient push, or a whole average after every lower step")
+    warm_start: bool = setting(True, "lower steps go on from the last y instead of from the start")
+    minibatches: Literal["independent", "shared"] = setting("independent", "two minibatches for J u and H u as in Algorithm 2, or one")
+    optimiser: Literal["sgd", "adam"] = setting("sgd", "of x; adam: with 0.9, 0.999 and per-entry steps of about lr_upper")
+    num_curvature_products: int = setting(20, "products H v to measure the stable range of lr_system with, once; 0: do not", least=0)
+
+    upper_space = ("x", "v", "first", "second")
+    lower_space = ("y", "z", "u")
+
+    class State(NamedTuple):
+        x: Tensor
+        z: Tensor
+        w: Tensor
+        first: Tensor  # Adam's moments
+        second: Tensor
+
+        @property
+        def y(self) -> Tensor:
+            return debiased(self.z, self.w)
+
+    def verbs(self) -> tuple[str, ...]:
+        return ("mix", "push") if self.lower_solver == "push" else ("mix",)
+
+    def init(self, peers: Peers) -> State:
+        x, y = peers.initial()
+        return self.State(x, y * peers.weights.to(y.dtype), peers.weights, torch.zeros_like(x), torch.zeros_like(x))
+
+    def round(self, peers: Peers, state: State) -> State:
+        z, w = (state.z, state.w) if self.warm_start else self.init(peers)[1:3]
+        z, w = self.lower_steps(peers, state.x, z, w)
+        h, _ = self.estimate(peers, state.x, debiased(z, w))
+        if self.optimiser == "sgd":
+            return self.State(state.x - self.lr_upper * h, z, w, state.first, state.second)
+        first, second = 0.9 * state.first + 0.1 * h, 0.999 * state.second + 0.001 * h**2
+        step = (first / (1 - 0.9**peers.iteration)) / ((second / (1 - 0.999**peers.iteration)).sqrt() + 1e-8)
+        return self.State(state.x - self.lr_upper * step, z, w, first, second)
+
+    def lower_steps(self, peers: Peers, x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        if self.lower_solver == "push":
+            return gradient_push(peers, x, z, w, lr=self.lr_lower, num_steps=self.num_lower_steps, schedule=self.lower_schedule)
+        y = debiased(z, w)
+        for step in peers.steps(self.num_lower_steps):
+            y = peers.mix(y=y - self.lr_lower * peers.clients.lower_grad(x, y, step.batch("train", "B")))
+        return y * w.to(y.dtype), w
+
+    def estimate(self, peers: Peers, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(v, u): f_x,i - J_i u per peer for a private x, their average at every peer for a shared one."""
+        eta, clients = self.lr_system, peers.clients
+        *inner, last = peers.steps(self.num_terms)
+        if peers.iteration <= 1 and self.num_curvature_products:
+            self.check_step(peers, x, y)
+        v, u = clients.upper_grads(x, y, (inner[0] if inner else last).batch("val", "B_f"))
+        for step in inner:
+            u = peers.mix(u=u)
+            if self.minibatches == "shared":
+                ju, hu = clients.second_order(x, y, u, step.batch("train", "B_g"))
+            else:
+                ju, hu = clients.jacobian_product(x, y, u, step.batch("train", "B_j")), clients.hessian_product(x, y, u, step.batch("train", "B_h"))
+            v, u = v - eta * ju, u - eta * hu
+        u = peers.mix(u=u)
+        v = v - eta * clients.jacobian_product(x, y, u, last.batch("train", "B_g" if self.minibatches == "shared" else "B_j"))
+        return peers.mix(v=v), u
+
+    def check_step(self, peers: Peers, x: Tensor, y: Tensor) -> None:
+        """Every peer measures the largest eigenvalue of its own Hessian; nothing is sent."""
+        clients, batch = peers.clients, peers.steps(1)[0].batch("train", "curvature")
+        v = start_vector(y).expand_as(y)
+        for _ in range(self.num_curvature_products):
+            v = clients.hessian_product(x, y, v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny), batch)
+        largest = torch.linalg.vector_norm(v, dim=1)
+        if self.lr_system * float(largest.max()) > 1:
+            worst = int(largest.argmax())
+            raise SettingError(
+                f"lr_system = {self.lr_system:g} is above the stable range: client {int(clients.ids[worst])} has curvature {float(largest[worst]):.4g}, so the "
+                f"largest allowed value is {1 / float(largest[worst]):.4g} (num_curvature_products=0 turns this check off)."
+            )

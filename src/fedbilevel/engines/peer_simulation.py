@@ -1,0 +1,253 @@
+"""Peers without a server, all in this process, one row each. Implements `Peers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread
+from fedbilevel.clients import BatchSize, Clients, Host, Step
+from fedbilevel.data.clients import Holdings
+from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, SettingError
+from fedbilevel.federation import Algorithm, PeerAlgorithm, debiased
+from fedbilevel.network import AnyNetwork, Network
+from fedbilevel.problem import Problem
+
+_WEIGHT = 8  # bytes of a Push-Sum weight: always float64
+_COUNT = 8  # bytes of the number of a running sum
+
+
+class PeerSimulation:
+    """n peers and the network between them. The steps of the network are counted through the whole run, so that it is the same after a resume.
+
+    averaging: the operator behind `mix`; by default ten steps of Push-Sum, or the robust kind where the network loses or delays messages.
+    ids: the peers' numbers when they are not given in order. options: dtype, device, strategy and chunk_size of the population.
+    """
+
+    def __init__(
+        self,
+        algorithm: PeerAlgorithm,
+        problem: Problem,
+        clients: Sequence[Holdings],
+        *,
+        network: AnyNetwork = Network(),
+        averaging: Averaging | None = None,
+        seed: int = 0,
+        batch_size: BatchSize = None,
+        ids: Sequence[int] | None = None,
+        check_connected: bool = True,
+        **options: Any,
+    ) -> None:
+        self.host = Host(algorithm, problem, clients, ids=ids, seed=seed, batch_size=batch_size, **options)
+        self._position_of = self.host.ids.argsort()
+        if not torch.equal(self.host.ids[self._position_of], torch.arange(len(clients))):
+            raise SettingError(f"ids must number the {len(clients)} clients from 0, each once, got {self.host.ids.tolist()}.")
+        self.algorithm: Algorithm = algorithm
+        self.problem, self.scopes, self.seed = problem, problem.scopes, seed
+        self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
+        self.network, self.links = network, network.between(self.num_clients)
+        self.averaging = averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
+        self._check_verbs(algorithm.verbs())
+        if check_connected:
+            _ = self.links.connected_within
+        self.kept_names = algorithm.kept_names(problem.scopes)
+        share = self.host.weights(torch.arange(self.num_clients)).double()
+        self.weights = (share / share.mean())[:, None].to(self.host.device)
+        self.push_weights = self.weights  # of Push-Sum, where averages keep them
+        self.iteration = self.call = self.time = 0
+
+    def _check_verbs(self, verbs: Sequence[str]) -> None:
+        name = self.algorithm.name()
+        if "mix" in verbs:
+            self.averaging.check(self.network, self.links)
+        if "push" in verbs and self.network.faulty:
+            raise SettingError(f"{name} pushes without running sums, so a lost message would be lost for good: use a network without loss and delay.")
+        if "gossip" in verbs and (self.network.faulty or not self.links.doubly_stochastic):
+            raise SettingError(f"{name} needs an undirected network without loss, whose shares sum to one at the receiver too: use its push form elsewhere.")
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def clients(self) -> Clients:
+        return Clients(self.host, self.host.data.positions, self.iteration, self.call)
+
+    def travels(self, name: str) -> bool:
+        return name not in self.kept_names
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        return tuple(v.expand(self.num_clients, -1) if v.ndim == 1 else v for v in (self.host.x0, self.host.y0))  # type: ignore[return-value]
+
+    def zeros(self, name: str) -> Tensor:
+        return torch.zeros(self.num_clients, self.host.width(name), dtype=self.host.dtype, device=self.host.device)
+
+    def steps(self, num: int) -> list[Step]:
+        self.call += 1
+        return self.clients.steps(num)
+
+    def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        together = self._travelling(rows)
+        if together is None:
+            return (weights, *rows.values())
+        together, weights = self._exchange(together, weights, sends_weights=True)
+        return (weights, *self._apart(together, rows))
+
+    def gossip(self, **rows: Tensor) -> Any:
+        together = self._travelling(rows)
+        if together is not None:
+            together, _ = self._exchange(together, self.weights, sends_weights=False)
+        return _one(self._apart(together, rows))
+
+    def mix(self, **rows: Tensor) -> Any:
+        together = self._travelling(rows)
+        return _one(self._apart(None if together is None else self._averaged(together), rows))
+
+    # ---- averaging -------------------------------------------------------------------------------------------------
+
+    def _averaged(self, rows: Tensor) -> Tensor:
+        kind = self.averaging.kind
+        if kind == "exact":
+            self.ledger.charge_edges(~torch.eye(self.num_clients, dtype=torch.bool), rows.shape[1], rows.shape[1] * rows.element_size())
+            self.ledger.rounds += 1
+            return self.host.average(rows, self.host.weights(torch.arange(self.num_clients))).expand_as(rows)
+        if kind == "robust":
+            return self._robust(rows)
+        counts = bool((self.weights != 1).any())  # equal weights stay one under gossip: nothing to send
+        kept = kind == "push_sum" and self.averaging.weights == "kept"
+        z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
+
+        def advance() -> None:
+            nonlocal z, w
+            z, w = self._exchange(z, w, sends_weights=counts or kind == "push_sum")
+
+        self._until_agreed(advance, lambda: debiased(z, w), rows)
+        if kept:
+            self.push_weights = w
+        return debiased(z, w)
+
+    def _robust(self, rows: Tensor) -> Tensor:
+        by_number, weights = rows[self._position_of.to(rows.device)], self.weights[self._position_of.to(rows.device), 0].tolist()
+        peers = [RunningSums(i, row * weight, weight) for i, (row, weight) in enumerate(zip(by_number, weights, strict=True))]
+        floats = rows.shape[1] + 1
+
+        def charge(sent: Tensor) -> None:
+            self.ledger.charge_edges(sent, floats, floats * _WEIGHT + _COUNT)
+            self.ledger.rounds += 1
+            self.time += 1
+
+        values = lambda: torch.stack([peer.value for peer in peers])
+        self._until_agreed(robust_steps(peers, self.network, self.links, self.time, charge), values, rows)
+        return values()[self.host.ids.to(rows.device)].to(rows.dtype)
+
+    def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
+        """A fixed number of steps, or until all agree: the simulator sees all peers, so it stops as soon as they do."""
+        tolerance, scale = self.averaging.tolerance, torch.linalg.vector_norm(rows, dim=1).max()
+        for _ in range(self.averaging.num_steps if tolerance is None else self.averaging.max_steps):
+            advance()
+            if tolerance is not None and spread(values(), scale) <= tolerance:
+                return
+        if tolerance is not None:
+            raise NetworkError(
+                f"after {self.averaging.max_steps} steps the peers agree up to {spread(values(), scale):.1e} only, asked for {tolerance:.1e}: "
+                "raise the tolerance (float32 reaches about 1e-6), or max_steps."
+            )
+
+    # ---- what the run loop uses --------------------------------------------------------------------------------------
+
+    def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
+        if algorithm is not None:
+            self.algorithm = self.host.algorithm = algorithm
+        self.iteration, self.call = iteration, 0
+        self.host.scratch.clear()
+
+    def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        """Every peer at its own point; `disagreement` is the largest relative distance of a peer's y from the mean."""
+        figures, diagnostics = self.host.measure(x, y), self.problem.diagnostics
+        if self.scopes.lower == "global":
+            figures["disagreement"] = spread(y, torch.linalg.vector_norm(y.mean(0)))
+        if diagnostics is not None:
+            middle = [layout.unravel(rows.double().mean(0).to(rows.dtype)) for layout, rows in ((self.host.layout_x, x), (self.host.layout_y, y))]
+            figures.update(diagnostics(*middle))
+        return figures
+
+    def collect(self, value: Tensor) -> Tensor:
+        return value
+
+    def place(self, name: str, value: Tensor) -> Tensor:
+        return value.expand(self.num_clients, -1) if value.ndim == 1 else value
+
+    def trees(self, value: Tensor, *, upper: bool) -> Any:
+        return self.host.trees(value, upper=upper)
+
+    def identity(self) -> dict[str, Any]:
+        return {"network": self.network.describe(), "averaging": self.averaging.asdict()}
+
+    # ---- checkpoint ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Rows in the order of peer numbers, private ones without their padding."""
+        tensors: dict[str, Tensor] = {"push_weights": self.push_weights.cpu()[self._position_of].clone()}
+        plain: dict[str, Any] = {"time": {"value": self.time}}
+        for name, value in state._asdict().items():
+            if isinstance(value, Tensor):
+                by_number = value[self._position_of.to(value.device)]
+                tensors[f"state.{name}"] = (self.host.unpad(by_number, self._position_of) if name in self.algorithm.upper_space else by_number).contiguous()
+            else:
+                plain[f"state.{name}"] = {"value": value}
+        tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
+        return tensors, plain
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        ids, device = self.host.ids, self.host.device
+        self.push_weights, self.time = tensors["push_weights"][ids].to(device), plain["time"]["value"]
+        self.ledger.load_state_dict({name.removeprefix("ledger."): value for name, value in tensors.items() if name.startswith("ledger.")})
+        values: dict[str, Any] = {name.removeprefix("state."): entry["value"] for name, entry in plain.items() if name.startswith("state.")}
+        for name, stored in tensors.items():
+            if name.startswith("state."):
+                name, upper = name.removeprefix("state."), name.removeprefix("state.") in self.algorithm.upper_space
+                by_number = self.host.pad(stored, self._position_of) if upper else stored
+                values[name] = by_number[ids].to(device)
+        if set(values) != set(state_type._fields):
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
+            )
+        return state_type(**values)
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _travelling(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        """What may leave its peer, side by side."""
+        for name, value in rows.items():
+            bad = ~torch.isfinite(value).all(1)
+            if bool(bad.any()):
+                peer = int(self.host.ids[bad.cpu()][0])
+                raise NonFiniteError(
+                    f"client {peer} has a value of {name!r} that is not finite in outer iteration {self.iteration}: "
+                    "the steps are too long (lower the step sizes) or the data of that client are extreme."
+                )
+        parts = [value for name, value in rows.items() if self.travels(name)]
+        return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _apart(self, together: Tensor | None, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        if together is None:
+            return tuple(rows.values())
+        widths = [value.shape[1] for name, value in rows.items() if self.travels(name)]
+        parts = iter(together.split(widths, dim=1))
+        return tuple(next(parts) if self.travels(name) else value for name, value in rows.items())
+
+    def _exchange(self, rows: Tensor, weights: Tensor, *, sends_weights: bool) -> tuple[Tensor, Tensor]:
+        """One step of the network, paid for. It knows peers by number; the order in memory is the host's."""
+        mixing = self.links.mixing(self.time)
+        self.time += 1
+        floats, size = rows.shape[1], rows.shape[1] * rows.element_size()
+        sent = mixing.adjacency & ~torch.eye(self.num_clients, dtype=torch.bool)
+        self.ledger.charge_edges(sent, floats + sends_weights, size + sends_weights * _WEIGHT)
+        self.ledger.rounds += 1
+        number, place = self._position_of.to(rows.device), self.host.ids.to(rows.device)
+        return mixing(rows[number])[place], mixing(weights[number])[place]
+
+
+def _one(values: tuple[Tensor, ...]) -> Any:
+    return values if len(values) > 1 else values[0]
