@@ -46,3 +46,7 @@ class ScopeWarning(UserWarning):
 
 class NetworkError(FedBilevelError, ValueError):
     """A network that is not one, or that never connects its peers."""
+
+
+class DataError(FedBilevelError, ValueError):
+    """A data file that is missing, or that does not hold what its name says."""

@@ -1,0 +1,154 @@
+"""Regularisation: tune the weight decay of every feature of a model that all clients share, on validation data that nobody shares.
+
+y is a logistic model (weight and bias; the bias is regularised like the rest), x_i = lambda_i has one entry for each entry of y:
+
+    g_i(lambda_i, y) = BCE(y; train_i) + 1/2 y' diag(r(lambda_i)) y + l2/2 |y|^2            f_i(y) = BCE(y; val_i)
+
+`parametrisation`: `exp` is r = exp(lambda), always positive; the curvature of the lower level grows with it, so the step of y must still suit the
+largest r. `linear` is r = lambda from 0 as the paper prints it. Nothing keeps it positive: once the mean of r(lambda_i) + l2 is negative in one
+entry, g is unbounded below and y* is a local minimum at best. Use `linear` to compare hypergradients at a point rather than to optimise.
+
+The hypergradient block of client i is -J_i u = -diag(r'(lambda_i)) (y * u): it knows a client through its lambda_i alone. Clients with
+equal lambda therefore have equal blocks, whatever their data, and under `linear` (r' = 1) blocks are equal everywhere. Only the mean of
+r(lambda_i) matters to y. An error measured at equal lambda cannot tell an estimate of a client's own block from one of the average; for that use
+distinct lambda_i under `exp`, or the task data_cleaning.
+
+Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see data/mixture.py), or `a9a`, of whose
+training part every client gets its own samples at random (i.i.d., without replacement), and likewise test samples of its test part.
+
+Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", eq. (11) and appendix A.1. Differences from
+it: l2 keeps the lower level strongly convex (0: as in the paper), and r = exp(lambda) is the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from fedbilevel.data.a9a import a9a
+from fedbilevel.data.mixture import mixture
+from fedbilevel.data.partition import iid
+from fedbilevel.errors import ProblemError
+from fedbilevel.problem import Problem, Scopes
+from fedbilevel.settings import setting
+from fedbilevel.tasks.task import Built, Task
+
+Clients = list[dict[str, dict[str, np.ndarray]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regularisation(Task):
+    data: Literal["mixture", "a9a"] = setting("mixture", "synthetic mixture of linear rules, or census data that must be on disk")
+    num_clients: int = setting(3, "clients", symbol="n", least=1)
+    num_train: int = setting(100, "training samples per client", least=1)
+    num_val: int = setting(100, "validation samples per client", least=1)
+    num_test: int = setting(1000, "test samples per client", least=1)
+    parametrisation: Literal["exp", "linear"] = setting("exp", "weight decay r = exp(lambda), or r = lambda, which may lose convexity")
+    start: float | None = setting(None, "initial lambda of every feature (by default -2 for exp, 0 for linear)")
+    upper: Literal["private", "shared"] = setting("private", "one lambda per client, or one for all")
+    l2: float = setting(0.001, "weight of the squared norm of y in the lower level; 0 as in the paper", least=0)
+    dirichlet: float = setting(0.4, "concentration of the clients' proportions in the mixture; small: clients differ more", symbol="alpha", above=0)
+    label_noise: float = setting(0.1, "standard deviation of the noise inside the labels of the mixture", least=0)
+    bug_compatible: bool = setting(False, "labels of the mixture as the published generator makes them, many of them 0 by mistake")
+    data_seed: int = setting(0, "seed of the data or of the split", least=0)
+    data_dir: str = setting("", "folder with libsvm/a9a.npz (by default the usual places are searched)")
+
+    # The curvature of the lower level is about 0.4 on the mixture and 2 on a9a at the start, and grows with exp(lambda) during a run.
+    suggested = {
+        "*": {"lr_lower": 0.5, "lr_system": 0.5, "lr_upper": 10.0, "num_local_steps": 1},
+        "fednest": {"lr_upper": 50.0, "num_lower_rounds": 3, "num_terms": 10},
+        "fbo_aggitd": {"lr_upper": 50.0, "num_lower_rounds": 5},
+        "adafbio": {"lr_upper": 0.1},
+        "local_bsgvrm": {"lr_upper": 3.0},
+    }
+    suggested_iterations = {"*": 400, "fednest": 100, "fbo_aggitd": 100}
+    headline = ("upper_loss", "test_accuracy", "test_loss")
+
+    def build(self) -> Built:
+        rng = np.random.default_rng(self.data_seed)
+        clients = self._mixture(rng) if self.data == "mixture" else self._census(rng)
+        dim = clients[0]["train"]["input"].shape[1]
+        problem = Problem(
+            upper=_upper,
+            lower=self._lower,
+            x0={"lambda": torch.full((dim + 1,), self._start())},
+            y0={"weight": torch.zeros(dim), "bias": torch.zeros(1)},
+            scopes=Scopes(upper=self.upper),
+            statistics={"test": _tested},
+            metrics=_metrics,
+            name="regularisation",
+        )
+        return Built(problem, clients)
+
+    def _start(self) -> float:
+        return float(self.start) if self.start is not None else -2.0 if self.parametrisation == "exp" else 0.0
+
+    def _lower(self, x: Any, y: Any, batch: Any) -> Tensor:
+        decay = x["lambda"].exp() if self.parametrisation == "exp" else x["lambda"]
+        return _upper(x, y, batch) + 0.5 * ((decay + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
+
+    def _mixture(self, rng: np.random.Generator) -> Clients:
+        drawn = mixture(
+            self.num_clients,
+            {"train": self.num_train, "val": self.num_val, "test": self.num_test},
+            rng,
+            concentration=self.dirichlet,
+            noise=self.label_noise,
+            bug_compatible=self.bug_compatible,
+        )
+        return [{role: {"input": samples.x, "label": samples.label} for role, samples in client.items()} for client in drawn.clients]
+
+    def _census(self, rng: np.random.Generator) -> Clients:
+        train_x, train_y, test_x, test_y = a9a(self.data_dir or None)
+        own, testing = self._parts(len(train_y), self.num_train + self.num_val, rng), self._parts(len(test_y), self.num_test, rng)
+        clients = []
+        for mine, test in zip(own, testing, strict=True):
+            train, val = mine[: self.num_train], mine[self.num_train :]
+            clients.append(
+                {
+                    "train": {"input": train_x[train], "label": train_y[train]},
+                    "val": {"input": train_x[val], "label": train_y[val]},
+                    "test": {"input": test_x[test], "label": test_y[test]},
+                }
+            )
+        return clients
+
+    def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """`num_each` samples for every client, in random order, so that they may be cut further."""
+        if self.num_clients * num_each > num_samples:
+            raise ProblemError(
+                f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a has {num_samples}: "
+                "use fewer clients or fewer samples per client."
+            )
+        order = rng.permutation(num_samples)[: self.num_clients * num_each]
+        return [order[part] for part in iid(len(order), self.num_clients, rng)]
+
+
+def _scores(y: Any, batch: Any) -> Tensor:
+    return batch["input"] @ y["weight"] + y["bias"]
+
+
+def _losses(y: Any, batch: Any) -> Tensor:
+    """Binary cross-entropy of each sample; -log sigmoid(s) = softplus(s) - s without overflow."""
+    scores = _scores(y, batch)
+    return softplus(scores) - batch["label"] * scores
+
+
+def _upper(x: Any, y: Any, batch: Any) -> Tensor:
+    return (batch["weight"] * _losses(y, batch)).sum()
+
+
+def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+    real = batch["weight"] > 0
+    right = (_scores(y, batch) > 0) == (batch["label"] == 1)
+    return {"right": (real & right).sum(), "loss": (real * _losses(y, batch)).sum(), "tested": real.sum()}
+
+
+def _metrics(sums: Any) -> dict[str, float]:
+    """Ratios of sums over all clients."""
+    return {"test_accuracy": sums["right"] / sums["tested"], "test_loss": sums["loss"] / sums["tested"]}
