@@ -6,6 +6,7 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel import discovery
+from fedbilevel.algorithms.clustered_fl import ClusteredFL
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.errors import SettingError
@@ -102,6 +103,48 @@ class Averaging(FedBiO):
 
     upper_space = ()
     lower_space = ("u",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Careless(FedBiO):
+    """Says that it needs everyone, and goes on without."""
+
+    needs_everyone = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Silent(ClusteredFL):
+    """Needs everyone, and does not say so."""
+
+    needs_everyone = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sociable(FedBiO):
+    """Refuses to run with one client, although it does not say that it needs everyone."""
+
+    @phase
+    def local_steps(self, clients, x, y, u):
+        if len(clients) == 1:
+            raise SettingError("one client is too few.")
+        return FedBiO.local_steps(self, clients, x, y, u)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fussy(FedBiO):
+    refuses = {"shared": "for no reason that anybody could name", "private": "for no reason that anybody could name"}
+
+
+def test_check_algorithm_finds_who_needs_everyone_and_who_does_not_say_so():
+    failed = lambda algorithm: [check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok]
+    assert failed(Careless()) == ["a client that drops"]
+    assert failed(Sociable()) == ["cohort of one"]
+    assert {"deterministic", "cohort of one", "a client that drops"} <= {*failed(Silent())}
+
+
+def test_an_algorithm_that_refuses_everything_cannot_be_checked():
+    with pytest.raises(SettingError, match="refuses every combination of scopes"):
+        fb.check_algorithm(Fussy())
 
 
 def test_check_algorithm_finds_what_is_broken():

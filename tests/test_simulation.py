@@ -243,6 +243,11 @@ class Questions(ServerAlgorithm):
         return {"y": y + clients.ids[:, None] + 1}
 
     @phase
+    def sign(self, clients, v):
+        """What every client was sent, with its number added."""
+        return {"v": clients.rows(v) + clients.ids[:, None]}
+
+    @phase
     def one_row_too_many(self, clients):
         return {"v": torch.zeros(len(clients) + 1, 2)}
 
@@ -278,6 +283,62 @@ def test_a_cohort_by_samples_is_weighted_within_itself():
     share = fed.mean(ASK.present).who.numpy()
     sizes = np.where(share > 0, [4, 5, 6, 7, 8], 0)
     np.testing.assert_allclose(share, sizes / sizes.sum(), rtol=1e-14)
+
+
+# ---- rows of every client ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 1, 2]], ids=["in order", "permuted"])
+def test_gathered_rows_and_rows_that_are_sent_go_by_client_number(order):
+    built = Quadratic().build()
+    fed = federate(ASK, Built(built.problem, [built.clients[i] for i in order]), ids=order)
+    v = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    numbers = torch.arange(5, dtype=torch.float64)[:, None]
+    assert torch.equal(fed.gather(ASK.sign, v=v).v, v + numbers)
+    rows = 10 * numbers + v
+    assert torch.equal(fed.gather(ASK.sign, v=rows).v, rows + numbers)
+    assert torch.equal(fed.mean(ASK.sign, v=rows).v, (rows + numbers).mean(0))
+    assert torch.equal(fed.collect(rows), rows[order])  # one row per client as they lie in memory, for measuring
+
+
+def test_gathering_is_charged_row_by_row():
+    fed, rows = asking(), torch.ones(5, 7, dtype=torch.float64)
+    for times in (1, 2):
+        fed.gather(ASK.sign, v=rows)
+        assert fed.ledger.rounds == times
+        assert fed.ledger.columns["floats_up"].tolist() == [7 * times] * 5
+        assert down(fed) == [7] * 5  # each client its own row, once
+    fed.gather(ASK.sign, v=torch.ones(3, dtype=torch.float64))
+    assert down(fed) == [10] * 5
+    assert torch.equal(fed.ledger.columns["bytes_up"], 8 * fed.ledger.columns["floats_up"])
+
+
+def test_rows_sent_to_a_cohort_are_those_of_its_clients():
+    fed, rows = asking(cohort=Cohort(0.4)), 10.0 * torch.arange(5, dtype=torch.float64)[:, None].expand(5, 2).clone()
+    present = torch.tensor(who(fed)).bool()
+    assert torch.equal(fed.mean(ASK.sign, v=rows).v, (1.1 * rows[present]).mean(0).round())
+    assert torch.equal(torch.tensor(down(fed)), 2 * present)
+
+
+@pytest.mark.parametrize("options", [{"cohort": Cohort(0.8)}, {"drops": lambda iteration, call: [2]}], ids=["cohort", "absent"])
+def test_gathering_without_a_client_names_it(options):
+    fed = asking(**options)
+    missing = 2 if "drops" in options else who(fed).index(0)
+    with pytest.raises(FedBilevelError, match=f"client {missing} did not answer, but .* needs one row from every client"):
+        fed.gather(ASK.present)
+
+
+def test_what_is_kept_stays_where_it_is_when_gathered():
+    fed = asking(Quadratic(lower="local"))
+    kept = fed.gather(ASK.replace_y, y=fed.initial()[1]).y
+    assert isinstance(kept, Kept)
+    assert fed.ledger.totals()["floats_up"] == fed.ledger.rounds == 0
+
+
+def test_the_server_knows_what_each_client_counts_by_number():
+    built, order = Quadratic(weights="by_samples").build(), [3, 0, 4, 1, 2]
+    assert federate(ASK, Built(built.problem, [built.clients[i] for i in order]), ids=order).weights.tolist() == [4, 5, 6, 7, 8]
+    assert asking().weights.tolist() == [1] * 5
 
 
 # ---- cohorts -------------------------------------------------------------------------------------------------------------
@@ -444,6 +505,18 @@ def test_zeros_live_where_the_algorithm_says():
     assert torch.equal(federate(FedBiO(), Quadratic().build()).zeros("u"), torch.zeros(6, dtype=torch.float64))
     with pytest.raises(KeyError, match="'w' neither in upper_space nor in lower_space"):
         local.zeros("w")
+
+
+def test_a_sequence_may_start_at_the_initial_point_wherever_it_lives():
+    built = Quadratic(lower="local").build()
+    moved = Built(dataclasses.replace(built.problem, x0={"x": torch.arange(4.0)}, y0={"y": torch.arange(6.0)}), built.clients)
+    fed = federate(FedBiO(), moved)
+    assert isinstance(fed.start("u"), Kept)
+    assert torch.equal(fed.collect(fed.start("u")), torch.arange(6.0, dtype=torch.float64).expand(5, -1))
+    assert torch.equal(fed.start("x"), torch.arange(4.0, dtype=torch.float64))
+    assert sum(fed.ledger.totals().values()) == 0
+    with pytest.raises(KeyError, match="'w' neither in upper_space nor in lower_space"):
+        fed.start("w")
 
 
 # ---- what is sent --------------------------------------------------------------------------------------------------------

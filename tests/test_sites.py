@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from fedbilevel.algorithms.adafbio import AdaFBiO
+from fedbilevel.algorithms.clustered_fl import ClusteredFL
 from fedbilevel.algorithms.commfedbio import CommFedBiO
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
+from fedbilevel.algorithms.fedavg_plus import FedAvgPlus
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
+from fedbilevel.algorithms.pfedme import PFedMe
 from fedbilevel.clients import Host
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort, Sparse
@@ -43,6 +46,7 @@ class Sites:
         self.sites = [Host(algorithm, built.problem, [client], ids=[i], num_clients=n, strategy="loop", **options) for i, client in enumerate(built.clients)]
         self.server = Simulation(algorithm, *built, cohort=cohort, **options)
         self.num_clients, self.kept_names = n, algorithm.kept_names(built.problem.scopes)
+        self.weights = self.server.weights
         self.iteration = self.call = 0
 
     def begin(self, iteration: int) -> None:
@@ -56,6 +60,9 @@ class Sites:
 
     def zeros(self, name: str) -> Any:
         return self._place(name, [torch.zeros(site.width(name), dtype=site.dtype) for site in self.sites])
+
+    def start(self, name: str) -> Any:
+        return self._place(name, [site.x0 if name in site.algorithm.upper_space else site.y0 for site in self.sites])
 
     def _place(self, name: str, values: list[torch.Tensor]) -> Any:
         if name not in self.kept_names:
@@ -72,12 +79,19 @@ class Sites:
         return self.server.draw(purpose, high)
 
     def mean(self, phase: Any, /, **broadcast: Any) -> SimpleNamespace:
+        return self._round(phase, broadcast, self.sites[0].average)
+
+    def gather(self, phase: Any, /, **broadcast: Any) -> SimpleNamespace:
+        return self._round(phase, broadcast, lambda rows, _weights: rows)
+
+    def _round(self, phase: Any, broadcast: Any, join: Any) -> SimpleNamespace:
         self.call += 1
         here, times = self.server._positions, self.server._times
         replies = []
         for i in here.tolist():
             site = self.sites[i]
-            values = {name: over_the_wire(value) if isinstance(value, torch.Tensor) else value for name, value in broadcast.items()}
+            mine = {name: value[i : i + 1] if isinstance(value, torch.Tensor) and value.ndim == 2 else value for name, value in broadcast.items()}
+            values = {name: over_the_wire(value) if isinstance(value, torch.Tensor) else value for name, value in mine.items()}
             for name, value in values.items():
                 if isinstance(value, Kept):
                     values[name] = site.kept.read(value.name, ONLY, torch.zeros(1, site.width(value.name), dtype=site.dtype))
@@ -92,7 +106,7 @@ class Sites:
                 result[name] = None if first is None else Kept(name)
             else:
                 rows = torch.cat([over_the_wire(reply[name]) for reply in replies])
-                result[name] = self.sites[0].average(rows, times * self.server.host.weights(here))
+                result[name] = join(rows, times * self.server.host.weights(here))
         return SimpleNamespace(**result)
 
 
@@ -142,3 +156,25 @@ def test_private_weights_of_unequal_length_are_the_same_at_sites_of_their_own_wi
     for site, tree in zip(fed.sites, simulation.trees(simulated.x, upper=True), strict=True):
         assert torch.equal(site.kept.rows["x"][0], tree["logit"])
         assert bool(tree["logit"].any())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "personal"), [(FedAvgPlus(num_local_steps=2), "tuned"), (PFedMe(num_local_steps=(2, 1, 3, 1)), "theta")], ids=["fedavg_plus", "pfedme"]
+)
+def test_personal_models_stay_at_their_sites_and_are_those_of_the_simulator(algorithm, personal):
+    built, options = Quadratic(num_clients=4).build(), {"cohort": Cohort(0.75), "batch_size": 3, "dtype": torch.float64, "seed": 5}
+    fed, sites = drive_sites(algorithm, built, 3, **options)
+    simulation, simulated = drive(algorithm, built, 3, strategy="loop", **options)
+    assert sites.y.name == personal
+    assert torch.equal(torch.cat([site.kept.rows[personal] for site in fed.sites]), simulation.collect(simulated.y))
+    assert torch.equal(sites[2], simulated[2])  # what travels
+
+
+def test_clusters_of_sites_are_those_of_the_simulator():
+    algorithm = ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6)
+    built, options = Quadratic(num_clients=4).build(), {"cohort": Cohort(), "batch_size": 3, "dtype": torch.float64, "seed": 5}
+    _, sites = drive_sites(algorithm, built, 2, **options)
+    _, simulated = drive(algorithm, built, 2, strategy="loop", **options)
+    assert len(set(simulated.cluster.tolist())) > 2
+    assert torch.equal(sites.cluster, simulated.cluster)
+    assert torch.equal(sites.y, simulated.y)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort
+from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 
 
@@ -19,6 +21,13 @@ def drive(algorithm: Any, built: Built, num_iterations: int, **options: Any) -> 
         fed.begin(iteration)
         state = algorithm.round(fed, state)
     return fed, state
+
+
+def start_at(task: Quadratic, x: Any, y: Any) -> Built:
+    """The task with another initial point."""
+    built = task.build()
+    x0, y0 = {"x": torch.as_tensor(x)}, {"y": torch.as_tensor(y)}
+    return Built(dataclasses.replace(built.problem, x0=(lambda sizes: x0) if task.upper == "private" else x0, y0=y0), built.clients)
 
 
 def relative(value: Any, target: Any) -> float:
@@ -51,7 +60,7 @@ def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], fl
 
 def check_continues(algorithm: Any, built: Built) -> None:
     """Two outer iterations, a checkpoint, three more in a new simulator: everything that a checkpoint holds is as after five in a row."""
-    options = {"seed": 3, "cohort": Cohort(0.5), "batch_size": 2, "dtype": torch.float64}
+    options = {"seed": 3, "cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5), "batch_size": 2, "dtype": torch.float64}
     whole, state = drive(algorithm, built, 5, **options)
     tensors, plain = whole.state_dict(state)
     half, middle = drive(algorithm, built, 2, **options)

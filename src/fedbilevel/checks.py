@@ -171,11 +171,15 @@ def _inside(population: Population) -> Tensor:
 
 
 def check_algorithm(algorithm: Algorithm, *, show: bool = True) -> Report:
-    """The contract of every algorithm, on small heterogeneous quadratics with minibatches and cohorts."""
+    """The contract of every algorithm, on small heterogeneous quadratics with minibatches and cohorts.
+
+    One that needs every client is run with all of them, and must refuse a cohort and a client that drops instead of going on without them.
+    """
     checks = [_in_scope(algorithm, lower, upper) for lower in ("global", "local") for upper in ("shared", "private")]
-    scopes = next((pair for pair in (("global", "shared"), ("local", "shared")) if not {*pair} & {*algorithm.refuses}), None)
+    pairs = [(lower, upper) for upper in ("shared", "private") for lower in ("global", "local")]
+    scopes = next((pair for pair in pairs if not {*pair} & {*algorithm.refuses}), None)
     if scopes is None:
-        raise SettingError(f"{algorithm.name()} refuses every problem with a shared x, so there is nothing to check it on.")
+        raise SettingError(f"{algorithm.name()} refuses every combination of scopes, so there is nothing to check it on: mend its `refuses`.")
     built = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()  # type: ignore[arg-type]
     everywhere = [("deterministic", _deterministic), ("input untouched", _untouched), ("order of clients", _order), ("checkpoint and resume", _resumed)]
     with_a_server = [("cohort of one", _cohort_of_one), ("a client that drops", _dropping)]
@@ -194,7 +198,7 @@ Engine = Simulation | PeerSimulation
 def _noisy(algorithm: Algorithm) -> dict[str, Any]:
     """Minibatches, and a cohort or a network that changes from step to step."""
     if not isinstance(algorithm, PeerAlgorithm):
-        return {"batch_size": 2, "cohort": Cohort(0.5)}
+        return {"batch_size": 2, "cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5)}
     return {"batch_size": 2, "network": Network(kind="random_undirected" if "gossip" in algorithm.verbs() else "random_directed")}
 
 
@@ -275,16 +279,26 @@ def _resumed(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]
 
 
 def _cohort_of_one(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
-    end = _end(*_go(algorithm, problem, clients, cohort=Cohort(0.01), batch_size=2))
+    try:
+        end = _end(*_go(algorithm, problem, clients, cohort=Cohort(0.01), batch_size=2))
+    except SettingError as error:
+        return algorithm.needs_everyone, f"refuses: {error}"
     return bool(torch.isfinite(end).all()), "one client per round is enough to run"
 
 
 def _dropping(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    refused = ""
     for call in range(1, 5):
-        end = _end(*_go(algorithm, problem, clients, drops=lambda iteration, now, call=call: {1} if iteration == 2 and now == call else ()))
+        try:
+            end = _end(*_go(algorithm, problem, clients, drops=lambda iteration, now, call=call: {1} if iteration == 2 and now == call else ()))
+        except FedBilevelError as error:
+            if not algorithm.needs_everyone:
+                raise
+            refused = f"stops: {error}"
+            continue
         if not bool(torch.isfinite(end).all()):
             return False, f"a client that misses call {call} leaves a value that is not finite"
-    return True, "a client that misses any one call of an outer iteration does no harm"
+    return bool(refused) == algorithm.needs_everyone, refused or "a client that misses any one call of an outer iteration does no harm"
 
 
 def _shown(report: Report, show: bool) -> Report:

@@ -82,9 +82,13 @@ class Federation(Protocol):
     num_clients: int
     iteration: int
     ledger: Ledger
+    weights: Tensor  # (n,) how much each client counts in a mean, by client number
 
     def initial(self) -> tuple[Any, Any]:
         """x and y at the start, each by its scope; no round."""
+
+    def start(self, name: str) -> Any:
+        """The initial point of the space that the algorithm declares `name` in, as a sequence of its own; no round."""
 
     def zeros(self, name: str) -> Any:
         """A zero vector of the space that the algorithm declares `name` in; no round."""
@@ -106,13 +110,14 @@ class Federation(Protocol):
 class Algorithm(Settings):
     """upper_space and lower_space name the sequences that live where x and y live: the engine keeps them at the client when the
     problem says private or local. `decays` names the step sizes that a schedule scales. `warns` and `refuses` say, per scope, why a
-    problem of that scope is biased or meaningless."""
+    problem of that scope is biased or meaningless. `needs_everyone`: every client must answer every call, so cohorts are refused."""
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
     lower_space: ClassVar[tuple[str, ...]] = ("y",)
     decays: ClassVar[tuple[str, ...]] = ("lr_upper", "lr_lower", "lr_system")
     warns: ClassVar[Mapping[str, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
+    needs_everyone: ClassVar[bool] = False
 
     @classmethod
     def name(cls) -> str:

@@ -46,6 +46,9 @@ class Simulation:
         self.algorithm, self.problem, self.seed = algorithm, problem, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.cohort, self.drops = cohort.checked(), drops
+        self.weights = self.host.weights(self._position_of)
+        if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
+            raise SettingError(f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort().")
         self.kept_names = algorithm.kept_names(problem.scopes)
         self._versions: dict[str, int] = {}
         self._kept_in: dict[str, Tensor] = {}  # the outer iteration in which each client last wrote its row
@@ -57,6 +60,10 @@ class Simulation:
 
     def initial(self) -> tuple[Any, Any]:
         return self.place("x", self.host.x0), self.place("y", self.host.y0)
+
+    def start(self, name: str) -> Any:
+        self.host.width(name)  # a name that the algorithm does not declare has no place
+        return self.place(name, self.host.x0 if name in self.algorithm.upper_space else self.host.y0)
 
     def zeros(self, name: str) -> Any:
         return self.place(name, torch.zeros(self.host.width(name), dtype=self.host.dtype, device=self.host.device))

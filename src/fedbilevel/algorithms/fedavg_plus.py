@@ -1,0 +1,60 @@
+"""FedAvg+: FedAvg on the lower level, then every client tunes a copy of the new y on its own data. The copy is what is measured.
+
+    y_i <- y_i - gamma * g_y,i(x_0, y_i)   for I local steps;   y = mean of y_i
+    v_i <- v_i - gamma * g_y,i(x_0, v_i)   from v_i = y, for T tuning steps;   v_i never leaves its client and nothing learns from it
+
+Reference: Jiang, Konecny, Rush, Kannan, "Improving Federated Learning Personalization via Model Agnostic Meta Learning", arXiv:1909.12488, 2019,
+which the HGP paper cites for this baseline. Written from memory of the literature: no faithful reproduction is claimed.
+
+Deviations: (1) copies are tuned in every outer iteration, so that a measurement at any time shows them; the y of the run is the same as without.
+(2) Tuning uses the step of training and plain gradient steps. (3) Who is not in the cohort keeps the copy of its last round (at first the
+initial point). (4) With a local lower level nothing is averaged, and the copy is T steps ahead of a client that trains alone.
+
+Bias: none is corrected: y is that of FedAvg. With many tuning steps v_i tends to the minimiser of client i's own loss, whatever y is.
+
+Cost per outer iteration: 1 round; d_y floats up, d_y down (2 d_y if the client was not in the last cohort, or at first; d_x once); per client
+I + T of g_y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.clients import Clients
+from fedbilevel.federation import Federation, phase
+from fedbilevel.problem import Scopes
+from fedbilevel.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgPlus(FedAvg):
+    num_tuning_steps: int = setting(5, "steps of every client on its own copy of the new y", symbol="T", least=0)
+
+    lower_space = ("y", "tuned")
+
+    class State(NamedTuple):
+        x: Any
+        y: Any  # the tuned copies, which are measured
+        sent: Any  # the y that travels
+
+    def kept_names(self, scopes: Scopes) -> set[str]:
+        return {*super().kept_names(scopes), "tuned"}
+
+    def init(self, fed: Federation) -> State:  # type: ignore[override]
+        x, y = fed.initial()
+        return self.State(x, fed.start("tuned"), y)
+
+    def round(self, fed: Federation, state: State) -> State:  # type: ignore[override]
+        y = fed.mean(self.local_steps, x=state.x, y=state.sent).y
+        return self.State(state.x, fed.mean(self.tune, x=state.x, y=y).tuned, y)
+
+    @phase
+    def tune(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        tuned = clients.rows(y)
+        for step in clients.steps(self.num_tuning_steps):
+            tuned = tuned - self.lr_lower * clients.lower_grad(x, tuned, step.batch("train", "tune"))
+        return {"tuned": tuned}
