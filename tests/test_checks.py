@@ -28,9 +28,15 @@ def test_every_algorithm_file_says_what_it_must(name):
         assert heading in module.__doc__, f"{name} lacks {heading}"
 
 
+SMALL = {  # few samples, and a lower level with one solution
+    "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
+    "personalisation": {"num_clients": 3, "share": 0.02, "model": "linear", "l2": 1.0},
+}
+
+
 @pytest.mark.parametrize("name", sorted(discovery.tasks()))
 def test_every_task_passes_the_checks_of_problems_and_hypergradients(name):
-    built = discovery.task(name)(**({"num_clients": 3, "num_clean": 4, "test_share": 0.8} if name == "data_cleaning" else {})).build()
+    built = discovery.task(name)(**SMALL.get(name, {})).build()
     assert fb.check_problem(*built, show=False).ok
     assert fb.check_hypergradient(*built, estimators=["cg"], show=False).ok
 

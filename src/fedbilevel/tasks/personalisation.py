@@ -1,0 +1,219 @@
+"""Personalisation: one network trained by all, and a few numbers of its own for every client, learned from above.
+
+Clients hold images whose labels are spread unevenly and whose inputs are normalised differently. y holds the weights of one network, or of
+several, and is trained by all; lambda_i never leaves its client:
+
+    g_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2/2 |y|^2          f_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2_upper/2 |lambda_i|^2
+
+    mask      one network; its logits are multiplied, class by class, by softmax(lambda_i)           (HGP-PL)
+    ensemble  several networks; their logits are averaged with the weights softmax(lambda_i)         (HGP-MTL)
+    mixture   several networks; their probabilities are averaged with the weights exp(lambda_i), in g_i as they are, so that
+              - d g_i / d lambda_im is the mean responsibility of network m (FedEM); in f_i and in predictions they are scaled to sum to one
+    none      one network; lambda_i is a number that nothing depends on but the regulariser
+
+Roles: `train` and `val` are the same samples (the upper level has no data of its own), `stop` is for early stopping, `test` for testing.
+
+Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", section 5.3, appendix A.3 and
+Tables 2 and 5, by default on embedded digits. What the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its
+"variance" of the normalisation as the number that inputs are divided by, drawn from U[0, 1] and raised to `least_spread` where it is smaller;
+hidden layers and convolutions are followed by GELU, which resembles the usual ReLU and has the second derivatives that hypergradients
+need. The accuracy of the bottom decile is the quantile 0.1 of the clients' test accuracies, linear between neighbours in rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, cross_entropy, gelu, linear, log_softmax, max_pool2d, nll_loss, softmax
+
+from fedbilevel.data import idx
+from fedbilevel.data.clients import Holdings
+from fedbilevel.data.digits import digits
+from fedbilevel.data.partition import dirichlet
+from fedbilevel.problem import Problem, Scopes
+from fedbilevel.settings import setting
+from fedbilevel.tasks.task import Built, Task
+
+Network = Callable[[Any, Tensor, int], Tensor]  # weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
+Score = Callable[[Any, Any, Any], Tensor]
+
+
+class _Sizes(NamedTuple):
+    """What a network is made of, for images of one size; `width` scales channels and hidden units."""
+
+    kernels: tuple[int, int]
+    channels: tuple[int, int]
+    hidden: int  # of the convolutional network
+
+
+_SIZES = {8: _Sizes((3, 2), (16, 32), 64), 28: _Sizes((5, 5), (32, 64), 2048)}  # 28 x 28: Table 5
+_HIDDEN = 64  # of the network with one hidden layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Personalisation(Task):
+    personalise: Literal["mask", "ensemble", "mixture", "none"] = setting("mask", "what the numbers of a client's own do")
+    num_clients: int = setting(100, "clients", symbol="n", least=1)
+    data: Literal["digits", "mnist", "emnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
+    share: float = setting(1.0, "share of all images that is used; the paper uses 0.1 of EMNIST", above=0, most=1)
+    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data in or beside the checkout")
+    split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = setting("byclass", "split of EMNIST; byclass has the paper's 62 classes")
+    alpha: float = setting(0.4, "spread of labels over clients by a Dirichlet distribution; smaller: more uneven", symbol="alpha", above=0)
+    least: int = setting(5, "samples that every client has at least; 5 is the fewest that can be split as asked", least=3)
+    num_clusters: int = setting(3, "groups of clients that normalise inputs alike", least=1)
+    least_spread: float = setting(0.2, "smallest number that inputs are divided by", above=0, most=1)
+    model: Literal["linear", "mlp", "cnn"] = setting("mlp", "linear, one hidden layer, or two convolutions and a hidden layer (Table 5)")
+    width: float = setting(1.0, "factor of the numbers of hidden units and channels", above=0)
+    num_networks: int = setting(3, "networks of the ensemble and the mixture", least=1)
+    mask_scale: Literal["classes", "paper"] = setting("classes", "softmax(lambda) times the number of classes, so that zeros mean no mask, or as in the paper")
+    lower: Literal["global", "local"] = setting("global", "one y for all clients, or every client trains alone")
+    l2: float = setting(1e-3, "weight of the squared norm of y in the lower level", least=0)
+    l2_upper: float = setting(1e-2, "weight of the squared norm of lambda in the upper level", least=0)
+    data_seed: int = setting(0, "seed of the split, the normalisation and the initial weights", least=0)
+
+    # The same mask without the factor needs about ten times the step of y for the same progress. At 0.3 some normalisations make the network with
+    # one hidden layer unstable; images of 28 x 28 have longer inputs and ask for 0.03. The networks of an ensemble or a mixture share the gradient.
+    suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
+    suggested_iterations = {"*": 100}
+    headline = ("test_accuracy", "test_accuracy_bottom_decile")
+
+    def build(self) -> Built:
+        images, labels, num_classes = self._images()
+        side, several = round(images.shape[1] ** 0.5), self.personalise in ("ensemble", "mixture")
+        score = self._score(_NETWORKS[self.model], side, num_classes)
+        length, start = {"mask": num_classes, "none": 1}.get(self.personalise, self.num_networks), 0.0
+        if self.personalise == "mixture":
+            start = -math.log(self.num_networks)
+        fit = nll_loss if self.personalise == "mixture" else cross_entropy
+        problem = Problem(
+            # cross_entropy scales the weights of the mixture to sum to one, nll_loss takes them as they are
+            upper=lambda x, y, batch: _mean(cross_entropy, score(x, y, batch), batch) + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum(),
+            lower=lambda x, y, batch: _mean(fit, score(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            x0=lambda sizes: {"lambda": torch.full((length,), start)},
+            y0=self._weights(side, num_classes, self.num_networks if several else None),
+            scopes=Scopes(lower=self.lower, upper="private"),
+            statistics={role: _answers(score, role) for role in ("test", "stop")},
+            metrics=_metrics,
+            across=_across,
+            name="personalisation",
+        )
+        return Built(problem, self._clients(images, labels))
+
+    def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Images (n, pixels) in [0, 1], labels from 0, and how many labels there are: all of the set, however small the share that is used."""
+        if self.data == "digits":
+            images, labels = digits()
+        else:
+            folder = idx.folder_of(self.data, self.data_dir)
+            parts = [idx.images(folder, kind, self.split) for kind in ("train", "test")]
+            images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            images = images.reshape(len(images), -1)
+        names, labels = np.unique(labels, return_inverse=True)  # the letters of EMNIST are numbered from 1
+        rng = np.random.default_rng([self.data_seed, 0])
+        used = np.sort(rng.choice(len(labels), max(1, round(self.share * len(labels))), replace=False))
+        scale = np.float32(1 / 255 if images.dtype == np.uint8 else 1)
+        return images[used] * scale, labels[used], len(names)
+
+    def normalisation(self) -> list[tuple[float, float]]:
+        """What each cluster subtracts from its inputs, and what it then divides them by."""
+        rng = np.random.default_rng([self.data_seed, 1])
+        return [(mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()]
+
+    def _clients(self, images: np.ndarray, labels: np.ndarray) -> Sequence[Holdings]:
+        rng = np.random.default_rng([self.data_seed, 2])
+        clusters, clients = self.normalisation(), []
+        for i, mine in enumerate(dirichlet(labels, self.num_clients, self.alpha, rng, self.least)):
+            mean, spread = clusters[i % self.num_clusters]
+            mine = rng.permutation(mine)
+            num_test = round(0.2 * len(mine))  # at least one, as `least` is three or more
+            num_stop = max(1, round(0.25 * (len(mine) - num_test)))
+            test, stop, train = np.split(mine, [num_test, num_test + num_stop])
+            roles = {
+                role: {"image": ((images[own] - mean) / spread).astype(np.float32), "label": labels[own]}
+                for role, own in (("train", train), ("stop", stop), ("test", test))
+            }
+            clients.append({**roles, "val": roles["train"]})
+        return clients
+
+    def _weights(self, side: int, num_classes: int, num_networks: int | None) -> dict[str, Tensor]:
+        """Initial weights, uniform on +-1/sqrt(inputs of a unit); several networks are stacked in front."""
+        draw = torch.Generator().manual_seed(self.data_seed)
+        weights = {}
+        for name, shape in self._shapes(side, num_classes).items():
+            bound = math.prod(shape[1:]) ** -0.5
+            for part, size in ((f"{name}.weight", shape), (f"{name}.bias", shape[:1])):
+                size = size if num_networks is None else (num_networks, *size)
+                weights[part] = bound * (2 * torch.rand(size, generator=draw) - 1)
+        return weights
+
+    def _shapes(self, side: int, num_classes: int) -> dict[str, tuple[int, ...]]:
+        scaled = lambda number: max(1, round(self.width * number))
+        if self.model == "linear":
+            return {"out": (num_classes, side * side)}
+        if self.model == "mlp":
+            return {"hidden": (scaled(_HIDDEN), side * side), "out": (num_classes, scaled(_HIDDEN))}
+        sizes = _SIZES[side]
+        (first, second), (one, two), hidden = map(scaled, sizes.channels), sizes.kernels, scaled(sizes.hidden)
+        rest = ((side - one + 1) // 2 - two + 1) // 2
+        return {"conv1": (first, 1, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest), "out": (num_classes, hidden)}
+
+    def _score(self, network: Network, side: int, num_classes: int) -> Score:
+        """(x, y, batch) -> (samples, classes): the largest entry is the prediction; for a mixture, logarithms of probabilities."""
+        scale = num_classes if self.mask_scale == "classes" else 1
+
+        def each(y: Any, batch: Any) -> Tensor:
+            return torch.stack([network({name: leaf[m] for name, leaf in y.items()}, batch["image"], side) for m in range(self.num_networks)])
+
+        kinds: dict[str, Score] = {
+            "mask": lambda x, y, batch: scale * softmax(x["lambda"], 0) * network(y, batch["image"], side),
+            "ensemble": lambda x, y, batch: torch.tensordot(softmax(x["lambda"], 0), each(y, batch), 1),
+            "mixture": lambda x, y, batch: torch.logsumexp(x["lambda"][:, None, None] + log_softmax(each(y, batch), -1), 0),
+            "none": lambda x, y, batch: network(y, batch["image"], side),
+        }
+        return kinds[self.personalise]
+
+
+def _linear(y: Any, image: Tensor, side: int) -> Tensor:
+    return linear(image, y["out.weight"], y["out.bias"])
+
+
+def _mlp(y: Any, image: Tensor, side: int) -> Tensor:
+    return linear(gelu(linear(image, y["hidden.weight"], y["hidden.bias"])), y["out.weight"], y["out.bias"])
+
+
+def _cnn(y: Any, image: Tensor, side: int) -> Tensor:
+    image = image.reshape(-1, 1, side, side)
+    for name in ("conv1", "conv2"):
+        image = max_pool2d(gelu(conv2d(image, y[f"{name}.weight"], y[f"{name}.bias"])), 2)
+    return _mlp(y, image.flatten(1), side)
+
+
+_NETWORKS: dict[str, Network] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
+
+
+def _mean(loss: Any, score: Tensor, batch: Any) -> Tensor:
+    return (batch["weight"] * loss(score, batch["label"], reduction="none")).sum()
+
+
+def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+        real = batch["weight"] > 0
+        return {f"{role}_right": (real & (score(x, y, batch).argmax(-1) == batch["label"])).sum(), f"{role}_samples": real.sum()}
+
+    return answers
+
+
+def _metrics(sums: Any) -> dict[str, float]:
+    """Ratios of sums: means over clients weighted by their samples."""
+    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "stop")}
+
+
+def _across(found: Any) -> dict[str, float]:
+    accuracy = found["test_right"] / found["test_samples"]
+    return {"test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)), "test_accuracy_mean_client": float(accuracy.mean())}
