@@ -14,7 +14,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.data import idx
 from fedbilevel.data.digits import digits
-from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.errors import DataError, ProblemError, SettingError
 from fedbilevel.population import Population
 from fedbilevel.tasks.personalisation import Personalisation
 from yardstick import relative
