@@ -43,7 +43,10 @@ class Averaging(Settings):
                 f"the network loses or delays messages, and {self.kind} averaging never recovers what a lost message carried: use averaging 'robust'."
             )
         if self.kind == "gossip" and not links.doubly_stochastic:
-            raise SettingError("gossip needs shares that sum to one at the receiver too, which a directed network cannot have: use averaging 'push_sum'.")
+            raise SettingError(
+                "gossip needs shares that sum to one at the receiver too, which those by out-degree do not: use averaging 'push_sum', or metropolis "
+                "shares on an undirected network."
+            )
 
 
 class Message(NamedTuple):
@@ -98,9 +101,17 @@ def parked(peers: Sequence[RunningSums]) -> Tensor:
     return rest
 
 
+def waiting(peers: Sequence[RunningSums]) -> Tensor:
+    """What the mass parked on the edges stands for: one row, or none where there is no such mass. Peers may agree with each other while this differs;
+    the average lies between all these rows, so only when it agrees too is it reached."""
+    rest = parked(peers)
+    scale = max(float(peer.mass[-1]) for peer in peers)
+    return (rest[:-1] / rest[-1])[None] if float(rest[-1]) > 1e-12 * scale else rest.new_zeros(0, len(rest) - 1)
+
+
 def spread(rows: Tensor, scale: Tensor) -> float:
     """How far the peer that is farthest from the middle is from it, relative to `scale`."""
-    return float(torch.linalg.vector_norm(rows - rows.mean(0), dim=1).max() / scale.clamp(min=torch.finfo(rows.dtype).tiny))
+    return float(torch.linalg.vector_norm(rows - rows.mean(0), dim=1).max() / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
 
 def robust_steps(peers: Sequence[RunningSums], network: AnyNetwork, links: Links, start: int, charge: Callable[[Tensor], None]) -> Callable[[], None]:

@@ -24,11 +24,13 @@ from fedbilevel.compare import Target, compare
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
 from fedbilevel.network import Network
+from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
 from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
 from fedbilevel.run import Result, run
 from fedbilevel.settings import Settings, kinds
 from fedbilevel.steps import Schedule, check_timescales, suggest
+from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.task import Task
 
 console = Console()
@@ -327,6 +329,44 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
             sys.exit(130)
     console.print(report.comparison(result, kind.headline))
     console.print(f"Saved in {folder / 'comparison.json'}", soft_wrap=True)
+
+
+class StudyCommand(click.Command):
+    """Flags from the settings of `owners`, less those that the study itself decides."""
+
+    owners: tuple[tuple[type[Settings], str], ...] = ()
+    decided: tuple[str, ...] = ()
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        theirs = [option for owner, section in self.owners for option in flags(owner, section, {}) if option.name not in self.decided]
+        return [*super().get_params(ctx), *theirs]
+
+    format_options = TaskCommand.format_options
+
+
+class PersonaliseCommand(StudyCommand):
+    owners = ((Personalisation, "Task"), (Plan, "Plan"))
+    decided = ("personalise", "lower")
+
+
+@cli.command("personalise", cls=PersonaliseCommand)
+@click.option("--methods", default="local,sgp,hgp_pl,hgp_mtl", show_default=True, help=f"with commas between, of {', '.join(METHODS)}; or all")
+@click.option("--networks", default=",".join(NETWORKS), show_default=True, help="with commas between")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of everything the runs draw")
+@click.option("--batch-size", type=int, default=None, help="training samples per minibatch (default: all of a client's; the paper: 128)")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record; one that exists is gone on with")
+def personalise_command(methods: str, networks: str, seed: int, batch_size: int | None, device: str, out: Path | None, **values: Any) -> None:
+    """Personalised models on every network, as Table 2 of Terashita and Hara, 2023: mean and bottom-decile accuracy over clients."""
+    folder = out or _new_folder("personalise")
+    names = list(METHODS) if methods == "all" else [name for name in methods.split(",") if name]
+    with console.status("") as status:
+        outcomes = personalise(
+            chosen(Personalisation, values, {}), chosen(Plan, values, {}), methods=names, networks=[name for name in networks.split(",") if name],
+            record=folder, seed=seed, batch_size=None if batch_size is None else {"train": batch_size}, device=_device(device), progress=status.update,
+        )  # fmt: skip
+    console.print(report.personalisation(outcomes, PAPER))
+    console.print(f"Saved in {folder / 'personalisation.json'}", soft_wrap=True)
 
 
 def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:

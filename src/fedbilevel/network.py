@@ -152,6 +152,8 @@ class Links:
     def __init__(self, num_peers: int, out: Callable[[int], Any], *, directed: bool, shares: str) -> None:
         self.num_peers, self.directed = num_peers, directed
         self.shares = ("out_degree" if directed else "metropolis") if shares == "auto" else shares
+        if self.shares not in ("out_degree", "metropolis", "fastest"):
+            raise NetworkError(f"there are no shares named {shares!r}: use auto, out_degree, metropolis or fastest.")
         if directed and self.shares != "out_degree":
             raise NetworkError(f"{self.shares} shares need an undirected network, this one is directed: use out_degree.")
         self._out = out
@@ -216,30 +218,40 @@ def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:
     """Symmetric non-negative shares whose second largest |eigenvalue| is as small as projected subgradient steps make it, from Metropolis ones.
 
     Boyd, Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is a semidefinite programme; their subgradient
-    method is enough here, because any iterate is a valid matrix and the best one seen is kept.
+    method is enough here, because any iterate is a valid matrix and the best one seen is kept. Where the links leave islands, each mixes by itself.
     """
     n = len(adjacency)
+    islands = list(nx.connected_components(nx.from_numpy_array(adjacency.numpy())))
+    if len(islands) > 1:  # a step of a random network: the second eigenvalue is 1 whatever the shares, and its slope is zero
+        matrix = torch.zeros(n, n, dtype=torch.float64)
+        for island in islands:
+            block = torch.meshgrid(2 * [torch.tensor(sorted(island))], indexing="ij")
+            matrix[block] = fastest_mixing(adjacency[block], num_steps=num_steps)
+        return matrix
     heads, tails = adjacency.triu(1).nonzero(as_tuple=True)
     best = metropolis(adjacency)
     if len(heads) == 0 or len(heads) == n * (n - 1) // 2:  # nothing to choose; complete: Metropolis is 1/n everywhere, which mixes at once
         return best
+    load = lambda edges: torch.zeros(n, dtype=torch.float64).index_add_(0, heads, edges).index_add_(0, tails, edges)
     edges, least = best[heads, tails], float("inf")
+    degrees = load(torch.ones_like(edges))
     for k in range(1, num_steps + 1):
         off = torch.zeros(n, n, dtype=torch.float64).index_put_((heads, tails), edges)
         matrix = off + off.T + torch.diag(1 - off.sum(0) - off.sum(1))
-        values, vectors = torch.linalg.eigh(matrix)
-        slowest = values[-2] if values[-2] >= -values[0] else -values[0]
-        if float(slowest) < least:
-            least, best = float(slowest), matrix
-        v, sign = (vectors[:, -2], 1.0) if values[-2] >= -values[0] else (vectors[:, 0], -1.0)
-        slope = -sign * (v[heads] - v[tails]) ** 2
-        edges = (edges - slope / torch.linalg.vector_norm(slope) * (0.3 / k**0.5) * edges.mean() * len(edges) ** 0.5).clamp(min=0)
-        for _ in range(20):  # nobody may give away more than it has
-            load = torch.zeros(n, dtype=torch.float64).index_add_(0, heads, edges).index_add_(0, tails, edges)
-            if bool((load <= 1 + 1e-12).all()):
+        values, vectors = torch.linalg.eigh(matrix - 1 / n)  # the constant vector, which every matrix keeps, is out of the way
+        if float(values.abs().max()) < least:
+            least, best = float(values.abs().max()), matrix
+        near = torch.softmax(2 * k * values.abs(), 0) * values.sign()  # several eigenvalues tie at the optimum: one at a time, the steps would swing
+        slope = -((vectors[heads] - vectors[tails]) ** 2) @ near
+        length = 0.3 / k**0.5 * edges.mean() * len(edges) ** 0.5
+        edges = (edges - length * slope / torch.linalg.vector_norm(slope).clamp(min=1e-300)).clamp(min=0)
+        for _ in range(10):  # nobody may give away more than it has: take what is over from its edges alike, which is close to a projection
+            over = (load(edges) - 1).clamp(min=0) / degrees
+            if not bool(over.any()):
                 break
-            over = load.clamp(min=1)
-            edges = edges / torch.maximum(over[heads], over[tails])
+            edges = (edges - torch.maximum(over[heads], over[tails])).clamp(min=0)
+        total = load(edges).clamp(min=1)
+        edges = edges / torch.maximum(total[heads], total[tails])
     return best
 
 
@@ -247,8 +259,8 @@ def _read(path: Path, num_peers: int, shares: str) -> Links:
     try:
         content = json.loads(path.read_text())
         size, steps, directed = content["num_peers"], content["steps"], content.get("directed", True)
-        if not isinstance(size, int) or not isinstance(steps, list) or not all(isinstance(edges, list) for edges in steps):
-            raise TypeError("num_peers must be a whole number and steps a list of lists of edges")
+        if not isinstance(size, int) or not isinstance(directed, bool) or not isinstance(steps, list) or not all(isinstance(edges, list) for edges in steps):
+            raise TypeError("num_peers must be a whole number, directed true or false and steps a list of lists of edges")
     except OSError as error:
         raise NetworkError(f"the network file {path} cannot be read ({error.strerror}): check its name.") from error
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -258,8 +270,8 @@ def _read(path: Path, num_peers: int, shares: str) -> Links:
         raise NetworkError(f"the network file {path} is for {size} peers, there are {num_peers} clients: write one for as many.")
     if not steps:
         raise NetworkError(f"the network file {path} has no steps: give at least one list of edges.")
-    matrices = [_matrix(edges, num_peers, bool(directed), f"{path}, step {number}") for number, edges in enumerate(steps)]
-    links = Links(num_peers, lambda step: matrices[step % len(matrices)], directed=bool(directed), shares=shares)
+    matrices = [_matrix(edges, num_peers, directed, f"{path}, step {number}") for number, edges in enumerate(steps)]
+    links = Links(num_peers, lambda step: matrices[step % len(matrices)], directed=directed, shares=shares)
     links.period = len(matrices)
     return links
 

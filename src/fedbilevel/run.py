@@ -50,6 +50,22 @@ class Progress(NamedTuple):
 Callback = Callable[[Progress], bool | None]  # True stops the run
 
 
+class EarlyStopping:
+    """A callback: stops after `patience` measurements without a higher `metric`. `best` is the measurement to report (the first of equals)."""
+
+    def __init__(self, metric: str, *, patience: int) -> None:
+        self.metric, self.patience, self.waited = metric, patience, 0
+        self.best: Mapping[str, Any] = {}
+
+    def __call__(self, now: Progress) -> bool:
+        if now.row is not None:
+            if self.metric not in now.row:
+                raise SettingError(f"early stopping watches {self.metric!r}, which this problem does not measure: use one of {', '.join(now.row)}.")
+            better = not self.best or now.row[self.metric] > self.best[self.metric]
+            self.best, self.waited = (now.row, 0) if better else (self.best, self.waited + 1)
+        return self.waited >= self.patience
+
+
 @dataclass(frozen=True)
 class Result:
     """x and y in the user's structure (one dict per client where they are private or local)."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread
+from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread, waiting
 from fedbilevel.clients import BatchSize, Clients, Host, Step
 from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, SettingError
@@ -138,7 +138,7 @@ class PeerSimulation:
             self.time += 1
 
         values = lambda: torch.stack([peer.value for peer in peers])
-        self._until_agreed(robust_steps(peers, self.network, self.links, self.time, charge), values, rows)
+        self._until_agreed(robust_steps(peers, self.network, self.links, self.time, charge), lambda: torch.cat([values(), waiting(peers)]), rows)
         return values()[self.host.ids.to(rows.device)].to(rows.dtype)
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
