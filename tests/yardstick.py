@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort
 from fedbilevel.tasks.quadratic import Quadratic
@@ -66,6 +67,82 @@ def check_continues(algorithm: Any, built: Built) -> None:
     half, middle = drive(algorithm, built, 2, **options)
     saved = half.state_dict(middle)
     resumed = Simulation(algorithm, built.problem, built.clients, **options)
+    state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
+    for iteration in (3, 4, 5):
+        resumed.begin(iteration)
+        state = algorithm.round(resumed, state)
+    again, plain_again = resumed.state_dict(state)
+    assert plain_again == plain
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert torch.equal(again[name], value), name
+
+
+# ---- peers without a server ----------------------------------------------------------------------------------------------
+
+
+def drive_peers(algorithm: Any, built: Built, num_iterations: int, *, engine: Any = PeerSimulation, **options: Any) -> tuple[PeerSimulation, Any]:
+    """The peers after `num_iterations` outer iterations, and the state."""
+    peers = engine(algorithm, built.problem, built.clients, **{"dtype": torch.float64, **options})
+    state = algorithm.init(peers)
+    for iteration in range(1, num_iterations + 1):
+        peers.begin(iteration)
+        state = algorithm.round(peers, state)
+    return peers, state
+
+
+def settled_peers(algorithm: Any, built: Built, network: Any, **held: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
+    """Where peers on a network that stays the same settle on a quadratic, and the spectral radius of the way there.
+
+    The outer iteration is an affine map of the state, but not every state can occur: what a correction remembers belongs to what it has seen (the peers'
+    memories sum to something fixed), and in the other directions the map stands still. So it is looked at on the subspace that can be reached from
+    wherever `init` may start. `held`: parts of the state that stay at a value of their own, in which the map is not affine.
+    """
+    peers = PeerSimulation(algorithm, built.problem, built.clients, network=network, dtype=torch.float64)
+    shapes = {name: value.shape for name, value in algorithm.init(peers)._asdict().items() if name not in held}
+    sizes = [shape.numel() for shape in shapes.values()]
+
+    def flat(state: Any) -> torch.Tensor:
+        return torch.cat([getattr(state, name).flatten() for name in shapes])
+
+    def named(vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)}
+
+    def outer(vector: torch.Tensor) -> torch.Tensor:
+        peers.begin(1)
+        return flat(algorithm.round(peers, algorithm.State(**named(vector), **held)))
+
+    def started(point: torch.Tensor) -> torch.Tensor:
+        x, y = (part.reshape(rows.shape) for part, rows in zip(point.split([rows.numel() for rows in zero]), zero, strict=True))
+        peers.initial = lambda: (x, y)  # type: ignore[method-assign]
+        return flat(algorithm.init(peers))
+
+    zero = peers.initial()
+    start = started(torch.zeros(sum(rows.numel() for rows in zero), dtype=torch.float64))
+    units = [started(unit) - start for unit in torch.eye(sum(rows.numel() for rows in zero), dtype=torch.float64)]
+    constant = outer(torch.zeros(sum(sizes), dtype=torch.float64))
+    matrix = torch.stack([outer(unit) - constant for unit in torch.eye(sum(sizes), dtype=torch.float64)], dim=1)
+    moved = matrix @ start + constant - start
+    reached, fresh = matrix[:, :0], torch.stack([*units, moved], dim=1)
+    while fresh.shape[1]:
+        for _ in range(2):  # once is not enough for 1e-9
+            fresh = fresh - reached @ (reached.T @ fresh)
+        directions, lengths, _ = torch.linalg.svd(fresh, full_matrices=False)
+        fresh = directions[:, lengths > 1e-9]
+        reached, fresh = torch.cat([reached, fresh], dim=1), matrix @ fresh
+    inside = reached.T @ matrix @ reached
+    fixed = start + reached @ torch.linalg.solve(torch.eye(len(inside), dtype=torch.float64) - inside, reached.T @ moved)
+    return named(fixed), float(torch.linalg.eigvals(inside).abs().max())
+
+
+def check_peers_continue(algorithm: Any, built: Built, network: Any) -> None:
+    """Two outer iterations, a checkpoint, three more among new peers: everything that a checkpoint holds is as after five in a row."""
+    options = {"seed": 3, "batch_size": 2, "network": network, "dtype": torch.float64}
+    whole, state = drive_peers(algorithm, built, 5, **options)
+    tensors, plain = whole.state_dict(state)
+    half, middle = drive_peers(algorithm, built, 2, **options)
+    saved = half.state_dict(middle)
+    resumed = PeerSimulation(algorithm, built.problem, built.clients, **options)
     state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
     for iteration in (3, 4, 5):
         resumed.begin(iteration)

@@ -6,7 +6,9 @@ s in {x, y, u}:
     none                s <- W (s - a d)                                                  (D-SOBA)
     gradient_tracking   t <- W t_before + d - d_before;   s <- W (s - a t)
     exact_diffusion     p <- s - a d;   s <- (I + W)/2 (p + s - p_before)
-    extra               s <- s + W s - (I + W)/2 s_before - a (d - d_before)
+    extra               s <- s + W s - (I + W_before)/2 s_before - a (d - d_before)
+
+The first iterations have t = d, p_before = s and s <- W s - a d.
 
 `exchange="gossip"` uses the doubly stochastic W of an undirected network. `exchange="push"` is for directed ones: s and t are pushed with the weights w,
 and directions are taken at s / w (gradient tracking as in Push-DIGing; this project's own for bilevel problems).
@@ -27,6 +29,7 @@ each of g_y, f_x, f_y, H u, J u.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,6 +43,31 @@ from fedbilevel.hypergradient import project
 from fedbilevel.settings import setting
 
 Correction = Literal["none", "gradient_tracking", "exact_diffusion", "extra"]
+
+# A recursion takes (s, d, a) and its memory (p, q). It gives what to send, and the new (s, p, q) as a function of W times what was sent.
+Recursion = tuple[tuple[Tensor, ...], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+
+
+def none(s: Tensor, d: Tensor, a: float, p: Tensor, q: Tensor) -> Recursion:
+    return (s - a * d,), lambda mixed: (mixed, p, q)
+
+
+def gradient_tracking(s: Tensor, d: Tensor, a: float, d_before: Tensor, mixed_t: Tensor) -> Recursion:
+    t = mixed_t + d - d_before
+    return (s - a * t, t), lambda mixed, mixed_t: (mixed, d, mixed_t)
+
+
+def exact_diffusion(s: Tensor, d: Tensor, a: float, p_before: Tensor, q: Tensor) -> Recursion:
+    p = s - a * d
+    ahead = p + s - p_before
+    return (ahead,), lambda mixed: ((ahead + mixed) / 2, p, q)
+
+
+def extra(s: Tensor, d: Tensor, a: float, half_before: Tensor, d_before: Tensor) -> Recursion:
+    return (s,), lambda mixed: (s + mixed - half_before - a * (d - d_before), (s + mixed) / 2, d)
+
+
+RECURSIONS = {"none": none, "gradient_tracking": gradient_tracking, "exact_diffusion": exact_diffusion, "extra": extra}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +85,7 @@ class Sparkle(PeerAlgorithm):
     lower_space = ("y", "u", "y_t", "u_t", "y_p", "u_p", "y_q", "u_q")
 
     class State(NamedTuple):
-        """p and q: what a correction remembers of the iteration before."""
+        """p and q: what a correction remembers of the iteration before, by the names in its recursion."""
 
         x: Tensor
         y: Tensor
@@ -90,46 +118,27 @@ class Sparkle(PeerAlgorithm):
 
     def round(self, peers: Peers, state: State) -> State:
         [step] = peers.steps(1)
-        now = {"x": state.x, "y": state.y, "u": project(state.u, self.radius)}
-        directions = dict(zip("xyu", step_directions(peers.clients, step, now["x"], now["y"], now["u"], self.minibatches), strict=True))
-        steps = {"x": self.lr_upper, "y": self.lr_lower, "u": self.lr_system}
-        before = state._asdict()
-        sent: dict[str, Tensor] = {}
-        p, q = {}, {}
-        for name, rows in now.items():
-            lr, d, kind = steps[name], directions[name], self.kind(name)
-            if peers.travels(name):
-                d, rows = d * peers.weights.to(d.dtype), rows * state.w.to(d.dtype)  # what is pushed is the numerator
-            p[name], q[name] = before[f"{name}_p"], before[f"{name}_q"]
-            if kind == "none":
-                sent[name] = rows - lr * d
-            elif kind == "gradient_tracking":
-                sent[f"{name}_t"] = q[name] + d - p[name]
-                sent[name], p[name] = rows - lr * sent[f"{name}_t"], d
-            elif kind == "exact_diffusion":
-                ahead = rows - lr * d
-                sent[name], p[name] = ahead + rows - p[name], ahead
-            else:
-                sent[name] = rows
-        w, got = state.w, dict(sent)
+        u = project(state.u, self.radius)
+        directions = step_directions(peers.clients, step, state.x, state.y, u, self.minibatches)
+        before = {**state._asdict(), "u": u}
+        sent, answers, new = {}, {}, {}
+        for name, d, a in zip("xyu", directions, (self.lr_upper, self.lr_lower, self.lr_system), strict=True):
+            s = before[name]
+            if peers.travels(name):  # what is exchanged is the numerator of s = z / w; without push, w = 1
+                s, d = s * state.w.to(s.dtype), d * peers.weights.to(d.dtype)
+            sent[name], answers[name] = RECURSIONS[self.kind(name)](s, d, a, before[f"{name}_p"], before[f"{name}_q"])
+        w, mixed = self.exchanged(peers, state.w, sent)
+        for name, answer in answers.items():
+            s, new[f"{name}_p"], new[f"{name}_q"] = answer(*mixed[name])
+            new[name] = debiased(s, w) if peers.travels(name) else s
+        return self.State(**new, w=w)
+
+    def exchanged(self, peers: Peers, w: Tensor, sent: dict[str, tuple[Tensor, ...]]) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        """The new weights and W times all that is sent, in one message."""
+        rows = {f"{name}{suffix}": value for name, values in sent.items() for suffix, value in zip(("", "_t"), values, strict=False)}
         if self.exchange == "push":
-            w, *values = peers.push(w, **sent)
-            got = dict(zip(sent, values, strict=True))
+            w, *mixed = peers.push(w, **rows)
         else:
-            values = peers.gossip(**sent)
-            got = dict(zip(sent, values if isinstance(values, tuple) else (values,), strict=True))
-        new = {}
-        for name, rows in now.items():
-            lr, d, kind = steps[name], directions[name], self.kind(name)
-            new[name] = got[name]
-            if kind == "gradient_tracking":
-                q[name] = got[f"{name}_t"]
-            elif kind == "exact_diffusion":
-                new[name] = (sent[name] + got[name]) / 2
-            elif kind == "extra":
-                d = d * peers.weights.to(d.dtype) if peers.travels(name) else d
-                new[name] = rows + got[name] - p[name] - lr * (d - q[name])
-                p[name], q[name] = (rows + got[name]) / 2, d
-            if self.exchange == "push" and peers.travels(name):
-                new[name] = debiased(new[name], w)
-        return self.State(**new, w=w, **{f"{name}_p": rows for name, rows in p.items()}, **{f"{name}_q": rows for name, rows in q.items()})
+            mixed = peers.gossip(**rows)
+        arrived = iter(mixed)
+        return w, {name: [next(arrived) for _ in values] for name, values in sent.items()}
