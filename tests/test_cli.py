@@ -74,6 +74,20 @@ def test_run_resume_and_the_record(tmp_path):
         (["run", "quadratic", "-a", "fedbio", "--seed", "-1"], "seed must lie between"),
         (["run", "quadratic", "-a", "fedbio", "--device", "meta"], "device is 'meta'"),
         (["run", "quadratic", "-a", "fedbio", "--out", "/proc"], "cannot be written"),
+        (["run", "quadratic", "-a", "hgp", "--network", "random_directed", "--averaging", "gossip"], "gossip needs shares that sum to one at the receiver too"),
+        (
+            ["run", "quadratic", "-a", "hgp", "--network-loss", "0.1", "--averaging", "push_sum"],
+            "never recovers what a lost message carried: use averaging 'robust'",
+        ),
+        (["run", "quadratic", "-a", "sgp", "--network-loss", "0.1", "--averaging", "robust"], "sgp pushes without running sums"),
+        (["run", "quadratic", "-a", "hgp", "--network", "file"], "kind='file' needs the name of a file"),
+        (["run", "quadratic", "-a", "hgp", "--network", "file", "--network-file", "none.json"], "none.json cannot be read"),
+        (["run", "quadratic", "-a", "hgp", "--network", "star"], "'star' is not one of"),
+        (["run", "quadratic", "-a", "hgp", "--network-loss", "1.5"], "loss is 1.5, expected a value at most 0.99"),
+        (["run", "quadratic", "-a", "hgp", "--network", "random_directed", "--network-highest", "0", "--network-lowest", "0"], "the network never connects"),
+        (["run", "quadratic", "-a", "hgp", "--averaging-num-steps", "0"], "num_steps is 0, expected a value at least 1"),
+        (["run", "quadratic", "-a", "hgp", "--fraction", "0.5"], "hgp runs between peers without a server, so cohort means nothing to it"),
+        (["run", "quadratic", "-a", "fedbio", "--network", "ring"], "No such option"),
     ],
 )
 def test_user_errors_get_one_sentence_and_no_traceback(tmp_path, monkeypatch, capsys, args, sentence):
@@ -86,6 +100,60 @@ def test_user_errors_get_one_sentence_and_no_traceback(tmp_path, monkeypatch, ca
     assert sentence in err
     assert "Traceback" not in err
     assert not any((tmp_path / "runs").rglob("checkpoint*")) or "clients" in sentence
+
+
+PEERS = ["quadratic", "-a", "hgp", "--num-clients", "3", "--num-terms", "2", "--num-lower-steps", "3", "--lr-system", "0.05", "--batch-size", "2"]
+
+
+def invoke(*args):
+    """In this process, which saves the start of another."""
+    result = CliRunner().invoke(cli, list(map(str, args)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_run_between_peers_is_recorded_and_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [*PEERS, "--network", "random_directed", "--network-seed", 4, "--averaging-num-steps", 3, "--averaging-weights", "kept", "--optimiser", "adam"]
+    invoke("run", *flags, "--iterations", 4, "--out", "whole")
+    invoke("run", *flags, "--iterations", 2, "--out", "half")
+    invoke("resume", "half", "--iterations", 4)
+    last = lambda name: {key: value for key, value in json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]).items() if key != "seconds"}
+    assert last("whole") == last("half")
+    assert last("whole")["rounds"] == 4 * (3 + 2 * 3 + 3)
+    assert last("whole")["messages"] > 0
+    assert (tmp_path / "whole" / "solution.safetensors").read_bytes() == (tmp_path / "half" / "solution.safetensors").read_bytes()
+    identity = json.loads((tmp_path / "half" / "config.json").read_text())["identity"]
+    assert (identity["network"]["kind"], identity["network"]["seed"], identity["averaging"]["weights"]) == ("random_directed", 4, "kept")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"num_peers": 3, "steps": [[[0, 1], [1, 2], [2, 7]]]}, "step 0: the edge [2, 7] names the unknown peer 7; peers are numbered from 0 to 2"),
+        ({"num_peers": 4, "steps": [[[0, 1]]]}, "is for 4 peers, there are 3 clients"),
+        ({"num_peers": 3, "steps": [[[0, 1], [1, 0]]]}, "the network never connects"),
+        ({"peers": 3}, "is not of the form"),
+    ],
+)
+def test_a_bad_network_file_gets_one_sentence(tmp_path, monkeypatch, capsys, content, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.json").write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["fedbilevel", "run", *PEERS, "--network", "file", "--network-file", "net.json", "--iterations", "1"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+    assert not any(tmp_path.rglob("checkpoint*"))
+
+
+def test_a_network_file_is_followed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.json").write_text(json.dumps({"num_peers": 3, "directed": True, "steps": [[[0, 1], [1, 2]], [[2, 0]]]}))
+    flags = ["quadratic", "-a", "sgp", "--num-clients", 3, "--num-lower-steps", 5, "--network", "file", "--network-file", "net.json"]
+    invoke("run", *flags, "--iterations", 2, "--out", "run")
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["messages"] == 5 * 2 + 5 * 1
 
 
 def test_an_existing_folder_is_kept(tmp_path):

@@ -15,9 +15,14 @@ from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fednest import FedNest
+from fedbilevel.algorithms.hgp import HGP
+from fedbilevel.algorithms.sgp import SGP
+from fedbilevel.averaging import Averaging
+from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort, ServerAlgorithm, phase
-from fedbilevel.ledger import Ledger
+from fedbilevel.ledger import EDGES, Ledger
+from fedbilevel.network import Network
 from fedbilevel.tasks.quadratic import Quadratic
 from test_fbo_aggitd import Drawing
 
@@ -308,3 +313,138 @@ def test_the_ledger_survives_a_round_trip_and_the_copy_is_its_own():
     assert copy.totals()["gy"] == before["gy"] + 21
     assert copy.columns["gy"][2] == fed.ledger.columns["gy"][2] + 14
     assert fed.ledger.totals() == before
+
+
+# ---- between peers --------------------------------------------------------------------------------------------------------
+
+
+def between_peers(algorithm: Any, network: Network, averaging: Averaging | None = None, task: Quadratic | None = None, **options: Any) -> PeerSimulation:
+    built = (task or Quadratic(dim_upper=DX, dim_lower=DY)).build()
+    peers = PeerSimulation(algorithm, built.problem, built.clients, network=network, averaging=averaging, **{"batch_size": BATCH, **options})
+    state = algorithm.init(peers)
+    for iteration in range(1, ITERATIONS + 1):
+        peers.begin(iteration)
+        state = algorithm.round(peers, state)
+    return peers
+
+
+def edges_used(network: Network, steps: range) -> torch.Tensor:
+    """How often every edge was open in these steps, without those to oneself."""
+    return sum((network.between(5).adjacency(step).long() for step in steps), torch.zeros(5, 5, dtype=torch.int64)).fill_diagonal_(0)
+
+
+def check_edges(peers: PeerSimulation, charged: list[tuple[torch.Tensor, int, int]]) -> None:
+    """(messages per edge, floats, bytes of one), and that columns are the sums of edges over receivers."""
+    ledger = peers.ledger
+    wanted = {
+        "messages": sum(sent for sent, _, _ in charged),
+        "floats": sum(sent * f for sent, f, _ in charged),
+        "bytes": sum(sent * b for sent, _, b in charged),
+    }
+    assert set(ledger.edges) == set(EDGES)
+    for name in EDGES:
+        assert torch.equal(ledger.edges[name], wanted[name]), name
+    assert torch.equal(ledger.columns["floats_up"], wanted["floats"].sum(1))
+    assert torch.equal(ledger.columns["bytes_up"], wanted["bytes"].sum(1))
+    assert not bool(ledger.columns["floats_down"].any() or ledger.columns["bytes_down"].any())
+    assert ledger.totals()["messages"] == int(wanted["messages"].sum())
+    assert ledger.megabytes == int(wanted["bytes"].sum()) / 1e6
+
+
+M, T, S, CURVATURE = 3, 4, 2, 5
+RANDOM = Network(kind="random_directed", seed=2)
+
+
+def hgp(**settings: Any) -> HGP:
+    return HGP(**{"num_terms": M, "num_lower_steps": T, "num_curvature_products": CURVATURE, **steps, **settings})
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8)])
+@pytest.mark.parametrize("upper", ["shared", "private"])
+@pytest.mark.parametrize("minibatches", ["independent", "shared"])
+def test_hgp_pays_its_formula(minibatches, upper, dtype, itemsize):
+    """A message of Push-Sum is the row in its own type and a weight of eight bytes; a shared x and its v travel in one."""
+    peers = between_peers(hgp(minibatches=minibatches), RANDOM, Averaging(num_steps=S), Quadratic(dim_upper=DX, dim_lower=DY, upper=upper), dtype=dtype)
+    widths = [*[DY] * (T + M * S), *([2 * DX] * S if upper == "shared" else [])] * ITERATIONS
+    check_edges(peers, [(edges_used(RANDOM, range(t, t + 1)), width + 1, itemsize * width + 8) for t, width in enumerate(widths)])
+    assert peers.ledger.rounds == peers.time == len(widths)
+    columns = {name: peers.ledger.columns[name].tolist() for name in (*ORACLES, "samples")}
+    second = M * BATCH["train"] + ((M - 1) * BATCH["train"] if minibatches == "independent" else 0)
+    samples = ITERATIONS * (T * BATCH["train"] + BATCH["val"] + second)
+    due = {
+        "gy": ITERATIONS * T,
+        "gx": 0,
+        "fx": ITERATIONS,
+        "fy": ITERATIONS,
+        "hvp": ITERATIONS * (M - 1) + CURVATURE,
+        "jvp": ITERATIONS * M,
+    }
+    all_samples = [4, 5, 6, 7, 8]  # curvature is measured on all of a client's samples
+    assert columns == {**{name: [value] * 5 for name, value in due.items()}, "samples": [samples + CURVATURE * size for size in all_samples]}
+
+
+def test_without_minibatches_both_products_of_a_repetition_come_from_one_evaluation():
+    peers = between_peers(hgp(num_curvature_products=0), RANDOM, Averaging(num_steps=1), batch_size=None)
+    sizes = torch.arange(4, 9)  # of training and of validation data
+    assert torch.equal(peers.ledger.columns["samples"], ITERATIONS * (T + 1 + M) * sizes)
+    assert peers.ledger.columns["hvp"].tolist() == [ITERATIONS * (M - 1)] * 5
+
+
+def test_sgp_pays_its_formula():
+    peers = between_peers(SGP(num_lower_steps=T, lr_lower=0.01), RANDOM, dtype=torch.float32)
+    check_edges(peers, [(edges_used(RANDOM, range(ITERATIONS * T)), DY + 1, 4 * DY + 8)])
+    assert peers.ledger.rounds == ITERATIONS * T
+    assert {name: peers.ledger.totals()[name] for name in (*ORACLES, "samples")} == {
+        **dict.fromkeys(ORACLES, 0), "gy": 5 * ITERATIONS * T, "samples": 5 * ITERATIONS * T * BATCH["train"]
+    }  # fmt: skip
+
+
+def test_an_exact_average_is_charged_as_if_everybody_sent_to_everybody():
+    ring = Network(kind="ring")
+    peers = between_peers(hgp(), ring, Averaging(kind="exact"), dtype=torch.float32)
+    everybody = 1 - torch.eye(5, dtype=torch.int64)
+    check_edges(
+        peers,
+        [
+            (edges_used(ring, range(ITERATIONS * T)), DY + 1, 4 * DY + 8),
+            (ITERATIONS * M * everybody, DY, 4 * DY),
+            (ITERATIONS * everybody, 2 * DX, 8 * DX),
+        ],
+    )
+    assert peers.ledger.rounds == ITERATIONS * (T + M + 1)
+    assert peers.time == ITERATIONS * T  # the network stands still meanwhile
+
+
+@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+def test_gossip_sends_weights_only_where_clients_count_differently(weights):
+    ring, extra = Network(kind="ring"), int(weights == "by_samples")
+    task = Quadratic(dim_upper=DX, dim_lower=DY, weights=weights, upper="private")
+    peers = between_peers(hgp(lower_solver="mix"), ring, Averaging(kind="gossip", num_steps=S), task, dtype=torch.float32)
+    check_edges(peers, [(edges_used(ring, range(ITERATIONS * (T + M) * S)), DY + extra, 4 * DY + 8 * extra)])
+
+
+def test_robust_averages_pay_for_messages_that_are_lost_and_not_for_peers_that_sleep():
+    task = Quadratic(dim_upper=DX, dim_lower=DY, upper="private")
+    num = ITERATIONS * (T + M) * S
+    for faults in ({"loss": 0.4}, {"loss": 0.01, "max_delay": 3}):
+        network = Network(kind="random_directed", seed=2, **faults)
+        peers = between_peers(hgp(lower_solver="mix"), network, Averaging(kind="robust", num_steps=S), task, dtype=torch.float32)
+        check_edges(peers, [(edges_used(network, range(num)), DY + 1, 8 * (DY + 1) + 8)])  # running sums are float64, and numbered
+        assert peers.ledger.rounds == peers.time == num
+    sleepy = between_peers(hgp(lower_solver="mix"), Network(kind="complete", activity=0.5), Averaging(kind="robust", num_steps=S), task)
+    sent = sleepy.ledger.edges["messages"].sum(1)
+    assert bool((sent % 4 == 0).all())  # who is awake sends to all four others
+    assert 0.3 * 4 * num * 5 < int(sent.sum()) < 0.7 * 4 * num * 5
+
+
+def test_edges_survive_a_round_trip_and_the_copy_is_its_own():
+    ledger = between_peers(SGP(num_lower_steps=T, lr_lower=0.01), RANDOM).ledger
+    copy = Ledger(5)
+    copy.load_state_dict(ledger.state_dict())
+    assert copy.totals() == ledger.totals()
+    before = {name: edges.clone() for name, edges in ledger.edges.items()}
+    copy.charge_edges(torch.ones(5, 5, dtype=torch.bool), 3, 16)
+    for name, each in zip(EDGES, (1, 3, 16), strict=True):
+        assert torch.equal(ledger.edges[name], before[name])
+        assert torch.equal(copy.edges[name], before[name] + each)
+    assert "messages" not in Ledger(5).totals()

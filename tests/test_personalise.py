@@ -68,7 +68,7 @@ def test_a_record_is_gone_on_with(tmp_path, monkeypatch):
 
 
 def test_unknown_names_are_named():
-    with pytest.raises(UnknownNameError, match="personalisation method named 'hgp-pl'. Did you mean 'hgp_pl'"):
+    with pytest.raises(UnknownNameError, match=r"personalisation method named 'hgp-pl'\. Did you mean 'hgp_pl'"):
         personalise(TASK, PLAN, methods=["hgp-pl"])
     with pytest.raises(UnknownNameError, match="personalisation network named 'star'"):
         personalise(TASK, PLAN, methods=["sgp"], networks=["star"])

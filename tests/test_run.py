@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,11 @@ from fedbilevel import Cohort, run
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.algorithms.hgp import HGP
+from fedbilevel.algorithms.sgp import SGP
+from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, NonFiniteError, ScopeError, SettingError
+from fedbilevel.network import Network, given
 from fedbilevel.record import Record
 from fedbilevel.steps import Schedule
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -231,3 +236,108 @@ def test_fewer_iterations_than_are_done_are_refused_and_nothing_changes(tmp_path
 def test_a_class_instead_of_an_algorithm_is_a_clear_error():
     with pytest.raises(SettingError, match="expected an algorithm with its settings"):
         run(FedBiO, *Quadratic().build(), num_iterations=1)
+
+
+# ---- between peers ------------------------------------------------------------------------------------------------------------
+
+PEERS = {
+    "network": Network(kind="random_directed"),
+    "averaging": Averaging(num_steps=2, weights="kept"),
+    "batch_size": 2,
+    "measure_every": 2,
+    "checkpoint_every": 3,
+}
+PUSH = HGP(num_terms=2, num_lower_steps=2, lr_system=0.01, lr_upper=0.01, optimiser="adam")
+
+
+@pytest.mark.parametrize("upper", ["shared", "private"])
+def test_a_resumed_run_between_peers_is_bit_identical_with_its_network_weights_and_ledger(tmp_path, upper):
+    built = Quadratic(num_clients=3, upper=upper, weights="by_samples").build()
+    whole = run(PUSH, *built, num_iterations=5, record=tmp_path / "whole", **PEERS)
+    run(PUSH, *built, num_iterations=2, record=tmp_path / "half", **PEERS)
+    again = run(PUSH, *built, num_iterations=5, record=tmp_path / "half", resume=True, **PEERS)
+    assert same(whole, again)
+    assert whole.ledger == again.ledger
+    assert [len(value) for value in (whole.x, whole.y)] == [3, 3]  # one point per peer, whoever owns it
+    untimed = lambda rows: [{key: value for key, value in row.items() if key != "seconds"} for row in rows if row["iteration"] in (0, 2, 4, 5)]
+    assert untimed(whole.rows) == untimed(again.rows)
+    (tensors, about), (tensors_again, about_again) = (Record(tmp_path / name).load() for name in ("whole", "half"))
+    assert tensors.keys() == tensors_again.keys() >= {"push_weights", "ledger.edges-messages", "state.first", "state.w"}
+    assert all(torch.equal(value, tensors_again[name]) for name, value in tensors.items())
+    assert about["state"] == about_again["state"] == {"time": {"value": 5 * (2 + 2 * 2 + (2 if upper == "shared" else 0))}}
+    assert float((tensors["push_weights"] - tensors["push_weights"].mean()).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"network": Network(kind="random_directed", seed=1)}, "its network is"),
+        ({"network": Network(kind="ring")}, "its network is"),
+        ({"network": given(3, lambda step: torch.ones(3, 3))}, "its network is"),
+        ({"averaging": Averaging(num_steps=3, weights="kept")}, "its averaging is"),
+        ({"averaging": Averaging(num_steps=2)}, "its averaging is"),
+    ],
+)
+def test_a_checkpoint_of_another_network_or_averaging_is_refused(tmp_path, change, named):
+    built = Quadratic(num_clients=3).build()
+    run(PUSH, *built, num_iterations=1, record=tmp_path / "run", **PEERS)
+    files = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
+    with pytest.raises(CheckpointError, match=named):
+        run(PUSH, *built, num_iterations=2, record=tmp_path / "run", resume=True, **{**PEERS, **change})
+    assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
+
+
+def test_a_network_that_was_given_as_a_function_is_recorded_by_its_first_steps(tmp_path):
+    built = Quadratic(num_clients=3).build()
+    ring, other = given(3, lambda step: torch.eye(3).roll(1, 1)), given(3, lambda step: torch.eye(3).roll(2, 1))
+    whole = run(SGP(num_lower_steps=2), *built, num_iterations=2, network=ring)
+    run(SGP(num_lower_steps=2), *built, num_iterations=1, network=ring, record=tmp_path / "run")
+    with pytest.raises(CheckpointError, match="its network is"):
+        run(SGP(num_lower_steps=2), *built, num_iterations=2, network=other, record=tmp_path / "run", resume=True)
+    assert same(whole, run(SGP(num_lower_steps=2), *built, num_iterations=2, network=ring, record=tmp_path / "run", resume=True))
+
+
+def test_peers_need_no_network_to_be_named_and_then_everybody_hears_everybody():
+    result = run("sgp", *Quadratic(num_clients=3).build(), num_iterations=2, measure_every=1)
+    assert result.ledger["messages"] == 2 * 10 * 3 * 2
+    assert [row["disagreement"] < 1e-6 for row in result.rows] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "named"),
+    [
+        (FedAvg(), {"network": Network()}, "fedavg has a server, so network means nothing to it: leave it out"),
+        (FedAvg(), {"averaging": Averaging()}, "fedavg has a server, so averaging means nothing to it: leave it out"),
+        (SGP(), {"cohort": Cohort(0.5)}, "sgp runs between peers without a server, so cohort means nothing to it: leave it out"),
+        (SGP(), {"network": "ring"}, "network is 'ring' and averaging None, expected e.g. Network"),
+        (SGP(), {"averaging": 5}, "network is None and averaging 5, expected e.g. Network"),
+    ],
+)
+def test_options_for_the_other_kind_of_algorithm_get_one_sentence_and_leave_no_folder(tmp_path, algorithm, options, named):
+    with pytest.raises(SettingError, match=named):
+        run(algorithm, *Quadratic(num_clients=3).build(), num_iterations=1, record=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_peers_that_explode_name_the_client_and_the_last_good_checkpoint(tmp_path):
+    where = r"client \d has a value of 'y' that is not finite in outer iteration \d+: .* The last good checkpoint, of outer iteration"
+    with pytest.raises(NonFiniteError, match=where):
+        run(SGP(lr_lower=50.0, num_lower_steps=5), *Quadratic(num_clients=3).build(), num_iterations=50, record=tmp_path / "run", checkpoint_every=1)
+    tensors, _ = Record(tmp_path / "run").load()
+    assert bool(torch.isfinite(tensors["state.z"]).all())
+
+
+def test_a_model_inside_a_loss_does_not_make_peers_remember_every_step():
+    """A frozen model whose parameters ask for gradients would keep the graph of the whole run."""
+    built, model = Quadratic(num_clients=3).build(), torch.nn.Linear(4, 6)
+    lower = built.problem.lower
+    problem = dataclasses.replace(built.problem, lower=lambda x, y, batch: lower(x, y, batch) + 0.1 * (y["y"] * model(x["x"])).sum())
+    state = run(SGP(num_lower_steps=2), problem, built.clients, num_iterations=2).state
+    assert not any(value.requires_grad for value in state)
+
+
+def test_the_length_of_a_private_x_does_not_change_what_a_run_costs():
+    costs = [run(PUSH, *Quadratic(num_clients=3, upper="private", dim_upper=dim).build(), num_iterations=2, **PEERS).ledger for dim in (2, 6)]
+    assert costs[0] == costs[1]
+    alone = run(PUSH, *Quadratic(num_clients=3, upper="private", lower="local").build(), num_iterations=2, **PEERS)
+    assert {alone.ledger[name] for name in ("rounds", "floats_up", "bytes_up", "floats_down")} == {0}

@@ -17,6 +17,8 @@ from fedbilevel.checks import check_algorithm
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import SettingError
 from fedbilevel.network import Network
+from fedbilevel.run import run
+from fedbilevel.steps import Schedule
 from fedbilevel.tasks.quadratic import Quadratic
 from yardstick import check_peers_continue, drive, drive_peers, relative, settled_peers, start_at
 
@@ -254,7 +256,7 @@ def test_push_without_its_weights_is_wrong(tmp_path: Path) -> None:
 
 
 def test_gossip_on_a_directed_network_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"sparkle needs an undirected network without loss.*: use its push form elsewhere\."):
+    with pytest.raises(SettingError, match=r"sparkle needs an undirected network without faults.*: use exchange='push' elsewhere\."):
         drive_peers(algorithm("gossip", "gradient_tracking", "same"), Quadratic().build(), 1, network=Network(kind="random_directed"))
 
 
@@ -287,7 +289,7 @@ def test_the_ledger_counts_what_the_module_says(exchange: str, correction: str, 
     assert peers.ledger.rounds == rounds
     assert torch.equal(peers.ledger.columns["floats_up"], floats * sent.sum(1))
     assert torch.equal(peers.ledger.columns["bytes_up"], 8 * floats * sent.sum(1))
-    assert not peers.ledger.edges if not rounds else torch.equal(peers.ledger.edges["floats"], floats * sent)
+    assert torch.equal(peers.ledger.edges["floats"], floats * sent)
     for column in ("gy", "fx", "fy", "hvp", "jvp"):
         assert peers.ledger.columns[column].tolist() == [num] * 5
     assert peers.ledger.columns["samples"].tolist() == [5 * 2 * num] * 5  # five minibatches of two
@@ -303,3 +305,23 @@ def test_continues_from_a_checkpoint_bit_by_bit(exchange: str, correction: str, 
 def test_it_keeps_the_contract_of_algorithms(strategy: Any) -> None:
     report = check_algorithm(algorithm(*strategy), show=False)
     assert report.ok, str(report)
+
+
+def test_every_correction_still_reaches_the_solution_when_steps_fall():
+    """EXTRA that remembers directions instead of steps stays 5e-2 away."""
+    built = Quadratic().build()
+    for correction in ("gradient_tracking", "exact_diffusion", "extra"):
+        settings = Sparkle(correction=correction, lr_upper=0.03, lr_lower=0.12, lr_system=0.12, minibatches="shared")
+        options = {"network": Network(kind="ring"), "schedule": Schedule(0.3, 50.0), "dtype": torch.float64}
+        assert run(settings, *built, num_iterations=900, measure_every=900, **options).rows[-1]["distance"] < 1e-3, correction
+
+
+def test_a_private_x_gathers_no_rounding_errors_from_a_correction():
+    built = Quadratic(upper="private").build()
+    ends = {}
+    for correction in ("none", "extra", "exact_diffusion"):
+        settings = Sparkle(correction="gradient_tracking", correction_upper=correction, lr_upper=0.03, lr_lower=0.12, lr_system=0.12, minibatches="shared")
+        _, state = drive_peers(settings, built, 40, network=Network(kind="ring"), dtype=torch.float32)
+        ends[correction] = state.x
+    assert torch.equal(ends["none"], ends["extra"])
+    assert torch.equal(ends["none"], ends["exact_diffusion"])

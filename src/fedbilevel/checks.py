@@ -226,14 +226,16 @@ def _in_scope(algorithm: Algorithm, lower: Any, upper: Any) -> Check:
         warned = algorithm.check_scopes(built.problem.scopes)
     except ScopeError as error:
         return Check(name, True, f"refuses: {error}")
+    # between peers rows are always at hand: what travels shows in the bill, which must not depend on the size of what stays
+    wider = Quadratic(num_clients=3, lower=lower, upper=upper, dim_upper=5 if upper == "private" else 4, dim_lower=7 if lower == "local" else 6).build()
     try:
         fed, state = _go(algorithm, built.problem, built.clients)
+        other = _go(algorithm, *wider)[0] if isinstance(algorithm, PeerAlgorithm) else fed
     except (FedBilevelError, ValueError, TypeError, RuntimeError, LookupError) as error:
         return Check(name, False, f"raised {type(error).__name__}: {error}")
     must_stay = [label for label, stays in (("x", upper == "private"), ("y", lower == "local")) if stays]
-    if isinstance(algorithm, PeerAlgorithm):  # rows are always at hand here: what travels shows in the bill, which must not depend on the size of what stays
-        wider = Quadratic(num_clients=3, lower=lower, upper=upper, dim_upper=5 if upper == "private" else 4, dim_lower=7 if lower == "local" else 6).build()
-        bills = [engine.ledger.totals()["floats_up"] for engine in (fed, _go(algorithm, *wider)[0])]
+    if isinstance(algorithm, PeerAlgorithm):
+        bills = [engine.ledger.totals()["floats_up"] for engine in (fed, other)]
         travelled = must_stay if bills[0] != bills[1] else []
     else:
         travelled = [label for label in must_stay if isinstance(getattr(state, label), Tensor)]

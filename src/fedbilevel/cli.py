@@ -190,7 +190,9 @@ def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> 
         check_timescales(settings, *chosen_task.build())
     options = {name: values[name] for name in OPTIONS}
     if isinstance(settings, PeerAlgorithm):
-        options |= {name: chosen(owner, values, kind.suggestions(name), name).asdict() for name, owner in BETWEEN_PEERS.items()}
+        options["network"] = chosen(Network, values, kind.suggestions("network"), "network").asdict()
+        fitting = {"kind": "robust"} if Network(**options["network"]).faulty else {}
+        options["averaging"] = chosen(Averaging, values, {**kind.suggestions("averaging"), **fitting}, "averaging").asdict()
     _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], values["out"] or _new_folder(f"{task}-{algorithm}"))
 
 

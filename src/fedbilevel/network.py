@@ -11,6 +11,7 @@ divides out what it does to the weights. Metropolis and fastest-mixing shares ar
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,7 +70,8 @@ class Network(Settings):
         return links
 
     def describe(self) -> dict[str, Any]:
-        return self.asdict()
+        """With what the file says, not only its name."""
+        return {**self.asdict(), **({"content": zlib.crc32(Path(self.file).read_bytes())} if self.file else {})}
 
     def _adjacency(self, n: int) -> Callable[[int], Tensor]:
         if self.kind == "exponential":  # one receiver at a time, 1, 2, 4, ... places ahead

@@ -55,6 +55,7 @@ class Plan(Settings):
     num_outer: int = setting(5, "outer iterations, each measured once", least=1)
     num_lower_steps: int = setting(60, "lower steps per outer iteration, each with one push", least=1)
     lr_lower: float = setting(0.1, "step of y", above=0)
+    lr_local: float = setting(0.1, "step of y where every client trains alone", above=0)
     lr_lower_several: float = setting(0.3, "step of y where three networks share the gradient (hgp_mtl, fedem)", above=0)
     lr_upper: float = setting(0.02, "Adam's step of lambda in hgp_pl", above=0)
     lr_upper_several: float = setting(0.1, "Adam's step of lambda in hgp_mtl", above=0)
@@ -71,8 +72,8 @@ class Method(NamedTuple):
     algorithm: Callable[[Plan], Algorithm]
 
 
-def _pushed(plan: Plan) -> SGP:
-    return SGP(lr_lower=plan.lr_lower, num_lower_steps=plan.num_lower_steps, lower_schedule="milestones")
+def _pushed(plan: Plan, lr: float) -> SGP:
+    return SGP(lr_lower=lr, num_lower_steps=plan.num_lower_steps, lower_schedule="milestones")
 
 
 def _hgp(plan: Plan, lr_lower: float, lr_upper: float) -> HGP:
@@ -85,8 +86,8 @@ def _hgp(plan: Plan, lr_lower: float, lr_upper: float) -> HGP:
 
 _ONE = {"personalise": "none"}
 METHODS = {
-    "local": Method({**_ONE, "lower": "local"}, _pushed),
-    "sgp": Method(_ONE, _pushed),
+    "local": Method({**_ONE, "lower": "local"}, lambda plan: _pushed(plan, plan.lr_local)),
+    "sgp": Method(_ONE, lambda plan: _pushed(plan, plan.lr_lower)),
     "hgp_pl": Method({"personalise": "mask"}, lambda plan: _hgp(plan, plan.lr_lower, plan.lr_upper)),
     "hgp_mtl": Method({"personalise": "ensemble"}, lambda plan: _hgp(plan, plan.lr_lower_several, plan.lr_upper_several)),
     "fedavg_plus": Method(_ONE, lambda plan: FedAvgPlus(lr_lower=plan.lr_lower, num_local_steps=plan.num_local_steps)),

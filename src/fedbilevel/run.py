@@ -68,7 +68,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class Result:
-    """x and y in the user's structure (one dict per client where they are private or local)."""
+    """x and y in the user's structure (one dict per client where they are private or local, and between peers)."""
 
     x: Any
     y: Any
@@ -117,6 +117,8 @@ def run(
     for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule), ("num_iterations", num_iterations, int)):
         if not isinstance(given, kind):
             raise SettingError(f"{label} is {given!r}, expected {'a whole number' if kind is int else f'a {kind.__name__}, e.g. {kind()!r}'}.")
+    if not isinstance(network, AnyNetwork | None) or not isinstance(averaging, Averaging | None):
+        raise SettingError(f"network is {network!r} and averaging {averaging!r}, expected e.g. Network(kind='ring') and Averaging(num_steps=20), or None.")
     for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
         if value is not None and value < least:
             raise SettingError(f"{label} is {value}, expected at least {least}.")
@@ -180,7 +182,8 @@ def run(
             now = algorithm.scaled(schedule(iteration))
             fed.begin(iteration, now)
             try:
-                state = now.round(fed, state)
+                with torch.no_grad():  # a loss may hold a frozen model of its own
+                    state = now.round(fed, state)
                 _check_finite(state, iteration)
             except NonFiniteError as error:
                 where = f" The last good checkpoint, of outer iteration {saved}, is in {book.path}." if book is not None else ""

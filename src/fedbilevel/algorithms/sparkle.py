@@ -6,7 +6,7 @@ s in {x, y, u}:
     none                s <- W (s - a d)                                                  (D-SOBA)
     gradient_tracking   t <- W t_before + d - d_before;   s <- W (s - a t)
     exact_diffusion     p <- s - a d;   s <- (I + W)/2 (p + s - p_before)
-    extra               s <- s + W s - (I + W_before)/2 s_before - a (d - d_before)
+    extra               s <- s + W s - (I + W_before)/2 s_before - (a d - a_before d_before)
 
 The first iterations have t = d, p_before = s and s <- W s - a d.
 
@@ -19,7 +19,7 @@ Nedic, Olshevsky, Shi, "Achieving geometric convergence for distributed optimiza
 
 Deviations: written from the abstracts and the known recursions, not from the authors' code. (1) No moving average of the hypergradient. (2) Gradient
 tracking exchanges s and t in one message (t one step behind), so that an iteration is one round. (3) Clients count by the problem's weights. (4) A private x
-is not exchanged: every correction is then a plain gradient step. (5) exact_diffusion and extra need gossip.
+is not exchanged and takes plain gradient steps. (5) exact_diffusion and extra need gossip.
 
 Bias: without a correction and with constant steps the peers settle at a distance proportional to the step; with one they reach the solution.
 
@@ -63,8 +63,9 @@ def exact_diffusion(s: Tensor, d: Tensor, a: float, p_before: Tensor, q: Tensor)
     return (ahead,), lambda mixed: ((ahead + mixed) / 2, p, q)
 
 
-def extra(s: Tensor, d: Tensor, a: float, half_before: Tensor, d_before: Tensor) -> Recursion:
-    return (s,), lambda mixed: (s + mixed - half_before - a * (d - d_before), (s + mixed) / 2, d)
+def extra(s: Tensor, d: Tensor, a: float, half_before: Tensor, step_before: Tensor) -> Recursion:
+    """Remembers the step, not the direction: with a falling a the sum of (a - a_before) d would stay in s for good."""
+    return (s,), lambda mixed: (s + mixed - half_before - (a * d - step_before), (s + mixed) / 2, a * d)
 
 
 RECURSIONS = {"none": none, "gradient_tracking": gradient_tracking, "exact_diffusion": exact_diffusion, "extra": extra}
@@ -109,10 +110,14 @@ class Sparkle(PeerAlgorithm):
     def kind(self, name: str) -> str:
         return self.correction if name != "x" or self.correction_upper == "same" else self.correction_upper
 
+    def used(self, peers: Peers, name: str) -> str:
+        """What stays at its peer needs no correction; one would only gather rounding errors."""
+        return self.kind(name) if peers.travels(name) else "none"
+
     def init(self, peers: Peers) -> State:
         x, y = peers.initial()
         start = {"x": x, "y": y, "u": peers.zeros("u")}
-        p = {f"{name}_p": rows if self.kind(name) in ("exact_diffusion", "extra") else torch.zeros_like(rows) for name, rows in start.items()}
+        p = {f"{name}_p": rows if self.used(peers, name) in ("exact_diffusion", "extra") else torch.zeros_like(rows) for name, rows in start.items()}
         q = {f"{name}_q": torch.zeros_like(rows) for name, rows in start.items()}
         return self.State(**start, w=torch.ones_like(peers.weights), **p, **q)
 
@@ -126,7 +131,7 @@ class Sparkle(PeerAlgorithm):
             s = before[name]
             if peers.travels(name):  # what is exchanged is the numerator of s = z / w; without push, w = 1
                 s, d = s * state.w.to(s.dtype), d * peers.weights.to(d.dtype)
-            sent[name], answers[name] = RECURSIONS[self.kind(name)](s, d, a, before[f"{name}_p"], before[f"{name}_q"])
+            sent[name], answers[name] = RECURSIONS[self.used(peers, name)](s, d, a, before[f"{name}_p"], before[f"{name}_q"])
         w, mixed = self.exchanged(peers, state.w, sent)
         for name, answer in answers.items():
             s, new[f"{name}_p"], new[f"{name}_q"] = answer(*mixed[name])

@@ -19,7 +19,7 @@ def simulate(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]
     """All clients in this process: with a server, or as peers, as the algorithm asks for."""
     peers = isinstance(algorithm, PeerAlgorithm)
     other = SERVER_ONLY if peers else PEERS_ONLY
-    given = {name: value for name, value in options.items() if name not in other or value not in (None, Cohort())}
+    given = {name: value for name, value in options.items() if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort())}
     wrong = [name for name in other if name in given]
     if wrong:
         kind = "runs between peers without a server" if peers else "has a server"

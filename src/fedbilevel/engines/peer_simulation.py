@@ -58,15 +58,20 @@ class PeerSimulation:
         self.weights = (share / share.mean())[:, None].to(self.host.device)
         self.push_weights = self.weights  # of Push-Sum, where averages keep them
         self.iteration = self.call = self.time = 0
+        self.ledger.charge_edges(torch.zeros(self.num_clients, self.num_clients), 0, 0)  # so that a bill without messages says so
 
     def _check_verbs(self, verbs: Sequence[str]) -> None:
         name = self.algorithm.name()
         if "mix" in verbs:
             self.averaging.check(self.network, self.links)
         if "push" in verbs and self.network.faulty:
-            raise SettingError(f"{name} pushes without running sums, so a lost message would be lost for good: use a network without loss and delay.")
+            raise SettingError(
+                f"{name} pushes without running sums, so a lost message would be lost for good: use a network without faults, or settings that average instead."
+            )
         if "gossip" in verbs and (self.network.faulty or not self.links.doubly_stochastic):
-            raise SettingError(f"{name} needs an undirected network without loss, whose shares sum to one at the receiver too: use its push form elsewhere.")
+            raise SettingError(
+                f"{name} needs an undirected network without loss, whose shares sum to one at the receiver too: push elsewhere (exchange='push')."
+            )
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
@@ -107,14 +112,14 @@ class PeerSimulation:
     # ---- averaging -------------------------------------------------------------------------------------------------
 
     def _averaged(self, rows: Tensor) -> Tensor:
-        kind = self.averaging.kind
+        kind, counts = self.averaging.kind, bool((self.weights != 1).any())  # equal weights need not be sent, and stay one under gossip
         if kind == "exact":
-            self.ledger.charge_edges(~torch.eye(self.num_clients, dtype=torch.bool), rows.shape[1], rows.shape[1] * rows.element_size())
+            everybody = ~torch.eye(self.num_clients, dtype=torch.bool)
+            self.ledger.charge_edges(everybody, rows.shape[1] + counts, rows.shape[1] * rows.element_size() + counts * _WEIGHT)
             self.ledger.rounds += 1
             return self.host.average(rows, self.host.weights(torch.arange(self.num_clients))).expand_as(rows)
         if kind == "robust":
             return self._robust(rows)
-        counts = bool((self.weights != 1).any())  # equal weights stay one under gossip: nothing to send
         kept = kind == "push_sum" and self.averaging.weights == "kept"
         z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
 
@@ -143,7 +148,7 @@ class PeerSimulation:
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """A fixed number of steps, or until all agree: the simulator sees all peers, so it stops as soon as they do."""
-        tolerance, scale = self.averaging.tolerance, torch.linalg.vector_norm(rows, dim=1).max()
+        tolerance, scale = self.averaging.tolerance, torch.linalg.vector_norm(rows, dim=1).max().double()  # values may be wider than rows
         for _ in range(self.averaging.num_steps if tolerance is None else self.averaging.max_steps):
             advance()
             if tolerance is not None and spread(values(), scale) <= tolerance:

@@ -39,7 +39,11 @@ class Quadratic(Task):
     weights: Literal["mean", "by_samples"] = setting("mean", "how clients are averaged")
     data_seed: int = setting(7, "seed of the data", least=0)
 
-    suggested = {"*": {"lr_lower": 0.2, "lr_system": 0.2, "lr_upper": 0.05, "num_local_steps": 1}}
+    suggested = {
+        "*": {"lr_lower": 0.2, "lr_system": 0.2, "lr_upper": 0.05, "num_local_steps": 1},
+        "hgp": {"lr_lower": 0.1, "lr_system": 0.1, "num_terms": 40},
+        "sparkle": {"lr_lower": 0.12, "lr_system": 0.12, "lr_upper": 0.03},
+    }
     suggested_iterations = {"*": 500}
     headline = ("hypergradient_norm", "distance", "upper_loss")
 
