@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import fedbilevel
-from fedbilevel import discovery, report
+from fedbilevel import discovery, influence, pictures, report
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.compare import Target, compare
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
 from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
 from fedbilevel.record import Record
@@ -30,6 +31,7 @@ from fedbilevel.run import Progress as RunProgress
 from fedbilevel.run import Result, run
 from fedbilevel.settings import Settings, kinds
 from fedbilevel.steps import Schedule, check_timescales, suggest
+from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.task import Task
 
@@ -369,6 +371,65 @@ def personalise_command(methods: str, networks: str, seed: int, batch_size: int 
         )  # fmt: skip
     console.print(report.personalisation(outcomes, PAPER))
     console.print(f"Saved in {folder / 'personalisation.json'}", soft_wrap=True)
+
+
+class InfluenceCommand(TaskCommand):
+    """Reads the data, the model and the method first, then adds the flags of the task, of training, of the method, and of the network if it needs one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        peeked = {name: _value_of(f"--{name}", args) for name in ("data", "model", "method")}
+        known = {name: peeked[name] for name in ("data", "model") if peeked[name] in typing.get_args(typing.get_type_hints(Influence)[name])}
+        task = chosen(Influence, known, {})
+        ctx.meta["settings"] = flags(Influence, "Task influence", {})
+        for owner, section, name, prefix in _owners(peeked["method"] or "hgp"):
+            theirs = flags(owner, section, task.suggests(name), prefix)
+            ctx.meta["settings"] += [option for option in theirs if name != "hgp" or option.name in influence.ESTIMATES]
+        return click.Command.parse_args(self, ctx, args)
+
+
+def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
+    """Whose settings are flags: class, section of the help page, name under which the task suggests values, prefix."""
+    training = (influence.Training, "Training", "training", "training")
+    peers = [(owner, name.capitalize(), name, name) for name, owner in BETWEEN_PEERS.items()]
+    return [training, *([] if method in SOLVERS else [(discovery.algorithm(method), f"Method {method}", method, "")]), *peers]
+
+
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
+    """What stands behind a flag, before click has read the line."""
+    for i, arg in enumerate(args):
+        if arg == flag and i + 1 < len(args):
+            return args[i + 1]
+        if arg.startswith(f"{flag}="):
+            return arg.removeprefix(f"{flag}=")
+    return None
+
+
+@cli.command("influence", cls=InfluenceCommand)
+@click.option("--method", default="hgp", show_default=True, help=f"hgp, {', '.join(SOLVERS)}, or a server algorithm with an estimate, e.g. fbo_aggitd")
+@click.option("--num-removed", type=int, default=50, show_default=True, help="instances that are really removed, those of the largest predictions")
+@click.option("--at-once", type=int, default=None, help="training push: retrainings side by side (default: as many as 1 GiB of data holds)")
+@click.option("--num-listed", type=int, default=5, show_default=True, help="instances shown of those that harm and of those that help most")
+@click.option("--pictures/--no-pictures", "draw", default=None, help="draw removals and images (default: if matplotlib is installed)")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the minibatches")
+@click.option("--batch-size", type=int, default=None, help="samples per minibatch of training and prediction (default: all of a client's samples)")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float64", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option("--chunk-size", type=int, default=None, help="clients evaluated at once under vmap (default: as many as fit a memory budget)")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)")
+def influence_command(method: str, num_removed: int, num_listed: int, draw: bool | None, out: Path | None, **values: Any) -> None:
+    """Which training instances help or harm all clients: one hypergradient predicts every removal, and real retraining checks the largest."""
+    task = chosen(Influence, values, {})
+    settings = {name: chosen(owner, values, task.suggests(name), prefix) for owner, _, name, prefix in _owners(method)}
+    folder = out or _new_folder(f"influence-{task.data}-{task.model}")
+    with console.status("") as status:
+        result = influence.study(
+            task, method=settings.pop(method, method), num_removed=num_removed, at_once=values["at_once"], record=folder,
+            draw=pictures.available() if draw is None else draw, progress=status.update, **settings,
+            **{name: values[name] for name in ("seed", "batch_size", "chunk_size")}, dtype=DTYPES[values["dtype"]], device=_device(values["device"]),
+        )  # fmt: skip
+    for table in report.influence(result, num_listed):
+        console.print(table)
+    console.print(f"Saved in {folder}", soft_wrap=True)
 
 
 def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from fedbilevel.compare import Comparison, Spread
+from fedbilevel.influence import PAPER, Instance, Study
 
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
@@ -61,6 +62,44 @@ def spread(value: Spread | None, digits: int) -> str:
 
 def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+
+
+def influence(result: Study, num_listed: int) -> list[Table | str]:
+    """Scores beside those of the paper, what the prediction is worth and cost, and who harms and helps most."""
+    data, model = result.task["data"], result.task["model"]
+    table = Table(title=f"Influence of instances: {data}, {model}, {result.method}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "removals", "R2", "F1", "Pearson"):
+        table.add_column(name, justify="right" if name else "left")
+    if result.scores is not None:
+        table.add_row("here", str(result.num_removed), *(_score(value, 4) for value in result.scores))
+    if (model, data) in PAPER:
+        kind = "synthetic data" if data == "mixture" else "EMNIST digits"
+        table.add_row(f"Terashita and Hara, Table 4 ({kind}, full batch)", "50", *(_score(value, 2) for value in PAPER[model, data]), "-")
+    worth = [f"total validation loss {result.loss:.4g}, validation accuracy {result.val_accuracy:.1%}, |grad g| {result.lower_gradient:.1e}"]
+    worth += [f"residual of u {result.residual:.1e}"] if result.residual is not None else []
+    worth += [f"peers' u differ by {result.disagreement:.1e}"] if result.disagreement is not None else []
+    worth += [f"changes below {result.noise:.1e} are noise of training"] if result.noise else []
+    paid = ", ".join(f"{name} {amount}" for name, amount in result.cost.items() if amount)
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    lists = [instances(f"Most {kind}: removal {does} the total validation loss", some(num_listed)) for kind, does, some in (
+        ("harmful", "lowers", result.harmful), ("helpful", "raises", result.helpful))]  # fmt: skip
+    return [table, "; ".join(worth) + ".", f"Cost of the prediction, summed over clients: {paid}. Time: {spent}.", *lists]
+
+
+def instances(title: str, rows: Sequence[Instance]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("client", "sample", "label", "predicted change", "actual change"):
+        table.add_column(name, justify="right")
+    for one in rows:
+        table.add_row(
+            str(one.client), str(one.sample), f"{one.label}{' (wrong)' if one.wrong else ''}", f"{one.prediction:+.3e}",
+            "not tried" if one.actual is None else f"{one.actual:+.3e}",
+        )  # fmt: skip
+    return table
+
+
+def _score(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def cleaning_sentence(floor: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> str:

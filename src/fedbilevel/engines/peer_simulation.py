@@ -70,7 +70,7 @@ class PeerSimulation:
             )
         if "gossip" in verbs and (self.network.faulty or not self.links.doubly_stochastic):
             raise SettingError(
-                f"{name} needs an undirected network without loss, whose shares sum to one at the receiver too: push elsewhere (exchange='push')."
+                f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: use exchange='push' elsewhere."
             )
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
