@@ -242,7 +242,7 @@ def test_a_study_ranks_records_and_draws(tmp_path):
     assert all(one.label == clients[one.client]["train"]["label"][one.sample] for one in result.ranked)
     wrong = sum(one.wrong for one in result.ranked)
     assert wrong == sum(round(0.1 * len(one["train"]["label"])) for one in clients)
-    assert sum(one.wrong for one in result.harmful(wrong)) > 0.4 * wrong  # wrong labels harm; by chance it would be a tenth
+    assert sum(one.wrong for one in result.harmful(wrong)) > 0.3 * wrong  # wrong labels harm; by chance it would be a tenth
     saved = json.loads((tmp_path / "s" / "influence.json").read_text())
     assert saved["scores"] == result.scores._asdict()
     assert Instance(**saved["ranked"][0]) == result.ranked[0]

@@ -8,6 +8,7 @@ section 5.3 and Table 2.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from fedbilevel.record import make_folder, write_whole
 from fedbilevel.run import EarlyStopping, run, versions
 from fedbilevel.settings import Settings, setting
 from fedbilevel.tasks.personalisation import Personalisation
+from fedbilevel.tasks.task import Built
 
 # Table 2 of the paper (EMNIST, 62 classes, 100 clients): mean / bottom-decile test accuracy in per cent
 PAPER = {
@@ -64,6 +66,7 @@ class Plan(Settings):
     num_pushes: int = setting(10, "steps of one average", symbol="S", least=1)
     num_local_steps: int = setting(5, "local steps between rounds of the methods with a server", least=1)
     prox_weight: float = setting(0.01, "of FedProx", symbol="mu", least=0)
+    repetitions: int = setting(1, "each with other data and other draws; figures are means over them", least=1)
     patience: int = setting(5, "measurements without a better validation accuracy after which a run stops", least=1)
 
 
@@ -105,6 +108,7 @@ class Outcome(NamedTuple):
 
     network: str
     method: str
+    repetition: int
     iteration: int
     test_accuracy: float
     bottom_decile: float
@@ -134,33 +138,36 @@ def personalise(
     about = {"task": {name: value for name, value in task.asdict().items() if name not in ("personalise", "lower")}, "plan": plan.asdict(), "seed": seed,
              "batch_size": options.get("batch_size")}  # fmt: skip
     done = _opened(record, about)
-    for name in methods:
+    for repetition, name in itertools.product(range(plan.repetitions), methods):
         method = METHODS[name]
         algorithm = method.algorithm(plan)
-        problem, clients = dataclasses.replace(task, **method.task).build()
+        built = dataclasses.replace(task.repeated(repetition), **method.task).build()
         for network in networks:
-            if any((one.network, one.method) == (network, name) for one in done) or (not isinstance(algorithm, PeerAlgorithm) and network != "complete"):
+            mine = [one for one in done if (one.method, one.repetition) == (name, repetition)]
+            if any(one.network == network for one in mine) or (not isinstance(algorithm, PeerAlgorithm) and network != "complete"):
                 continue
             if progress is not None:
-                progress(f"{name} on {network}")
-            alone = [one for one in done if one.method == name == "local"]
-            done.append(alone[0]._replace(network=network) if alone else _run(name, network, algorithm, problem, clients, plan, seed, options))
+                progress(f"{name} on {network}, repetition {repetition + 1} of {plan.repetitions}")
+            if name == "local" and mine:  # a client that trains alone knows no network
+                done.append(mine[0]._replace(network=network, seconds=0.0))
+            else:
+                done.append(_run((network, name, repetition), algorithm, built, plan, seed + repetition, options))
             if record is not None:
                 content = {**about, "outcomes": [one._asdict() for one in done], "versions": versions()}
                 write_whole(record / "personalisation.json", json.dumps(content, indent=1).encode())
     return done
 
 
-def _run(name: str, network: str, algorithm: Algorithm, problem: Any, clients: Any, plan: Plan, seed: int, options: Mapping[str, Any]) -> Outcome:
+def _run(label: tuple[str, str, int], algorithm: Algorithm, built: Built, plan: Plan, seed: int, options: Mapping[str, Any]) -> Outcome:
     stop = EarlyStopping("stop_accuracy", patience=plan.patience)
     every, where = max(1, plan.num_lower_steps // plan.num_local_steps), dict(options)  # a round of local steps takes the place of as many lower steps
     if isinstance(algorithm, PeerAlgorithm):
         every = 1
-        where |= {"network": NETWORKS[network], "averaging": Averaging(num_steps=plan.num_pushes, weights="kept")}
-    result = run(algorithm, problem, clients, num_iterations=every * plan.num_outer, measure_every=every, seed=seed, callbacks=[stop], **where)
+        where |= {"network": NETWORKS[label[0]], "averaging": Averaging(num_steps=plan.num_pushes, weights="kept")}
+    result = run(algorithm, built.problem, built.clients, num_iterations=every * plan.num_outer, measure_every=every, seed=seed, callbacks=[stop], **where)
     best = stop.best
     return Outcome(
-        network, name, best["iteration"], best["test_accuracy"], best["test_accuracy_bottom_decile"], best["stop_accuracy"],
+        *label, best["iteration"], best["test_accuracy"], best["test_accuracy_bottom_decile"], best["stop_accuracy"],
         result.ledger["rounds"], result.rows[-1]["megabytes"], result.rows[-1]["seconds"],
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def names(title: str, found: Mapping[str, type[Any]]) -> Table:
 
 
 def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:
-    """One line per method, one column per network: mean / bottom-decile test accuracy in per cent, the paper's below."""
+    """One line per method, one column per network: mean / bottom-decile test accuracy in per cent, means over repetitions, the paper's below."""
     networks = list(dict.fromkeys(one.network for one in outcomes))
     table = Table(title="Test accuracy in %: mean / bottom decile of clients (paper, EMNIST)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method")
@@ -129,11 +130,11 @@ def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tu
         table.add_column(network, justify="right")
     table.add_column("s", justify="right")
     for name in dict.fromkeys(one.method for one in outcomes):
-        mine = {one.network: one for one in outcomes if one.method == name}
         cells = []
         for network in networks:
-            ours = f"{100 * mine[network].test_accuracy:.1f} / {100 * mine[network].bottom_decile:.1f}" if network in mine else "-"
+            mine = [one for one in outcomes if (one.method, one.network) == (name, network)]
+            figures = [100 * statistics.fmean(getattr(one, figure) for one in mine) for figure in ("test_accuracy", "bottom_decile")] if mine else []
             theirs = paper.get(name, {}).get(network)
-            cells.append(ours + (f" ({theirs[0]} / {theirs[1]})" if theirs and network in mine else ""))
-        table.add_row(name, *cells, f"{sum(one.seconds for one in mine.values()):.0f}")
+            cells.append(("{:.1f} / {:.1f}".format(*figures) + (f"\n({theirs[0]} / {theirs[1]})" if theirs else "")) if mine else "-")
+        table.add_row(name, *cells, f"{sum(one.seconds for one in outcomes if one.method == name):.0f}")
     return table
