@@ -13,13 +13,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.pfedme import PFedMe
 from fedbilevel.federation import Cohort, Kept
 from fedbilevel.tasks.quadratic import Quadratic
-from yardstick import check_continues, drive, relative, start_at
-
-X0, Y0 = np.array([0.7, -1.1]), np.array([1.5, -0.4, 0.8])
-
-
-def small(**settings: Any) -> Quadratic:
-    return Quadratic(**{"num_clients": 3, "dim_upper": 2, "dim_lower": 3, **settings})
+from yardstick import X0, Y0, check_continues, drive, relative, small, start_at
 
 
 @pytest.mark.parametrize("batch_size", [None, 2], ids=["all samples", "minibatches"])

@@ -20,7 +20,7 @@ from fedbilevel.network import Network
 from fedbilevel.run import run
 from fedbilevel.steps import Schedule
 from fedbilevel.tasks.quadratic import Quadratic
-from yardstick import check_peers_continue, drive, drive_peers, relative, settled_peers, start_at
+from yardstick import check_continues, drive, relative, settled_peers, start_at
 
 STEPS = {"lr_upper": 0.05, "lr_lower": 0.15, "lr_system": 0.12}
 SMALL = {"dim_upper": 2, "dim_lower": 3}
@@ -106,7 +106,7 @@ def check_transcription(
     stays = ("x" if task.upper == "private" else "") + ("yu" if task.lower == "local" else "")
     radius = {} if more.get("radius") is None else {"radius": more["radius"]}
     expected = transcribed(task, start, kinds(correction, upper), Ws, push=exchange == "push", stays=stays, purposes=purposes, **radius)
-    _, state = drive_peers(algorithm(*strategy, **more), start_at(task, *start), num, network=network, **DRAWS)
+    _, state = drive(algorithm(*strategy, **more), start_at(task, *start), num, network=network, **DRAWS)
     for name, rows in expected.items():
         assert np.ptp(rows, axis=0).min() > 1e-3  # the peers disagree
         np.testing.assert_allclose(getattr(state, name), rows, rtol=0, atol=1e-12, err_msg=name)
@@ -212,7 +212,7 @@ def test_on_a_complete_network_without_correction_it_is_fedbio_with_one_local_st
     task = Quadratic(cross=0.4, **scope)
     fed, expected = drive(FedBiO(num_local_steps=1, **STEPS), task.build(), 5, **DRAWS)
     for exchange in ("gossip", "push"):
-        _, state = drive_peers(algorithm(exchange, "none", "same"), task.build(), 5, **DRAWS)
+        _, state = drive(algorithm(exchange, "none", "same"), task.build(), 5, **DRAWS)
         for name in "xyu":
             value = fed.collect(getattr(expected, name)).expand_as(getattr(state, name))
             assert float(value.abs().max()) > 0.05
@@ -223,8 +223,8 @@ def test_on_a_complete_network_without_correction_it_is_fedbio_with_one_local_st
 def test_identical_clients_need_no_correction_on_a_complete_network(correction: str) -> None:
     """Then W d = d, and every correction is D-SOBA."""
     built = Quadratic(**SMALL, heterogeneity=0.0, noise=0.0).build()
-    _, plain = drive_peers(algorithm("gossip", "none", "same"), built, 5)
-    _, state = drive_peers(algorithm("gossip", correction, "same"), built, 5)
+    _, plain = drive(algorithm("gossip", "none", "same"), built, 5)
+    _, state = drive(algorithm("gossip", correction, "same"), built, 5)
     for name in "xyu":
         np.testing.assert_allclose(getattr(state, name), getattr(plain, name), rtol=0, atol=1e-12)
 
@@ -241,14 +241,14 @@ class WithoutWeights(PeerSimulation):
 
 def test_a_directed_network_that_changes_is_no_obstacle() -> None:
     task = Quadratic(**SMALL, weights="by_samples")
-    _, state = drive_peers(algorithm("push", "gradient_tracking", "same"), task.build(), 200, network=CHANGING["push"])
+    _, state = drive(algorithm("push", "gradient_tracking", "same"), task.build(), 200, network=CHANGING["push"])
     assert max(distances(task, state._asdict()).values()) < 1e-8
 
 
 def test_push_without_its_weights_is_wrong(tmp_path: Path) -> None:
     task = Quadratic(**FOUR)
     network, weights = one_way(tmp_path)
-    right, wrong = (drive_peers(algorithm("push", "gradient_tracking", "same"), task.build(), 100, network=network, engine=engine)[1]
+    right, wrong = (drive(algorithm("push", "gradient_tracking", "same"), task.build(), 100, network=network, engine=engine)[1]
                     for engine in (PeerSimulation, WithoutWeights))  # fmt: skip
     assert relative(right.w, weights) < 1e-8
     assert distances(task, right._asdict())["x"] < 0.02
@@ -257,7 +257,7 @@ def test_push_without_its_weights_is_wrong(tmp_path: Path) -> None:
 
 def test_gossip_on_a_directed_network_is_refused() -> None:
     with pytest.raises(SettingError, match=r"sparkle needs an undirected network without faults.*: use exchange='push' elsewhere\."):
-        drive_peers(algorithm("gossip", "gradient_tracking", "same"), Quadratic().build(), 1, network=Network(kind="random_directed"))
+        drive(algorithm("gossip", "gradient_tracking", "same"), Quadratic().build(), 1, network=Network(kind="random_directed"))
 
 
 @pytest.mark.parametrize("both", [("exact_diffusion", "same"), ("extra", "none"), ("none", "extra"), ("gradient_tracking", "exact_diffusion")], ids=str)
@@ -279,7 +279,7 @@ OTHERS = [{"upper": "private"}, {"lower": "local"}, {"lower": "local", "upper": 
 def test_the_ledger_counts_what_the_module_says(exchange: str, correction: str, upper: str, scope: Any) -> None:
     task, num = Quadratic(**SMALL, **scope), 3
     network = CHANGING[exchange]
-    peers, _ = drive_peers(algorithm(exchange, correction, upper), task.build(), num, network=network, batch_size=2)
+    peers, _ = drive(algorithm(exchange, correction, upper), task.build(), num, network=network, batch_size=2)
     sizes = {"x": 0 if task.upper == "private" else 2, "y": 0 if task.lower == "local" else 3, "u": 0 if task.lower == "local" else 3}
     floats = sum(size * (2 if kinds(correction, upper)[name] == "gradient_tracking" else 1) for name, size in sizes.items())
     rounds = num if floats else 0
@@ -298,7 +298,7 @@ def test_the_ledger_counts_what_the_module_says(exchange: str, correction: str, 
 
 @pytest.mark.parametrize(("exchange", "correction", "upper"), [*STRATEGIES[:4], STRATEGIES[-2], STRATEGIES[-1]])
 def test_continues_from_a_checkpoint_bit_by_bit(exchange: str, correction: str, upper: str) -> None:
-    check_peers_continue(algorithm(exchange, correction, upper, radius=0.5), Quadratic(**SMALL, upper="private").build(), CHANGING[exchange])
+    check_continues(algorithm(exchange, correction, upper, radius=0.5), Quadratic(**SMALL, upper="private").build(), network=CHANGING[exchange])
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES[6], STRATEGIES[-1]], ids=str)
@@ -321,7 +321,7 @@ def test_a_private_x_gathers_no_rounding_errors_from_a_correction():
     ends = {}
     for correction in ("none", "extra", "exact_diffusion"):
         settings = Sparkle(correction="gradient_tracking", correction_upper=correction, lr_upper=0.03, lr_lower=0.12, lr_system=0.12, minibatches="shared")
-        _, state = drive_peers(settings, built, 40, network=Network(kind="ring"), dtype=torch.float32)
+        _, state = drive(settings, built, 40, network=Network(kind="ring"), dtype=torch.float32)
         ends[correction] = state.x
     assert torch.equal(ends["none"], ends["extra"])
     assert torch.equal(ends["none"], ends["exact_diffusion"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 
+from fedbilevel.engines import simulate
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort
@@ -14,9 +16,9 @@ from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 
 
-def drive(algorithm: Any, built: Built, num_iterations: int, **options: Any) -> tuple[Simulation, Any]:
-    """The simulator after `num_iterations` outer iterations, and the state."""
-    fed = Simulation(algorithm, built.problem, built.clients, **{"dtype": torch.float64, **options})
+def drive(algorithm: Any, built: Built, num_iterations: int, *, engine: Any = simulate, **options: Any) -> tuple[Any, Any]:
+    """The simulator, with a server or of peers, after `num_iterations` outer iterations, and the state."""
+    fed = engine(algorithm, built.problem, built.clients, **{"dtype": torch.float64, **options})
     state = algorithm.init(fed)
     for iteration in range(1, num_iterations + 1):
         fed.begin(iteration)
@@ -59,14 +61,15 @@ def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], fl
     return points, float(torch.linalg.eigvals(matrix).abs().max())
 
 
-def check_continues(algorithm: Any, built: Built) -> None:
+def check_continues(algorithm: Any, built: Built, **where: Any) -> None:
     """Two outer iterations, a checkpoint, three more in a new simulator: everything that a checkpoint holds is as after five in a row."""
-    options = {"seed": 3, "cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5), "batch_size": 2, "dtype": torch.float64}
+    where = where or {"cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5)}
+    options = {"seed": 3, "batch_size": 2, "dtype": torch.float64, **where}
     whole, state = drive(algorithm, built, 5, **options)
     tensors, plain = whole.state_dict(state)
     half, middle = drive(algorithm, built, 2, **options)
     saved = half.state_dict(middle)
-    resumed = Simulation(algorithm, built.problem, built.clients, **options)
+    resumed = simulate(algorithm, built.problem, built.clients, **options)
     state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
     for iteration in (3, 4, 5):
         resumed.begin(iteration)
@@ -79,16 +82,6 @@ def check_continues(algorithm: Any, built: Built) -> None:
 
 
 # ---- peers without a server ----------------------------------------------------------------------------------------------
-
-
-def drive_peers(algorithm: Any, built: Built, num_iterations: int, *, engine: Any = PeerSimulation, **options: Any) -> tuple[PeerSimulation, Any]:
-    """The peers after `num_iterations` outer iterations, and the state."""
-    peers = engine(algorithm, built.problem, built.clients, **{"dtype": torch.float64, **options})
-    state = algorithm.init(peers)
-    for iteration in range(1, num_iterations + 1):
-        peers.begin(iteration)
-        state = algorithm.round(peers, state)
-    return peers, state
 
 
 def settled_peers(algorithm: Any, built: Built, network: Any, **held: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
@@ -135,20 +128,10 @@ def settled_peers(algorithm: Any, built: Built, network: Any, **held: torch.Tens
     return named(fixed), float(torch.linalg.eigvals(inside).abs().max())
 
 
-def check_peers_continue(algorithm: Any, built: Built, network: Any) -> None:
-    """Two outer iterations, a checkpoint, three more among new peers: everything that a checkpoint holds is as after five in a row."""
-    options = {"seed": 3, "batch_size": 2, "network": network, "dtype": torch.float64}
-    whole, state = drive_peers(algorithm, built, 5, **options)
-    tensors, plain = whole.state_dict(state)
-    half, middle = drive_peers(algorithm, built, 2, **options)
-    saved = half.state_dict(middle)
-    resumed = PeerSimulation(algorithm, built.problem, built.clients, **options)
-    state = resumed.load_state_dict({name: value.clone() for name, value in saved[0].items()}, saved[1], algorithm.State)
-    for iteration in (3, 4, 5):
-        resumed.begin(iteration)
-        state = algorithm.round(resumed, state)
-    again, plain_again = resumed.state_dict(state)
-    assert plain_again == plain
-    assert again.keys() == tensors.keys()
-    for name, value in tensors.items():
-        assert torch.equal(again[name], value), name
+# ---- small quadratics for methods that train the lower level alone ------------------------------------------------------------------
+
+X0, Y0 = np.array([0.7, -1.1]), np.array([1.5, -0.4, 0.8])
+
+
+def small(**settings: Any) -> Quadratic:
+    return Quadratic(**{"num_clients": 3, "dim_upper": 2, "dim_lower": 3, **settings})
