@@ -15,7 +15,7 @@ from fedbilevel.run import EarlyStopping, Progress
 from fedbilevel.tasks.personalisation import Personalisation
 
 TASK = Personalisation(num_clients=6, share=0.1, model="linear")
-PLAN = Plan(num_outer=3, num_lower_steps=4, num_local_steps=2, num_terms=2, num_pushes=3)
+PLAN = Plan(num_outer=3, num_lower_steps=4, num_local_steps=2, num_terms=2, num_pushes=3, repetitions=1)
 
 
 def test_every_method_runs_where_it_can(tmp_path):
@@ -44,7 +44,7 @@ def test_the_best_validation_accuracy_is_what_is_reported(tmp_path, monkeypatch)
         return result
 
     monkeypatch.setattr(study, "run", watched)
-    plan = Plan(num_outer=4, num_lower_steps=3, lr_lower=2.0)  # steps long enough for the accuracy to go up and down
+    plan = Plan(num_outer=4, num_lower_steps=3, lr_lower=2.0, repetitions=1)  # steps long enough for the accuracy to go up and down
     [one] = personalise(TASK, plan, methods=["sgp"], networks=["random_directed"])
     accuracies = [row["stop_accuracy"] for row in seen["rows"]]
     best = accuracies.index(max(accuracies))
@@ -92,7 +92,9 @@ def test_the_paper_is_quoted_for_methods_and_networks_that_exist():
 
 
 def test_the_command_prints_a_table_and_saves_it(tmp_path):
-    flags = "--num-clients 6 --share 0.1 --model linear --num-outer 2 --num-lower-steps 3 --methods local,sgp --networks complete,random_directed"
+    flags = (
+        "--num-clients 6 --share 0.1 --model linear --num-outer 2 --num-lower-steps 3 --repetitions 1 --methods local,sgp --networks complete,random_directed"
+    )
     result = CliRunner().invoke(cli, ["personalise", *flags.split(), "--out", str(tmp_path / "p")], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "p" / "personalisation.json").read_text())

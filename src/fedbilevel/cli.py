@@ -354,7 +354,7 @@ class PersonaliseCommand(StudyCommand):
 
 
 @cli.command("personalise", cls=PersonaliseCommand)
-@click.option("--methods", default="local,sgp,hgp_pl,hgp_mtl", show_default=True, help=f"with commas between, of {', '.join(METHODS)}; or all")
+@click.option("--methods", default="local,sgp,hgp_pl", show_default=True, help=f"with commas between, of {', '.join(METHODS)}; or all")
 @click.option("--networks", default=",".join(NETWORKS), show_default=True, help="with commas between")
 @click.option("--seed", type=int, default=0, show_default=True, help="seed of everything the runs draw")
 @click.option("--batch-size", type=int, default=None, help="training samples per minibatch (default: all of a client's; the paper: 128)")

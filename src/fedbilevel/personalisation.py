@@ -52,7 +52,7 @@ NETWORKS = {  # the paper's FC, FixU, RandU, RandD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Settings):
-    """What all methods share. The defaults suit the embedded digits on two cores; README says what was used for MNIST on a GPU."""
+    """What all methods share. The defaults suit the embedded digits on two cores; experiments/README.md says what was used for MNIST on a GPU."""
 
     num_outer: int = setting(5, "outer iterations, each measured once", least=1)
     num_lower_steps: int = setting(60, "lower steps per outer iteration, each with one push", least=1)
@@ -66,7 +66,7 @@ class Plan(Settings):
     num_pushes: int = setting(10, "steps of one average", symbol="S", least=1)
     num_local_steps: int = setting(5, "local steps between rounds of the methods with a server", least=1)
     prox_weight: float = setting(0.01, "of FedProx", symbol="mu", least=0)
-    repetitions: int = setting(1, "each with other data and other draws; figures are means over them", least=1)
+    repetitions: int = setting(5, "each with other data and other draws; figures are means over them", least=1)
     patience: int = setting(5, "measurements without a better validation accuracy after which a run stops", least=1)
 
 
@@ -122,7 +122,7 @@ def personalise(
     task: Personalisation,
     plan: Plan,
     *,
-    methods: Sequence[str] = ("local", "sgp", "hgp_pl", "hgp_mtl"),
+    methods: Sequence[str] = ("local", "sgp", "hgp_pl"),
     networks: Sequence[str] = tuple(NETWORKS),
     record: Path | None = None,
     seed: int = 0,
