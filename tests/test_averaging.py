@@ -318,3 +318,18 @@ def test_spread_is_the_largest_distance_from_the_mean():
 def test_rows_of_zeros_agree_whatever_the_types(dtype, scale):
     """Robust averages are float64 while the rows, and so the scale, may be float32."""
     assert spread(torch.zeros(3, 2, dtype=dtype), torch.zeros((), dtype=scale)) == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_peer_that_hears_nothing_for_long_stays_between_the_rows(seed):
+    """Its mass falls by half at every step; below the rounding of the running sums, a message that gets through would bring noise for a value."""
+    network, rows = Network(kind="ring", loss=0.99, seed=seed), torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
+    peers = peers_of(rows, torch.ones(2))
+    total = sum(peer.mass for peer in peers)
+    advance = robust_steps(peers, network, network.between(2), 0, lambda sent: None)
+    for _ in range(600):
+        advance()
+        values = torch.stack([peer.value for peer in peers])
+        assert bool((values >= rows.min(0).values - 1e-6).all())
+        assert bool((values <= rows.max(0).values + 1e-6).all())
+        torch.testing.assert_close(sum(peer.mass for peer in peers) + parked(peers), total, rtol=0, atol=1e-12)

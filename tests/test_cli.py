@@ -246,3 +246,22 @@ def test_a_comparison_survives_a_run_that_diverges_and_is_never_overwritten(tmp_
 def test_the_task_may_stand_after_the_flags(tmp_path):
     result = call("run", "--algorithm", "fedavg", "quadratic", "--lr-lower", "0.1", "--iterations", 1, "--out", "r", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_compare_and_influence_average_robustly_where_messages_are_lost(tmp_path):
+    """As run does: what the user did not choose follows the network."""
+    runner = CliRunner()
+    lossy = ["--set", "network.loss=0.1", "--set", "hgp.lower_solver=mix", "--set", "hgp.num_terms=2", "--set", "averaging.num_steps=2"]
+    compared = ["compare", "quadratic", "--algorithms", "hgp", "--iterations", "1", "--repetitions", "1", *lossy, "--out", str(tmp_path / "c")]
+    result = runner.invoke(cli, compared)
+    assert result.exit_code == 0, result.exception
+    small = ["--num-removed", "0", "--num-terms", "2", "--averaging-num-steps", "2", "--num-train", "5", "--num-val", "5", "--no-pictures"]
+    result = runner.invoke(cli, ["influence", "--network-loss", "0.1", *small, "--out", str(tmp_path / "i")])
+    assert result.exit_code == 0, result.exception
+    assert json.loads((tmp_path / "i" / "influence.json").read_text())["settings"]["averaging"]["kind"] == "robust"
+
+
+def test_check_offers_no_network_because_it_would_use_none():
+    result = CliRunner().invoke(cli, ["check", "quadratic", "-a", "hgp", "--network", "ring"])
+    assert result.exit_code == 2
+    assert "No such option '--network'" in result.output

@@ -557,3 +557,9 @@ def test_order_strategy_and_precision_change_nothing_that_matters(settings):
     short = rows(built.clients, dtype=torch.float32)
     assert short[0].dtype == torch.float32
     assert max(relative(short[0], x), relative(short[1], y)) < 1e-5
+
+
+def test_a_schedule_leaves_the_step_of_the_series_alone():
+    """M terms with an eta that falls would no longer reach the solution of the system."""
+    scaled = HGP(lr_upper=0.4, lr_lower=0.2, lr_system=0.1).scaled(0.5)
+    assert (scaled.lr_upper, scaled.lr_lower, scaled.lr_system) == (0.2, 0.1, 0.1)

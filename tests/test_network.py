@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedbilevel import network as module
 from fedbilevel.errors import NetworkError, SettingError
-from fedbilevel.network import Network, fastest_mixing, metropolis
+from fedbilevel.network import GivenNetwork, Network, fastest_mixing, metropolis
 from fedbilevel.network import given as given_network
 
 UNDIRECTED = ("complete", "ring", "torus", "erdos_renyi", "random_undirected")
@@ -496,3 +496,9 @@ def test_renumbered_peers_get_the_same_rows():
         assert close(renumbered.mixing(step)(rows[order]), who.mixing(step)(rows)[order], rows)
         place = order.argsort()
         assert close(renumbered.mixing(step)(rows[order])[place], who.mixing(step)(rows), rows)
+
+
+def test_links_at_the_start_alone_do_not_pass():
+    later = GivenNetwork(3, lambda step: torch.ones(3, 3) if step < 5 else torch.eye(3))
+    with pytest.raises(NetworkError, match=r"over 100 steps from step 100, clients 1, 2 cannot both reach"):
+        _ = later.between(3).connected_within

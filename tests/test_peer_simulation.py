@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -352,8 +353,8 @@ def test_options_of_the_other_kind_of_engine_are_refused(algorithm, options, nam
         (Anything(), Network(kind="ring", loss=0.1), Averaging(), "push_sum averaging never recovers what a lost message carried: use averaging 'robust'"),
         (Anything(), Network(kind="ring", loss=0.1), Averaging(kind="exact"), "exact averaging never recovers"),
         (SGP(), Network(kind="ring", activity=0.5), None, "sgp pushes without running sums"),
-        (Gossips(), DIRECTED, None, "needs an undirected network without loss"),
-        (Gossips(), Network(kind="ring", max_delay=1), None, "needs an undirected network without loss"),
+        (Gossips(), DIRECTED, None, "needs an undirected network without faults"),
+        (Gossips(), Network(kind="ring", max_delay=1), None, "needs an undirected network without faults"),
     ],
 )
 def test_what_a_network_cannot_do_is_said_before_anything_runs(algorithm, network, averaging, named):
@@ -370,3 +371,14 @@ def test_a_network_that_never_connects_is_refused_unless_asked_for():
     assert relative(apart[2:], rows()[2:].mean(0).expand(2, -1)) < 1e-12
     with pytest.raises(NetworkError, match="made for 4 peers, there are 3 clients"):
         engine(network=split, task={"num_clients": 3})
+
+
+@pytest.mark.parametrize(("lower", "upper", "called"), [("global", "shared", True), ("global", "private", False), ("local", "shared", False)])
+def test_diagnostics_are_those_of_a_shared_x_and_a_global_y_as_with_a_server(lower: Any, upper: Any, called: bool) -> None:
+    built = Quadratic(num_clients=3, lower=lower, upper=upper).build()
+    problem = dataclasses.replace(built.problem, diagnostics=lambda x, y: {"called": 1.0})
+    for algorithm in (SGP(), FedAvg()):
+        fed: Any = simulate(algorithm, problem, built.clients)
+        fed.begin(0)
+        state = algorithm.init(fed)
+        assert ("called" in fed.measure(state.x, state.y)) == called

@@ -86,6 +86,12 @@ def test_unknown_names_are_named():
         personalise(TASK, PLAN, methods=["sgp"], networks=["star"])
 
 
+def test_methods_and_networks_that_do_not_go_together_are_an_error():
+    for methods, networks in ((["fedprox"], ["random_directed"]), ([], ["complete"]), (["sgp"], [])):
+        with pytest.raises(SettingError, match="none of these methods runs on these networks"):
+            personalise(TASK, PLAN, methods=methods, networks=networks)
+
+
 def test_the_paper_is_quoted_for_methods_and_networks_that_exist():
     assert set(PAPER) <= set(METHODS)
     assert all(set(row) <= set(NETWORKS) for row in PAPER.values())

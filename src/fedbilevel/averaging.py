@@ -24,6 +24,7 @@ from fedbilevel.network import AnyNetwork, Links
 from fedbilevel.settings import Settings, setting
 
 Kind = Literal["push_sum", "gossip", "exact", "robust"]
+_LEAST = 1e-6  # the least weight that a split may leave; weights are one on average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,18 @@ class RunningSums:
         return self.mass[:-1] / self.mass[-1]
 
     def wake(self, receivers: Iterable[int]) -> list[Message]:
-        """Divide the mass between itself and `receivers` (without itself) and say so to each of them."""
+        """Divide the mass between itself and `receivers` (without itself) and say so to each of them.
+
+        Where nearly all messages are lost, mass leaves and none arrives. What is left must stay above the rounding of the running sums, whose
+        differences are added to it: so little mass is kept whole, and the message repeats the sum, which still delivers what is parked.
+        """
         receivers = list(receivers)
-        self.mass = self.mass / (len(receivers) + 1)
+        splits = float(self.mass[-1]) >= _LEAST * (len(receivers) + 1)
+        self.mass = self.mass / (len(receivers) + 1) if splits else self.mass
         messages = []
         for receiver in receivers:
             count, total = self.sent.get(receiver, (0, torch.zeros_like(self.mass)))
-            self.sent[receiver] = (count + 1, total + self.mass)
+            self.sent[receiver] = (count + 1, total + self.mass if splits else total)
             messages.append(Message(self.number, receiver, *self.sent[receiver]))
         return messages
 

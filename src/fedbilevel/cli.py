@@ -101,6 +101,11 @@ def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, A
     return owner(**{**{name: value for name, value in suggested.items() if name in names}, **given})
 
 
+def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
+    """What to suggest for the averaging: only the robust kind recovers what a network loses."""
+    return {**suggested, **({"kind": "robust"} if network.faulty else {})}
+
+
 class TaskCommand(click.Command):
     """Reads the names of the task and the algorithm first, then adds their flags."""
 
@@ -110,7 +115,7 @@ class TaskCommand(click.Command):
         if names:
             task, found = discovery.task(names[0]), _algorithm_named(args)
             theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
-            if found and issubclass(found, PeerAlgorithm):
+            if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # check has networks of its own
                 theirs += [option for name, kind in BETWEEN_PEERS.items() for option in flags(kind, name.capitalize(), task.suggestions(name), name)]
             ctx.meta["settings"] = [*flags(task, f"Task {names[0]}", {}), *theirs]
         return super().parse_args(ctx, args)
@@ -192,9 +197,9 @@ def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> 
         check_timescales(settings, *chosen_task.build())
     options = {name: values[name] for name in OPTIONS}
     if isinstance(settings, PeerAlgorithm):
-        options["network"] = chosen(Network, values, kind.suggestions("network"), "network").asdict()
-        fitting = {"kind": "robust"} if Network(**options["network"]).faulty else {}
-        options["averaging"] = chosen(Averaging, values, {**kind.suggestions("averaging"), **fitting}, "averaging").asdict()
+        network = chosen(Network, values, kind.suggestions("network"), "network")
+        averaging = chosen(Averaging, values, fitting(network, kind.suggestions("averaging")), "averaging")
+        options |= {"network": network.asdict(), "averaging": averaging.asdict()}
     _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], values["out"] or _new_folder(f"{task}-{algorithm}"))
 
 
@@ -311,7 +316,9 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
     names = list(dict.fromkeys(name for name in algorithms.split(",") if name))
     methods = {name: discovery.algorithm(name) for name in names}
     given = _changes(changes, {"task": kind, **BETWEEN_PEERS, **methods})
-    values |= {name: chosen(owner, given.get(name, {}), kind.suggestions(name)).asdict() for name, owner in BETWEEN_PEERS.items()}
+    network = chosen(Network, given.get("network", {}), kind.suggestions("network"))
+    averaging = chosen(Averaging, given.get("averaging", {}), fitting(network, kind.suggestions("averaging")))
+    values |= {"network": network.asdict(), "averaging": averaging.asdict()}
     settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
     iterations = {name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names}
     every = values["measure_every"] or max(1, min(iterations.values(), default=1) // 50)
@@ -420,6 +427,7 @@ def influence_command(method: str, num_removed: int, num_listed: int, draw: bool
     """Which training instances help or harm all clients: one hypergradient predicts every removal, and real retraining checks the largest."""
     task = chosen(Influence, values, {})
     settings = {name: chosen(owner, values, task.suggests(name), prefix) for owner, _, name, prefix in _owners(method)}
+    settings["averaging"] = chosen(Averaging, values, fitting(settings["network"], task.suggests("averaging")), "averaging")
     folder = out or _new_folder(f"influence-{task.data}-{task.model}")
     with console.status("") as status:
         result = influence.study(

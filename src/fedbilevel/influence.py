@@ -48,6 +48,7 @@ from fedbilevel.tasks.task import Built
 
 PAPER = {("logistic", "mixture"): (0.99, 1.00), ("cnn", "digits"): (0.53, 1.00), ("cnn", "mnist"): (0.53, 1.00)}  # R2 and F1 of Table 4, full batch
 ESTIMATES = ("lr_system", "num_terms", "minibatches", "num_curvature_products")  # the settings of HGP that its estimate uses
+_PEERS = 1000  # in one simulation of islands: networks between peers are matrices
 _COPIES = 2**30  # bytes of copied data in one simulation of islands
 
 Place = tuple[int, int]  # client, sample
@@ -104,10 +105,7 @@ def influences(
             return _by_peers(dataclasses.replace(method, lower_solver="mix"), problem, clients, y, network=network, averaging=averaging, **common)
         y = y if y.ndim == 1 else y.double().mean(0).to(y.dtype)
         if isinstance(method, ServerAlgorithm):
-            found, cost = _by_server(method, problem, clients, y, **common)
-            if batch_size is None:
-                _check_draws(method, found, _by_server(method, problem, clients, y, **{**common, "seed": seed + 1})[0])
-            return Estimate(found, None, None, cost)
+            return _by_server(method, problem, clients, y, **common)
         population = Population(problem, clients, **options)
         solved = hypergradient(population, population.x0, y, method=method)  # type: ignore[arg-type]
         n = len(population)
@@ -150,21 +148,20 @@ def _by_peers(method: HGP, problem: Problem, clients: Sequence[Holdings], y: Ten
     return Estimate(_changes(peers.host, rows), residual(peers.host, peers.host.x0, y, middle), disagreement, cost)
 
 
-def _by_server(method: Any, problem: Problem, clients: Sequence[Holdings], y: Tensor, **options: Any) -> tuple[list[Tensor], dict[str, int]]:
-    fed = Simulation(method, problem, clients, **options)
-    rows, _ = method.estimate(fed, fed.place("x", fed.host.x0), fed.place("y", y))
-    return _changes(fed.host, fed.collect(rows)), fed.ledger.totals()
+class _Undrawn(Simulation):
+    """An estimate that draws how many terms of a series it takes is right on average only, which is no prediction for a single instance."""
 
-
-def _check_draws(method: Algorithm, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    """An estimate that draws one term of a series is right on average only, which is no prediction for a single instance."""
-    a, b = torch.cat(list(first)), torch.cat(list(second))
-    differ = float(torch.linalg.vector_norm(a - b) / torch.maximum(torch.linalg.vector_norm(a), torch.linalg.vector_norm(b)))
-    if differ > 0.01:
+    def draw(self, purpose: str, high: int) -> int:
         raise SettingError(
-            f"two estimates by {method.name()} with different seeds differ by {differ:.0%}, so one of them predicts no single instance: use hgp, "
-            "fbo_aggitd with estimator='sum', or a solver such as cg."
+            f"{self.algorithm.name()} draws at random which part of a series it takes, so one estimate predicts no single instance: use hgp, fbo_aggitd with "
+            "estimator='sum', or a solver such as cg."
         )
+
+
+def _by_server(method: Any, problem: Problem, clients: Sequence[Holdings], y: Tensor, **options: Any) -> Estimate:
+    fed = _Undrawn(method, problem, clients, **options)
+    rows, _ = method.estimate(fed, fed.place("x", fed.host.x0), fed.place("y", y))
+    return Estimate(_changes(fed.host, fed.collect(rows)), None, None, fed.ledger.totals())
 
 
 def residual(population: Population, x: Tensor, y: Tensor, u: Tensor) -> float:
@@ -283,7 +280,7 @@ class Retrained(NamedTuple):
 
 
 def retrain(built: Built, training: Training, base: Trained, removals: Sequence[Place], *, at_once: int | None = None, **options: Any) -> Retrained:
-    """Each removal against training without one in the same simulation. at_once: islands per simulation (default: as many as 1 GiB of data holds)."""
+    """Each removal against training without one in the same simulation. at_once: removals per simulation (default: what 1 GiB and 1000 peers hold)."""
     if training.kind == "newton":
         again = train(built, training, [None, *removals], start=base.y[0, 0], **options)
         return Retrained(again.loss[1:] - again.loss[0], float((again.loss[0] - base.loss[0]).abs()))
@@ -303,7 +300,7 @@ def _chunks(removals: Sequence[Place], size: int) -> Iterator[Sequence[Place]]:
 
 def _fitting(built: Built) -> int:
     size = sum(torch.as_tensor(value).nbytes for client in built.clients for role in client.values() for value in role.values())
-    return max(1, _COPIES // size - 1)
+    return max(1, min(_COPIES // size, _PEERS // len(built.clients)) - 1)
 
 
 # ---- scores ------------------------------------------------------------------------------------------------------------------
@@ -408,7 +405,9 @@ def study(
     method = resolved(method)
     training = training if training is not None else _suggested(Training, task, "training")
     network = network if network is not None else _suggested(Network, task, "network")
-    averaging = averaging if averaging is not None else _suggested(Averaging, task, "averaging")
+    if averaging is None:
+        averaging = _suggested(Averaging, task, "averaging")
+        averaging = dataclasses.replace(averaging, kind="robust") if network.faulty else averaging
     options = {"dtype": dtype, **options}
     between: dict[str, Any] = {"network": network} if training.kind == "push" else {}
     minibatches: dict[str, Any] = {name: options.pop(name) for name in ("seed", "batch_size") if name in options}

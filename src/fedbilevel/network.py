@@ -132,10 +132,14 @@ class Mixing:
 
     def __init__(self, adjacency: Tensor, receive: Tensor, send: Tensor) -> None:
         self.adjacency, self.send = adjacency, send
-        self.matrix = receive * send  # float64 (n, n)
         sparse = len(receive) >= 64 and int((receive != 0).sum()) * 16 < receive.numel()
         self._receive = receive.to_sparse() if sparse else receive
         self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def matrix(self) -> Tensor:
+        """float64 (n, n): new rows = matrix @ rows."""
+        return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
 
     def __call__(self, rows: Tensor) -> Tensor:
         if rows.device not in self._on:
@@ -191,11 +195,19 @@ class Links:
 
     @cached_property
     def connected_within(self) -> int:
-        """Steps after which the links so far, put together, let every peer reach every other; an error that names who cannot."""
+        """Steps after which the links so far, put together, let every peer reach every other. One that does not repeat is looked at once more later on, so that
+        links at the start alone do not pass."""
+        first = self._connects(0)
+        if self.period is None:
+            self._connects(_WINDOW)
+        return first
+
+    def _connects(self, start: int) -> int:
+        """Steps from `start` until all are connected; an error that names who cannot be."""
         links = torch.zeros(self.num_peers, self.num_peers, dtype=torch.bool)
         window = self.period or _WINDOW
         for step in range(window):
-            links |= self.adjacency(step)
+            links |= self.adjacency(start + step)
             graph = nx.from_numpy_array(links.numpy(), create_using=nx.DiGraph)
             if nx.is_strongly_connected(graph):
                 return step + 1
@@ -203,8 +215,8 @@ class Links:
         lost = sorted(set().union(*parts[1:]))
         names = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
         raise NetworkError(
-            f"the network never connects: over {window} step{'s' if window > 1 else ''}, client{'s' if len(lost) > 1 else ''} {names} cannot both reach "
-            "the others and be reached by them; add edges, or raise the probabilities."
+            f"the network never connects: over {window} step{'s' if window > 1 else ''}{f' from step {start}' if start else ''}, "
+            f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by them; add edges, or raise the probabilities."
         )
 
 

@@ -1,7 +1,8 @@
 """The personalisation experiment: every method on every network, from one command, early stopping included.
 
-Methods between peers (`local`, `sgp`, `hgp_pl`, `hgp_mtl`) run on every network; those that need a server run where everybody reaches everybody. All take
-the same number of lower steps on the same data. What is reported is the measurement whose validation accuracy was best, as in Terashita and Hara, 2023,
+Methods between peers (`local`, `sgp`, `hgp_pl`, `hgp_mtl`) run on every network; those that need a server run where everybody reaches everybody. All see the
+same data and take the same number of lower steps (FedAvg+ tunes and pFedMe solves its local problems on top of that: the record has what each cost).
+What is reported is the measurement whose validation accuracy was best, as in Terashita and Hara, 2023,
 section 5.3 and Table 2.
 """
 
@@ -137,6 +138,9 @@ def personalise(
                 raise UnknownNameError(f"personalisation {kind}", name, known)
     about = {"task": {name: value for name, value in task.asdict().items() if name not in ("personalise", "lower")}, "plan": plan.asdict(), "seed": seed,
              "batch_size": options.get("batch_size")}  # fmt: skip
+    able = [name for name in methods if "complete" in networks or isinstance(METHODS[name].algorithm(plan), PeerAlgorithm)]
+    if not able or not networks:
+        raise SettingError("none of these methods runs on these networks: name at least one of both; methods with a server need the network complete.")
     done = _opened(record, about)
     for repetition, name in itertools.product(range(plan.repetitions), methods):
         method = METHODS[name]

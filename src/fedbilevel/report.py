@@ -124,7 +124,12 @@ def names(title: str, found: Mapping[str, type[Any]]) -> Table:
 def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:
     """One line per method, one column per network: mean / bottom-decile test accuracy in per cent, means over repetitions, the paper's below."""
     networks = list(dict.fromkeys(one.network for one in outcomes))
-    table = Table(title="Test accuracy in %: mean / bottom decile of clients (paper, EMNIST)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="Test accuracy in %: over all test samples / of the client at the bottom decile (below: the paper, EMNIST)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.add_column("method")
     for network in networks:
         table.add_column(network, justify="right")

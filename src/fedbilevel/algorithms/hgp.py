@@ -54,6 +54,7 @@ class HGP(PeerAlgorithm):
     optimiser: Literal["sgd", "adam"] = setting("sgd", "of x; adam: with 0.9, 0.999 and per-entry steps of about lr_upper")
     num_curvature_products: int = setting(20, "products H v to measure the stable range of lr_system with, once; 0: do not", least=0)
 
+    decays = ("lr_upper", "lr_lower")  # eta is the step of a series, not of a descent
     upper_space = ("x", "v", "first", "second")
     lower_space = ("y", "z", "u")
 

@@ -49,14 +49,16 @@ def read(path: Path | str) -> np.ndarray:
     return np.frombuffer(content, kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))
 
 
-def images(folder: Path | str, kind: Literal["train", "test"], split: str = "byclass") -> tuple[np.ndarray, np.ndarray]:
+def images(folder: Path | str, kind: Literal["train", "test"], split: str = "byclass", *, emnist: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, height, width) and labels (n,) of the training or the test part that lies in `folder`.
 
     EMNIST files (`emnist-<split>-train-images-idx3-ubyte`) are looked for first. They hold every image with rows and columns exchanged; here
-    they come out upright, like those of MNIST.
+    they come out upright, like those of MNIST. emnist: whether only those are wanted, or only the others; a folder may hold both.
     """
-    mnist, emnist = _PARTS[kind]
-    for stem, exchanged in ((f"emnist-{split}-{emnist}", True), (mnist, False)):
+    mnist, theirs = _PARTS[kind]
+    stems = [(f"emnist-{split}-{theirs}", True), (mnist, False)]
+    stems = stems if emnist is None else stems[:1] if emnist else stems[1:]
+    for stem, exchanged in stems:
         paths = [_there(Path(folder) / f"{stem}-{what}-ubyte") for what in ("images-idx3", "labels-idx1")]
         if paths[0] is None and paths[1] is None:
             continue
@@ -69,7 +71,8 @@ def images(folder: Path | str, kind: Literal["train", "test"], split: str = "byc
         if len(pixels) != len(labels):
             raise DataError(f"{paths[0]} has {len(pixels)} images, but {paths[1]} has {len(labels)} labels: fetch both again, from one place.")
         return (np.ascontiguousarray(pixels.swapaxes(1, 2)) if exchanged else pixels), labels.astype(np.int64)
-    raise DataError(f"{folder} holds neither emnist-{split}-{emnist}-images-idx3-ubyte nor {mnist}-images-idx3-ubyte, plain or .gz: name another folder.")
+    wanted = " or ".join(f"{stem}-images-idx3-ubyte" for stem, _ in stems)
+    raise DataError(f"{folder} does not hold {wanted}, plain or .gz: name another folder{' or another split' if emnist else ''}.")
 
 
 def folder_of(name: str, data_dir: Path | str | None = None) -> Path:

@@ -14,7 +14,7 @@ from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, SettingError
 from fedbilevel.federation import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.network import AnyNetwork, Network
-from fedbilevel.problem import Problem
+from fedbilevel.problem import Problem, Scopes
 
 _WEIGHT = 8  # bytes of a Push-Sum weight: always float64
 _COUNT = 8  # bytes of the number of a running sum
@@ -172,7 +172,7 @@ class PeerSimulation:
         figures, diagnostics = self.host.measure(x, y), self.problem.diagnostics
         if self.scopes.lower == "global":
             figures["disagreement"] = spread(y, torch.linalg.vector_norm(y.mean(0)))
-        if diagnostics is not None:
+        if diagnostics is not None and self.scopes == Scopes():  # of a shared x and a global y, as with a server
             middle = [layout.unravel(rows.double().mean(0).to(rows.dtype)) for layout, rows in ((self.host.layout_x, x), (self.host.layout_y, y))]
             figures.update(diagnostics(*middle))
         return figures

@@ -163,7 +163,7 @@ class Influence(Task):
         if self.data == "digits":
             images, labels = digits()
         else:
-            images, labels = idx.images(idx.folder_of("mnist", self.data_dir or None), "train")
+            images, labels = idx.images(idx.folder_of("mnist", self.data_dir or None), "train", emnist=False)
             images = (images / 255.0).astype(np.float32)
         share = self.share if self.share is not None else 1.0 if self.data == "digits" else 0.01
         some = rng.permutation(len(labels))[: max(1, round(share * len(labels)))]

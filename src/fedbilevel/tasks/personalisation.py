@@ -111,7 +111,7 @@ class Personalisation(Task):
             images, labels = digits()
         else:
             folder = idx.folder_of(self.data, self.data_dir)
-            parts = [idx.images(folder, kind, self.split) for kind in ("train", "test")]
+            parts = [idx.images(folder, kind, self.split, emnist=self.data == "emnist") for kind in ("train", "test")]
             images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             images = images.reshape(len(images), -1)
         names, labels = np.unique(labels, return_inverse=True)  # the letters of EMNIST are numbered from 1
