@@ -21,7 +21,8 @@ from fedbilevel import discovery, influence, pictures, report
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.compare import Target, compare
-from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.data import catalogue, fetch, places
+from fedbilevel.errors import CheckpointError, DataError, FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
 from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
@@ -438,6 +439,44 @@ def influence_command(method: str, num_removed: int, num_listed: int, draw: bool
     for table in report.influence(result, num_listed):
         console.print(table)
     console.print(f"Saved in {folder}", soft_wrap=True)
+
+
+@cli.group("data")
+def data_group() -> None:
+    """Sets of data that lie in files: which there are, where they lie, and download of those with a known checksum."""
+
+
+@data_group.command("list")
+@click.option("--data-dir", default=None, help="folder to look into first")
+def data_list(data_dir: str | None) -> None:
+    """Every set, where it lies, and whether it can be fetched."""
+    for name, entry in catalogue.SETS.items():
+        try:
+            state = f"in {catalogue.where(name, data_dir)[0]}"
+        except DataError:
+            state = f"missing; fedbilevel data fetch {name}" if name in fetch.KNOWN else "missing"
+        console.print(f"{name:<12} {entry.about} ({state})", highlight=False, soft_wrap=True)
+
+
+@data_group.command("where")
+@click.argument("name", required=False)
+@click.option("--data-dir", default=None, help="folder to look into first")
+def data_where(name: str | None, data_dir: str | None) -> None:
+    """The folders that are searched, in order; with a NAME, the files of that set."""
+    for place in places.folders(data_dir) if name is None else catalogue.where(name, data_dir):
+        console.print(str(place), highlight=False, soft_wrap=True, markup=False)
+
+
+@data_group.command("fetch")
+@click.argument("name")
+@click.option("--data-dir", default=None, help="folder to put it into (default: $FEDBILEVEL_DATA, or the cache)")
+def data_fetch(name: str, data_dir: str | None) -> None:
+    """Download the set NAME from its public home, unless it is there; its checksum is compared."""
+    with console.status("") as status:
+        show = lambda file, done, total: status.update(f"{file}: {done / 1e6:.1f} MB" + (f" of {total / 1e6:.1f} MB" if total else ""))
+        found = fetch.ensure(name, data_dir, show)
+    for place in found:
+        console.print(str(place), highlight=False, soft_wrap=True, markup=False)
 
 
 def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Pictures of a study of influence. Drawn with matplotlib, which is an extra: `pip install fedbilevel[plot]`."""
+"""Pictures of a study of influence and of who holds which data. Drawn with matplotlib, which is an extra: `pip install fedbilevel[plot]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.errors import SettingError
+import numpy as np
+
+from fedbilevel.errors import ProblemError, SettingError
 
 
 def available() -> bool:
@@ -61,6 +63,47 @@ def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
         for axes in part.axes[len(images) :]:
             axes.set_axis_off()
     figure.savefig(path, bbox_inches="tight")
+
+
+def counts_by_client(labels_by_client: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The labels that occur, and how many samples of each (rows) every client (columns) has."""
+    everything = [np.asarray(labels).ravel() for labels in labels_by_client]
+    if not sum(map(len, everything)):
+        raise ProblemError(f"{len(everything)} clients have no samples at all, so there is nothing to draw: give the labels of every client's samples.")
+    found, number = np.unique(np.concatenate([labels for labels in everything if len(labels)]), return_inverse=True)
+    counts = np.zeros((len(found), len(everything)), np.int64)
+    np.add.at(counts, (number, np.repeat(np.arange(len(everything)), [len(labels) for labels in everything])), 1)
+    return found, counts
+
+
+def partition(labels_by_client: Sequence[Any], path: Path, title: str) -> None:
+    """Who has what: a colour for the number of samples of every label at every client, white for none, and above it how many each has in all."""
+    check()
+    from matplotlib.ticker import MaxNLocator
+
+    found, counts = counts_by_client(labels_by_client)
+    num_labels, num_clients = counts.shape
+    width, height = min(14.0, max(4.8, 2.2 + 0.42 * num_clients)), min(10.0, max(2.2, 0.34 * num_labels))
+    figure = _figure(width, height + 1.9)
+    above, axes = figure.subplots(2, 1, sharex=True, height_ratios=[1.1, height])
+    above.bar(np.arange(num_clients), counts.sum(0), width=0.9 if num_clients <= 40 else 1.0, color="0.45")
+    above.set_ylabel("samples")
+    above.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    above.tick_params(bottom=False)
+    above.spines[["top", "right"]].set_visible(False)
+    above.set_title(title, fontsize=10)
+    most = max(2, int(counts.max()))
+    image = axes.imshow(np.ma.masked_equal(counts, 0), cmap="viridis_r", vmin=1, vmax=most, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="client", ylabel="label", xlim=(-0.5, num_clients - 0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(min(num_clients, 20), integer=True, min_n_ticks=1))
+    shown = np.arange(0, num_labels, -(-num_labels // 30))  # names of more than thirty labels would run into each other
+    axes.set_yticks(shown, [str(found[i]) for i in shown])
+    if num_clients <= 20 and num_labels <= 20 and most < 100_000:
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7 if count < 1000 else 6, color="white" if count > most / 2 else "black")
+    figure.colorbar(image, ax=axes, label="samples", pad=0.01, fraction=0.05, ticks=MaxNLocator(5, integer=True))
+    figure.savefig(path)
 
 
 def _figure_of(value: float | None) -> str:
