@@ -30,6 +30,8 @@ def test_every_algorithm_file_says_what_it_must(name):
 
 SMALL = {  # few samples, and a lower level with one solution
     "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
+    "hyper_representation": {"num_clients": 3, "share": 0.05, "num_hidden": 4, "activation": "gelu"},
+    "imbalance": {"num_clients": 3, "share": 0.2, "num_val": 2, "imbalance_ratio": 4.0},
     "personalisation": {"num_clients": 3, "share": 0.02, "model": "linear", "l2": 1.0},
 }
 

@@ -57,7 +57,7 @@ def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random
     num = num_clients * per_client
     if num_clients < 1 or per_client < 1 or len(labels) < num:
         raise ProblemError(
-            f"{len(labels)} samples cannot be cut into {per_client} shards for each of {num_clients} clients: use fewer shards, at least one for each client."
+            f"{len(labels)} samples cannot be cut into {per_client} shards for each of {num_clients} clients: use fewer shards or clients, or more data."
         )
     mixed = rng.permutation(len(labels))
     cut = np.array_split(mixed[np.argsort(labels[mixed], kind="stable")], num)

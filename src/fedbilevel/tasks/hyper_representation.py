@@ -1,0 +1,175 @@
+"""Hyper-representation: all clients learn the hidden layers of a network on validation data, and its last layer on training data.
+
+x holds the hidden layers (the representation), y the last one (the head), and both are the same for all clients:
+
+    g_i(x, y) = CE(x, y; train_i) + l2/2 |y|^2          f_i(x, y) = CE(x, y; val_i)
+
+For a fixed x the lower level is logistic regression on the features that x makes of the images. It is strongly convex because the norm is
+squared, and as only y moves there, second derivatives never pass through an activation: the kinks of ReLU do no harm in H v, and J v
+differentiates the features once. The library computes features once per x.
+
+    mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and the head of ten classes 2,010
+    cnn   two convolutions, each followed by an activation and by the largest of every two by two, then a hidden layer; the head is linear
+
+Splits: `shards` sorts the training images by label and deals two shards to each client, so most clients know two to four labels; `iid` deals
+images at random. A random `val_share` of a client's images is its validation part. The test part is dealt at random, for measuring only.
+
+The benchmark of Tarzanagh et al., "FedNest", ICML 2022, and of Xiao and Ji, "Communication-Efficient Federated Hypergradient Computation via
+Aggregated Iterative Differentiation", ICML 2023, section 5, by default on embedded digits. The papers' setting: data=mnist,
+num_clients=100, a cohort of 0.1, val_share 0.2 for shards and 0.5 for iid. Differences from the published code: the squared norm (there the norm
+itself, which is neither strongly convex nor smooth), and no dropout, whose masks would differ between evaluations that have to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, cross_entropy, gelu, linear, max_pool2d, relu
+
+from fedbilevel.data.clients import Holdings
+from fedbilevel.data.images import train_and_test
+from fedbilevel.data.partition import iid, shards
+from fedbilevel.errors import ProblemError
+from fedbilevel.problem import Problem, Scopes
+from fedbilevel.settings import setting
+from fedbilevel.tasks.task import Built, Task
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
+_HIDDEN = 200  # units of the hidden layer of the MLP
+
+
+class _Sizes(NamedTuple):
+    """What the convolutional network is made of, for images of one size."""
+
+    kernels: tuple[int, int]
+    channels: tuple[int, int]
+    hidden: int
+
+
+_SIZES = {8: _Sizes((3, 2), (8, 16), 32), 28: _Sizes((5, 5), (10, 20), 50)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperRepresentation(Task):
+    num_clients: int = setting(10, "clients; the papers use 100 on MNIST", symbol="m", least=1)
+    data: Literal["digits", "mnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
+    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
+    share: float = setting(1.0, "share of all images that is used", above=0, most=1)
+    test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
+    split: Literal["iid", "shards"] = setting("shards", "images at random, or two shards of images sorted by label for each client")
+    val_share: float = setting(
+        0.2, "share of a client's images for validation, the rest is for training; FedNest: 0.2 for shards, 0.5 for iid", above=0, most=0.9
+    )
+    model: Literal["mlp", "cnn"] = setting("mlp", "one hidden layer, or two convolutions and a hidden layer")
+    num_hidden: int | None = setting(None, "units of the hidden layer; nothing: 200 for the MLP; for the CNN 50, or 32 on digits", least=1)
+    activation: Literal["relu", "gelu"] = setting("relu", "what follows hidden layers: as in the papers, or smooth")
+    lower: Literal["global", "local"] = setting("global", "one head for all clients, or one for each")
+    l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
+    data_seed: int = setting(0, "seed of the split and of the initial weights", least=0)
+
+    # The curvature of the lower level grows with the features during a run, so steps of y and u stay well below what suits the start. LFedNest
+    # takes each client's own series at a y that is not that client's minimiser: with shards, features then grow without bound where the steps of the
+    # series or of x are longer. All this is for the MLP: the CNN asks for steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
+    suggested = {
+        "*": {"lr_lower": 0.5, "lr_system": 0.2, "lr_upper": 0.2, "num_local_steps": 1},
+        "fedavg": {"num_local_steps": 5},
+        "fbo_aggitd": {"lr_upper": 0.5, "num_lower_rounds": 5},
+        "fednest": {"lr_upper": 0.5, "num_lower_rounds": 3, "num_terms": 5},
+        "lfednest": {"lr_upper": 0.1, "lr_system": 0.01, "num_lower_rounds": 3},
+    }
+    suggested_iterations = {"*": 200, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    headline = ("test_accuracy", "train_accuracy")
+
+    def build(self) -> Built:
+        rng = np.random.default_rng([self.data_seed, 0])
+        train, test = train_and_test(self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir)
+        clients: list[Holdings] = []
+        for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
+            if len(mine) < 2:
+                raise ProblemError(f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer clients or more data.")
+            num_val = min(max(1, round(self.val_share * len(mine))), len(mine) - 1)
+            val, rest = np.split(rng.permutation(mine), [num_val])
+            clients.append({"train": train.some(rest).fields(), "val": train.some(val).fields(), "test": test.some(testing).fields()})
+        side, num_classes = round(train.image.shape[1] ** 0.5), int(train.label.max()) + 1
+        x0, y0 = self._weights(side, num_classes)
+        problem = Problem(
+            upper=_entropy,
+            lower=lambda x, y, batch: _entropy(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            x0=x0,
+            y0=y0,
+            scopes=Scopes(lower=self.lower),
+            features=self._features(side),
+            statistics={role: _answers(role) for role in ("test", "train")},
+            metrics=_metrics,
+            name="hyper_representation",
+        )
+        return Built(problem, clients)
+
+    def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        return iid(len(labels), self.num_clients, rng) if self.split == "iid" else shards(labels, self.num_clients, 2, rng)
+
+    def _weights(self, side: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the CNN's three hidden layers are sqrt(6) times
+        larger, as otherwise so little of an image is left after them that learning hardly begins."""
+        sizes = _SIZES[side]
+        if self.model == "mlp":
+            hidden = self.num_hidden or _HIDDEN
+            shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, side * side)}
+        else:
+            hidden, (first, second), (one, two) = self.num_hidden or sizes.hidden, sizes.channels, sizes.kernels
+            rest = ((side - one + 1) // 2 - two + 1) // 2
+            shapes = {"conv1": (first, 1, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest)}
+        draw = torch.Generator().manual_seed(self.data_seed)
+        return _drawn(shapes, draw, 1.0 if self.model == "mlp" else math.sqrt(6)), _drawn({"head": (num_classes, hidden)}, draw)
+
+    def _features(self, side: int) -> Callable[[Any, Any], Tensor]:
+        """(x, batch) -> (samples, hidden units)."""
+        activation = _ACTIVATIONS[self.activation]
+
+        def features(x: Any, batch: Any) -> Tensor:
+            z = batch["image"]
+            if self.model == "cnn":
+                z = z.reshape(-1, 1, side, side)
+                for name in ("conv1", "conv2"):
+                    z = max_pool2d(activation(conv2d(z, x[f"{name}.weight"], x[f"{name}.bias"])), 2)
+                z = z.flatten(1)
+            return activation(linear(z, x["hidden.weight"], x["hidden.bias"]))
+
+        return features
+
+
+def _drawn(shapes: dict[str, tuple[int, ...]], draw: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
+    weights = {}
+    for name, shape in shapes.items():
+        bound = math.prod(shape[1:]) ** -0.5
+        weights[f"{name}.weight"] = scale * bound * (2 * torch.rand(shape, generator=draw) - 1)
+        weights[f"{name}.bias"] = bound * (2 * torch.rand(shape[:1], generator=draw) - 1)
+    return weights
+
+
+def _logits(y: Any, batch: Any) -> Tensor:
+    return linear(batch["features"], y["head.weight"], y["head.bias"])
+
+
+def _entropy(x: Any, y: Any, batch: Any) -> Tensor:
+    """x enters through the features."""
+    return (batch["weight"] * cross_entropy(_logits(y, batch), batch["label"], reduction="none")).sum()
+
+
+def _answers(role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+        real = batch["weight"] > 0
+        return {f"{role}_right": (real & (_logits(y, batch).argmax(-1) == batch["label"])).sum(), f"{role}_samples": real.sum()}
+
+    return answers
+
+
+def _metrics(sums: Any) -> dict[str, float]:
+    """Ratios of sums over all clients."""
+    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "train")}

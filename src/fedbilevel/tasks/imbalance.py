@@ -1,0 +1,153 @@
+"""Imbalance: learn a loss under which training on a long tail of classes serves all classes alike.
+
+Class c has about imbalance_ratio^(-c/(C-1)) times as many training images as class 0, validation images are as many of every class, and y is a
+classifier that all clients share. x = (delta, ell) holds two numbers per class, shared by all, which adjust logits z = z(y) in training only:
+
+    g_i(x, y) = CE(s * z + ell; train_i) + l2/2 |y|^2,   s_c = 2 sigmoid(delta_c)          f_i(y) = CE(z; val_i)
+
+This is the vector-scaling loss: s_c multiplies and ell_c shifts the logit of class c. At the start x = 0, s = 1 and the loss is plain
+cross-entropy, so FedAvg with x at its start is ordinary training. s lies in (0, 2), so x can raise the curvature of the lower level four times
+and no more. Every client has `num_val` validation images of every class, which makes the plain mean f_i the class-balanced one.
+
+Figures: balanced test accuracy is the mean over classes of the share of right answers, and the accuracy of the rarest class that of the last one.
+
+The long-tail task of Tarzanagh et al., "FedNest", ICML 2022, whose published code has two numbers per class and sizes 0.01^(c/9) on MNIST
+(imbalance_ratio 100), by default on embedded digits, which are too few for such a ratio. Choices of this project: delta enters through
+2 sigmoid; the classifier is linear by default, so that the lower level is strongly convex; labels are spread unevenly over clients. The
+validation images are worth something by themselves: what learning x gains over plain training includes that plain training never sees them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, gelu, linear
+
+from fedbilevel.data.clients import Holdings
+from fedbilevel.data.images import Images, train_and_test
+from fedbilevel.data.partition import dirichlet, iid, take_per_class
+from fedbilevel.errors import ProblemError
+from fedbilevel.problem import Problem
+from fedbilevel.settings import setting
+from fedbilevel.tasks.task import Built, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imbalance(Task):
+    num_clients: int = setting(10, "clients", symbol="m", least=1)
+    data: Literal["digits", "mnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
+    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
+    share: float = setting(1.0, "share of all images from which training, validation and test images are taken", above=0, most=1)
+    test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
+    imbalance_ratio: float = setting(20.0, "training images of the commonest class for each one of the rarest", symbol="rho", least=1)
+    num_val: int = setting(3, "validation images of every class at each client", least=1)
+    split: Literal["iid", "dirichlet"] = setting("dirichlet", "training images at random, or labels spread unevenly over clients")
+    alpha: float = setting(1.0, "how evenly a Dirichlet distribution spreads labels over clients; smaller: less", symbol="alpha", above=0)
+    model: Literal["linear", "mlp"] = setting("linear", "the classifier: linear, or with one hidden layer and GELU, whose lower level is not convex")
+    num_hidden: int = setting(32, "units of the hidden layer", least=1)
+    l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
+    data_seed: int = setting(0, "seed of the split and of the initial weights", least=0)
+
+    suggested = {
+        "*": {"lr_lower": 0.5, "lr_system": 0.3, "lr_upper": 0.5, "num_local_steps": 1},
+        "fedavg": {"num_local_steps": 5},
+        "fbo_aggitd": {"lr_upper": 3.0, "num_lower_rounds": 5},
+        "fednest": {"lr_upper": 3.0, "num_lower_rounds": 3, "num_terms": 5},
+        "lfednest": {"lr_upper": 1.0, "num_lower_rounds": 3},
+    }
+    suggested_iterations = {"*": 200, "fedavg": 100, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    headline = ("balanced_test_accuracy", "rarest_test_accuracy")
+
+    def build(self) -> Built:
+        rng = np.random.default_rng([self.data_seed, 0])
+        pool, test = train_and_test(self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir)
+        num_classes = int(pool.label.max()) + 1
+        val = take_per_class(pool.label, self.num_clients * self.num_val, rng)
+        train = pool.some(self._tail(pool, np.concatenate(list(val.values())), rng))
+        clients: list[Holdings] = []
+        for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
+            own = np.concatenate([places[i * self.num_val : (i + 1) * self.num_val] for places in val.values()])
+            clients.append({"train": train.some(mine).fields(), "val": pool.some(own).fields(), "test": test.some(testing).fields()})
+        problem = Problem(
+            upper=lambda x, y, batch: _mean(_logits(y, batch), batch),
+            lower=lambda x, y, batch: _mean(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            x0={"delta": torch.zeros(num_classes), "ell": torch.zeros(num_classes)},
+            y0=self._weights(pool.image.shape[1], num_classes),
+            statistics={"test": _tested(num_classes)},
+            metrics=_metrics(num_classes),
+            name="imbalance",
+        )
+        return Built(problem, clients)
+
+    def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Training samples among those that validation leaves: n_c = n_0 ratio^(-c/(C-1)), with the largest n_0 that all classes allow."""
+        left = [np.setdiff1d(np.flatnonzero(pool.label == label), taken) for label in range(int(pool.label.max()) + 1)]
+        falls = self.imbalance_ratio ** (-np.arange(len(left)) / max(1, len(left) - 1))
+        most = min(len(places) / fall for places, fall in zip(left, falls, strict=True))
+        sizes = [int(most * fall + 1e-9) for fall in falls]
+        if sizes[-1] < 1:
+            raise ProblemError(
+                f"with imbalance_ratio {self.imbalance_ratio:g} and {most:.0f} training images of the commonest class none is left of the rarest: "
+                "use a smaller ratio, fewer validation images or more data."
+            )
+        return np.sort(np.concatenate([rng.choice(places, size, replace=False) for places, size in zip(left, sizes, strict=True)]))
+
+    def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        return iid(len(labels), self.num_clients, rng) if self.split == "iid" else dirichlet(labels, self.num_clients, self.alpha, rng)
+
+    def _weights(self, num_pixels: int, num_classes: int) -> dict[str, Tensor]:
+        """Zeros for the linear classifier; with a hidden layer, uniform on +-1/sqrt(inputs of a unit), as zeros would never part its units."""
+        if self.model == "linear":
+            return {"out.weight": torch.zeros(num_classes, num_pixels), "out.bias": torch.zeros(num_classes)}
+        draw, weights = torch.Generator().manual_seed(self.data_seed), {}
+        for name, shape in (("hidden", (self.num_hidden, num_pixels)), ("out", (num_classes, self.num_hidden))):
+            for part, size in ((f"{name}.weight", shape), (f"{name}.bias", shape[:1])):
+                weights[part] = (2 * torch.rand(size, generator=draw) - 1) / math.sqrt(shape[1])
+        return weights
+
+
+def _logits(y: Any, batch: Any) -> Tensor:
+    z = batch["image"]
+    if "hidden.weight" in y:
+        z = gelu(linear(z, y["hidden.weight"], y["hidden.bias"]))
+    return linear(z, y["out.weight"], y["out.bias"])
+
+
+def _adjusted(x: Any, y: Any, batch: Any) -> Tensor:
+    return 2 * torch.sigmoid(x["delta"]) * _logits(y, batch) + x["ell"]
+
+
+def _mean(logits: Tensor, batch: Any) -> Tensor:
+    return (batch["weight"] * cross_entropy(logits, batch["label"], reduction="none")).sum()
+
+
+def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+    def tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+        right = _logits(y, batch).argmax(-1) == batch["label"]
+        counts: dict[str, Tensor] = {}
+        for label in range(num_classes):
+            here = (batch["weight"] > 0) & (batch["label"] == label)
+            counts |= {f"right_{label}": (here & right).sum(), f"tested_{label}": here.sum()}
+        return counts
+
+    return tested
+
+
+def _metrics(num_classes: int) -> Callable[[Any], dict[str, float]]:
+    """Per class, right answers of all clients over samples of all clients; classes without a test sample are left out of the mean."""
+
+    def metrics(sums: Any) -> dict[str, float]:
+        each = {label: sums[f"right_{label}"] / sums[f"tested_{label}"] for label in range(num_classes) if sums[f"tested_{label}"]}
+        return {
+            "balanced_test_accuracy": sum(each.values()) / len(each),
+            "rarest_test_accuracy": each.get(num_classes - 1, math.nan),
+            "test_accuracy": sum(sums[f"right_{label}"] for label in range(num_classes)) / sum(sums[f"tested_{label}"] for label in range(num_classes)),
+        }
+
+    return metrics
