@@ -60,7 +60,7 @@ def test_which_samples_of_a_label_share_a_shard_is_random():
 
 @pytest.mark.parametrize(("num_clients", "per_client"), [(0, 2), (2, 0), (-1, -1)])
 def test_no_shards_are_refused(num_clients, per_client):
-    with pytest.raises(ProblemError, match="at least one for each client"):
+    with pytest.raises(ProblemError, match="use fewer shards or clients, or more data"):
         shards(np.zeros(5, int), num_clients, per_client, rng())
 
 
