@@ -263,6 +263,13 @@ class Host(Population):
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.ledger = Ledger(self.num_clients)
 
+    def by_number(self) -> Tensor:
+        """Where each client stands in memory, for an engine that hosts all of them."""
+        places = self.ids.argsort()
+        if not torch.equal(self.ids[places], torch.arange(len(self))):
+            raise SettingError(f"ids must number the {len(self)} clients from 0, each once, got {self.ids.tolist()}.")
+        return places
+
     def width(self, name: str) -> int:
         algorithm = self.algorithm
         if name in algorithm.upper_space:

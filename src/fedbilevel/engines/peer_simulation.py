@@ -42,9 +42,7 @@ class PeerSimulation:
         **options: Any,
     ) -> None:
         self.host = Host(algorithm, problem, clients, ids=ids, seed=seed, batch_size=batch_size, **options)
-        self._position_of = self.host.ids.argsort()
-        if not torch.equal(self.host.ids[self._position_of], torch.arange(len(clients))):
-            raise SettingError(f"ids must number the {len(clients)} clients from 0, each once, got {self.host.ids.tolist()}.")
+        self._position_of = self.host.by_number()
         self.algorithm: Algorithm = algorithm
         self.problem, self.scopes, self.seed = problem, problem.scopes, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger

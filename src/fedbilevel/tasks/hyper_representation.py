@@ -38,6 +38,7 @@ from fedbilevel.data.partition import iid, shards
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Task
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
@@ -126,7 +127,7 @@ class HyperRepresentation(Task):
             rest = ((side - one + 1) // 2 - two + 1) // 2
             shapes = {"conv1": (first, 1, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest)}
         draw = torch.Generator().manual_seed(self.data_seed)
-        return _drawn(shapes, draw, 1.0 if self.model == "mlp" else math.sqrt(6)), _drawn({"head": (num_classes, hidden)}, draw)
+        return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform({"head": (num_classes, hidden)}, draw)
 
     def _features(self, side: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, hidden units)."""
@@ -142,15 +143,6 @@ class HyperRepresentation(Task):
             return activation(linear(z, x["hidden.weight"], x["hidden.bias"]))
 
         return features
-
-
-def _drawn(shapes: dict[str, tuple[int, ...]], draw: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
-    weights = {}
-    for name, shape in shapes.items():
-        bound = math.prod(shape[1:]) ** -0.5
-        weights[f"{name}.weight"] = scale * bound * (2 * torch.rand(shape, generator=draw) - 1)
-        weights[f"{name}.bias"] = bound * (2 * torch.rand(shape[:1], generator=draw) - 1)
-    return weights
 
 
 def _logits(y: Any, batch: Any) -> Tensor:

@@ -35,6 +35,7 @@ from fedbilevel.data.partition import dirichlet, iid, take_per_class
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem
 from fedbilevel.settings import setting
+from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Task
 
 
@@ -105,11 +106,8 @@ class Imbalance(Task):
         """Zeros for the linear classifier; with a hidden layer, uniform on +-1/sqrt(inputs of a unit), as zeros would never part its units."""
         if self.model == "linear":
             return {"out.weight": torch.zeros(num_classes, num_pixels), "out.bias": torch.zeros(num_classes)}
-        draw, weights = torch.Generator().manual_seed(self.data_seed), {}
-        for name, shape in (("hidden", (self.num_hidden, num_pixels)), ("out", (num_classes, self.num_hidden))):
-            for part, size in ((f"{name}.weight", shape), (f"{name}.bias", shape[:1])):
-                weights[part] = (2 * torch.rand(size, generator=draw) - 1) / math.sqrt(shape[1])
-        return weights
+        shapes = {"hidden": (self.num_hidden, num_pixels), "out": (num_classes, self.num_hidden)}
+        return uniform(shapes, torch.Generator().manual_seed(self.data_seed))
 
 
 def _logits(y: Any, batch: Any) -> Tensor:

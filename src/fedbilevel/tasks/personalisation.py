@@ -38,6 +38,7 @@ from fedbilevel.data.digits import digits
 from fedbilevel.data.partition import dirichlet
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Task
 
 Network = Callable[[Any, Tensor, int], Tensor]  # weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
@@ -96,7 +97,11 @@ class Personalisation(Task):
             upper=lambda x, y, batch: _mean(cross_entropy, score(x, y, batch), batch) + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum(),
             lower=lambda x, y, batch: _mean(fit, score(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"lambda": torch.full((length,), start)},
-            y0=self._weights(side, num_classes, self.num_networks if several else None),
+            y0=uniform(
+                self._shapes(side, num_classes),
+                torch.Generator().manual_seed(self.data_seed),
+                num_networks=self.num_networks if several else None,
+            ),
             scopes=Scopes(lower=self.lower, upper="private"),
             statistics={role: _answers(score, role) for role in ("test", "stop")},
             metrics=_metrics,
@@ -140,17 +145,6 @@ class Personalisation(Task):
             }
             clients.append({**roles, "val": roles["train"]})
         return clients
-
-    def _weights(self, side: int, num_classes: int, num_networks: int | None) -> dict[str, Tensor]:
-        """Initial weights, uniform on +-1/sqrt(inputs of a unit); several networks are stacked in front."""
-        draw = torch.Generator().manual_seed(self.data_seed)
-        weights = {}
-        for name, shape in self._shapes(side, num_classes).items():
-            bound = math.prod(shape[1:]) ** -0.5
-            for part, size in ((f"{name}.weight", shape), (f"{name}.bias", shape[:1])):
-                size = size if num_networks is None else (num_networks, *size)
-                weights[part] = bound * (2 * torch.rand(size, generator=draw) - 1)
-        return weights
 
     def _shapes(self, side: int, num_classes: int) -> dict[str, tuple[int, ...]]:
         scaled = lambda number: max(1, round(self.width * number))

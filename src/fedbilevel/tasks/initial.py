@@ -1,0 +1,21 @@
+"""Initial weights of the networks in tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def uniform(shapes: Mapping[str, tuple[int, ...]], draw: torch.Generator, *, scale: float = 1.0, num_networks: int | None = None) -> dict[str, Tensor]:
+    """Per layer (outputs, inputs, ...) a weight and a bias, uniform on +-1/sqrt(inputs of a unit), the weight times `scale`; several networks are stacked
+    in front."""
+    weights = {}
+    for name, shape in shapes.items():
+        bound = math.prod(shape[1:]) ** -0.5
+        for part, size, factor in ((f"{name}.weight", shape, scale), (f"{name}.bias", shape[:1], 1.0)):
+            size = size if num_networks is None else (num_networks, *size)
+            weights[part] = factor * bound * (2 * torch.rand(size, generator=draw) - 1)
+    return weights
