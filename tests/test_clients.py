@@ -316,6 +316,30 @@ def test_batch_sizes_by_role():
     assert whole[0].batch("train", "B").counts.tolist() == [3, 4, 5, 6]
 
 
+def test_batches_outside_local_steps_may_have_a_size_of_their_own():
+    clients = everyone(host(batch_size={"train": 2, "outside": None}))
+    assert clients.steps(3)[1].batch("train", "B").counts.tolist() == [2] * NUM
+    assert clients.batch("train", "B").counts.tolist() == [3, 4, 5, 6]
+    assert clients.batch("val", "B").counts.tolist() == [3, 4, 5, 6]
+    four = everyone(host(batch_size={"train": 2, "outside": 4}))
+    assert four.batch("train", "B").fields["index"].shape == (NUM, 4)
+    assert four.steps(1)[0].batch("val", "B").counts.tolist() == [3, 4, 5, 6]
+
+
+def test_by_epochs_local_steps_pass_through_all_samples_before_any_comes_again():
+    home = host(batch_size=3, sampling="epochs")
+    for i, row in enumerate(indices(everyone(home), 20)):
+        size = 3 + i
+        assert sorted(row.flatten()[:size].tolist()) == list(range(size))
+        assert torch.bincount(row.flatten()).tolist() == pytest.approx([60 / size] * size, abs=1)
+    assert torch.equal(indices(everyone(host([2, 0], batch_size=3, sampling="epochs")), 20), indices(everyone(home), 20)[[2, 0]])
+
+
+def test_an_unknown_way_of_sampling_is_refused():
+    with pytest.raises(SettingError, match="sampling is 'epoch', expected 'replacement' or 'epochs'"):
+        host(sampling="epoch")
+
+
 @pytest.mark.parametrize("size", [0, -1, {"train": 0}])
 def test_empty_batches_are_refused(size):
     with pytest.raises(SettingError, match=r"batch_size is .*, expected at least 1 sample"):

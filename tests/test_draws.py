@@ -118,6 +118,46 @@ def test_neighbouring_draws_are_independent(apart):
     assert chi_square(torch.bincount(pairs.flatten(), minlength=16).double()) < 37.70  # 15 degrees
 
 
+# ---- passes without replacement ---------------------------------------------------------------------------------------------------
+
+
+def passes(ids, *, seed=3, purpose="B", iteration=2, call=1, steps=range(20), width=4):
+    ids = torch.tensor(ids, dtype=torch.int64)
+    return Stream(seed).epochs(purpose, ids, 5 + 3 * ids, iteration=iteration, call=call, steps=steps, width=width)
+
+
+def test_every_pass_takes_each_sample_once_in_an_order_of_its_own():
+    for client, row in zip([0, 2, 5], passes([0, 2, 5]), strict=True):
+        size = 5 + 3 * client
+        whole = row.flatten()[: 80 // size * size].view(-1, size)
+        assert len(whole) >= 4
+        assert all(sorted(one.tolist()) == list(range(size)) for one in whole)
+        assert len({tuple(one.tolist()) for one in whole}) == len(whole)
+
+
+def test_passes_do_not_depend_on_who_is_asked_together_or_on_chunks():
+    together = passes([0, 1, 5, 9])
+    assert torch.equal(passes([9, 0]), together[[3, 0]])
+    for row, client in enumerate([0, 1, 5, 9]):
+        assert torch.equal(passes([client])[0], together[row])
+    chunks = [passes([0, 1, 5, 9], steps=range(*ends)) for ends in ((0, 3), (3, 4), (4, 20))]
+    assert torch.equal(torch.cat(chunks, dim=1), together)
+
+
+@pytest.mark.parametrize("other", [{"seed": 4}, {"purpose": "C"}, {"iteration": 3}, {"call": 2}])
+def test_another_address_passes_in_another_order(other):
+    assert (passes([9]) == passes([9], **other)).double().mean() < 0.25
+
+
+def test_every_sample_is_as_likely_to_come_first():
+    firsts = [int(Stream(7).epochs("B", torch.tensor([3]), torch.tensor([5]), iteration=i, call=1, steps=range(1), width=1)) for i in range(1000)]
+    assert chi_square(torch.bincount(torch.tensor(firsts), minlength=5).double()) < 18.47  # 99.9 % of chi-square with 4 degrees of freedom
+
+
+def test_no_passes_for_no_clients():
+    assert passes([]).shape == (0, 20, 4)
+
+
 @given(st.integers(1, 200), st.integers(0, M32), st.integers(0, 1000))
 def test_order_is_a_permutation(num, client, iteration):
     assert Stream(1).order("cohort", client, num, iteration=iteration).sort().values.tolist() == list(range(num))

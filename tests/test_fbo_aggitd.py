@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
+from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation import Cohort
@@ -185,6 +186,24 @@ def test_one_outer_iteration_moves_x_by_local_svrg_around_the_hypergradient(scop
     h = dense.hypergradient(0.2 * sum(dense.terms(path, 0.2)))
     np.testing.assert_allclose(np.broadcast_to(fed.collect(new.x), h.shape), dense.upper_steps(h, 0.1, TAUS), rtol=0, atol=1e-12)
     np.testing.assert_allclose(fed.collect(new.y), path[-1][0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [FBOAggITD, FedNest])
+def test_steps_on_x_may_be_fewer_than_those_on_y(kind):
+    task = Quadratic(bend=0.5)
+    same = {"lr_upper": 0.1, "lr_lower": 0.15, "lr_system": 0.2, "num_lower_rounds": 2}
+    ends = {}
+    for name, settings in {"apart": {"num_local_steps": 4, "num_upper_steps": 2}, "y": {"num_local_steps": 4}}.items():
+        fed = federate(kind(**same, **settings), task)
+        x, y, x_rows, _ = start(fed, task)
+        ends[name] = fed.algorithm.round(fed, fed.algorithm.State(x, y))
+        ends[f"h {name}"], _ = fed.algorithm.estimate(fed, x, y)
+    np.testing.assert_array_equal(ends["apart"].y, ends["y"].y)
+    dense = Dense(task, x_rows)
+    h = np.broadcast_to(ends["h apart"], dense.x.shape)
+    for name, tau in (("apart", 2), ("y", 4)):
+        np.testing.assert_allclose(np.broadcast_to(ends[name].x, h.shape), dense.upper_steps(h, 0.1, tau), rtol=0, atol=1e-12)
+    assert np.abs(np.asarray(ends["apart"].x - ends["y"].x)).max() > 1e-4
 
 
 def test_converges_to_the_solution_within_its_truncation_error():

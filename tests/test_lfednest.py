@@ -30,6 +30,7 @@ def lfednest(algorithm: LFedNest, task: Quadratic, num: int, batch_size: int | N
     """x and y after `num` outer iterations, one row per client."""
     samples, m = Samples(task, batch_size=batch_size), task.num_clients
     taus = algorithm.num_local_steps if isinstance(algorithm.num_local_steps, tuple) else (algorithm.num_local_steps,) * m
+    upper_taus = taus if algorithm.num_upper_steps is None else (algorithm.num_upper_steps,) * m
     x, y = np.zeros((m, task.dim_upper)), np.zeros((m, task.dim_lower))
 
     def averaged(old: np.ndarray, new: dict[int, np.ndarray], kept: bool) -> np.ndarray:
@@ -54,24 +55,25 @@ def lfednest(algorithm: LFedNest, task: Quadratic, num: int, batch_size: int | N
         call, new = call + 1, {}
         for i in (i for i in range(m) if i not in absent(iteration, call)):
             new[i] = x[i]
-            for step in range(taus[i]):
+            for step in range(upper_taus[i]):
                 where = (iteration, call, step)
                 upper = samples.drawn(i, "val", "xi", where)
                 terms = [fy(upper, new[i], y[i])]
                 for j in range(1, algorithm.num_factors + 1):
                     terms.append(terms[-1] - algorithm.lr_system * hessian(samples.drawn(i, "train", f"zeta_{j}", where)) @ terms[-1])
                 p = algorithm.lr_system * np.sum(terms, axis=0)
-                new[i] = new[i] - algorithm.lr_upper / taus[i] * (fx(upper, new[i], y[i]) - jacobian(samples.drawn(i, "train", "zeta_0", where)) @ p)
+                new[i] = new[i] - algorithm.lr_upper / upper_taus[i] * (fx(upper, new[i], y[i]) - jacobian(samples.drawn(i, "train", "zeta_0", where)) @ p)
         x = averaged(x, new, task.upper == "private")
     return x, y
 
 
+@pytest.mark.parametrize("num_upper_steps", [None, 4])
 @pytest.mark.parametrize("drops", [lambda iteration, call: (), lambda iteration, call: [iteration % 3]], ids=["everybody", "one drops"])
 @pytest.mark.parametrize("lower_solver", SOLVERS)
 @pytest.mark.parametrize(("lower", "upper"), SCOPES)
-def test_two_outer_iterations_by_hand_on_minibatches_with_unequal_work(lower, upper, lower_solver, drops):
+def test_two_outer_iterations_by_hand_on_minibatches_with_unequal_work(lower, upper, lower_solver, drops, num_upper_steps):
     task = Quadratic(**SMALL, lower=lower, upper=upper)
-    algorithm = LFedNest(**STEPS, num_lower_rounds=2, num_local_steps=(3, 1, 2), num_factors=2, lower_solver=lower_solver)
+    algorithm = LFedNest(**STEPS, num_lower_rounds=2, num_local_steps=(3, 1, 2), num_upper_steps=num_upper_steps, num_factors=2, lower_solver=lower_solver)
     fed, state = drive(algorithm, task.build(), 2, batch_size=2, drops=drops)
     for name, expected in zip("xy", lfednest(algorithm, task, 2, 2, drops), strict=True):
         np.testing.assert_allclose(fed.collect(getattr(state, name)).expand(3, -1), expected, rtol=1e-11, atol=1e-12)

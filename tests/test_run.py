@@ -68,6 +68,16 @@ def test_measuring_more_often_does_not_change_the_run(cleaning):
     assert same(run(AGGITD, *cleaning, num_iterations=3, **NOISY), run(AGGITD, *cleaning, num_iterations=3, **often))
 
 
+def test_measurements_may_grow_further_apart_and_a_resumed_run_takes_the_same(tmp_path):
+    built, options = Quadratic().build(), {"measure_every": 2, "measure_growth": 0.5, "checkpoint_every": 1}
+    whole = run(FedAvg(), *built, num_iterations=40, **options)
+    taken = [row["iteration"] for row in whole.rows]
+    assert taken == [0, 2, 4, 6, 10, 16, 24, 36, 40]
+    run(FedAvg(), *built, num_iterations=17, record=tmp_path / "r", **options)
+    resumed = run(FedAvg(), *built, num_iterations=40, record=tmp_path / "r", resume=True, **options)
+    assert [row["iteration"] for row in resumed.rows] == sorted({*taken, 17})  # the last of the first part is measured because it was the last
+
+
 def test_a_folder_that_holds_a_run_is_never_overwritten(tmp_path, cleaning):
     run(FedAvg(), *cleaning, num_iterations=1, record=tmp_path / "run")
     before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
@@ -201,6 +211,8 @@ def test_a_decaying_schedule_removes_the_drift_of_local_steps():
         ({"num_iterations": 2.5}, "num_iterations is 2.5, expected a whole number"),
         ({"batch_size": 2.5}, "batch_size is 2.5"),
         ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16"),
+        ({"measure_growth": 2.0}, "measure_growth is 2.0"),
+        ({"sampling": "often"}, "sampling is 'often'"),
     ],
 )
 def test_bad_settings_get_one_sentence(options, named):

@@ -12,26 +12,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import fedbilevel
-from fedbilevel import discovery, influence, pictures, report
+from fedbilevel import discovery, experiment, influence, pictures, report, reproduce, tune
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.compare import Target, compare
 from fedbilevel.data import catalogue, fetch, places
 from fedbilevel.errors import CheckpointError, DataError, FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.federation import Algorithm, PeerAlgorithm
 from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
+from fedbilevel.options import BETWEEN_PEERS, DEFAULTS, DTYPES, keywords, torch_device
 from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
 from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
 from fedbilevel.run import Result, run
 from fedbilevel.settings import Settings, kinds
-from fedbilevel.steps import Schedule, check_timescales, suggest
+from fedbilevel.steps import check_timescales, suggest
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.task import Task
@@ -40,8 +40,6 @@ console = Console()
 if not console.is_terminal:
     console = Console(width=120)  # a file or a pipe has no width of its own
 complaints = Console(stderr=True)
-BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 # ---- flags from dataclass fields -----------------------------------------------------------------------------------------
@@ -155,6 +153,13 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option("--schedule-offset", type=float, default=100.0, show_default=True, help="offset of the schedule"),
     click.option("--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"),
+    click.option(
+        "--sampling",
+        type=click.Choice(["replacement", "epochs"]),
+        default="replacement",
+        show_default=True,
+        help="minibatches: each sample drawn from all, or one pass after the other through a shuffled order",
+    ),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
     click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1"),
     click.option("--strategy", type=click.Choice(["auto", "vmap", "loop"]), default="auto", show_default=True, help="how clients are evaluated at once"),
@@ -163,9 +168,6 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"),
     click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"),
 ]
-
-
-OPTIONS = ("seed", "fraction", "replacement", "redraw", "schedule_power", "schedule_offset", "batch_size", "dtype", "device", "strategy", "chunk_size")
 
 
 def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +198,7 @@ def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> 
     iterations = values["iterations"] if values["iterations"] is not None else kind.iterations(algorithm)
     if check_steps:
         check_timescales(settings, *chosen_task.build())
-    options = {name: values[name] for name in OPTIONS}
+    options = {name: values[name] for name in DEFAULTS}
     if isinstance(settings, PeerAlgorithm):
         network = chosen(Network, values, kind.suggestions("network"), "network")
         averaging = chosen(Averaging, values, fitting(network, kind.suggestions("averaging")), "averaging")
@@ -212,7 +214,7 @@ def resume_command(path: Path, iterations: int | None) -> None:
     config = Record(path).read_config()
     try:
         task_name, task_settings, plan = config["task"], config["task_settings"], config["run"]
-        options = {**_default_options(), **config["options"]}
+        options = {**DEFAULTS, **config["options"]}
         name, settings = config["identity"]["algorithm"], config["identity"]["settings"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
@@ -246,7 +248,7 @@ def demo_command(seed: int, out: Path | None) -> None:
     outcomes = {}
     for name in ("fedavg", "fedbio", "fednest", "fbo_aggitd"):
         settings = chosen(discovery.algorithm(name), {}, kind.suggestions(name))
-        options = _default_options() | {"seed": seed}
+        options = DEFAULTS | {"seed": seed}
         outcomes[name] = _go(task, settings, kind.iterations(name), options, None, 50, folder / name, quiet=True)
         if outcomes[name].stopped == "interrupted":
             sys.exit(130)
@@ -319,7 +321,7 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
     given = _changes(changes, {"task": kind, **BETWEEN_PEERS, **methods})
     network = chosen(Network, given.get("network", {}), kind.suggestions("network"))
     averaging = chosen(Averaging, given.get("averaging", {}), fitting(network, kind.suggestions("averaging")))
-    values |= {"network": network.asdict(), "averaging": averaging.asdict()}
+    options = {**{name: values[name] for name in DEFAULTS}, "network": network.asdict(), "averaging": averaging.asdict()}
     settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
     iterations = {name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names}
     every = values["measure_every"] or max(1, min(iterations.values(), default=1) // 50)
@@ -333,7 +335,7 @@ def compare_command(task: str, algorithms: str, target: str | None, repetitions:
         try:
             result = compare(
                 kind(**given.get("task", {})), settings, num_iterations=iterations, target=goal, repetitions=repetitions,
-                max_rounds=max_rounds, record=folder, progress=show, measure_every=every, **_keywords(values),
+                max_rounds=max_rounds, record=folder, progress=show, measure_every=every, **keywords(options),
             )  # fmt: skip
         except KeyboardInterrupt:
             saved = folder / "comparison.json"
@@ -375,7 +377,7 @@ def personalise_command(methods: str, networks: str, seed: int, batch_size: int 
     with console.status("") as status:
         outcomes = personalise(
             chosen(Personalisation, values, {}), chosen(Plan, values, {}), methods=names, networks=[name for name in networks.split(",") if name],
-            record=folder, seed=seed, batch_size=None if batch_size is None else {"train": batch_size}, device=_device(device), progress=status.update,
+            record=folder, seed=seed, batch_size=None if batch_size is None else {"train": batch_size}, device=torch_device(device), progress=status.update,
         )  # fmt: skip
     console.print(report.personalisation(outcomes, PAPER))
     console.print(f"Saved in {folder / 'personalisation.json'}", soft_wrap=True)
@@ -434,11 +436,84 @@ def influence_command(method: str, num_removed: int, num_listed: int, draw: bool
         result = influence.study(
             task, method=settings.pop(method, method), num_removed=num_removed, at_once=values["at_once"], record=folder,
             draw=pictures.available() if draw is None else draw, progress=status.update, **settings,
-            **{name: values[name] for name in ("seed", "batch_size", "chunk_size")}, dtype=DTYPES[values["dtype"]], device=_device(values["device"]),
+            **{name: values[name] for name in ("seed", "batch_size", "chunk_size")}, dtype=DTYPES[values["dtype"]], device=torch_device(values["device"]),
         )  # fmt: skip
     for table in report.influence(result, num_listed):
         console.print(table)
     console.print(f"Saved in {folder}", soft_wrap=True)
+
+
+@cli.command("reproduce")
+@click.argument("name", required=False)
+@click.option("--quick", is_flag=True, help="a small version of it, about two minutes at most: shows that it runs, not what comes out")
+@click.option("--panels", default="", help="only these, with commas between")
+@click.option("--rows", default="", help="only these, with commas between")
+@click.option("--repetitions", type=click.IntRange(min=1), default=None, help="instead of what the experiment says")
+@click.option("--jobs", "processes", type=click.IntRange(min=1), default=1, show_default=True, help="runs side by side, each in a process of its own")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="folder of the results; one that exists is gone on with (default: runs/reproduce-NAME)"
+)
+@click.option("--record", "keep", is_flag=True, help="write what came out into the experiment's own file, with commit, machine and time")
+def reproduce_command(
+    name: str | None, quick: bool, panels: str, rows: str, repetitions: int | None, processes: int, device: str, out: Path | None, keep: bool
+) -> None:
+    """A table or figure of a paper: ours beside theirs, with pictures. Without a NAME: which there are. Interrupted, it goes on where it was."""
+    if name is None:
+        for known, path in experiment.known().items():
+            console.print(f"{known:<28} {experiment.read(path).title}", highlight=False, soft_wrap=True)
+        return
+    if quick and keep:
+        raise SettingError("--quick results are not those of the experiment, so they are not recorded: leave out --quick or --record.")
+    torch_device(device)
+    chosen_one = experiment.read(name)
+    jobs = chosen_one.jobs(quick=quick, panels=_parts(panels), rows=_parts(rows), repetitions=repetitions)
+    folder = out or Path("runs") / f"reproduce-{chosen_one.name}{'-quick' if quick else ''}"
+    with console.status("") as status:
+        say = status.update if console.is_terminal else lambda _: None
+        try:
+            found = reproduce.reproduce(jobs, folder, device=device, processes=processes, say=say)
+        except KeyboardInterrupt:
+            console.print("Stopped. The same command goes on where it was.")
+            sys.exit(130)
+    for table in report.reproduction(chosen_one, reproduce.summary(found)):
+        console.print(table)
+    drawn = reproduce.draw(chosen_one, found, folder)
+    console.print(f"Saved in {folder}" + (f", pictures {', '.join(path.name for path in drawn)}" if drawn else ""), soft_wrap=True)
+    if keep:
+        reproduce.record(chosen_one, found)
+        console.print(f"Recorded in {chosen_one.path}", soft_wrap=True)
+
+
+@cli.command("tune")
+@click.argument("name")
+@click.option("--panels", default="", help="only these, with commas between")
+@click.option("--rows", default="", help="only these, with commas between (default: those with ranges in [tune])")
+@click.option("--jobs", "processes", type=click.IntRange(min=1), default=1, show_default=True, help="trials side by side, each in a process of its own")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the search over ranges")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="folder of the trials; those in it are not run again (default: runs/tune-NAME)")
+@click.option("--write/--no-write", "keep", default=True, show_default=True, help="write the chosen values into the experiment's file")
+def tune_command(name: str, panels: str, rows: str, processes: int, device: str, seed: int, out: Path | None, keep: bool) -> None:
+    """Search settings of the experiment NAME over the ranges in its [tune] table, and write those chosen into its file."""
+    torch_device(device)
+    chosen_one = experiment.read(name)
+    places = chosen_one.places(panels=_parts(panels), rows=_parts(rows))
+    for panel, row in places if rows else [place for place in places if tune.ranges_of(chosen_one, *place)]:
+        with console.status("") as status:
+            say = status.update if console.is_terminal else lambda _: None
+            found = tune.tune(
+                chosen_one, out or Path("runs") / f"tune-{chosen_one.name}", panel=panel, row=row, device=device, processes=processes, seed=seed, say=say
+            )
+        console.print(report.tuning(found, chosen_one))
+        if keep:
+            tune.write(chosen_one, found)
+    if keep:
+        console.print(f"Written into {chosen_one.path}", soft_wrap=True)
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
 
 
 @cli.group("data")
@@ -505,13 +580,13 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
 
 def _go(task: Task, algorithm: Any, iterations: int, options: dict[str, Any], measure_every: int | None, checkpoint_every: int, folder: Path,
         *, resume: bool = False, quiet: bool = False) -> Result:  # fmt: skip
-    keywords = _keywords(options)
+    chosen_options = keywords(options)
     built = task.build()
     with _progress(algorithm.name(), iterations, task.headline) as callback:
         try:
             result = run(
                 algorithm, built.problem, built.clients, num_iterations=iterations, measure_every=measure_every, checkpoint_every=checkpoint_every,
-                record=folder, resume=resume, callbacks=[callback], **keywords,
+                record=folder, resume=resume, callbacks=[callback], **chosen_options,
                 describe={"task": task.name(), "task_settings": task.asdict(), "options": options},
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -554,34 +629,6 @@ class _progress:
             if not console.is_terminal:
                 console.print(f"{self.name}: outer iteration {now.iteration}/{now.num_iterations}, {cost}, {self.figures}", highlight=False, soft_wrap=True)
         self.bar.update(self.task, completed=now.iteration, cost=cost, figures=self.figures)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingError(f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch.")
-    return device
-
-
-def _keywords(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the command line as `run` takes them."""
-    return {
-        **{name: options[name] for name in ("seed", "batch_size", "strategy", "chunk_size")},
-        "cohort": Cohort(options["fraction"], options["replacement"], options["redraw"]),
-        "schedule": Schedule(options["schedule_power"], options["schedule_offset"]),
-        **{name: owner(**options[name]) for name, owner in BETWEEN_PEERS.items() if name in options},
-        "dtype": DTYPES[options["dtype"]],
-        "device": _device(options["device"]),
-    }
-
-
-def _default_options() -> dict[str, Any]:
-    return {str(param.name): param.get_default(click.Context(run_command)) for param in run_command.params if param.name in OPTIONS}
 
 
 def _new_folder(name: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from fedbilevel.problem import Problem
 
 Rows = Tensor | tuple[Tensor, ...]
 BatchSize = int | None | Mapping[str, int | None]
+Sampling = Literal["replacement", "epochs"]
+OUTSIDE = "outside"  # the name in a mapping of batch sizes for batches that belong to no local step
 _CHUNK = 16  # steps drawn at once: a draw costs the same for one step as for this many
 
 
@@ -101,11 +103,10 @@ class Step:
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """Samples of `role` from the stream `purpose`: the same object when asked again, so that two evaluations share their samples. `times`: that
         many batches in one."""
-        key = (role, purpose, times)
-        if self._clients.batch_size(role) is None:  # all samples: one batch, whatever it is for
-            key = (role, "", 1)
+        size = self._clients.batch_size(role)
+        key = (role, "", 1) if size is None else (role, purpose, times)  # all samples: one batch, whatever it is for
         if key not in self._batches:
-            self._batches[key] = self._schedule.batch(role, purpose, self.index, times, self.active)
+            self._batches[key] = self._schedule.batch(role, purpose, self.index, size, times, self.active)
         return self._batches[key]
 
     def draw(self, purpose: str, high: int) -> Tensor:
@@ -130,9 +131,8 @@ class _Schedule:
         self.count: Tensor = taus.to(clients.dtype).to(clients.device)[:, None]
         self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
 
-    def batch(self, role: str, purpose: str, index: int, times: int, active: Tensor | None) -> Batch:
+    def batch(self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None) -> Batch:
         clients = self.clients
-        size = clients.batch_size(role)
         if size is None:
             return clients.host.data.batch(clients.positions, role, None, active)
         start = index - index % _CHUNK
@@ -172,21 +172,25 @@ class Clients:
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """One batch outside any local step, drawn as that of a first step."""
-        return _Schedule(self, torch.ones(len(self), dtype=torch.int64), 1).batch(role, purpose, 0, times, None)
+        return _Schedule(self, torch.ones(len(self), dtype=torch.int64), 1).batch(role, purpose, 0, self.batch_size(role, outside=True), times, None)
 
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         """(k,) integers in [0, high), each from its client's own stream."""
         many = torch.full((len(self),), high)
         return self.host.stream.integers(purpose, self.ids, many, iteration=self.iteration, call=self.call, steps=range(step, step + 1), width=1)[:, 0, 0]
 
-    def batch_size(self, role: str) -> int | None:
+    def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
-        return size.get(role) if isinstance(size, Mapping) else size
+        if not isinstance(size, Mapping):
+            return size
+        return size[OUTSIDE] if outside and OUTSIDE in size else size.get(role)
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
+        """(k, len(steps), width) sample numbers: each drawn from all of the client's, or one after the other in an order that is drawn anew for every pass."""
         sizes = self.host.data.sizes[role][self.positions]
         ids, sizes = self.ids.to(self.device), sizes.to(self.device)
-        return self.host.stream.integers(f"{role}/{purpose}", ids, sizes, iteration=self.iteration, call=self.call, steps=steps, width=width)
+        draw = self.host.stream.epochs if self.host.sampling == "epochs" else self.host.stream.integers
+        return draw(f"{role}/{purpose}", ids, sizes, iteration=self.iteration, call=self.call, steps=steps, width=width)
 
     # ---- derivatives, each charged for the rows that use it --------------------------------------------------------
 
@@ -252,9 +256,13 @@ class Host(Population):
         num_clients: int | None = None,
         seed: int = 0,
         batch_size: BatchSize = None,
+        sampling: Sampling = "replacement",
         **options: Any,
     ) -> None:
         super().__init__(problem, clients, **options)
+        if sampling not in get_args(Sampling):
+            raise SettingError(f"sampling is {sampling!r}, expected {' or '.join(map(repr, get_args(Sampling)))}.")
+        self.sampling = sampling
         self.algorithm = algorithm
         self.ids = torch.arange(len(clients)) if ids is None else torch.tensor(list(ids))
         self.num_clients = len(clients) if num_clients is None else num_clients
@@ -307,8 +315,8 @@ class Host(Population):
 
 def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
     for role in size if isinstance(size, Mapping) else ():
-        if role not in roles:
-            raise SettingError(f"batch_size names the role {role!r}, the clients have {', '.join(roles)}.")
+        if role != OUTSIDE and role not in roles:
+            raise SettingError(f"batch_size names the role {role!r}, the clients have {', '.join(roles)}; {OUTSIDE!r} is for batches outside local steps.")
     for value in size.values() if isinstance(size, Mapping) else (size,):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise SettingError(f"batch_size is {value}, expected at least 1 sample, or None for all of a client's samples.")

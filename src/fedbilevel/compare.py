@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
     def check(self, row: Mapping[str, Any]) -> None:
         if self.metric not in row:
-            raise SettingError(f"there is no metric named {self.metric!r} in this task, only {', '.join(_figures(row))}.")
+            raise SettingError(f"there is no metric named {self.metric!r} in this task, only {', '.join(figures_of(row))}.")
 
     def reached(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The first measurement at or beyond the target; the side is that of the first measurement."""
@@ -167,11 +167,11 @@ def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None
         len(firsts),
         len(mine) - len(whole),
         {cost: Spread.of([first[cost] for first in firsts]) for cost in COSTS} if firsts else {},
-        {key: Spread.of([end[key] for end in ends]) for key in _figures(ends[0])} if ends else {},
+        {key: Spread.of([end[key] for end in ends]) for key in figures_of(ends[0])} if ends else {},
         {cost: Spread.of([costs(end)[cost] for end in ends]) for cost in COSTS} if ends else {},
     )
 
 
-def _figures(row: Mapping[str, Any]) -> list[str]:
+def figures_of(row: Mapping[str, Any]) -> list[str]:
     """What was measured, without what was paid."""
     return [name for name in row if name not in ("iteration", "messages", *COSTS, *COLUMNS)]

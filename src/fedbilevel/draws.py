@@ -62,8 +62,28 @@ class Stream:
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
         return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
 
+    def epochs(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
+        """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own."""
+        if not len(ids):  # a process that hosts nobody of the cohort
+            return torch.zeros(0, len(steps), width, dtype=torch.int64, device=ids.device)
+        high = high.to(torch.int64)
+        place = torch.arange(steps.start * width, steps.stop * width, device=ids.device)
+        passes = range(int(place[0] // high.max()), int(place[-1] // high.min()) + 1)
+        longest = int(high.max())
+        words = self.bits(f"{purpose}/order", ids, iteration=iteration, call=call, steps=passes, width=2 * longest).view(len(ids), len(passes), longest, 2)
+        keys = _keys(words).masked_fill(torch.arange(longest, device=ids.device) >= high[:, None, None], 2**63 - 1)  # what a client does not have comes last
+        orders = keys.argsort(dim=-1, stable=True)
+        number, inside = place // high[:, None] - passes.start, place % high[:, None]
+        rows = torch.arange(len(ids), device=ids.device)[:, None]
+        return orders[rows, number, inside].view(len(ids), len(steps), width)
+
     def order(self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0) -> Tensor:
         """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position."""
         ids = torch.tensor([client])
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=range(1), width=2 * num).view(num, 2)
-        return ((words[:, 0] >> 1 << 32) | words[:, 1]).argsort(stable=True)
+        return _keys(words).argsort(stable=True)
+
+
+def _keys(words: Tensor) -> Tensor:
+    """Pairs of words as 63-bit numbers."""
+    return (words[..., 0] >> 1 << 32) | words[..., 1]

@@ -50,3 +50,7 @@ class NetworkError(FedBilevelError, ValueError):
 
 class DataError(FedBilevelError, ValueError):
     """A data file that is missing, or that does not hold what its name says."""
+
+
+class ExperimentError(FedBilevelError, ValueError):
+    """An experiment file, or a result of one, that cannot be used."""

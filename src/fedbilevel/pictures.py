@@ -1,4 +1,4 @@
-"""Pictures of a study of influence and of who holds which data. Drawn with matplotlib, which is an extra: `pip install fedbilevel[plot]`."""
+"""Pictures of experiments, of a study of influence and of who holds which data. Drawn with matplotlib, which is an extra: `pip install fedbilevel[plot]`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,34 @@ def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
         for axes in part.axes[len(images) :]:
             axes.set_axis_off()
     figure.savefig(path, bbox_inches="tight")
+
+
+def lines(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path, *, x: str, y: str, title: str, log: Sequence[str] = ()) -> None:
+    """One line per name: the mean over its repetitions, with a band from the lowest to the highest, as far as all of them go."""
+    figure = _figure(7.2, 4.4)
+    axes = figure.add_subplot()
+    for number, (name, repetitions) in enumerate(curves.items()):
+        points = [[(point[x], point[y]) for point in curve if x in point and y in point] for curve in repetitions]
+        points = [line for line in points if line]
+        if not points:
+            continue
+        grid = np.unique(np.concatenate([[at for at, _ in line] for line in points]))
+        grid = grid[grid <= min(line[-1][0] for line in points)]
+        values = np.array([np.interp(grid, [at for at, _ in line], [value for _, value in line]) for line in points])
+        (drawn,) = axes.plot(grid, values.mean(0), label=name, linewidth=1.4, color=f"C{number % 10}", linestyle=("-", "--", ":", "-.")[number // 10 % 4])
+        if len(points) > 1:
+            axes.fill_between(grid, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15, linewidth=0)
+    axes.set_xlabel(x.replace("_", " "))
+    axes.set_ylabel(y.replace("_", " "))
+    if "x" in log:
+        axes.set_xscale("log")
+    if "y" in log:
+        axes.set_yscale("log")
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=10)
+    figure.legend(fontsize=7, loc="outside right upper", frameon=False)
+    figure.savefig(path)
 
 
 def counts_by_client(labels_by_client: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,9 @@ from rich import box
 from rich.table import Table
 
 from fedbilevel.compare import Comparison, Spread
+from fedbilevel.experiment import Experiment
 from fedbilevel.influence import PAPER, Instance, Study
+from fedbilevel.tune import Chosen
 
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
@@ -97,6 +99,46 @@ def instances(title: str, rows: Sequence[Instance]) -> Table:
             "not tried" if one.actual is None else f"{one.actual:+.3e}",
         )  # fmt: skip
     return table
+
+
+def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Table]:
+    """A table per panel: ours as mean +- deviation, the paper's in brackets with the difference."""
+    tables = []
+    for panel in dict.fromkeys(panel for panel, _ in means):
+        table = Table(title=f"{experiment.title}: {experiment.panel_title(panel)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("")
+        for heading in experiment.figures.values():
+            table.add_column(heading, justify="right")
+        for (place, row), figures in means.items():
+            if place == panel:
+                theirs = experiment.paper(panel, row)
+                cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
+                table.add_row(experiment.row_title(row), *cells)
+        tables.append(table)
+    return tables
+
+
+def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:
+    """The best trials, the chosen one first."""
+    title = f"{experiment.name}, {chosen.panel}, {chosen.row}: {len(chosen.trials)} trials, {chosen.rounds} rounds"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    names = list(chosen.best.values)
+    for name in (*names, *experiment.figures.values()):
+        table.add_column(name.removeprefix("algorithm."), justify="right")
+    for trial in sorted(chosen.trials, key=lambda trial: trial.score)[:num_listed]:
+        figures = (figure(trial.figures.get(name)) for name in experiment.figures)
+        table.add_row(*(str(trial.values[name]) for name in names), *figures)
+    return table
+
+
+def _beside(figures: Mapping[str, Any], paper: float | None, name: str, heading: str) -> str:
+    scale, ours = 100 if heading.endswith(", %") else 1, figures.get(name)
+    show = lambda value: f"{value * scale:.2f}" if scale == 100 else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    if ours is None:
+        return ("diverged" if "diverged" in figures else "not reached") + (f" ({show(paper)})" if paper is not None else "")
+    most = max((figure.runs for figure in figures.values()), default=ours.runs)
+    text = show(ours.mean) + (f" +-{show(ours.deviation)}" if ours.runs > 1 else "") + (f" [{ours.runs} of {most}]" if ours.runs < most else "")
+    return text if paper is None else f"{text} ({show(paper)}; {(ours.mean - paper) * scale:+.4g})"
 
 
 def _score(value: float | None, digits: int) -> str:

@@ -93,6 +93,7 @@ def run(
     batch_size: BatchSize = None,
     dtype: torch.dtype = torch.float32,
     measure_every: int | None = None,
+    measure_growth: float = 0.0,
     checkpoint_every: int = 10,
     schedule: Schedule = Schedule(),
     record: Path | str | None = None,
@@ -104,6 +105,7 @@ def run(
     """Run `num_iterations` outer iterations of `algorithm` on all clients in this process.
 
     measure_every: outer iterations between measurements (default: about twenty in the run); the last one is always measured.
+    measure_growth: 0.05 lets that distance grow with the iterations done, to a twentieth of them: fine at the start, sparse later.
     cohort: who takes part, for algorithms with a server. network, averaging: who sends to whom and how averages are made, for algorithms between peers.
     schedule: how step sizes fall over the outer iterations (constant by default).
     record: a folder for configuration, metrics, checkpoints and the solution. resume: go on from the checkpoint in it.
@@ -122,6 +124,8 @@ def run(
     for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
         if value is not None and value < least:
             raise SettingError(f"{label} is {value}, expected at least {least}.")
+    if not 0 <= measure_growth <= 1:
+        raise SettingError(f"measure_growth is {measure_growth}, expected a share between 0 and 1.")
     if resume and record is None:
         raise SettingError("resume was asked for without a record: give the folder of the run to go on with.")
     every = measure_every or max(1, num_iterations // 20)
@@ -172,6 +176,7 @@ def run(
             book.add(row)
         return row
 
+    due = _due(every, measure_growth, num_iterations)
     if start == 0:
         measure(0)
         save(0)
@@ -189,7 +194,7 @@ def run(
                 where = f" The last good checkpoint, of outer iteration {saved}, is in {book.path}." if book is not None else ""
                 raise NonFiniteError(f"{error}{where}") from None
             last = iteration == num_iterations
-            row = measure(iteration) if last or iteration % every == 0 else None
+            row = measure(iteration) if last or due(iteration) else None
             ask = [callback(Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)) for callback in callbacks]
             stopped = "interrupted" if interrupted() else "callback" if any(ask) else "finished"
             if stopped != "finished" and row is None:
@@ -203,6 +208,17 @@ def run(
     if book is not None:
         book.save_solution({**_named("x", x), **_named("y", y)})
     return Result(x, y, rows, fed.ledger.totals(), iteration, stopped, book.path if book is not None else None, state)
+
+
+def _due(every: int, growth: float, num_iterations: int) -> Callable[[int], bool]:
+    """Which outer iterations are measured: a function of their number alone, so that a resumed run measures the same."""
+    if not growth:
+        return lambda iteration: iteration % every == 0
+    chosen, iteration = set(), every
+    while iteration <= num_iterations:
+        chosen.add(iteration)
+        iteration = max(iteration + every, -(-math.ceil(iteration * (1 + growth)) // every) * every)
+    return chosen.__contains__
 
 
 def versions() -> dict[str, str]:
@@ -228,6 +244,7 @@ def _identity(fed: Simulation | PeerSimulation, batch_size: BatchSize, dtype: to
         "seed": fed.seed,
         **fed.identity(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
+        "sampling": fed.host.sampling,
     }
 
 

@@ -7,9 +7,12 @@ import math
 import operator
 import types
 import typing
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import SettingError, UnknownNameError
+
+S = TypeVar("S", bound="Settings")
 
 
 def setting(default: Any, help: str, *, symbol: str = "", above: float | None = None, least: float | None = None, most: float | None = None) -> Any:
@@ -28,6 +31,15 @@ class Settings:
 
     def asdict(self) -> dict[str, Any]:
         return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+
+
+def made(kind: type[S], values: Mapping[str, Any]) -> S:
+    """Settings from a file, where a tuple is a list and a misspelt name must not pass for a default."""
+    known = [spec.name for spec in dataclasses.fields(kind)]
+    for name in values:
+        if name not in known:
+            raise UnknownNameError(f"setting of {kind.__name__}", name, known)
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:

@@ -20,10 +20,11 @@ Deviations: (1) line 6 as printed lacks lam in front of the product H z; (2) lin
 permanent bias lam * f_y in p; z^N is right for every Q; (3) q^N is not computed, nothing uses it. `literal=True` follows the
 print in (1) and (2). (4) `lower_solver="sgd"` replaces SVRG by plain local SGD: no q, so the Q rounds of R1 in which nothing else travels
 vanish (none with the sum), and a drift.
-(5) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, z stay.
+(5) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, z stay. (6) tau on x may
+differ from tau on y (`num_upper_steps`): the published experiments take epochs on y and tau steps on x.
 
 Cost per outer iteration: 2N + 3 rounds; floats up (3N - Q + 1) d_y + 2 d_x (sum: (3N + 1) d_y + 2 d_x); per client g_y: N + 2 N tau,
-f_y: 1 (sum: N + 1), H v: N - Q (sum: N), J v: 1, f_x: 1 + 2 tau. With lower_solver="sgd": N d_y floats and g_y N + N tau fewer.
+f_y: 1 (sum: N + 1), H v: N - Q (sum: N), J v: 1, f_x: 1 + 2 tau_x. With lower_solver="sgd": N d_y floats and g_y N + N tau fewer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def lower_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, q: Tensor | N
 def upper_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, h: Tensor) -> dict[str, Tensor]:
     """Local SVRG steps on x around the cohort's hypergradient h."""
     start, x = x, clients.rows(x)
-    for step in clients.steps(self.num_local_steps):
+    for step in clients.steps(self.num_upper_steps or self.num_local_steps):
         batch = step.batch("val", "xi")
         fx = clients.upper_grad_x(x, y, batch) - clients.upper_grad_x(start, y, batch)
         x = step.where(x - self.lr_upper / step.count * (h + fx), x)
@@ -70,6 +71,7 @@ class FBOAggITD(ServerAlgorithm):
     lr_system: float = setting(0.01, "step of the linear system; at most 1/L", symbol="lambda", above=0)
     num_lower_rounds: int = setting(5, "aggregated lower steps per outer iteration", symbol="N", least=0)
     num_local_steps: int | tuple[int, ...] = setting(1, "local steps on y and on x", symbol="tau", least=1)
+    num_upper_steps: int | None = setting(None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1)
     estimator: Literal["sum", "sampled"] = setting("sum", "the whole series, or one term drawn as in the paper")
     lower_solver: Literal["svrg", "sgd"] = setting("svrg", "variance-reduced or plain local steps on y")
     literal: bool = setting(False, "Algorithm 1 as printed, with its two misprints; needs estimator=sampled")

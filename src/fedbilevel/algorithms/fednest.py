@@ -17,10 +17,10 @@ terms, and has no lam (its error is a scale error at the published step). (2) la
 the upper step. (3) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, p stay.
 (4) `lower_solver="sgd"` (FedNest-SGD in the released code) replaces SVRG on y by plain local SGD: no q, T rounds fewer, and a drift.
 (5) In the paper f_x in h_i shares its sample with the local steps; here it has its own (in the first local step the two local f_x cancel,
-so only later steps could tell).
+so only later steps could tell). (6) tau on x may differ from tau on y (`num_upper_steps`): the released code takes epochs on y and tau steps on x.
 
 Cost per outer iteration: 2T + N' + 3 rounds; floats up (2T + N' + 1) d_y + 2 d_x; per client g_y: T (1 + 2 tau), f_y: 1, H v: N', J v: 1,
-f_x: 1 + 2 tau (sgd: T + N' + 3 rounds, (T + N' + 1) d_y + 2 d_x, g_y: T tau).
+f_x: 1 + 2 tau_x (sgd: T + N' + 3 rounds, (T + N' + 1) d_y + 2 d_x, g_y: T tau).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class FedNest(ServerAlgorithm):
     lr_system: float = setting(0.01, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
     num_lower_rounds: int = setting(1, "FedInn calls per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
+    num_upper_steps: int | None = setting(None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1)
     num_terms: int = setting(5, "terms of the Neumann series", symbol="N", least=1)
     lower_solver: Literal["svrg", "sgd"] = setting("svrg", "variance-reduced or plain local steps on y")
 

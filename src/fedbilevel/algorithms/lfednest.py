@@ -13,12 +13,13 @@ released code's description of its two variants (tau repeats of a local Neumann 
 
 Deviations: (1) lam is a setting of its own and multiplies the series; the released code takes the upper step for it. (2) Steps are divided by
 tau_i, as in FedNest. (3) The released variant with SVRG in the steps on x (one more round) is not offered. (4) With a private x nothing
-travels in the last phase and the factor 1/m is dropped; with a local lower level y stays at its client.
+travels in the last phase and the factor 1/m is dropped; with a local lower level y stays at its client. (5) tau on x may differ from tau on y
+(`num_upper_steps`), as in the released code.
 
 Bias: every client inverts its own Hessian, so with a global lower level and heterogeneous clients it settles where the mean of local
 hypergradients vanishes. With tau > 1 and constant steps the clients also drift.
 
-Cost per outer iteration: T + 1 rounds; floats up T d_y + d_x; per client g_y: T tau, H v: N tau, J v, f_x and f_y: tau (svrg: 2T + 1 rounds,
+Cost per outer iteration: T + 1 rounds; floats up T d_y + d_x; per client g_y: T tau, H v: N tau_x, J v, f_x and f_y: tau_x (svrg: 2T + 1 rounds,
 2T d_y + d_x, g_y: T (1 + 2 tau)).
 """
 
@@ -42,6 +43,7 @@ class LFedNest(ServerAlgorithm):
     lr_system: float = setting(0.01, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
     num_lower_rounds: int = setting(1, "rounds of local steps on y per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
+    num_upper_steps: int | None = setting(None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1)
     num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="N", least=0)
     lower_solver: Literal["sgd", "svrg"] = setting("sgd", "plain or variance-reduced local steps on y")
 
@@ -73,7 +75,7 @@ class LFedNest(ServerAlgorithm):
     def upper_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Local steps on x, each along this client's own hypergradient."""
         x = clients.rows(x)
-        for step in clients.steps(self.num_local_steps):
+        for step in clients.steps(self.num_upper_steps or self.num_local_steps):
             h = local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system)
             x = step.where(x - self.lr_upper / step.count * h, x)
         return {"x": x}

@@ -1,0 +1,246 @@
+"""Runs the experiments of the papers: every job once, whatever interrupts; ours beside theirs; pictures; and what came out, written into the file.
+
+A folder of results has one JSON file per job. A job whose file is there with the same settings is not run again, and one that was cut short goes on from its
+checkpoint. `record` writes means over repetitions into the experiment's TOML, with the commit, the machine and the time of the runs they come from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import pkgutil
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import as_completed as completed
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomlkit
+import torch
+
+import fedbilevel.studies
+from fedbilevel import discovery, pictures
+from fedbilevel.errors import ExperimentError, FedBilevelError, UnknownNameError
+from fedbilevel.experiment import Experiment, Job
+from fedbilevel.record import make_folder, write_whole
+from fedbilevel.run import versions
+from fedbilevel.settings import made
+
+Say = Callable[[str], None]
+_POINTS = 60  # of a line that is kept beside the experiment
+_DIGITS = 6
+
+
+class Figure(NamedTuple):
+    """Over the repetitions in which it exists: a target that was not reached has no cost."""
+
+    mean: float
+    deviation: float
+    runs: int
+
+
+def studies() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(fedbilevel.studies.__path__) if module.name != "outcome"]
+
+
+def reproduce(jobs: Sequence[Job], folder: Path, *, device: str = "cpu", processes: int = 1, say: Say = lambda _: None) -> list[Any]:
+    """All jobs, those that are done from their files. Returns what `results` returns."""
+    for job in jobs:
+        if job.study not in studies():
+            raise UnknownNameError("study", job.study, studies())
+    make_folder(folder)
+    missing = [job for job in jobs if _done(folder, job) is None]
+    if processes > 1 and len(missing) > 1:
+        _side_by_side(missing, folder, device, processes, say)
+    else:
+        for number, job in enumerate(missing, 1):
+            say(f"{number} of {len(missing)}: {job.key}")
+            _perform(job, folder, device, _prefixed(say, f"{number} of {len(missing)}: {job.key}"))
+    return results(jobs, folder)
+
+
+def _prefixed(say: Say, prefix: str) -> Say:
+    return lambda text: say(f"{prefix}, {text}")
+
+
+def results(jobs: Iterable[Job], folder: Path) -> list[Any]:
+    """(job, what its file holds), for jobs that are done."""
+    return [(job, found) for job in jobs if (found := _done(folder, job)) is not None]
+
+
+def _done(folder: Path, job: Job) -> dict[str, Any] | None:
+    path = folder / f"{job.key}.json"
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        same = content["settings"] == json.loads(json.dumps(job.settings)) and content["study"] == job.study
+        content["figures"], content["curve"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExperimentError(f"{path} does not hold a result ({error}): remove it, and the job is run again.") from error
+    return content if same else None
+
+
+def _perform(job: Job, folder: Path, device: str, say: Say) -> None:
+    work, clock = folder / job.key, time.perf_counter()
+    about = {"study": job.study, "settings": json.loads(json.dumps(job.settings))}
+    note = work / "job.json"
+    if work.exists() and not (note.exists() and json.loads(note.read_text()) == about):
+        shutil.rmtree(work)  # a checkpoint of other settings
+    make_folder(work)
+    write_whole(note, json.dumps(about).encode())
+    outcome = importlib.import_module(f"fedbilevel.studies.{job.study}").run(job.settings, repetition=job.repetition, folder=work, device=device, say=say)
+    curve = [{name: _rounded(value) for name, value in point.items()} for point in outcome.curve]
+    content = {
+        "panel": job.panel, "row": job.row, "repetition": job.repetition, **about, "figures": outcome.figures, "seconds": time.perf_counter() - clock,
+        "commit": commit(), "machine": machine(device), "time": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "curve": curve,
+    }  # fmt: skip
+    write_whole(folder / f"{job.key}.json", json.dumps(content).encode())
+    shutil.rmtree(work)
+
+
+def _side_by_side(jobs: Sequence[Job], folder: Path, device: str, processes: int, say: Say) -> None:
+    """Jobs do not share anything but the folder, and each has a file of its own."""
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        waiting = {pool.submit(_quietly, job, folder, device): job for job in jobs}
+        try:
+            for number, future in enumerate(completed(waiting), 1):
+                problem = future.result()
+                if problem:
+                    raise ExperimentError(f"{waiting[future].key}: {problem}")
+                say(f"{number} of {len(jobs)} done: {waiting[future].key}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _quietly(job: Job, folder: Path, device: str) -> str:
+    try:
+        _perform(job, folder, device, lambda _: None)
+    except FedBilevelError as error:  # as text: not every error of ours travels between processes
+        return str(error)
+    return ""
+
+
+# ---- what came out ------------------------------------------------------------------------------------------------------------
+
+
+def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, str], dict[str, Figure]]:
+    """Means over repetitions of every row of every panel."""
+    values: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for job, content in found:
+        mine = values.setdefault((job.panel, job.row), {})
+        for name, value in content["figures"].items():
+            if value is not None and math.isfinite(value):
+                mine.setdefault(name, []).append(value)
+    return {
+        place: {name: Figure(statistics.fmean(some), statistics.stdev(some) if len(some) > 1 else 0.0, len(some)) for name, some in figures.items()}
+        for place, figures in values.items()
+    }
+
+
+def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
+    """Into the file: what is there about other rows stays, comments too."""
+    document = tomlkit.parse(experiment.path.read_text())
+    table = document.setdefault("result", tomlkit.table())
+    by_place: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for job, content in found:
+        by_place.setdefault((job.panel, job.row), []).append(content)
+    means = summary(found)
+    for (panel, row), contents in by_place.items():
+        entry = tomlkit.table()
+        entry["repetitions"] = len(contents)
+        for name in ("commit", "machine"):
+            entry[name] = ", ".join(sorted({content[name] for content in contents}))
+        entry["time"] = max(content["time"] for content in contents)
+        entry["seconds"] = _rounded(sum(content["seconds"] for content in contents))
+        for name, figure in means[panel, row].items():
+            one = tomlkit.inline_table()
+            one.update({"mean": _rounded(figure.mean), "deviation": _rounded(figure.deviation), "runs": figure.runs})
+            entry[name] = one
+        table.setdefault(panel, tomlkit.table())[row] = entry
+    write_whole(experiment.path, tomlkit.dumps(document).encode())
+    kept = experiment.path.parent / "curves.json"
+    curves = json.loads(kept.read_text()) if kept.exists() else {}
+    names = [experiment.content.get("plot", {}).get(axis) for axis in "xy"]
+    for (panel, row), contents in by_place.items():
+        lines = [[{name: point[name] for name in names if name in point} for point in _thinned(content["curve"])] for content in contents]
+        curves.setdefault(panel, {})[row] = lines
+    if any(names):
+        write_whole(kept, (json.dumps(curves) + "\n").encode())
+
+
+def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]], folder: Path) -> list[Path]:
+    """Lines of all rows, one picture per panel, and who has which labels; nothing if matplotlib is missing."""
+    if not pictures.available():
+        return []
+    drawn = []
+    plot = experiment.content.get("plot")
+    for panel in dict.fromkeys(job.panel for job, _ in found):
+        mine = [(job, content) for job, content in found if job.panel == panel]
+        lines: dict[str, list[list[dict[str, float]]]] = {}
+        for job, content in mine:
+            lines.setdefault(experiment.row_title(job.row), []).append(content["curve"])
+        if plot is not None and any(plot["x"] in point and plot["y"] in point for some in lines.values() for line in some for point in line):
+            drawn.append(folder / f"{panel}.png")
+            pictures.lines(lines, drawn[-1], x=plot["x"], y=plot["y"], log=plot.get("log", ()), title=f"{experiment.title}\n{experiment.panel_title(panel)}")
+        labels = _labels(mine[0][0])
+        if labels is not None:
+            drawn.append(folder / f"{panel}-partition.png")
+            pictures.partition(labels, drawn[-1], f"training samples, {experiment.panel_title(panel)}")
+    return drawn
+
+
+def _labels(job: Job) -> list[Any] | None:
+    """The training labels of every client of the first repetition, for tasks that have such."""
+    task = job.settings.get("task")
+    if not isinstance(task, Mapping) or "name" not in task:
+        return None
+    built = made(discovery.task(task["name"]), {name: value for name, value in task.items() if name != "name"}).build()
+    if not all("label" in client["train"] for client in built.clients):
+        return None
+    labels = [client["train"]["label"] for client in built.clients]
+    return labels if all(len(getattr(label, "shape", (0, 0))) == 1 for label in labels) else None
+
+
+def _thinned(curve: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """At most so many points, the first and the last among them."""
+    if len(curve) <= _POINTS:
+        return list(curve)
+    return [curve[round(i * (len(curve) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+
+# ---- where and from what it was run -------------------------------------------------------------------------------------------
+
+
+def commit() -> str:
+    """The commit of the source, with + if it was changed since; $FEDBILEVEL_COMMIT where the source is a copy without its history."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return os.environ.get("FEDBILEVEL_COMMIT", "unknown")
+    ask = lambda *words: subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False).stdout.strip()
+    changed = ask("status", "--porcelain", "--untracked-files=no", "--", "src")
+    return (ask("rev-parse", "--short=10", "HEAD") or "unknown") + ("+" if changed else "")
+
+
+def machine(device: str) -> str:
+    """What a time must be read with: processor and cores, or the GPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
