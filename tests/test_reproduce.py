@@ -309,6 +309,19 @@ def test_a_grid_is_tried_on_other_data_and_the_best_is_written_into_the_file(sma
     assert about["reached"] == pytest.approx(means[best])
 
 
+def test_one_search_may_hold_for_all_panels(small, tmp_path):
+    small.write_text(small.read_text().replace("[tune]", '[tune]\npanel = "one"'))
+    assert invoke("tune", small, "--out", tmp_path / "t").exit_code == 0
+    new = experiment.read(small)
+    assert list(new.content["tuned"]) == ["one"]
+    assert list(new.content["tuned"]["one"]) == ["fedbio"]
+    chosen = new.content["tuned"]["one"]["fedbio"]["settings"]["algorithm"]["lr_lower"]
+    assert {new.settings(panel, "fedbio")["algorithm"]["lr_lower"] for panel in ("one", "two")} == {chosen}
+    small.write_text(small.read_text().replace('panel = "one"', 'panel = "ones"'))
+    with pytest.raises(UnknownNameError, match="Did you mean 'one'"):
+        tune.tune(experiment.read(small), tmp_path / "t", panel="one", row="fedbio")
+
+
 def test_the_ledgers_budget_ends_the_search(small, tmp_path):
     small.write_text(small.read_text().replace("repetitions = 2\n", "repetitions = 2\nmax_rounds = 20\n"))
     assert len(tune.tune(experiment.read(small), tmp_path / "tune", panel="one", row="fedbio").trials) == 1

@@ -498,7 +498,8 @@ def tune_command(name: str, panels: str, rows: str, processes: int, device: str,
     """Search settings of the experiment NAME over the ranges in its [tune] table, and write those chosen into its file."""
     torch_device(device)
     chosen_one = experiment.read(name)
-    places = chosen_one.places(panels=_parts(panels), rows=_parts(rows))
+    only = chosen_one.content.get("tune", {}).get("panel")
+    places = chosen_one.places(panels=_parts(panels) or ([only] if only else []), rows=_parts(rows))
     for panel, row in places if rows else [place for place in places if tune.ranges_of(chosen_one, *place)]:
         with console.status("") as status:
             say = status.update if console.is_terminal else lambda _: None

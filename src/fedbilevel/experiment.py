@@ -78,7 +78,8 @@ class Experiment:
 
     def settings(self, panel: str, row: str, *, quick: bool = False) -> Tree:
         one, small = self.content["rows"][row], self.content.get("quick", {}).get("settings", {}) if quick else {}
-        panels, tuned = self.content["panels"], self.content.get("tuned", {}).get(panel, {}).get(row, {})
+        panels, searched = self.content["panels"], self.content.get("tune", {}).get("panel", panel)
+        tuned = self.content.get("tuned", {}).get(searched, {}).get(row, {})
         layers = (self.content, panels[panel], one, {"settings": one.get("in", {}).get(panel, {})}, tuned, {"settings": small})
         return merged(*(layer.get("settings", {}) for layer in layers))
 

@@ -4,6 +4,7 @@
     minimise = "rounds_to_target"      or maximise = "test_accuracy"
     otherwise = "test_accuracy"        what ranks trials in which that figure does not exist, higher is better
     repetitions, first_repetition      trials use other data and draws than the experiment: repetitions from 100 on by default
+    panel                              the only one in which is searched; what is found holds in all (otherwise every panel has its own)
     max_rounds                         rounds of communication of all trials of one row together, from the ledger; no trial is begun after it
     trials                             of a search over ranges; a grid has as many as it has
     [tune.settings]                    merged into every trial, e.g. fewer rounds
@@ -34,7 +35,7 @@ from fedbilevel.experiment import Experiment, Job, Tree, merged
 from fedbilevel.record import write_whole
 from fedbilevel.reproduce import Figure, Say, commit, reproduce, summary
 
-_KNOWN = ("minimise", "maximise", "otherwise", "repetitions", "first_repetition", "max_rounds", "trials", "settings", "ranges", "rows")
+_KNOWN = ("minimise", "maximise", "otherwise", "panel", "repetitions", "first_repetition", "max_rounds", "trials", "settings", "ranges", "rows")
 _RANGE = ("low", "high", "linear", "whole")
 
 
@@ -170,6 +171,8 @@ def _plan(experiment: Experiment) -> Tree:
             raise UnknownNameError(f"entry in tune of {experiment.path}", name, _KNOWN)
     if ("minimise" in plan) == ("maximise" in plan):
         raise ExperimentError(f"{experiment.path}: [tune] needs either minimise = FIGURE or maximise = FIGURE.")
+    if plan.get("panel", next(iter(experiment.content["panels"]))) not in experiment.content["panels"]:
+        raise UnknownNameError(f"panel of {experiment.name}", plan["panel"], experiment.content["panels"])
     for name in plan.get("rows", {}):
         if name not in experiment.content["rows"]:
             raise UnknownNameError(f"row of {experiment.name}", name, experiment.content["rows"])

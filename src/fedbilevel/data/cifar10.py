@@ -28,7 +28,16 @@ class Cifar10(NamedTuple):
     class_names: list[str]
 
 
-def cifar10(part: Literal["train", "test"], data_dir: str | Path | None = None, *, which: list[int] | np.ndarray | slice | None = None) -> Cifar10:
+Part = Literal["train", "test"]
+
+
+def num_images(part: Part, data_dir: str | Path | None = None) -> int:
+    """Without decoding any."""
+    (place,) = find(FILE, data_dir=data_dir)
+    return len(packed.read(place, (f"{part}_labels",), "CIFAR-10")[0])
+
+
+def cifar10(part: Part, data_dir: str | Path | None = None, *, which: list[int] | np.ndarray | slice | None = None) -> Cifar10:
     """One part, or of it only the images that `which` names (numbers, a mask or a slice), since decoding all takes seconds.
     In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`."""
     if find_spec("PIL") is None:

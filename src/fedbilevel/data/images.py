@@ -1,4 +1,4 @@
-"""Images with labels from 0, as a part for training and a part for testing: the embedded digits, or idx files with a test part of their own."""
+"""Images with labels from 0, as a part for training and a part for testing: the embedded digits, or files with a test part of their own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from fedbilevel.data import idx
+from fedbilevel.data.cifar10 import cifar10, num_images
 from fedbilevel.data.digits import digits
+
+NUM_CHANNELS = {"cifar10": 3}  # where there is more than one
 
 
 class Images(NamedTuple):
-    """Images (n, pixels) in [0, 1] as float32, labels (n,) from 0."""
+    """Images (n, pixels) as float32, in [0, 1] as they are read, channel after channel; labels (n,) from 0."""
 
     image: np.ndarray
     label: np.ndarray
@@ -29,7 +32,7 @@ class Images(NamedTuple):
 
 
 def train_and_test(
-    name: Literal["digits", "mnist", "fashion"],
+    name: Literal["digits", "mnist", "fashion", "cifar10"],
     rng: np.random.Generator,
     *,
     share: float = 1.0,
@@ -37,6 +40,9 @@ def train_and_test(
     data_dir: Path | str | None = None,
 ) -> tuple[Images, Images]:
     """A random `share` of both parts. The digits have no test part: it is a random `test_share` of them; the other sets come with their own."""
+    if name == "cifar10":  # decoding takes longest, so only what is used is decoded
+        used = [cifar10(part, data_dir, which=_some(num_images(part, data_dir), share, rng)) for part in ("train", "test")]
+        return Images(_unit(used[0].images), used[0].label), Images(_unit(used[1].images), used[1].label)
     if name == "digits":
         images, labels = digits()
         order, num_test = rng.permutation(len(labels)), round(test_share * len(labels))
@@ -44,6 +50,24 @@ def train_and_test(
     else:
         folder = idx.folder_of(name, data_dir)
         read = [idx.images(folder, kind, emnist=False) for kind in ("train", "test")]
-        parts = [((images.reshape(len(images), -1) * np.float32(1 / 255)).astype(np.float32), labels) for images, labels in read]
-    chosen = [Images(*part).some(np.sort(rng.permutation(len(part[1]))[: max(1, round(share * len(part[1])))])) for part in parts]
+        parts = [(_unit(images), labels) for images, labels in read]
+    chosen = [Images(*part).some(_some(len(part[1]), share, rng)) for part in parts]
     return chosen[0], chosen[1]
+
+
+def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Images, Images]:
+    """Both less the mean of the training part and divided by its deviation, one number per channel; a channel without deviation is not divided."""
+    pixels = train.image.reshape(len(train), num_channels, -1)
+    mean, deviation = (of(axis=(0, 2), dtype=np.float64, keepdims=True)[0].astype(np.float32) for of in (pixels.mean, pixels.std))
+    deviation[deviation == 0] = 1
+    scaled = [((part.image.reshape(len(part), num_channels, -1) - mean) / deviation).reshape(len(part), -1) for part in (train, test)]
+    return Images(scaled[0], train.label), Images(scaled[1], test.label)
+
+
+def _unit(images: np.ndarray) -> np.ndarray:
+    """Bytes to (n, pixels) in [0, 1]."""
+    return (images.reshape(len(images), -1) * np.float32(1 / 255)).astype(np.float32)
+
+
+def _some(num: int, share: float, rng: np.random.Generator) -> np.ndarray:
+    return np.sort(rng.permutation(num)[: max(1, round(share * num))])

@@ -11,6 +11,12 @@ differentiates the features once. The library computes features once per x.
     mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and the head of ten classes 2,010
     cnn   two convolutions, each followed by an activation and by the largest of every two by two, then a hidden layer; the head is linear
 
+`head_layers=2` puts a layer of 84 units between these and the last, and gives both to y. On CIFAR-10 the cnn is then LeNet-5 (6 and 16 channels,
+120, 84, 10), of which Xiao and Ji train the last two layers below. That lower level is not convex: y*(x) is whichever minimum is found.
+
+`pixels=standard` subtracts the mean and divides by the deviation of all training images that are used, one number per channel. They are computed
+across clients; between real sites that is one more average of a few numbers.
+
 Splits: `shards` sorts the training images by label and deals two shards to each client, so most clients know two to four labels; `iid` deals
 images at random. A random `val_share` of a client's images is its validation part. The test part is dealt at random, for measuring only.
 
@@ -33,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, gelu, linear, max_pool2d, relu
 
 from fedbilevel.data.clients import Holdings
-from fedbilevel.data.images import train_and_test
+from fedbilevel.data.images import NUM_CHANNELS, standardised, train_and_test
 from fedbilevel.data.partition import iid, shards
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
@@ -43,6 +49,7 @@ from fedbilevel.tasks.task import Built, Task
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
 _HIDDEN = 200  # units of the hidden layer of the MLP
+_MIDDLE = 84  # units of the layer before the last, where the head has two
 
 
 class _Sizes(NamedTuple):
@@ -53,14 +60,15 @@ class _Sizes(NamedTuple):
     hidden: int
 
 
-_SIZES = {8: _Sizes((3, 2), (8, 16), 32), 28: _Sizes((5, 5), (10, 20), 50)}
+_SIZES = {8: _Sizes((3, 2), (8, 16), 32), 28: _Sizes((5, 5), (10, 20), 50), 32: _Sizes((5, 5), (6, 16), 120)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperRepresentation(Task):
     num_clients: int = setting(10, "clients; the papers use 100 on MNIST", symbol="m", least=1)
-    data: Literal["digits", "mnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
-    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
+    data: Literal["digits", "mnist", "fashion", "cifar10"] = setting("digits", "images; all but the embedded digits are read from files")
+    data_dir: str | None = setting(None, "folder of the files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
+    pixels: Literal["unit", "standard"] = setting("unit", "values from 0 to 1, or with mean 0 and deviation 1 over the training images, per channel")
     share: float = setting(1.0, "share of all images that is used", above=0, most=1)
     test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
     split: Literal["iid", "shards"] = setting("shards", "images at random, or two shards of images sorted by label for each client")
@@ -68,7 +76,8 @@ class HyperRepresentation(Task):
         0.2, "share of a client's images for validation, the rest is for training; FedNest: 0.2 for shards, 0.5 for iid", above=0, most=0.9
     )
     model: Literal["mlp", "cnn"] = setting("mlp", "one hidden layer, or two convolutions and a hidden layer")
-    num_hidden: int | None = setting(None, "units of the hidden layer; nothing: 200 for the MLP; for the CNN 50, or 32 on digits", least=1)
+    num_hidden: int | None = setting(None, "units of the hidden layer; nothing: 200 for the MLP; for the CNN 50, 32 on digits, 120 on cifar10", least=1)
+    head_layers: int = setting(1, "layers in y: the last one, or a layer of 84 units before it as well, which is not convex", least=1, most=2)
     activation: Literal["relu", "gelu"] = setting("relu", "what follows hidden layers: as in the papers, or smooth")
     lower: Literal["global", "local"] = setting("global", "one head for all clients, or one for each")
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
@@ -90,6 +99,9 @@ class HyperRepresentation(Task):
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
         train, test = train_and_test(self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir)
+        num_channels = NUM_CHANNELS.get(self.data, 1)
+        if self.pixels == "standard":
+            train, test = standardised(train, test, num_channels)
         clients: list[Holdings] = []
         for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
             if len(mine) < 2:
@@ -97,16 +109,16 @@ class HyperRepresentation(Task):
             num_val = min(max(1, round(self.val_share * len(mine))), len(mine) - 1)
             val, rest = np.split(rng.permutation(mine), [num_val])
             clients.append({"train": train.some(rest).fields(), "val": train.some(val).fields(), "test": test.some(testing).fields()})
-        side, num_classes = round(train.image.shape[1] ** 0.5), int(train.label.max()) + 1
-        x0, y0 = self._weights(side, num_classes)
+        side, num_classes = round((train.image.shape[1] / num_channels) ** 0.5), int(train.label.max()) + 1
+        x0, y0 = self._weights(num_channels, side, num_classes)
         problem = Problem(
-            upper=_entropy,
-            lower=lambda x, y, batch: _entropy(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            upper=self._entropy,
+            lower=lambda x, y, batch: self._entropy(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=x0,
             y0=y0,
             scopes=Scopes(lower=self.lower),
-            features=self._features(side),
-            statistics={role: _answers(role) for role in ("test", "train")},
+            features=self._features(num_channels, side),
+            statistics={role: self._answers(role) for role in ("test", "train")},
             metrics=_metrics,
             name="hyper_representation",
         )
@@ -115,28 +127,29 @@ class HyperRepresentation(Task):
     def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         return iid(len(labels), self.num_clients, rng) if self.split == "iid" else shards(labels, self.num_clients, 2, rng)
 
-    def _weights(self, side: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _weights(self, num_channels: int, side: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the CNN's three hidden layers are sqrt(6) times
         larger, as otherwise so little of an image is left after them that learning hardly begins."""
         sizes = _SIZES[side]
         if self.model == "mlp":
             hidden = self.num_hidden or _HIDDEN
-            shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, side * side)}
+            shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, num_channels * side * side)}
         else:
             hidden, (first, second), (one, two) = self.num_hidden or sizes.hidden, sizes.channels, sizes.kernels
             rest = ((side - one + 1) // 2 - two + 1) // 2
-            shapes = {"conv1": (first, 1, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest)}
+            shapes = {"conv1": (first, num_channels, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest)}
+        head = {"head": (num_classes, hidden)} if self.head_layers == 1 else {"middle": (_MIDDLE, hidden), "head": (num_classes, _MIDDLE)}
         draw = torch.Generator().manual_seed(self.data_seed)
-        return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform({"head": (num_classes, hidden)}, draw)
+        return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform(head, draw)
 
-    def _features(self, side: int) -> Callable[[Any, Any], Tensor]:
+    def _features(self, num_channels: int, side: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, hidden units)."""
         activation = _ACTIVATIONS[self.activation]
 
         def features(x: Any, batch: Any) -> Tensor:
             z = batch["image"]
             if self.model == "cnn":
-                z = z.reshape(-1, 1, side, side)
+                z = z.reshape(-1, num_channels, side, side)
                 for name in ("conv1", "conv2"):
                     z = max_pool2d(activation(conv2d(z, x[f"{name}.weight"], x[f"{name}.bias"])), 2)
                 z = z.flatten(1)
@@ -144,22 +157,22 @@ class HyperRepresentation(Task):
 
         return features
 
+    def _logits(self, y: Any, batch: Any) -> Tensor:
+        z = batch["features"]
+        if self.head_layers == 2:
+            z = _ACTIVATIONS[self.activation](linear(z, y["middle.weight"], y["middle.bias"]))
+        return linear(z, y["head.weight"], y["head.bias"])
 
-def _logits(y: Any, batch: Any) -> Tensor:
-    return linear(batch["features"], y["head.weight"], y["head.bias"])
+    def _entropy(self, x: Any, y: Any, batch: Any) -> Tensor:
+        """x enters through the features."""
+        return (batch["weight"] * cross_entropy(self._logits(y, batch), batch["label"], reduction="none")).sum()
 
+    def _answers(self, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+        def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+            real = batch["weight"] > 0
+            return {f"{role}_right": (real & (self._logits(y, batch).argmax(-1) == batch["label"])).sum(), f"{role}_samples": real.sum()}
 
-def _entropy(x: Any, y: Any, batch: Any) -> Tensor:
-    """x enters through the features."""
-    return (batch["weight"] * cross_entropy(_logits(y, batch), batch["label"], reduction="none")).sum()
-
-
-def _answers(role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-        real = batch["weight"] > 0
-        return {f"{role}_right": (real & (_logits(y, batch).argmax(-1) == batch["label"])).sum(), f"{role}_samples": real.sum()}
-
-    return answers
+        return answers
 
 
 def _metrics(sums: Any) -> dict[str, float]:
