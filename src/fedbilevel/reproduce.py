@@ -110,7 +110,7 @@ def _perform(job: Job, folder: Path, device: str, say: Say) -> None:
 
 def _side_by_side(jobs: Sequence[Job], folder: Path, device: str, processes: int, say: Say) -> None:
     """Jobs do not share anything but the folder, and each has a file of its own."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes))  # never more than the user allows: too many crawl
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         waiting = {pool.submit(_quietly, job, folder, device): job for job in jobs}
         try:
