@@ -30,6 +30,7 @@ def test_every_algorithm_file_says_what_it_must(name):
 
 SMALL = {  # few samples, and a lower level with one solution
     "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
+    "few_shot": {"num_tasks": 2, "num_ways": 3, "num_shots": 2, "num_queries": 2, "num_held_out": 1, "num_filters": 3, "activation": "gelu", "l2": 1.0},
     "hyper_representation": {"num_clients": 3, "share": 0.05, "num_hidden": 4, "activation": "gelu"},
     "imbalance": {"num_clients": 3, "share": 0.2, "num_val": 2, "imbalance_ratio": 4.0},
     "personalisation": {"num_clients": 3, "share": 0.02, "model": "linear", "l2": 1.0},
