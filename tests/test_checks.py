@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ from fedbilevel import discovery
 from fedbilevel.algorithms.clustered_fl import ClusteredFL
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.checks import _difference
 from fedbilevel.errors import SettingError
 from fedbilevel.federation import phase
 from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.task import Built
 
 
 @pytest.mark.parametrize("name", sorted(discovery.algorithms()))
@@ -63,6 +67,67 @@ def test_check_hypergradient_finds_a_wrong_estimator():
     assert {check.name: check.ok for check in report.checks} == {"finite differences": True, "without_the_indirect_part": False, "cg": True}
     wrong_shape = fb.check_hypergradient(*built, estimators=[lambda population, x, y: torch.zeros(2)], show=False)
     assert "expected (4,)" in str(wrong_shape)
+
+
+# Networks with kinks; a strong l2 makes y*(x) cheap.
+KINKED = {
+    "mlp": HyperRepresentation(num_clients=2, share=0.03, num_hidden=4, l2=0.5),
+    "cnn": HyperRepresentation(num_clients=2, share=0.03, num_hidden=4, l2=0.5, model="cnn"),
+}
+
+
+def stretched(built: Built, factor: float) -> Built:
+    """The same losses with the same values, whose derivatives by x are too long by the factor."""
+    longer = lambda function: lambda x, y, batch: function({name: leaf.detach() + factor * (leaf - leaf.detach()) for name, leaf in x.items()}, y, batch)
+    problem = built.problem
+    if problem.features is not None:
+        features = longer(lambda x, _, batch: problem.features(x, batch))
+        return Built(dataclasses.replace(problem, features=lambda x, batch: features(x, None, batch)), built.clients)
+    return Built(dataclasses.replace(problem, upper=longer(problem.upper), lower=longer(problem.lower)), built.clients)
+
+
+@pytest.mark.parametrize("name", ["quadratic", *KINKED])
+def test_check_hypergradient_sees_the_fourth_digit_whatever_kinks_a_step_crosses(name):
+    built = KINKED[name].build() if name in KINKED else Quadratic(bend=0.5).build()
+    right = fb.check_hypergradient(*built, estimators=[], num_directions=1, show=False)
+    assert right.ok, str(right)
+    wrong = fb.check_hypergradient(*stretched(built, 1.0001), estimators=[], num_directions=1, show=False)
+    assert not wrong.ok
+    assert re.search(r"relative error 1\.0e-04 .*; differences of steps 1e-0\d and 1e-0\d agree up to \d\.\de-(0[6-9]|1\d)$", wrong.checks[0].text)
+
+
+def added(term: Any) -> Built:
+    built = Quadratic().build()
+    return Built(dataclasses.replace(built.problem, upper=lambda x, y, batch: built.problem.upper(x, y, batch) + term(x["x"])), built.clients)
+
+
+def test_check_hypergradient_takes_shorter_steps_than_the_nearest_kink_and_says_where_no_step_will_do():
+    start = Quadratic().build().problem.x0["x"]
+    kinked = added(lambda x: (x - start.to(x) - 3e-6 * torch.arange(1, len(x) + 1)).abs().sum())
+    report = fb.check_hypergradient(*kinked, estimators=[], num_directions=1, show=False)
+    assert report.ok, str(report)
+    assert "differences of steps 1e-06 and 1e-07" in str(report)
+    rough = fb.check_hypergradient(*added(lambda x: 1e-3 * (1e9 * x).sin().sum()), estimators=[], num_directions=1, show=False)
+    assert not rough.ok
+    assert "too little to tell right from wrong" in str(rough)
+
+
+def test_a_value_that_a_step_across_a_kink_would_confirm_has_no_say_in_the_choice_of_steps():
+    along = lambda t: (torch.tensor([t], dtype=torch.float64) - 3e-6).abs()
+    for seen in (-0.3, -0.5, -1.0):  # a step of 1e-5 sees -0.3, the slope is -1
+        value, trust = _difference(along, torch.tensor([seen], dtype=torch.float64), 1e-4, 1e-5)
+        assert value.tolist() == pytest.approx([-1.0], rel=1e-9)
+        assert trust.startswith("; differences of steps 1e-06 and 1e-07 agree up to")
+    assert _difference(along, torch.tensor([-0.03], dtype=torch.float64), 1e-4, 1e-5)[1] == ""  # only the first step may settle it at once
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_check_problem_takes_networks_with_kinks(name):
+    built = KINKED[name].build()
+    report = fb.check_problem(*built, show=False)
+    assert report.ok, str(report)
+    wrong = fb.check_problem(*stretched(built, 1.0001), show=False)
+    assert {check.name for check in wrong.checks if not check.ok} == {"grad_x upper", "J v"}, str(wrong)
 
 
 def test_check_hypergradient_takes_algorithms():

@@ -4,7 +4,7 @@
     study                     which module of fedbilevel.studies runs a row
     repetitions               each with its own data and draws
     [figures]                 what the table shows: name = "heading" (in per cent if the heading ends with ", %")
-    [plot]                    x and y of the lines, and which axes are logarithmic
+    [plot]                    x and y of the lines, which axes are logarithmic; kind = "points" for prediction against truth
     [settings]                what every row has in common
     [panels.P]                a table or picture of its own: title, and settings that hold in it
     [rows.R]                  a line in every panel, or in those of `only`: title, settings, `in.P` for one panel, `paper.P` for the printed figures
@@ -32,6 +32,7 @@ _TOP = ("title", "source", "about", "study", "repetitions", "figures", "plot", "
 _NEEDED = ("title", "source", "study", "figures", "panels", "rows")
 _PANEL = ("title", "settings")
 _ROW = ("title", "study", "settings", "only", "in", "paper")
+_PLOT = ("x", "y", "log", "kind")
 _QUICK = ("repetitions", "rows", "panels", "settings")
 
 
@@ -154,6 +155,7 @@ def _check(path: Path, content: Tree) -> None:
     for kind, allowed in (("panels", _PANEL), ("rows", _ROW)):
         for name, one in content[kind].items():
             _names(path, f"{kind}.{name}", one, allowed)
+    _names(path, "plot", content.get("plot", {}), _PLOT)
     _names(path, "quick", content.get("quick", {}), _QUICK)
     panels, rows = content["panels"], content["rows"]
     for name, one in rows.items():

@@ -65,6 +65,22 @@ def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
+def points(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path, *, x: str, y: str, title: str) -> None:
+    """Predicted against actual values, with the diagonal on which they would be equal; a colour per name."""
+    figure = _figure(5.4, 4.8)
+    axes = figure.add_subplot()
+    every = [point for some in curves.values() for curve in some for point in curve]
+    ends = [min(min(point[x], point[y]) for point in every), max(max(point[x], point[y]) for point in every)]
+    axes.plot(ends, ends, color="0.7", linewidth=1, zorder=1)
+    for name, repetitions in curves.items():
+        mine = [point for curve in repetitions for point in curve]
+        axes.scatter([point[x] for point in mine], [point[y] for point in mine], s=16, alpha=0.75, label=name)
+    axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "), aspect="equal")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
 def lines(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path, *, x: str, y: str, title: str, log: Sequence[str] = ()) -> None:
     """One line per name: the mean over its repetitions, with a band from the lowest to the highest, as far as all of them go."""
     figure = _figure(7.2, 4.4)

@@ -193,7 +193,11 @@ def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]],
             lines.setdefault(experiment.row_title(job.row), []).append(content["curve"])
         if plot is not None and any(plot["x"] in point and plot["y"] in point for some in lines.values() for line in some for point in line):
             drawn.append(folder / f"{panel}.png")
-            pictures.lines(lines, drawn[-1], x=plot["x"], y=plot["y"], log=plot.get("log", ()), title=f"{experiment.title}\n{experiment.panel_title(panel)}")
+            about = {"x": plot["x"], "y": plot["y"], "title": f"{experiment.title}\n{experiment.panel_title(panel)}"}
+            if plot.get("kind") == "points":
+                pictures.points(lines, drawn[-1], **about)
+            else:
+                pictures.lines(lines, drawn[-1], log=plot.get("log", ()), **about)
         labels = _labels(mine[0][0])
         if labels is not None:
             drawn.append(folder / f"{panel}-partition.png")

@@ -27,6 +27,8 @@ of 2 d_x + 1); per client T of g_y, 1 of f_x and f_y, M of J u, M - 1 of H u (nu
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -102,21 +104,26 @@ class HGP(PeerAlgorithm):
 
     def blocks(self, peers: Peers, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """(v, u) as every peer has them after the last repetition."""
+        return deque(self.partial_sums(peers, x, y), maxlen=1)[0]
+
+    def partial_sums(self, peers: Peers, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(v, ubar) as every peer has them after each repetition: what `blocks` would give for as few terms, up to rounding."""
         eta, clients, names = self.lr_system, peers.clients, ("B_g", "B_g") if self.minibatches == "shared" else ("B_j", "B_h")
         *inner, last = peers.steps(self.num_terms)
         if peers.iteration <= 1 and self.num_curvature_products:
             self.check_step(peers, x, y)
         v, u = clients.upper_grads(x, y, (inner[0] if inner else last).batch("val", "B_f"))
         for step in inner:
-            u = peers.mix(u=u)
+            ubar = peers.mix(u=u)
             b_j, b_h = (step.batch("train", name) for name in names)
             if b_j is b_h:
-                ju, hu = clients.second_order(x, y, u, b_j)
+                ju, hu = clients.second_order(x, y, ubar, b_j)
             else:
-                ju, hu = clients.jacobian_product(x, y, u, b_j), clients.hessian_product(x, y, u, b_h)
-            v, u = v - eta * ju, u - eta * hu
+                ju, hu = clients.jacobian_product(x, y, ubar, b_j), clients.hessian_product(x, y, ubar, b_h)
+            v, u = v - eta * ju, ubar - eta * hu
+            yield v, ubar
         u = peers.mix(u=u)
-        return v - eta * clients.jacobian_product(x, y, u, last.batch("train", names[0])), u
+        yield v - eta * clients.jacobian_product(x, y, u, last.batch("train", names[0])), u
 
     def check_step(self, peers: Peers, x: Tensor, y: Tensor) -> None:
         """Every peer measures the largest eigenvalue of its own Hessian; nothing is sent."""
