@@ -1,46 +1,65 @@
 """Data cleaning: find wrong labels without sharing data.
 
 Every client holds images with noisy labels and a few clean ones of a single class, so that none can clean its data alone. x_i holds one
-logit per training sample and never leaves its client; y is a linear classifier that all share:
+logit per training sample and never leaves its client; y is a classifier that all share:
 
     g_i(x_i, y) = 1/n_i sum_j sigmoid(x_ij) CE(y; noisy_ij) + l2/2 |y|^2          f_i(y) = CE(y; clean_i)
 
 A sample whose weight falls below one half is flagged as wrong.
 
-Setting of Li, Huang, Huang (NeurIPS 2023), appendix B.1, on embedded digits. Differences from it: a linear model, so that the lower level
-is strongly convex; the weighted loss is a mean over samples and weights pass through a sigmoid (the paper's are neither normalised nor
-bounded); a corrupted label is always a wrong one; x is private, so the factor 1/m of a stacked x is absent (divide the paper's step of x by m).
+Models: `linear` makes the lower level strongly convex. `mlp`, three fully connected layers as in the paper, does not: l2 cannot outweigh the
+negative curvature of a network, so y*(x) need not be unique, H need not be positive definite and no method has its guarantee there. Second derivatives
+of ReLU are taken as zero.
+
+Labels: a share `noise` of the training labels is corrupted. `wrong` gives each of them another label, `uniform` any label, as the paper does; with
+c classes that is the true one in a share 1/c of the cases, and marks, precision and recall count really wrong labels only. With `wrong` the true label
+is the rarest of all when noise is above 1 - 1/c: at 0.95 and ten classes an image has its true label with probability 0.05 and each wrong one with
+0.106, so the labels say what an image is not, and who trains on them as they are does worse than by guessing. With `uniform` they are 0.145 and 0.095.
+
+Setting of Li, Huang, Huang (NeurIPS 2023), section 5.1 and appendix B.1, by default on embedded digits. The paper's: data=mnist, num_train=4500,
+num_clean=50, flip=uniform, noise 0.1, 0.4, 0.8 or 0.95, model=mlp (widths are not given there), l2=0.001. Differences from it: the weighted loss is a
+mean over samples and weights pass through a sigmoid (the paper's are neither normalised nor bounded); by default the model is linear and a corrupted
+label always wrong; x is private, so the factor 1/m of a stacked x is absent (divide the paper's step of x by m).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from fedbilevel.data.corruption import flip_labels
 from fedbilevel.data.digits import digits
+from fedbilevel.data.images import Images, train_and_test
 from fedbilevel.data.partition import iid, take_per_class
+from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataCleaning(Task):
     num_clients: int = setting(10, "clients; client i has clean samples of class i mod 10 only", symbol="M", least=1)
-    noise: float = setting(0.4, "share of wrong training labels", symbol="rho", least=0, most=1)
-    num_clean: int = setting(20, "clean validation samples per client", least=1)
-    test_share: float = setting(0.25, "share of all images kept for testing", above=0, most=0.9)
+    data: Literal["digits", "mnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
+    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
+    noise: float = setting(0.4, "share of training labels that are corrupted", symbol="rho", least=0, most=1)
+    flip: Literal["wrong", "uniform"] = setting("wrong", "a corrupted label is another one, or any, the true one among them, as in the paper")
+    num_train: int | None = setting(None, "noisy training samples per client, 4500 in the paper; nothing: all that are left", least=1)
+    num_clean: int = setting(20, "clean validation samples per client, 50 in the paper", least=1)
+    test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
+    model: Literal["linear", "mlp"] = setting("linear", "convex, or three fully connected layers, which are not")
+    num_hidden: int = setting(100, "units of each of the two hidden layers of the MLP", least=1)
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
-    data_seed: int = setting(0, "seed of the split and of the noise", least=0)
+    data_seed: int = setting(0, "seed of the split, of the noise and of the initial weights of the MLP", least=0)
 
     # Single-class validation data make the clients' own systems H_i u = f_y,i very different: methods that step u locally drift, so one
-    # local step is suggested for them.
+    # local step is suggested for them. All this is for the digits.
     suggested = {
         "*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 30.0, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
@@ -51,32 +70,30 @@ class DataCleaning(Task):
     headline = ("test_accuracy", "f1", "precision", "recall")
 
     def build(self) -> Built:
-        images, labels = digits()
         rng = np.random.default_rng(self.data_seed)
-        num_classes, dim = int(labels.max()) + 1, images.shape[1]
-        order = rng.permutation(len(labels))
-        num_test = round(self.test_share * len(labels))
-        test, rest = order[:num_test], order[num_test:]
+        images, rest, test = self._images(rng)
+        labels = images.label
+        num_classes, dim = int(labels.max()) + 1, images.image.shape[1]
         holders = [sum(1 for i in range(self.num_clients) if i % num_classes == label) for label in range(num_classes)]
         clean = {label: rest[places] for label, places in take_per_class(labels[rest], self.num_clean * max(holders), rng).items()}
-        train = np.setdiff1d(rest, np.concatenate([clean[label][: self.num_clean * holders[label]] for label in clean]))
-        noisy, wrong = flip_labels(labels[train], self.noise, num_classes, rng)
+        train = self._some(np.setdiff1d(rest, np.concatenate([clean[label][: self.num_clean * holders[label]] for label in clean])), rng)
+        noisy, wrong = flip_labels(labels[train], self.noise, num_classes, rng, to=self.flip)
         clients = []
         for i, (mine, testing) in enumerate(zip(iid(len(train), self.num_clients, rng), iid(len(test), self.num_clients, rng), strict=True)):
             start = i // num_classes * self.num_clean
             own = clean[i % num_classes][start : start + self.num_clean]
             clients.append(
                 {
-                    "train": {"image": images[train[mine]], "label": noisy[mine], "wrong": wrong[mine]},
-                    "val": {"image": images[own], "label": labels[own]},
-                    "test": {"image": images[test[testing]], "label": labels[test[testing]]},
+                    "train": {"image": images.image[train[mine]], "label": noisy[mine], "wrong": wrong[mine]},
+                    "val": images.some(own).fields(),
+                    "test": test.some(testing).fields(),
                 }
             )
         problem = Problem(
             upper=_upper,
             lower=lambda x, y, batch: _weighted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"logit": torch.zeros(sizes["train"])},
-            y0={"weight": torch.zeros(dim, num_classes), "bias": torch.zeros(num_classes)},
+            y0=self._start(dim, num_classes),
             scopes=Scopes(upper="private"),
             statistics={"train": _flagged, "test": _tested},
             metrics=_metrics,
@@ -84,9 +101,47 @@ class DataCleaning(Task):
         )
         return Built(problem, clients)
 
+    def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
+        """Images, the places of those that are not for testing, and the ones that are."""
+        if self.data != "digits":
+            train, test = train_and_test(self.data, rng, data_dir=self.data_dir)
+            return train, np.arange(len(train)), test
+        images = Images(*digits())
+        testing, rest = np.split(rng.permutation(len(images)), [round(self.test_share * len(images))])
+        return images, rest, images.some(testing)
+
+    def _some(self, places: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """As many of the places for training as were asked for."""
+        if self.num_train is None:
+            return places
+        num = self.num_train * self.num_clients
+        if len(places) < num:
+            raise ProblemError(
+                f"num_train is {self.num_train} for each of {self.num_clients} clients, but only {len(places)} images are left for training: use at most "
+                f"{len(places) // self.num_clients}, or fewer clients."
+            )
+        return np.sort(rng.choice(places, num, replace=False))
+
+    def _start(self, dim: int, num_classes: int) -> dict[str, Tensor]:
+        """Zero where the lower level is convex; a network of zeros would never learn."""
+        if self.model == "linear":
+            return {"weight": torch.zeros(dim, num_classes), "bias": torch.zeros(num_classes)}
+        hidden = self.num_hidden
+        shapes = {"hidden1": (hidden, dim), "hidden2": (hidden, hidden), "head": (num_classes, hidden)}
+        return uniform(shapes, torch.Generator().manual_seed(self.data_seed))
+
+
+def _scores(y: Any, image: Tensor) -> Tensor:
+    """Of every class. The names in y tell which model it is."""
+    if "weight" in y:
+        return image @ y["weight"] + y["bias"]
+    for layer in ("hidden1", "hidden2"):
+        image = linear(image, y[f"{layer}.weight"], y[f"{layer}.bias"]).relu()
+    return linear(image, y["head.weight"], y["head.bias"])
+
 
 def _losses(y: Any, batch: Any) -> Tensor:
-    return cross_entropy(batch["image"] @ y["weight"] + y["bias"], batch["label"], reduction="none")
+    return cross_entropy(_scores(y, batch["image"]), batch["label"], reduction="none")
 
 
 def _weighted(x: Any, y: Any, batch: Any) -> Tensor:
@@ -107,7 +162,7 @@ def _flagged(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    right = (batch["image"] @ y["weight"] + y["bias"]).argmax(-1) == batch["label"]
+    right = _scores(y, batch["image"]).argmax(-1) == batch["label"]
     real = batch["weight"] > 0
     return {"right": (real & right).sum(), "tested": real.sum()}
 
