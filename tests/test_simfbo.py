@@ -28,8 +28,15 @@ scopes = pytest.mark.parametrize(("lower", "upper"), SCOPES)
 # ---- what the tests of single-loop algorithms share ------------------------------------------------------------------
 
 
-def dense_run(closed: ClosedForm, algorithm: Any, num_iterations: int, *, divide: bool, absent: Any = lambda iteration: ()) -> dict[str, np.ndarray]:
-    """SimFBO (or ShroFBO: `divide`) written a second time: numpy, client by client, with the server's step at the server."""
+def plain(name: str, q: np.ndarray, moved: list[int]) -> np.ndarray:
+    return q
+
+
+def dense_run(
+    closed: ClosedForm, algorithm: Any, num_iterations: int, *, divide: bool, absent: Any = lambda iteration: (), server: Any = plain
+) -> dict[str, np.ndarray]:
+    """SimFBO (or ShroFBO: `divide`) written a second time: numpy, client by client, with the server's step at the server. `server` makes what
+    the server steps along out of the rows of q, of which those of the clients `moved` are real."""
     s, n = closed.stacked, len(closed.share)
     x, y, u = np.zeros((n, s["B"].shape[2])), np.zeros((n, s["A"].shape[1])), np.zeros((n, s["A"].shape[1]))
     taus = algorithm.num_local_steps if isinstance(algorithm.num_local_steps, tuple) else (algorithm.num_local_steps,) * n
@@ -48,6 +55,7 @@ def dense_run(closed: ClosedForm, algorithm: Any, num_iterations: int, *, divide
         for name, kept in (("x", closed.private), ("y", closed.local), ("u", closed.local)):
             if not kept:
                 steps[name][:] = share @ steps[name][here]
+            steps[name] = server(name, steps[name], here if kept else [*range(n)])
         x = x - algorithm.server_lr_upper * algorithm.lr_upper * steps["x"]
         y = y - algorithm.server_lr_lower * algorithm.lr_lower * steps["y"]
         u = u - algorithm.server_lr_system * algorithm.lr_system * steps["u"]
@@ -69,13 +77,13 @@ def draw_settings(data: st.DataObject, num_clients: int) -> dict[str, Any]:
     }
 
 
-def check_against_dense(kind: Any, data: st.DataObject, *, divide: bool) -> None:
+def check_against_dense(kind: Any, data: st.DataObject, *, divide: bool, server: Any = lambda algorithm: plain) -> None:
     lower, upper = data.draw(st.sampled_from(SCOPES))
     task = Quadratic(**SMALL, lower=lower, upper=upper, weights=data.draw(st.sampled_from(["mean", "by_samples"])))
     algorithm = kind(**draw_settings(data, task.num_clients))
     gone = data.draw(st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=3, max_size=3))
     fed, state = drive(algorithm, task.build(), 3, drops=lambda iteration, call: gone[iteration - 1])
-    target = dense_run(task.closed_form(), algorithm, 3, divide=divide, absent=lambda iteration: gone[iteration - 1])
+    target = dense_run(task.closed_form(), algorithm, 3, divide=divide, absent=lambda iteration: gone[iteration - 1], server=server(algorithm))
     u = fed.collect(state.u).expand(3, -1)
     if algorithm.radius is not None:
         u = u * (algorithm.radius / u.norm(dim=1, keepdim=True)).clamp(max=1)

@@ -5,6 +5,7 @@
     repetitions               each with its own data and draws
     [figures]                 what the table shows: name = "heading" (in per cent if the heading ends with ", %")
     [plot]                    x and y of the lines, which axes are logarithmic; kind = "points" for prediction against truth
+    extends, select           another experiment to start from, and which of its panels and rows: select = {panels = [...], rows = [...]}
     [settings]                what every row has in common
     [panels.P]                a table or picture of its own: title, and settings that hold in it
     [rows.R]                  a line in every panel, or in those of `only`: title, settings, `in.P` for one panel, `paper.P` for the printed figures
@@ -13,6 +14,7 @@
     [tuned.P.R]               written by it: settings that won, and by which figure, trials, commit, time
     [result.P.R]              written by `fedbilevel reproduce --record`: figures, commit, machine, time
 
+A row may name a study of its own; then only `task` comes from what is common.
 Settings are merged in this order, later ones win: settings, panel, row, row in that panel, tuned, quick.
 """
 
@@ -28,8 +30,26 @@ from fedbilevel.errors import ExperimentError, UnknownNameError
 
 Tree = dict[str, Any]
 FILE = "experiment.toml"
-_TOP = ("title", "source", "about", "study", "repetitions", "figures", "plot", "settings", "panels", "rows", "quick", "tune", "tuned", "result")
+_TOP = (
+    "title",
+    "source",
+    "about",
+    "extends",
+    "select",
+    "study",
+    "repetitions",
+    "figures",
+    "plot",
+    "settings",
+    "panels",
+    "rows",
+    "quick",
+    "tune",
+    "tuned",
+    "result",
+)
 _NEEDED = ("title", "source", "study", "figures", "panels", "rows")
+_INHERITED = ("study", "repetitions", "figures", "plot", "settings", "panels", "rows", "quick", "tune", "tuned")
 _PANEL = ("title", "settings")
 _ROW = ("title", "study", "settings", "only", "in", "paper")
 _PLOT = ("x", "y", "log", "kind")
@@ -82,7 +102,9 @@ class Experiment:
         panels, searched = self.content["panels"], self.content.get("tune", {}).get("panel", panel)
         tuned = self.content.get("tuned", {}).get(searched, {}).get(row, {})
         layers = (self.content, panels[panel], one, {"settings": one.get("in", {}).get(panel, {})}, tuned, {"settings": small})
-        return merged(*(layer.get("settings", {}) for layer in layers))
+        whole = merged(*(layer.get("settings", {}) for layer in layers))
+        own = merged(one.get("settings", {}), one.get("in", {}).get(panel, {}))
+        return whole if "study" not in one else {name: value for name, value in whole.items() if name == "task" or name in own}
 
     def places(self, *, quick: bool = False, panels: Sequence[str] = (), rows: Sequence[str] = ()) -> list[tuple[str, str]]:
         """(panel, row), in the order of the file; named ones only, if any are named."""
@@ -142,8 +164,28 @@ def read(name: str | Path) -> Experiment:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ExperimentError(f"{path} cannot be read as TOML ({error}): mend it, or restore it from a copy.") from error
+    if "extends" in content:
+        content = _extended(path, content)
     _check(path, content)
     return Experiment(path, content)
+
+
+def _extended(path: Path, content: Tree) -> Tree:
+    """On top of what it extends, which lies beside it."""
+    base = read(path.parent.parent / str(content["extends"]) / FILE).content
+    whole = merged({name: base[name] for name in _INHERITED if name in base}, content)
+    for kind, names in content.get("select", {}).items():
+        if kind not in ("panels", "rows"):
+            raise UnknownNameError(f"entry in select of {path}", kind, ("panels", "rows"))
+        _names(path, f"select.{kind}", dict.fromkeys(names), tuple(whole[kind]))
+        whole[kind] = {name: whole[kind][name] for name in names}
+    for name, row in whole["rows"].items():  # what was said of panels that are not here is not wrong
+        kept = {key: {panel: row[key][panel] for panel in row[key] if panel in whole["panels"]} for key in ("in", "paper") if key in row}
+        only = {"only": [panel for panel in row["only"] if panel in whole["panels"]]} if "only" in row else {}
+        whole["rows"][name] = {**row, **kept, **only}
+    small = whole.get("quick", {})
+    whole["quick"] = {**small, **{kind: [name for name in small[kind] if name in whole[kind]] for kind in ("panels", "rows") if kind in small}}
+    return whole
 
 
 def _check(path: Path, content: Tree) -> None:

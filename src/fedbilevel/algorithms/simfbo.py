@@ -28,7 +28,7 @@ Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class SimFBO(ServerAlgorithm):
     radius: float | None = setting(None, "u is projected on the ball of this radius after averaging; at least |u*|", symbol="r", above=0)
     minibatches: Literal["independent", "shared"] = setting("independent", "five minibatches per local step, or two")
 
-    upper_space = ("x",)
-    lower_space = ("y", "u")
+    upper_space: ClassVar[tuple[str, ...]] = ("x",)
+    lower_space: ClassVar[tuple[str, ...]] = ("y", "u")
 
     class State(NamedTuple):
         x: Any
@@ -73,12 +73,19 @@ class SimFBO(ServerAlgorithm):
 
     @phase
     def local_steps(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> dict[str, Tensor]:
+        start, q = self.sums(clients, x, y, u)
+        return {name: v - gamma * total for name, v, gamma, total in zip("xyu", start, self.gammas(), q, strict=True)}
+
+    def gammas(self) -> tuple[float, float, float]:
+        """The server's steps of x, y and u."""
+        return self.server_lr_upper * self.lr_upper, self.server_lr_lower * self.lr_lower, self.server_lr_system * self.lr_system
+
+    def sums(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Where every client starts, and the sums of the directions that it finds from there."""
         x, y, u = start = clients.rows(x, y, project(u, self.radius))
         q = tuple(torch.zeros_like(v) for v in start)
         for step in clients.steps(self.num_local_steps):
             dx, dy, du = step_directions(clients, step, x, y, u, self.minibatches)
             q = step.where(tuple(total + self.share(step) * d for total, d in zip(q, (dx, dy, du), strict=True)), q)
             x, y, u = step.where((x - self.lr_upper * dx, y - self.lr_lower * dy, u - self.lr_system * du), (x, y, u))
-        gammas = (self.server_lr_upper * self.lr_upper, self.server_lr_lower * self.lr_lower, self.server_lr_system * self.lr_system)
-        x, y, u = (v - gamma * total for v, gamma, total in zip(start, gammas, q, strict=True))
-        return {"x": x, "y": y, "u": u}
+        return start, q

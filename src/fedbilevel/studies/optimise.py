@@ -69,8 +69,8 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     reached = None if target is None or diverged else target.reached(rows)
     to_target = {f"{name}_to_target": value for name, value in costs(reached).items()} if reached is not None else {}
     names = figures_of(rows[0])
-    ends = {} if diverged else {**{name: float(rows[-1][name]) for name in names}, **costs(rows[-1])}
-    return Outcome({**to_target, **ends, **diverged}, [{**{name: float(one[name]) for name in names}, **costs(one)} for one in rows])
+    curve = [{"iterations": one["iteration"], **{name: float(one[name]) for name in names}, **costs(one)} for one in rows]
+    return Outcome({**to_target, **({} if diverged else curve[-1]), **diverged}, curve)
 
 
 def _made(kind: str, row: Mapping[str, Any]) -> Any:

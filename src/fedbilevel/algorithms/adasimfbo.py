@@ -1,0 +1,106 @@
+"""AdaSimFBO: SimFBO whose server takes steps of Adam on x, y and u and answers with an average of its iterates. This project's own combination.
+
+Clients do what they do in SimFBO: tau_i simultaneous local steps from the broadcast iterates, and they send q_x, q_y, q_u, the sums of their directions.
+For each of z = z_x, z_y, u the server keeps a momentum m and a second moment s, both zero at first, and in outer iteration t, elementwise,
+
+    m <- beta_1 m + (1 - beta_1) mean q,    s <- beta_2 s + (1 - beta_2) (mean q)^2,    z <- z - gamma m / (sqrt(s) + eps)
+    x <- k x + (1 - k) z_x,    y <- k y + (1 - k) z_y,    k = min(kappa, 1 - 1/t)
+
+With few clients in a cohort whose data differ, mean q says as much about who was drawn as about the problem. The second moment holds back the entries that
+change from cohort to cohort and lets the others go on, and x and y, which are the answer and which nothing depends on, average over the last
+cohorts: that allows long steps. Nothing more is sent than in SimFBO.
+
+Reference: the local steps: Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel Learning", NeurIPS 2023.
+The server's step: FedAdam of Reddi et al., "Adaptive Federated Optimization", ICLR 2021, which has one level. Both are written from memory of
+the literature, not from the papers' text: no faithful reproduction is claimed. Averages of iterates are those of Polyak and Juditsky, with weights that fade.
+
+Deviations: those of SimFBO, except that (3) holds only for variables that stay at their clients, with their moments and averages: a client then
+takes its own step of Adam, in the rounds in which it takes part. (6) There is no correction for the zeros that m and s start with: a first step
+is (1 - beta_1) / sqrt(1 - beta_2) times gamma long in every entry, or shorter. (7) Moments are those of directions, not of displacements, so that a
+schedule of the steps leaves them as they are.
+
+Bias: that of SimFBO, for the limits are the same points: those where the means of q vanish. Near them s vanishes too where nothing is drawn at random,
+and the step becomes gamma / eps: that has to suit the curvature.
+
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y, f_x, f_y, H u, J u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedbilevel.algorithms.simfbo import SimFBO
+from fedbilevel.clients import Clients
+from fedbilevel.federation import Federation, Kept, phase
+from fedbilevel.hypergradient import project
+from fedbilevel.settings import setting
+
+ITERATES = {"x": "z_x", "y": "z_y", "u": "u"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaSimFBO(SimFBO):
+    server_lr_upper: float = setting(0.1, "the server's step of x as a multiple of the local one", symbol="gamma_x / eta_x", above=0)
+    server_lr_lower: float = setting(0.1, "the server's step of y as a multiple of the local one", symbol="gamma_y / eta_y", above=0)
+    server_lr_system: float = setting(0.1, "the server's step of u as a multiple of the local one", symbol="gamma_u / eta_u", above=0)
+    server_momentum: float = setting(0.5, "how much of the momentum stays in a round", symbol="beta_1", least=0, most=0.9999)
+    server_decay: float = setting(0.9, "how much of the second moment stays in a round", symbol="beta_2", least=0, most=0.9999)
+    server_damping: float = setting(0.01, "added to the root of the second moment; q grows with the number of local steps", symbol="eps", above=0)
+    server_averaging: float = setting(
+        0.75, "how much of the averages of x and y stays in a round; 0: the iterates are the answer", symbol="kappa", least=0, most=1
+    )
+
+    upper_space = ("x", "z_x", "m_x", "s_x")
+    lower_space = ("y", "z_y", "u", "m_y", "s_y", "m_u", "s_u")
+
+    class State(NamedTuple):
+        x: Any
+        y: Any
+        z_x: Any
+        z_y: Any
+        u: Any
+        m_x: Any
+        m_y: Any
+        m_u: Any
+        s_x: Any
+        s_y: Any
+        s_u: Any
+
+    def init(self, fed: Federation) -> Any:
+        moments = (fed.zeros(name) for name in ("u", "m_x", "m_y", "m_u", "s_x", "s_y", "s_u"))
+        return self.State(*fed.initial(), fed.start("z_x"), fed.start("z_y"), *moments)
+
+    def round(self, fed: Federation, state: Any) -> Any:
+        old = state._asdict()
+        own = {name: value for name, value in old.items() if name not in ITERATES.values() and isinstance(value, Kept)}  # the server's are not sent
+        new = vars(fed.mean(self.adaptive_steps, z_x=state.z_x, z_y=state.z_y, u=state.u, **own))
+        if "q_u" in new:
+            old["u"] = project(state.u, self.radius)
+        for name, gamma in zip("xyu", self.gammas(), strict=True):
+            if f"q_{name}" in new:
+                new.update(self.adam(name, old[ITERATES[name]], gamma, new[f"q_{name}"], old, fed.iteration))
+        return self.State(**{name: new[name] for name in self.State._fields})
+
+    def adam(self, name: str, z: Tensor, gamma: float, q: Tensor, old: Mapping[str, Tensor], t: int) -> dict[str, Tensor]:
+        """One variable, its moments and its average after a step."""
+        m = self.server_momentum * old[f"m_{name}"] + (1 - self.server_momentum) * q
+        s = self.server_decay * old[f"s_{name}"] + (1 - self.server_decay) * q**2
+        z = z - gamma * m / (s.sqrt() + self.server_damping)
+        new = {ITERATES[name]: z, f"m_{name}": m, f"s_{name}": s}
+        if name != "u":
+            k = min(self.server_averaging, 1 - 1 / t)
+            new[name] = k * old[name] + (1 - k) * z
+        return new
+
+    @phase
+    def adaptive_steps(self, clients: Clients, z_x: Tensor, z_y: Tensor, u: Tensor, **own: Tensor) -> dict[str, Tensor]:
+        """Sums of directions; where a variable stays here, its own step of Adam instead."""
+        start, q = self.sums(clients, z_x, z_y, u)
+        result: dict[str, Tensor] = {}
+        for name, z, gamma, total in zip("xyu", start, self.gammas(), q, strict=True):
+            result.update(self.adam(name, z, gamma, total, own, clients.iteration) if f"m_{name}" in own else {f"q_{name}": total})
+        return result
