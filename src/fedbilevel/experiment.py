@@ -181,8 +181,9 @@ def _extended(path: Path, content: Tree) -> Tree:
         whole[kind] = {name: whole[kind][name] for name in names}
     for name, row in whole["rows"].items():  # what was said of panels that are not here is not wrong
         kept = {key: {panel: row[key][panel] for panel in row[key] if panel in whole["panels"]} for key in ("in", "paper") if key in row}
-        only = {"only": [panel for panel in row["only"] if panel in whole["panels"]]} if "only" in row else {}
-        whole["rows"][name] = {**row, **kept, **only}
+        only = [panel for panel in row.get("only", ()) if panel in whole["panels"]]
+        rest = {key: value for key, value in row.items() if key != "only"}
+        whole["rows"][name] = {**rest, **kept, **({"only": only} if only else {})}
     small = whole.get("quick", {})
     whole["quick"] = {**small, **{kind: [name for name in small[kind] if name in whole[kind]] for kind in ("panels", "rows") if kind in small}}
     return whole

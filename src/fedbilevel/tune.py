@@ -2,7 +2,7 @@
 
     [tune]
     minimise = "rounds_to_target"      or maximise = "test_accuracy"
-    otherwise = "test_accuracy"        what ranks trials in which that figure does not exist, higher is better
+    otherwise = "test_accuracy"        what ranks trials in which that figure does not exist, or is the same; higher is better
     repetitions, first_repetition      trials use other data and draws than the experiment: repetitions from 100 on by default
     panel                              the only one in which is searched; what is found holds in all (otherwise every panel has its own)
     max_rounds                         rounds of communication of all trials of one row together, from the ledger; no trial is begun after it
@@ -182,9 +182,9 @@ def _plan(experiment: Experiment) -> Tree:
 def _score(plan: Tree, figures: Mapping[str, Figure], repetitions: int) -> float:
     """Trials that have the figure in every repetition come first; the others by how far they got."""
     name, sign = (plan["minimise"], 1.0) if "minimise" in plan else (plan["maximise"], -1.0)
-    if name in figures and figures[name].runs == repetitions:
-        return sign * figures[name].mean
     got = figures[plan["otherwise"]].mean if plan.get("otherwise") in figures else -1.0  # -1: diverged
+    if name in figures and figures[name].runs == repetitions:
+        return sign * figures[name].mean - 1e-6 * got  # it also decides between equals
     missing = repetitions - (figures[name].runs if name in figures else 0)
     return 1e9 * (missing - got / 10)
 
