@@ -6,6 +6,7 @@ checkpoint. `record` writes means over repetitions into the experiment's TOML, w
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -58,6 +59,7 @@ def reproduce(jobs: Sequence[Job], folder: Path, *, device: str = "cpu", process
         if job.study not in studies():
             raise UnknownNameError("study", job.study, studies())
     make_folder(folder)
+    commit()  # of the source as it is read now, not as it will be when a long job ends
     missing = [job for job in jobs if _done(folder, job) is None]
     if processes > 1 and len(missing) > 1:
         _side_by_side(missing, folder, device, processes, say)
@@ -231,8 +233,9 @@ def _rounded(value: float) -> float:
 # ---- where and from what it was run -------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def commit() -> str:
-    """The commit of the source, with + if it was changed since; $FEDBILEVEL_COMMIT where the source is a copy without its history."""
+    """The commit of the source when first asked, with + if it was changed since; $FEDBILEVEL_COMMIT where the source is a copy without its history."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return os.environ.get("FEDBILEVEL_COMMIT", "unknown")
