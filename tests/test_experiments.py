@@ -6,8 +6,44 @@ import statistics
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from fedbilevel import cli, experiment, report, reproduce
 
 RESULTS = Path(__file__).resolve().parent.parent / "experiments"
+NAMES = sorted(path.parent.name for path in RESULTS.glob("*/experiment.toml"))
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_runs_in_small(name, tmp_path):
+    one = experiment.read(RESULTS / name)
+    jobs = one.jobs(quick=True)
+    found = reproduce.reproduce(jobs, tmp_path)
+    assert len(found) == len(jobs) > 0
+    for job, content in found:
+        assert "diverged" not in content["figures"], job.key
+        assert set(one.figures) & set(content["figures"]), job.key
+    assert reproduce.draw(one, found, tmp_path) or "plot" not in one.content
+    assert len(report.reproduction(one, reproduce.summary(found))) == len({job.panel for job in jobs})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recorded_belongs_to_rows_that_exist_and_says_where_it_comes_from(name):
+    one = experiment.read(RESULTS / name)
+    places = set(one.places())
+    for panel, rows in one.content.get("result", {}).items():
+        for row, entry in rows.items():
+            assert (panel, row) in places
+            assert entry["repetitions"] >= 1
+            assert entry["commit"] not in ("", "unknown")
+            assert entry["machine"]
+
+
+def test_the_page_of_results_is_what_the_files_hold():
+    printed = CliRunner().invoke(cli.cli, ["reproduce", "--results"])
+    assert printed.exit_code == 0
+    assert (RESULTS / "RESULTS.md").read_text() == printed.output
 
 
 @pytest.mark.parametrize("name", ["mnist-mlp-cuda", "digits-mlp-cpu"])

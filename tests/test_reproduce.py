@@ -281,6 +281,51 @@ def test_commit_and_machine_say_what_a_time_must_be_read_with(monkeypatch):
     assert "cores" in reproduce.machine("cpu")
 
 
+def test_an_experiment_may_extend_another_and_borrow_rows(small):
+    beside = small.parent.parent / "other" / "experiment.toml"
+    beside.parent.mkdir()
+    beside.write_text(
+        'title = "T"\nsource = "S"\nextends = "small"\nselect = {panels = ["two", "three"], rows = ["fedbio", "aggitd", "mine"]}\n'
+        "settings.iterations = 5\n[panels.three]\n[rows.fedbio]\nsettings.algorithm.lr_upper = 0.5\n"
+        '[rows.mine]\nfrom.three = "small.one.aggitd"\nsettings.algorithm.lr_upper = 0.25\n'
+    )
+    other, one = experiment.read(beside), experiment.read(small)
+    assert other.places() == [("two", "fedbio"), ("two", "aggitd"), ("two", "mine"), ("three", "fedbio"), ("three", "aggitd"), ("three", "mine")]
+    assert other.settings("two", "fedbio")["algorithm"] == {"name": "fedbio", "lr_lower": 0.2, "num_local_steps": 2, "lr_upper": 0.5}
+    assert other.settings("two", "fedbio")["iterations"] == 5
+    borrowed = other.settings("three", "mine")
+    assert borrowed == {**one.settings("one", "aggitd"), "algorithm": {"name": "fbo_aggitd", "lr_upper": 0.25}}
+    assert other.paper("two", "fedbio") == {}
+    assert other.content["figures"] == one.content["figures"]
+    for old, new, named in (
+        ("small.one.aggitd", "small.one", "expected EXPERIMENT.PANEL.ROW"), ("small.one.aggitd", "small.two.aggitd", "no row of small named 'two.aggitd'"),
+        ('"mine"]', '"mime"]', "Did you mean 'mine'"), ("{panels =", "{panel =", "Did you mean 'panels'"),
+        ('extends = "small"', 'extends = "big"', "cannot be read"),
+    ):  # fmt: skip
+        (beside.parent / "bad.toml").write_text(beside.read_text().replace(old, new))
+        with pytest.raises(FedBilevelError, match=named):
+            experiment.read(beside.parent / "bad.toml").settings("three", "mine")
+
+
+def test_a_row_with_a_study_of_its_own_takes_only_the_task_from_what_is_common(small):
+    small.write_text(small.read_text() + '\n[rows.reference]\nstudy = "confident_learning"\nsettings.keep = "clean"\n')
+    job = experiment.read(small).jobs(rows=["reference"], panels=["two"], quick=True)[0]
+    assert job.study == "confident_learning"
+    assert job.settings == {"task": {"name": "quadratic", "num_clients": 4, "upper": "private"}, "keep": "clean"}
+
+
+def test_recorded_results_are_printed_as_a_table(small, tmp_path):
+    one = experiment.read(small)
+    assert "|" not in report.recorded(one)
+    reproduce.record(one, reproduce.reproduce(one.jobs(panels=["one"]), tmp_path / "out"))
+    text = report.recorded(experiment.read(small))
+    entry = tomllib.loads(small.read_text())["result"]["one"]["fedbio"]
+    loss = entry["upper_loss"]
+    assert f"{100 * loss['mean']:.2f} +-{100 * loss['deviation']:.2f} (50.00; {100 * (loss['mean'] - 0.5):+.4g})" in text
+    assert "a private x" not in text
+    assert f"Run at {entry['commit']} on {entry['machine']}, {entry['time'][:10]}." in text
+
+
 # ---- tuning ------------------------------------------------------------------------------------------------------------------------
 
 

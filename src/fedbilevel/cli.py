@@ -455,10 +455,15 @@ def influence_command(method: str, num_removed: int, num_listed: int, draw: bool
     "--out", type=click.Path(path_type=Path), default=None, help="folder of the results; one that exists is gone on with (default: runs/reproduce-NAME)"
 )
 @click.option("--record", "keep", is_flag=True, help="write what came out into the experiment's own file, with commit, machine and time")
+@click.option("--results", is_flag=True, help="run nothing: print what is recorded, of NAME or of all experiments, as Markdown")
 def reproduce_command(
-    name: str | None, quick: bool, panels: str, rows: str, repetitions: int | None, processes: int, device: str, out: Path | None, keep: bool
+    name: str | None, results: bool, quick: bool, panels: str, rows: str, repetitions: int | None, processes: int, device: str, out: Path | None, keep: bool
 ) -> None:
     """A table or figure of a paper: ours beside theirs, with pictures. Without a NAME: which there are. Interrupted, it goes on where it was."""
+    if results:
+        for one in [name] if name is not None else sorted(experiment.known()):
+            click.echo(report.recorded(experiment.read(one)))
+        return
     if name is None:
         for known, path in experiment.known().items():
             console.print(f"{known:<28} {experiment.read(path).title}", highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@
     [settings]                what every row has in common
     [panels.P]                a table or picture of its own: title, and settings that hold in it
     [rows.R]                  a line in every panel, or in those of `only`: title, settings, `in.P` for one panel, `paper.P` for the printed figures
+                              `from.P = "NAME.P.R"` starts from the settings of a row of another experiment
     [quick]                   what is smaller with --quick: repetitions, rows, panels, settings
     [tune]                    ranges that `fedbilevel tune` searches
     [tuned.P.R]               written by it: settings that won, and by which figure, trials, commit, time
@@ -51,7 +52,7 @@ _TOP = (
 _NEEDED = ("title", "source", "study", "figures", "panels", "rows")
 _INHERITED = ("study", "repetitions", "figures", "plot", "settings", "panels", "rows", "quick", "tune", "tuned")
 _PANEL = ("title", "settings")
-_ROW = ("title", "study", "settings", "only", "in", "paper")
+_ROW = ("title", "study", "settings", "only", "in", "from", "paper")
 _PLOT = ("x", "y", "log", "kind")
 _QUICK = ("repetitions", "rows", "panels", "settings")
 
@@ -101,10 +102,23 @@ class Experiment:
         one, small = self.content["rows"][row], self.content.get("quick", {}).get("settings", {}) if quick else {}
         panels, searched = self.content["panels"], self.content.get("tune", {}).get("panel", panel)
         tuned = self.content.get("tuned", {}).get(searched, {}).get(row, {})
-        layers = (self.content, panels[panel], one, {"settings": one.get("in", {}).get(panel, {})}, tuned, {"settings": small})
+        borrowed = {"settings": self._borrowed(one.get("from", {}).get(panel))}
+        layers = (self.content, panels[panel], borrowed, one, {"settings": one.get("in", {}).get(panel, {})}, tuned, {"settings": small})
         whole = merged(*(layer.get("settings", {}) for layer in layers))
         own = merged(one.get("settings", {}), one.get("in", {}).get(panel, {}))
         return whole if "study" not in one else {name: value for name, value in whole.items() if name == "task" or name in own}
+
+    def _borrowed(self, place: str | None) -> Tree:
+        if place is None:
+            return {}
+        try:
+            name, panel, row = place.split(".")
+        except ValueError:
+            raise ExperimentError(f"{self.path}: from is {place!r}, expected EXPERIMENT.PANEL.ROW.") from None
+        other = read(self.path.parent.parent / name / FILE)
+        if (panel, row) not in other.places():
+            raise UnknownNameError(f"row of {name}", f"{panel}.{row}", [".".join(one) for one in other.places()])
+        return other.settings(panel, row)
 
     def places(self, *, quick: bool = False, panels: Sequence[str] = (), rows: Sequence[str] = ()) -> list[tuple[str, str]]:
         """(panel, row), in the order of the file; named ones only, if any are named."""
@@ -180,7 +194,7 @@ def _extended(path: Path, content: Tree) -> Tree:
         _names(path, f"select.{kind}", dict.fromkeys(names), tuple(whole[kind]))
         whole[kind] = {name: whole[kind][name] for name in names}
     for name, row in whole["rows"].items():  # what was said of panels that are not here is not wrong
-        kept = {key: {panel: row[key][panel] for panel in row[key] if panel in whole["panels"]} for key in ("in", "paper") if key in row}
+        kept = {key: {panel: row[key][panel] for panel in row[key] if panel in whole["panels"]} for key in ("in", "from", "paper") if key in row}
         only = [panel for panel in row.get("only", ()) if panel in whole["panels"]]
         rest = {key: value for key, value in row.items() if key != "only"}
         whole["rows"][name] = {**rest, **kept, **({"only": only} if only else {})}
@@ -202,7 +216,7 @@ def _check(path: Path, content: Tree) -> None:
     _names(path, "quick", content.get("quick", {}), _QUICK)
     panels, rows = content["panels"], content["rows"]
     for name, one in rows.items():
-        for key in ("only", "in", "paper"):
+        for key in ("only", "in", "from", "paper"):
             _names(path, f"rows.{name}.{key}", dict.fromkeys(one.get(key, ())), tuple(panels))
         for panel, figures in one.get("paper", {}).items():
             _names(path, f"rows.{name}.paper.{panel}", figures, tuple(content["figures"]))

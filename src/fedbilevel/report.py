@@ -13,6 +13,7 @@ from rich.table import Table
 from fedbilevel.compare import Comparison, Spread
 from fedbilevel.experiment import Experiment
 from fedbilevel.influence import PAPER, Instance, Study
+from fedbilevel.reproduce import Figure
 from fedbilevel.tune import Chosen
 
 
@@ -118,6 +119,26 @@ def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping
     return tables
 
 
+def recorded(experiment: Experiment) -> str:
+    """What the file holds of results, as Markdown: a table per panel, ours (the paper's; the difference)."""
+    result = experiment.content.get("result", {})
+    lines = [f"## {experiment.name}: {experiment.title}", "", f"{experiment.content['source']}. `fedbilevel reproduce {experiment.name}`", ""]
+    for panel in experiment.content["panels"]:
+        rows = {row: result[panel][row] for row in experiment.content["rows"] if row in result.get(panel, {})}
+        if not rows:
+            continue
+        lines += [f"**{experiment.panel_title(panel)}**", "", "| | " + " | ".join([*experiment.figures.values(), "repetitions"]) + " |"]
+        lines.append("|---" * (len(experiment.figures) + 2) + "|")
+        for row, entry in rows.items():
+            figures = {name: Figure(**value) for name, value in entry.items() if isinstance(value, Mapping)}
+            theirs = experiment.paper(panel, row)
+            cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
+            lines.append("| " + " | ".join([experiment.row_title(row), *cells, str(entry["repetitions"])]) + " |")
+        places = {(entry["commit"], entry["machine"], entry["time"][:10]) for entry in rows.values()}
+        lines += ["", "Run at " + "; ".join(f"{commit} on {machine}, {day}" for commit, machine, day in sorted(places)) + ".", ""]
+    return "\n".join(lines)
+
+
 def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:
     """The best trials, the chosen one first."""
     title = f"{experiment.name}, {chosen.panel}, {chosen.row}: {len(chosen.trials)} trials, {chosen.rounds} rounds"
@@ -134,8 +155,9 @@ def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table
 def _beside(figures: Mapping[str, Any], paper: float | None, name: str, heading: str) -> str:
     scale, ours = 100 if heading.endswith(", %") else 1, figures.get(name)
     show = lambda value: f"{value * scale:.2f}" if scale == 100 else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-    if ours is None:
-        return ("diverged" if "diverged" in figures else "not reached") + (f" ({show(paper)})" if paper is not None else "")
+    if ours is None:  # a cost that was never paid, or a figure that this row does not have
+        missing = "diverged" if "diverged" in figures else "not reached" if name.endswith("_to_target") else "-"
+        return missing + (f" ({show(paper)})" if paper is not None else "")
     most = max((figure.runs for figure in figures.values()), default=ours.runs)
     text = show(ours.mean) + (f" +-{show(ours.deviation)}" if ours.runs > 1 else "") + (f" [{ours.runs} of {most}]" if ours.runs < most else "")
     return text if paper is None else f"{text} ({show(paper)}; {(ours.mean - paper) * scale:+.4g})"
