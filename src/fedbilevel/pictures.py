@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +77,7 @@ def points(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: 
         mine = [point for curve in repetitions for point in curve]
         axes.scatter([point[x] for point in mine], [point[y] for point in mine], s=16, alpha=0.75, label=name)
     axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "), aspect="equal")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(_wrapped(title), fontsize=9)
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path)
 
@@ -86,7 +87,7 @@ def lines(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: P
     figure = _figure(7.2, 4.4)
     axes = figure.add_subplot()
     for number, (name, repetitions) in enumerate(curves.items()):
-        points = [[(point[x], point[y]) for point in curve if x in point and y in point] for curve in repetitions]
+        points = [[(point[x], point[y]) for point in curve if x in point and y in point and (point[x] > 0 or "x" not in log)] for curve in repetitions]
         points = [line for line in points if line]
         if not points:
             continue
@@ -104,9 +105,13 @@ def lines(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: P
         axes.set_yscale("log")
     axes.grid(color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(_wrapped(title), fontsize=9)
     figure.legend(fontsize=7, loc="outside right upper", frameon=False)
     figure.savefig(path)
+
+
+def _wrapped(title: str) -> str:
+    return "\n".join(part for line in title.split("\n") for part in textwrap.wrap(line, 62))
 
 
 def counts_by_client(labels_by_client: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:

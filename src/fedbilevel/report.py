@@ -134,6 +134,8 @@ def recorded(experiment: Experiment) -> str:
             theirs = experiment.paper(panel, row)
             cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
             lines.append("| " + " | ".join([experiment.row_title(row), *cells, str(entry["repetitions"])]) + " |")
+        if (experiment.path.parent / f"{panel}.png").exists():
+            lines += ["", f"![{experiment.panel_title(panel)}]({experiment.name}/{panel}.png)"]
         places = {(entry["commit"], entry["machine"], entry["time"][:10]) for entry in rows.values()}
         lines += ["", "Run at " + "; ".join(f"{commit} on {machine}, {day}" for commit, machine, day in sorted(places)) + ".", ""]
     return "\n".join(lines)

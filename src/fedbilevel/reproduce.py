@@ -180,6 +180,8 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
         curves.setdefault(panel, {})[row] = lines
     if any(names):
         write_whole(kept, (json.dumps(curves) + "\n").encode())
+        for panel in dict.fromkeys(panel for panel, _ in by_place):
+            _draw_panel(experiment, panel, curves[panel], kept.with_name(f"{panel}.png"))
 
 
 def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]], folder: Path) -> list[Path]:
@@ -187,24 +189,36 @@ def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]],
     if not pictures.available():
         return []
     drawn = []
-    plot = experiment.content.get("plot")
     for panel in dict.fromkeys(job.panel for job, _ in found):
         mine = [(job, content) for job, content in found if job.panel == panel]
-        lines: dict[str, list[list[dict[str, float]]]] = {}
+        curves: dict[str, list[Any]] = {}
         for job, content in mine:
-            lines.setdefault(experiment.row_title(job.row), []).append(content["curve"])
-        if plot is not None and any(plot["x"] in point and plot["y"] in point for some in lines.values() for line in some for point in line):
+            curves.setdefault(job.row, []).append(content["curve"])
+        if _draw_panel(experiment, panel, curves, folder / f"{panel}.png"):
             drawn.append(folder / f"{panel}.png")
-            about = {"x": plot["x"], "y": plot["y"], "title": f"{experiment.title}\n{experiment.panel_title(panel)}"}
-            if plot.get("kind") == "points":
-                pictures.points(lines, drawn[-1], **about)
-            else:
-                pictures.lines(lines, drawn[-1], log=plot.get("log", ()), **about)
         labels = _labels(mine[0][0])
         if labels is not None:
             drawn.append(folder / f"{panel}-partition.png")
             pictures.partition(labels, drawn[-1], f"training samples, {experiment.panel_title(panel)}")
     return drawn
+
+
+def _draw_panel(experiment: Experiment, panel: str, curves: Mapping[str, Sequence[Any]], path: Path) -> bool:
+    """The lines or points of all rows, in the order of the file; false if there is nothing to draw or nothing to draw with."""
+    plot = experiment.content.get("plot")
+    shown = {experiment.row_title(row): curves[row] for row in experiment.content["rows"] if row in curves}
+    if (
+        plot is None
+        or not pictures.available()
+        or not any(plot["x"] in point and plot["y"] in point for some in shown.values() for line in some for point in line)
+    ):
+        return False
+    about = {"x": plot["x"], "y": plot["y"], "title": f"{experiment.title}\n{experiment.panel_title(panel)}"}
+    if plot.get("kind") == "points":
+        pictures.points(shown, path, **about)
+    else:
+        pictures.lines(shown, path, log=plot.get("log", ()), **about)
+    return True
 
 
 def _labels(job: Job) -> list[Any] | None:
