@@ -224,10 +224,10 @@ def test_without_cleanlab_one_sentence_says_what_to_install(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("row", "kind", "message"),
     [
-        ({"keeps": "all"}, UnknownNameError, "no setting of this study named 'keeps'. Did you mean 'keep'"),
+        ({"keeps": "all"}, UnknownNameError, "no setting of ConfidentLearning named 'keeps'. Did you mean 'keep'"),
         ({"keep": "none"}, SettingError, "keep is 'none', expected 'confident' or 'clean' or 'all' or 'validation'"),
         ({"num_folds": 1}, SettingError, "num_folds is 1, expected a value at least 2"),
-        ({"task": {"noises": 0.1}}, UnknownNameError, "no setting of data_cleaning named 'noises'. Did you mean 'noise'"),
+        ({"task": {"noises": 0.1}}, UnknownNameError, "no setting of DataCleaning named 'noises'. Did you mean 'noise'"),
         ({"task": {"name": "cleaning"}}, UnknownNameError, "no task named 'cleaning'"),
         ({"task": {"name": "hyper_representation"}}, ProblemError, "hyper_representation does not mark wrong labels"),
         ({"num_folds": 200}, ProblemError, r"label \d has \d+ samples, but cross validation needs two labels with at least num_folds = 200"),

@@ -13,7 +13,7 @@ from fedbilevel import discovery
 from fedbilevel.algorithms.hgp import HGP
 from fedbilevel.averaging import Averaging
 from fedbilevel.engines.peer_simulation import PeerSimulation
-from fedbilevel.errors import ScopeError, SettingError
+from fedbilevel.errors import ScopeError, UnknownNameError
 from fedbilevel.influence import Training, train
 from fedbilevel.network import Network
 from fedbilevel.studies.hypergradient_error import run, terms
@@ -177,11 +177,11 @@ def test_a_curve_has_about_forty_points_from_one_to_the_last():
 
 
 def test_what_a_row_does_not_know_and_problems_without_own_blocks_are_refused():
-    with pytest.raises(SettingError, match="a row of this study has an entry 'avaraging', expected only task, training"):
+    with pytest.raises(UnknownNameError, match="no setting of this study named 'avaraging'. Did you mean 'averaging'"):
         go(avaraging={})
-    with pytest.raises(SettingError, match="hgp has an entry 'lr_upper', expected only lr_system, num_terms"):
+    with pytest.raises(UnknownNameError, match="no setting of HGP's estimate named 'lr_upper'"):
         go(hgp={"lr_upper": 1.0})
-    with pytest.raises(SettingError, match="network has an entry 'size'"):
+    with pytest.raises(UnknownNameError, match="no setting of Network named 'size'"):
         go(network={"size": 1})
     with pytest.raises(ScopeError, match="regularisation has a shared x and a global y: use regularisation or influence"):
         go("regularisation", task={"name": "regularisation", "upper": "shared"})

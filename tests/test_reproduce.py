@@ -108,6 +108,16 @@ def test_settings_are_merged_from_the_general_to_the_particular(small):
         ('panels = ["one"]', 'panels = ["none"]', "There is no entry in quick.panels"),
         ('title = "Distance to the solution"', "", "has no 'title'"),
         ("[figures]", "[figures", "cannot be read as TOML"),
+        ("repetitions = 3", 'repetitions = "3"', "repetitions is '3', expected a whole number, at least 1"),
+        ("repetitions = 3", "repetitions = -3", "repetitions is -3, expected a whole number"),
+        ("[panels.one]", '[panels."../one"]', "'../one' is no name"),
+        ("[panels.one]", "[panels.one--two]", "'one--two' is no name"),
+        ('rounds_to_target = "rounds"', "rounds_to_target = 3", "figures.rounds_to_target is 3, expected text"),
+        ('only = ["one"]', "only = 1", "rows.aggitd.only is 1, expected a list of names"),
+        ("paper.one = {rounds_to_target = 7", 'paper.one = {rounds_to_target = "7"', "expected a number"),
+        ('y = "upper_loss"', "", "expected x and y"),
+        ('y = "upper_loss"', 'y = "upper_loss"\nlog = ["z"]', "log with 'x', 'y' or both"),
+        ("[quick]", 'extends = "small"\n[quick]', "There is no entry in rows.aggitd"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(small, old, new, named):
@@ -122,10 +132,14 @@ def test_what_is_wrong_in_a_file_is_named(small, old, new, named):
         ({"algorithm": {"name": "fedbio", "lr_lowr": 1.0}}, "no setting of FedBiO named 'lr_lowr'. Did you mean 'lr_lower'"),
         ({"algorithm": {"name": "fedbia"}}, "Did you mean 'fedbio'"),
         ({"task": {"name": "quadratic", "dims": 3}}, "no setting of Quadratic named 'dims'"),
-        ({"task": {}}, "needs task = {name = ...}"),
+        ({"task": {}}, "expected .name = ..., and its settings"),
         ({"run": {"fractoin": 0.1}}, "Did you mean 'fraction'"),
         ({"run": {"dtype": "half"}}, "dtype is 'half'"),
         ({"itertions": 3}, "Did you mean 'iterations'"),
+        ({"iterations": "3"}, "iterations is '3', expected a whole number"),
+        ({"run": {"fraction": "0.1"}}, "fraction is '0.1', expected a number"),
+        ({"run": {"device": "cuda"}}, "--device cuda"),
+        ({"target": 0.9}, "target is 0.9, expected text"),
         ({"target": "loss=1"}, "no metric named 'loss'"),
     ],
 )
@@ -167,7 +181,9 @@ def test_the_target_is_the_first_measurement_beyond_it_and_may_end_the_run(small
 def test_a_run_that_explodes_is_an_outcome_without_figures(tmp_path):
     row = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio", "lr_lower": 1e6}, "iterations": 50, "measure_every": 1, "target": "upper_loss=0"}
     got = optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=lambda _: None)
-    assert got.figures == {"diverged": 1.0}
+    assert got.figures["diverged"] == 1.0
+    assert "upper_loss" not in got.figures
+    assert got.figures["rounds"] == got.curve[-1]["rounds"]  # what it cost is counted
     assert got.curve[0]["rounds"] == 0
 
 
@@ -185,6 +201,51 @@ def test_what_is_done_is_not_run_again_and_what_changed_is(small, tmp_path, monk
     reproduce.reproduce(experiment.read(small).jobs(), folder)
     assert ran[9:] == [{"name": "fedbio", "lr_lower": 0.3, "num_local_steps": 2}] * 3
     assert not [path for path in folder.iterdir() if path.is_dir()]  # checkpoints go when results are there
+
+
+def test_a_job_that_was_cut_short_after_its_last_measurement_is_not_run_further(tmp_path):
+    row = {
+        "task": {"name": "quadratic"},
+        "algorithm": {"name": "fbo_aggitd"},
+        "max_rounds": 20,
+        "measure_every": 1,
+        "target": "upper_loss=0",
+        "checkpoint_every": 1,
+    }
+    go = lambda: optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=lambda _: None)
+    first = go()
+    assert first.figures["rounds"] == 26
+    assert go() == first
+
+
+def test_the_side_of_a_target_is_that_of_the_start_though_nobody_watched_it(small, tmp_path):
+    settings = experiment.read(small).settings("one", "fedbio")
+    row = {**settings, "measure_every": 10, "stop_at_target": True, "iterations": 60}  # past the target at the first measurement after the start
+    assert optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=lambda _: None).figures["rounds"] == 10
+
+
+def test_a_misspelt_target_is_found_at_the_first_measurement(tmp_path):
+    seen = []
+    row = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}, "iterations": 50, "measure_every": 1, "target": "los=1", "stop_at_target": True}
+    with pytest.raises(SettingError, match="no metric named 'los'"):
+        optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=seen.append)
+    assert len(seen) == 0
+
+
+def test_a_row_named_twice_counts_once(small, tmp_path):
+    one = experiment.read(small)
+    assert one.places(rows=["fedbio", "fedbio"], panels=["one"]) == [("one", "fedbio")]
+    jobs = one.jobs(rows=["fedbio"], panels=["one"], repetitions=1)
+    assert len(reproduce.reproduce(jobs * 2, tmp_path / "out")) == 1
+    with pytest.raises(ExperimentError, match="has none of the rows aggitd in two"):
+        one.places(rows=["aggitd"], panels=["two"])
+
+
+def test_quick_changes_of_an_algorithm_hold_for_rows_that_have_the_setting(small):
+    small.write_text(small.read_text().replace("settings.iterations = 3", "settings = {iterations = 3, algorithm = {num_local_steps = 1}}"))
+    one = experiment.read(small)
+    assert one.settings("one", "fedbio", quick=True)["algorithm"]["num_local_steps"] == 1
+    assert one.settings("one", "aggitd", quick=True)["algorithm"] == {"name": "fbo_aggitd"}
 
 
 def test_an_interrupted_job_goes_on_from_its_checkpoint(small, tmp_path, monkeypatch):
@@ -232,13 +293,15 @@ def test_means_are_over_the_repetitions_that_have_the_figure():
     jobs = [Job("p", "r", number, "optimise", {}) for number in range(3)]
     contents = [{"figures": {"a": 1.0, "b": 2.0}}, {"figures": {"a": 4.0, "b": math.nan}}, {"figures": {"a": 7.0}}]
     figures = reproduce.summary(list(zip(jobs, contents, strict=True)))["p", "r"]
-    assert figures == {"a": (4.0, 3.0, 3), "b": (2.0, 0.0, 1)}
+    assert figures == {"a": (4.0, 3.0, 3), "b": (2.0, 0.0, 1), "repetitions": (1.0, 0.0, 3)}
 
 
 def test_ours_stand_beside_theirs_with_the_difference(small):
     one = experiment.read(small)
-    figures = {"rounds_to_target": reproduce.Figure(9.0, 1.0, 2), "upper_loss": reproduce.Figure(0.625, 0.01, 3)}
-    table = report.reproduction(one, {("one", "fedbio"): figures, ("one", "aggitd"): {"diverged": reproduce.Figure(1.0, 0.0, 3)}, ("two", "fedbio"): figures})
+    three = {"repetitions": reproduce.Figure(1.0, 0.0, 3)}
+    figures = {"rounds_to_target": reproduce.Figure(9.0, 1.0, 2), "upper_loss": reproduce.Figure(0.625, 0.01, 3), **three}
+    exploded = {"diverged": reproduce.Figure(1.0, 0.0, 3), **three}
+    table = report.reproduction(one, {("one", "fedbio"): figures, ("one", "aggitd"): exploded, ("two", "fedbio"): figures})
     assert [part.title for part in table] == ["Distance to the solution: one", "Distance to the solution: a private x"]
     cells = [list(column.cells) for column in table[0].columns]
     assert cells == [["FedBiO", "aggitd"], ["9 +-1 [2 of 3] (7; +2)", "diverged"], ["62.50 +-1.00 (50.00; +12.5)", "diverged"]]
@@ -252,11 +315,18 @@ def test_a_result_is_written_into_the_file_and_nothing_else_changes(small, tmp_p
     text = small.read_text()
     assert text.startswith(before.rstrip("\n"))
     entry = tomllib.loads(text)["result"]["one"]["fedbio"]
+    seconds = [content["seconds"] for job, content in found if (job.panel, job.row) == ("one", "fedbio")]
+    assert entry["seconds"] == pytest.approx(sum(seconds), rel=1e-5)
     losses = [content["figures"]["upper_loss"] for job, content in found if (job.panel, job.row) == ("one", "fedbio")]
-    assert entry["repetitions"] == entry["upper_loss"]["runs"] == 3
-    assert entry["upper_loss"]["mean"] == pytest.approx(statistics.fmean(losses), rel=1e-5)
-    assert entry["upper_loss"]["deviation"] == pytest.approx(statistics.stdev(losses), rel=1e-5)
-    assert {"commit", "machine", "time", "seconds"} <= set(entry)
+    loss = entry["figures"]["upper_loss"]
+    assert entry["repetitions"] == loss["runs"] == 3
+    assert loss["mean"] == pytest.approx(statistics.fmean(losses), rel=1e-5)
+    assert loss["deviation"] == pytest.approx(statistics.stdev(losses), rel=1e-5)
+    assert entry["commit"] == reproduce.commit()
+    assert entry["machine"] == reproduce.machine("cpu")
+    with pytest.raises(ExperimentError, match="holds 3 repetitions of fedbio in one, these are 1"):
+        reproduce.record(experiment.read(small), found[:1])
+    assert small.read_text() == text
     curves = json.loads((small.parent / "curves.json").read_text())
     assert [point["rounds"] for point in curves["two"]["fedbio"][0]] == list(range(13))
     assert set(curves["two"]["fedbio"][0][0]) == {"rounds", "upper_loss"}
@@ -265,7 +335,7 @@ def test_a_result_is_written_into_the_file_and_nothing_else_changes(small, tmp_p
     reproduce.record(again, reproduce.reproduce(again.jobs(panels=["two"]), tmp_path / "out"))
     new = tomllib.loads(small.read_text())["result"]
     assert new["one"]["fedbio"] == entry
-    assert new["two"]["fedbio"]["upper_loss"] != tomllib.loads(text)["result"]["two"]["fedbio"]["upper_loss"]
+    assert new["two"]["fedbio"]["figures"]["upper_loss"] != tomllib.loads(text)["result"]["two"]["fedbio"]["figures"]["upper_loss"]
 
 
 def test_lines_are_thinned_but_keep_their_ends():
@@ -274,11 +344,6 @@ def test_lines_are_thinned_but_keep_their_ends():
     assert len(thin) == 60
     assert (thin[0], thin[-1]) == (curve[0], curve[-1])
     assert reproduce._thinned(curve[:60]) == curve[:60]
-
-
-def test_commit_and_machine_say_what_a_time_must_be_read_with(monkeypatch):
-    assert reproduce.commit()
-    assert "cores" in reproduce.machine("cpu")
 
 
 def test_an_experiment_may_extend_another_and_borrow_rows(small):
@@ -307,6 +372,29 @@ def test_an_experiment_may_extend_another_and_borrow_rows(small):
             experiment.read(beside.parent / "bad.toml").settings("three", "mine")
 
 
+def test_steps_that_were_found_hold_in_an_extension_unless_it_says_otherwise(small, tmp_path):
+    tune.write(experiment.read(small), tune.tune(experiment.read(small), tmp_path / "t", panel="two", row="fedbio"))
+    found = experiment.read(small).settings("two", "fedbio")["algorithm"]["lr_lower"]
+    beside = small.parent.parent / "other" / "experiment.toml"
+    beside.parent.mkdir()
+    beside.write_text('title = "T"\nsource = "S"\nextends = "small"\n')
+    assert experiment.read(beside).settings("two", "fedbio")["algorithm"]["lr_lower"] == found
+    assert experiment.read(beside).settings("one", "fedbio")["algorithm"]["lr_lower"] == 0.1
+    beside.write_text(beside.read_text() + "[rows.fedbio.in.two.algorithm]\nlr_lower = 0.77\n")
+    assert experiment.read(beside).settings("two", "fedbio")["algorithm"]["lr_lower"] == 0.77
+    beside.write_text('title = "T"\nsource = "S"\nextends = "other"\n')
+    with pytest.raises(ExperimentError, match="extends itself"):
+        experiment.read(beside)
+
+
+def test_a_file_in_a_form_that_cannot_be_added_to_is_left_alone(small, tmp_path):
+    small.write_text("tuned = {}\n" + small.read_text())
+    before, one = small.read_text(), experiment.read(small)
+    with pytest.raises((ExperimentError, SettingError), match="form that cannot be added to"):
+        tune.write(one, tune.tune(one, tmp_path / "t", panel="two", row="fedbio"))
+    assert small.read_text() == before
+
+
 def test_a_row_with_a_study_of_its_own_takes_only_the_task_from_what_is_common(small):
     small.write_text(small.read_text() + '\n[rows.reference]\nstudy = "confident_learning"\nsettings.keep = "clean"\n')
     job = experiment.read(small).jobs(rows=["reference"], panels=["two"], quick=True)[0]
@@ -320,7 +408,7 @@ def test_recorded_results_are_printed_as_a_table(small, tmp_path):
     reproduce.record(one, reproduce.reproduce(one.jobs(panels=["one"]), tmp_path / "out"))
     text = report.recorded(experiment.read(small))
     entry = tomllib.loads(small.read_text())["result"]["one"]["fedbio"]
-    loss = entry["upper_loss"]
+    loss = entry["figures"]["upper_loss"]
     assert f"{100 * loss['mean']:.2f} +-{100 * loss['deviation']:.2f} (50.00; {100 * (loss['mean'] - 0.5):+.4g})" in text
     assert "a private x" not in text
     assert f"Run at {entry['commit']} on {entry['machine']}, {entry['time'][:10]}." in text
@@ -383,6 +471,8 @@ def test_trials_without_the_figure_are_ranked_by_how_far_they_got():
         {"diverged": figure(1.0)},
     ]
     scores = [tune._score(plan, figures, 2) for figures in ordered]
+    large = [{"rounds_to_target": figure(5.0), "accuracy": figure(30.0)}, {"accuracy": figure(1e6)}]
+    assert tune._score(plan, large[0], 2) < tune._score(plan, large[1], 2)
     assert scores == sorted(scores)
     assert len(set(scores)) == len(scores)
 
@@ -405,6 +495,11 @@ def test_ranges_are_searched_by_optuna_the_same_way_twice(small, tmp_path):
         ('maximise = "upper_loss"', "", "needs either minimise = FIGURE or maximise = FIGURE"),
         ("repetitions = 2", "repetitons = 2", "Did you mean 'repetitions'"),
         ("[tune]", "[tune]\nrows.fedbo = {}", "Did you mean 'fedbio'"),
+        ('"algorithm.lr_lower" = [0.1, 0.3]', '"algorithm.lr_lowr" = [0.1, 0.3]', "Did you mean 'algorithm.lr_lower'"),
+        ('maximise = "upper_loss"', 'maximise = "uper_loss"', "Did you mean 'upper_loss'"),
+        ('"algorithm.lr_lower" = [0.1, 0.3]', '"algorithm.lr_lower" = {low = 2, high = 1}', "expected low <= high"),
+        ('"algorithm.lr_lower" = [0.1, 0.3]', '"algorithm.lr_lower" = 0.1', "expected a list of values"),
+        ("repetitions = 2", "repetitions = 0", "tune.repetitions is 0, expected a whole number, at least 1"),
         ('ranges = {"algorithm.lr_lower" = [0.1, 0.3]}', "", "declares no ranges for the row 'fedbio'"),
         ('"algorithm.lr_lower" = [0.1, 0.3]', '"algorithm.lr_lower" = {lo = 1, high = 2}', "Did you mean 'low'"),
     ],

@@ -503,9 +503,14 @@ def tune_command(name: str, panels: str, rows: str, processes: int, device: str,
     """Search settings of the experiment NAME over the ranges in its [tune] table, and write those chosen into its file."""
     torch_device(device)
     chosen_one = experiment.read(name)
-    only = chosen_one.content.get("tune", {}).get("panel")
-    places = chosen_one.places(panels=_parts(panels) or ([only] if only else []), rows=_parts(rows))
-    for panel, row in places if rows else [place for place in places if tune.ranges_of(chosen_one, *place)]:
+    only, asked = chosen_one.content.get("tune", {}).get("panel"), _parts(panels)
+    if only and asked not in ([], [only]):
+        raise SettingError(f"[tune] searches in the panel {only!r} alone, for all panels: leave out --panels.")
+    places = chosen_one.places(panels=[only] if only else asked, rows=_parts(rows))
+    places = places if rows else [place for place in places if tune.ranges_of(chosen_one, *place)]
+    if not places:
+        raise SettingError(f"{chosen_one.path} declares no ranges: add [tune.ranges] or [tune.rows.ROW].")
+    for panel, row in places:
         with console.status("") as status:
             say = status.update if console.is_terminal else lambda _: None
             found = tune.tune(

@@ -64,18 +64,25 @@ class Stream:
 
     def epochs(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
         """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own."""
-        if not len(ids):  # a process that hosts nobody of the cohort
-            return torch.zeros(0, len(steps), width, dtype=torch.int64, device=ids.device)
         high = high.to(torch.int64)
+        out = torch.zeros(len(ids), len(steps) * width, dtype=torch.int64, device=ids.device)
         place = torch.arange(steps.start * width, steps.stop * width, device=ids.device)
+        scales = torch.frexp(high.double()).exponent
+        for scale in (
+            scales[high > 1].unique().tolist()
+        ):  # clients of about the same size at once, or the passes of a small one would be as long as a large one's
+            rows = (scales == scale).nonzero()[:, 0]
+            out[rows] = self._passes(purpose, ids[rows], high[rows], place, iteration, call)
+        return out.view(len(ids), len(steps), width)  # who has one sample gets it every time
+
+    def _passes(self, purpose: str, ids: Tensor, high: Tensor, place: Tensor, iteration: int, call: int) -> Tensor:
         passes = range(int(place[0] // high.max()), int(place[-1] // high.min()) + 1)
         longest = int(high.max())
         words = self.bits(f"{purpose}/order", ids, iteration=iteration, call=call, steps=passes, width=2 * longest).view(len(ids), len(passes), longest, 2)
         keys = _keys(words).masked_fill(torch.arange(longest, device=ids.device) >= high[:, None, None], 2**63 - 1)  # what a client does not have comes last
         orders = keys.argsort(dim=-1, stable=True)
         number, inside = place // high[:, None] - passes.start, place % high[:, None]
-        rows = torch.arange(len(ids), device=ids.device)[:, None]
-        return orders[rows, number, inside].view(len(ids), len(steps), width)
+        return orders[torch.arange(len(ids), device=ids.device)[:, None], number, inside]
 
     def order(self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0) -> Tensor:
         """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position."""

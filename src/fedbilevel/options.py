@@ -12,11 +12,15 @@ from fedbilevel.clients import BatchSize, Sampling
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.federation import Cohort
 from fedbilevel.network import Network
-from fedbilevel.settings import Settings, made
+from fedbilevel.settings import Settings, check_plain, made
 from fedbilevel.steps import Schedule
 
 BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_KINDS = {
+    "seed": "seed", "fraction": "number", "replacement": "flag", "redraw": "text", "schedule_power": "number", "schedule_offset": "number",
+    "batch_size": "size", "sampling": "text", "dtype": "text", "device": "text", "strategy": "text", "chunk_size": "maybe",
+}  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "fraction": 1.0,
@@ -39,6 +43,8 @@ def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in DEFAULTS and name not in BETWEEN_PEERS:
             raise UnknownNameError("option of a run", name, [*DEFAULTS, *BETWEEN_PEERS])
     given = {**DEFAULTS, **options}
+    for name, kind in _KINDS.items():
+        check_plain(name, given[name], kind)
     if given["dtype"] not in DTYPES:
         raise SettingError(f"dtype is {given['dtype']!r}, expected {' or '.join(DTYPES)}.")
     sampling: Sampling = given["sampling"]

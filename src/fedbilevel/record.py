@@ -110,13 +110,17 @@ class Record:
         about: dict[str, Any] = json.loads(labels["about"])
         return tensors, about
 
-    def go_on_from(self, iteration: int) -> list[dict[str, Any]]:
-        """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
+    def rows(self) -> list[dict[str, Any]]:
+        """All measurements so far."""
         try:
             lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         except OSError as error:
             raise CheckpointError(f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it.") from error
-        rows = [row for row in map(_row, lines) if row is not None and row["iteration"] <= iteration]
+        return [row for row in map(_row, lines) if row is not None]
+
+    def go_on_from(self, iteration: int) -> list[dict[str, Any]]:
+        """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
+        rows = [row for row in self.rows() if row["iteration"] <= iteration]
         write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
         return rows
 

@@ -130,7 +130,10 @@ def recorded(experiment: Experiment) -> str:
         lines += [f"**{experiment.panel_title(panel)}**", "", "| | " + " | ".join([*experiment.figures.values(), "repetitions"]) + " |"]
         lines.append("|---" * (len(experiment.figures) + 2) + "|")
         for row, entry in rows.items():
-            figures = {name: Figure(**value) for name, value in entry.items() if isinstance(value, Mapping)}
+            figures = {
+                name: Figure(**value)
+                for name, value in {**entry["figures"], "repetitions": {"mean": 1.0, "deviation": 0.0, "runs": entry["repetitions"]}}.items()
+            }
             theirs = experiment.paper(panel, row)
             cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
             lines.append("| " + " | ".join([experiment.row_title(row), *cells, str(entry["repetitions"])]) + " |")
@@ -160,7 +163,7 @@ def _beside(figures: Mapping[str, Any], paper: float | None, name: str, heading:
     if ours is None:  # a cost that was never paid, or a figure that this row does not have
         missing = "diverged" if "diverged" in figures else "not reached" if name.endswith("_to_target") else "-"
         return missing + (f" ({show(paper)})" if paper is not None else "")
-    most = max((figure.runs for figure in figures.values()), default=ours.runs)
+    most = figures["repetitions"].runs
     text = show(ours.mean) + (f" +-{show(ours.deviation)}" if ours.runs > 1 else "") + (f" [{ours.runs} of {most}]" if ours.runs < most else "")
     return text if paper is None else f"{text} ({show(paper)}; {(ours.mean - paper) * scale:+.4g})"
 

@@ -1,7 +1,8 @@
 """Runs the experiments of the papers: every job once, whatever interrupts; ours beside theirs; pictures; and what came out, written into the file.
 
 A folder of results has one JSON file per job. A job whose file is there with the same settings is not run again, and one that was cut short goes on from its
-checkpoint. `record` writes means over repetitions into the experiment's TOML, with the commit, the machine and the time of the runs they come from.
+checkpoint (where its study keeps one). `record` writes means over repetitions into the experiment's TOML, with the commit, the machine and the time of the
+runs they come from.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures import as_completed as completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +30,12 @@ import tomlkit
 import torch
 
 import fedbilevel.studies
-from fedbilevel import discovery, pictures
+from fedbilevel import pictures
 from fedbilevel.errors import ExperimentError, FedBilevelError, UnknownNameError
-from fedbilevel.experiment import Experiment, Job
+from fedbilevel.experiment import Experiment, Job, write
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.run import versions
-from fedbilevel.settings import made
+from fedbilevel.studies import given
 
 Say = Callable[[str], None]
 _POINTS = 60  # of a line that is kept beside the experiment
@@ -50,7 +51,7 @@ class Figure(NamedTuple):
 
 
 def studies() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(fedbilevel.studies.__path__) if module.name != "outcome"]
+    return [module.name for module in pkgutil.iter_modules(fedbilevel.studies.__path__) if module.name not in ("given", "outcome")]
 
 
 def reproduce(jobs: Sequence[Job], folder: Path, *, device: str = "cpu", processes: int = 1, say: Say = lambda _: None) -> list[Any]:
@@ -58,15 +59,15 @@ def reproduce(jobs: Sequence[Job], folder: Path, *, device: str = "cpu", process
     for job in jobs:
         if job.study not in studies():
             raise UnknownNameError("study", job.study, studies())
+    jobs = list({job.key: job for job in jobs}.values())
     make_folder(folder)
-    commit()  # of the source as it is read now, not as it will be when a long job ends
     missing = [job for job in jobs if _done(folder, job) is None]
     if processes > 1 and len(missing) > 1:
         _side_by_side(missing, folder, device, processes, say)
     else:
         for number, job in enumerate(missing, 1):
             say(f"{number} of {len(missing)}: {job.key}")
-            _perform(job, folder, device, _prefixed(say, f"{number} of {len(missing)}: {job.key}"))
+            _perform(job, folder, device, commit(), _prefixed(say, f"{number} of {len(missing)}: {job.key}"))
     return results(jobs, folder)
 
 
@@ -92,43 +93,61 @@ def _done(folder: Path, job: Job) -> dict[str, Any] | None:
     return content if same else None
 
 
-def _perform(job: Job, folder: Path, device: str, say: Say) -> None:
+def _perform(job: Job, folder: Path, device: str, source: str, say: Say) -> None:
+    """`source` is the commit of the source as it was read, not as it may be when a long job ends."""
     work, clock = folder / job.key, time.perf_counter()
     about = {"study": job.study, "settings": json.loads(json.dumps(job.settings))}
-    note = work / "job.json"
-    if work.exists() and not (note.exists() and json.loads(note.read_text()) == about):
-        shutil.rmtree(work)  # a checkpoint of other settings
+    begun = _begun(work / "job.json")
+    if begun is None or {name: begun[name] for name in about} != about:
+        shutil.rmtree(work, ignore_errors=True)  # checkpoints of other settings
+        begun = {**about, "commits": []}
     make_folder(work)
-    write_whole(note, json.dumps(about).encode())
+    begun["commits"] = list(dict.fromkeys([*begun["commits"], source]))
+    write_whole(work / "job.json", json.dumps(begun).encode())
     outcome = importlib.import_module(f"fedbilevel.studies.{job.study}").run(job.settings, repetition=job.repetition, folder=work, device=device, say=say)
     curve = [{name: _rounded(value) for name, value in point.items()} for point in outcome.curve]
     content = {
         "panel": job.panel, "row": job.row, "repetition": job.repetition, **about, "figures": outcome.figures, "seconds": time.perf_counter() - clock,
-        "commit": commit(), "machine": machine(device), "time": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "curve": curve,
+        "commit": ", ".join(begun["commits"]), "machine": machine(device), "time": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(),
+        "curve": curve,
     }  # fmt: skip
     write_whole(folder / f"{job.key}.json", json.dumps(content).encode())
     shutil.rmtree(work)
 
 
-def _side_by_side(jobs: Sequence[Job], folder: Path, device: str, processes: int, say: Say) -> None:
-    """Jobs do not share anything but the folder, and each has a file of its own."""
-    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes))  # never more than the user allows: too many crawl
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        waiting = {pool.submit(_quietly, job, folder, device): job for job in jobs}
-        try:
-            for number, future in enumerate(completed(waiting), 1):
-                problem = future.result()
-                if problem:
-                    raise ExperimentError(f"{waiting[future].key}: {problem}")
-                say(f"{number} of {len(jobs)} done: {waiting[future].key}")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _quietly(job: Job, folder: Path, device: str) -> str:
+def _begun(note: Path) -> dict[str, Any] | None:
+    """What a job that was cut short has left, if it can be gone on with."""
     try:
-        _perform(job, folder, device, lambda _: None)
+        begun = json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
+    return begun if isinstance(begun, dict) and {"study", "settings", "commits"} <= set(begun) else None
+
+
+def _side_by_side(jobs: Sequence[Job], folder: Path, device: str, processes: int, say: Say) -> None:
+    """Jobs share nothing but the folder, and each has a file of its own. No job waits inside the pool: an interrupt ends those that run and begins no other."""
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes))  # never more than the user allows: too many crawl
+    left, done = list(reversed(jobs)), 0
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        running: dict[Any, Job] = {}
+        while left or running:
+            while left and len(running) < processes:
+                job = left.pop()
+                running[pool.submit(_quietly, job, folder, device, commit())] = job
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, done = running.pop(future), done + 1
+                try:
+                    problem = future.result()
+                except BrokenProcessPool:
+                    problem = "its process ended without a word, perhaps for want of memory; the same command goes on with what is left"
+                if problem:
+                    raise ExperimentError(f"{job.key}: {problem}")
+                say(f"{done} of {len(jobs)} done: {job.key}")
+
+
+def _quietly(job: Job, folder: Path, device: str, source: str) -> str:
+    try:
+        _perform(job, folder, device, source, lambda _: None)
     except FedBilevelError as error:  # as text: not every error of ours travels between processes
         return str(error)
     return ""
@@ -138,10 +157,11 @@ def _quietly(job: Job, folder: Path, device: str) -> str:
 
 
 def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, str], dict[str, Figure]]:
-    """Means over repetitions of every row of every panel."""
+    """Means over repetitions of every row of every panel; `repetitions` says how many there were, with or without a figure."""
     values: dict[tuple[str, str], dict[str, list[float]]] = {}
     for job, content in found:
-        mine = values.setdefault((job.panel, job.row), {})
+        mine = values.setdefault((job.panel, job.row), {"repetitions": []})
+        mine["repetitions"].append(1.0)
         for name, value in content["figures"].items():
             if value is not None and math.isfinite(value):
                 mine.setdefault(name, []).append(value)
@@ -152,36 +172,60 @@ def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, s
 
 
 def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
-    """Into the file: what is there about other rows stays, comments too."""
-    document = tomlkit.parse(experiment.path.read_text())
-    table = document.setdefault("result", tomlkit.table())
+    """Into the file: what is there about other rows stays, comments too. Fewer repetitions than are there are refused."""
+    document: Any = tomlkit.parse(experiment.path.read_text())
     by_place: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for job, content in found:
         by_place.setdefault((job.panel, job.row), []).append(content)
+    kept = experiment.path.parent / "curves.json"
+    curves = _curves(kept)
     means = summary(found)
     for (panel, row), contents in by_place.items():
-        entry = tomlkit.table()
+        before = experiment.content.get("result", {}).get(panel, {}).get(row, {}).get("repetitions", 0)
+        if len(contents) < before:
+            raise ExperimentError(
+                f"{experiment.path} holds {before} repetitions of {row} in {panel}, these are {len(contents)}: run more, or remove what is there."
+            )
+        entry, figures = tomlkit.table(), tomlkit.table()
         entry["repetitions"] = len(contents)
         for name in ("commit", "machine"):
-            entry[name] = ", ".join(sorted({content[name] for content in contents}))
+            entry[name] = ", ".join(sorted({part for content in contents for part in content[name].split("; ")}))
         entry["time"] = max(content["time"] for content in contents)
         entry["seconds"] = _rounded(sum(content["seconds"] for content in contents))
         for name, figure in means[panel, row].items():
-            one = tomlkit.inline_table()
-            one.update({"mean": _rounded(figure.mean), "deviation": _rounded(figure.deviation), "runs": figure.runs})
-            entry[name] = one
-        table.setdefault(panel, tomlkit.table())[row] = entry
-    write_whole(experiment.path, tomlkit.dumps(document).encode())
-    kept = experiment.path.parent / "curves.json"
-    curves = json.loads(kept.read_text()) if kept.exists() else {}
+            if name != "repetitions":
+                one = tomlkit.inline_table()
+                one.update({"mean": _rounded(figure.mean), "deviation": _rounded(figure.deviation), "runs": figure.runs})
+                figures[name] = one
+        entry["figures"] = figures
+        nested(document, "result", panel)[row] = entry
+    write(experiment, "result", document)
     names = [experiment.content.get("plot", {}).get(axis) for axis in "xy"]
     for (panel, row), contents in by_place.items():
         lines = [[{name: point[name] for name in names if name in point} for point in _thinned(content["curve"])] for content in contents]
-        curves.setdefault(panel, {})[row] = lines
+        curves.setdefault(panel, {})[row] = [[point for point in line if all(map(math.isfinite, point.values()))] for line in lines]
     if any(names):
-        write_whole(kept, (json.dumps(curves) + "\n").encode())
+        write_whole(kept, (json.dumps(curves, allow_nan=False) + "\n").encode())
         for panel in dict.fromkeys(panel for panel, _ in by_place):
             _draw_panel(experiment, panel, curves[panel], kept.with_name(f"{panel}.png"))
+
+
+def nested(document: Any, *names: str) -> Any:
+    """The table of that name in a document that is being edited, made where it is missing."""
+    for name in names:
+        if name not in document:
+            document[name] = tomlkit.table(is_super_table=True)
+        document = document[name]
+        if isinstance(document, tomlkit.items.InlineTable) or not isinstance(document, Mapping):
+            raise ExperimentError(f"[{name}] is in a form that cannot be added to: write it as tables, [{names[0]}.PANEL.ROW].")
+    return document
+
+
+def _curves(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ExperimentError(f"{path} does not hold curves ({error}): restore it from a copy, or remove it and record all rows again.") from error
 
 
 def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]], folder: Path) -> list[Path]:
@@ -226,7 +270,7 @@ def _labels(job: Job) -> list[Any] | None:
     task = job.settings.get("task")
     if not isinstance(task, Mapping) or "name" not in task:
         return None
-    built = made(discovery.task(task["name"]), {name: value for name, value in task.items() if name != "name"}).build()
+    built = given.task(task).build()
     if not all("label" in client["train"] for client in built.clients):
         return None
     labels = [client["train"]["label"] for client in built.clients]

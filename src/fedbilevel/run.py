@@ -137,7 +137,8 @@ def run(
     falling = schedule.checked()._asdict()
     book = Record(record) if record is not None else None
     identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if book is not None else {}  # reads all data: only for a record
-    config = {"identity": identity, "run": {"num_iterations": num_iterations, "measure_every": every, "checkpoint_every": checkpoint_every},
+    plan = {"num_iterations": num_iterations, "measure_every": every, "measure_growth": measure_growth, "checkpoint_every": checkpoint_every}
+    config = {"identity": identity, "run": plan,
               "versions": versions(), "engine": type(fed).__name__, **(describe or {})}  # fmt: skip
     rows: list[dict[str, Any]] = []
     start, spent = 0, 0.0
@@ -197,7 +198,7 @@ def run(
             row = measure(iteration) if last or due(iteration) else None
             ask = [callback(Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)) for callback in callbacks]
             stopped = "interrupted" if interrupted() else "callback" if any(ask) else "finished"
-            if stopped != "finished" and row is None:
+            if stopped == "callback" and row is None:  # an interrupted run will be gone on with: what it measures must not depend on that
                 measure(iteration)
             if stopped != "finished" or last or iteration % checkpoint_every == 0:
                 save(iteration)
@@ -272,7 +273,7 @@ def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> N
                 raise CheckpointError(
                     f"the checkpoint in {book.path} belongs to another problem: its losses at a fixed point are {theirs[name]}, here {mine[name]}; {mend}."
                 )
-        elif mine[name] != theirs.get(name):
+        elif mine[name] != theirs.get(name, "replacement" if name == "sampling" else None):  # older checkpoints do not say how they sampled
             raise CheckpointError(
                 f"the checkpoint in {book.path} belongs to another run: its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {mend}."
             )

@@ -7,7 +7,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from fedbilevel.errors import SettingError, UnknownNameError
@@ -35,11 +35,47 @@ class Settings:
 
 def made(kind: type[S], values: Mapping[str, Any]) -> S:
     """Settings from a file, where a tuple is a list and a misspelt name must not pass for a default."""
+    if not isinstance(values, Mapping):
+        raise SettingError(f"the settings of {kind.__name__} are {values!r}, expected a table.")
     known = [spec.name for spec in dataclasses.fields(kind)]
     for name in values:
         if name not in known:
             raise UnknownNameError(f"setting of {kind.__name__}", name, known)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # what a value from a file may have to be: in words, and as a test
+    "text": ("text", lambda value: isinstance(value, str)),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "table": ("a table", lambda value: isinstance(value, Mapping)),
+    "whole": ("a whole number, at least 1", lambda value: _whole(value, 1)),
+    "seed": ("a whole number, at least 0", lambda value: _whole(value, 0)),
+    "number": ("a number", _number),
+    "names": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value)),
+    "size": (
+        "a whole number of samples, 'all', or a table of such by role",
+        lambda value: _size(value) or (isinstance(value, Mapping) and all(map(_size, value.values()))),
+    ),
+    "maybe": ("a whole number, at least 1, or nothing", lambda value: value is None or _whole(value, 1)),
+}
+
+
+def _size(value: Any) -> bool:
+    return value is None or value == "all" or _whole(value, 1)
+
+
+def check_plain(where: str, value: Any, kind: str, error: type[Exception] = SettingError) -> None:
+    words, fits = PLAIN[kind]
+    if not fits(value):
+        raise error(f"{where} is {value!r}, expected {words}.")
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:

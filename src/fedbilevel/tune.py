@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -30,19 +30,25 @@ from typing import Any
 
 import tomlkit
 
+from fedbilevel.compare import COSTS
 from fedbilevel.errors import ExperimentError, SettingError, UnknownNameError
 from fedbilevel.experiment import Experiment, Job, Tree, merged
-from fedbilevel.record import write_whole
-from fedbilevel.reproduce import Figure, Say, commit, reproduce, summary
+from fedbilevel.experiment import write as experiment_write
+from fedbilevel.reproduce import Figure, Say, commit, nested, reproduce, summary
 
-_KNOWN = ("minimise", "maximise", "otherwise", "panel", "repetitions", "first_repetition", "max_rounds", "trials", "settings", "ranges", "rows")
+_KNOWN: dict[str, type] = {
+    **dict.fromkeys(("minimise", "maximise", "otherwise", "panel"), str),
+    **dict.fromkeys(("repetitions", "first_repetition", "max_rounds", "trials"), int),
+    **dict.fromkeys(("settings", "ranges", "rows"), dict),
+}
+_WORDS = {str: "a name", int: "a whole number, at least 1", dict: "a table"}
 _RANGE = ("low", "high", "linear", "whole")
 
 
 @dataclass(frozen=True)
 class Trial:
     values: dict[str, Any]  # by dotted name
-    score: float  # lower is better
+    score: tuple[int, float, float]  # lower is better: repetitions without the figure, the figure, minus what decides otherwise
     figures: dict[str, float]
 
 
@@ -84,10 +90,19 @@ def tune(
             search.tell(values, trial.score)
             trials.append(trial)
             spent += int(sum(content["figures"].get("rounds", 0) for _, content in mine))
-            say(f"{panel}, {row}: trial {len(trials)}, {_words(values)}: {trial.score:.6g}")
+            say(f"{panel}, {row}: trial {len(trials)}, {', '.join(f'{name} = {value}' for name, value in values.items())}")
+        _check_figures(plan, trials)
     if not trials:
-        raise SettingError("no trial was made: raise max_rounds in [tune].")
+        raise SettingError("no trial was made: give [tune] values to try and a max_rounds above 0.")
     return Chosen(panel, row, trials, spent)
+
+
+def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
+    """A misspelt figure must not look like one that no trial reached."""
+    given = {name for trial in trials for name in trial.figures if name != "diverged"} | {f"{name}_to_target" for name in COSTS}
+    for name in (plan.get("minimise"), plan.get("maximise"), plan.get("otherwise")):
+        if name is not None and name not in given and any("diverged" not in trial.figures for trial in trials):
+            raise UnknownNameError("figure of these trials", name, given)
 
 
 def ranges_of(experiment: Experiment, panel: str, row: str) -> dict[str, Any]:
@@ -108,8 +123,8 @@ def write(experiment: Experiment, chosen: Chosen) -> None:
         entry["reached"] = chosen.best.figures[figure]
     entry["trials"], entry["rounds"] = len(chosen.trials), chosen.rounds
     entry["commit"], entry["time"] = commit(), datetime.now(UTC).isoformat(timespec="seconds")
-    document.setdefault("tuned", tomlkit.table()).setdefault(chosen.panel, tomlkit.table())[chosen.row] = entry
-    write_whole(experiment.path, tomlkit.dumps(document).encode())
+    nested(document, "tuned", chosen.panel)[chosen.row] = entry
+    experiment_write(experiment, "tuned", document)
 
 
 class _Grid:
@@ -122,12 +137,12 @@ class _Grid:
     def ask(self, number: int) -> list[dict[str, Any]]:
         return [dict(zip(self.names, values, strict=True)) for values in itertools.islice(self.left, number)]
 
-    def tell(self, values: Mapping[str, Any], score: float) -> None:
+    def tell(self, values: Mapping[str, Any], score: tuple[int, float, float]) -> None:
         """A grid learns nothing."""
 
 
 class _Optuna:
-    """Tree-structured Parzen estimator with a fixed seed: the same trials for the same scores."""
+    """Tree-structured Parzen estimator with a fixed seed: the same trials for the same scores and the same number of processes."""
 
     def __init__(self, ranges: Mapping[str, Any], num_trials: int, seed: int) -> None:
         if find_spec("optuna") is None:
@@ -137,7 +152,7 @@ class _Optuna:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(5, num_trials // 3)))
         self.space = {name: _distribution(optuna.distributions, name, values) for name, values in ranges.items()}
-        self.left, self.open = num_trials, dict[str, Any]()
+        self.left, self.open = num_trials, dict[str, list[Any]]()
 
     def ask(self, number: int) -> list[dict[str, Any]]:
         number = min(number, self.left)
@@ -146,47 +161,66 @@ class _Optuna:
         for _ in range(number):
             trial = self.study.ask(self.space)
             values = {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in trial.params.items()}
-            self.open[json.dumps(values)] = trial
+            self.open.setdefault(json.dumps(values), []).append(trial)  # rounded values may be asked for twice
             asked.append(values)
         return asked
 
-    def tell(self, values: Mapping[str, Any], score: float) -> None:
-        self.study.tell(self.open.pop(json.dumps(values)), score)
+    def tell(self, values: Mapping[str, Any], score: tuple[int, float, float]) -> None:
+        missing, figure, other = score
+        self.study.tell(self.open[json.dumps(values)].pop(), figure if not missing else 1e9 * missing + math.tanh(other))
 
 
 def _distribution(kinds: Any, name: str, values: Any) -> Any:
     if isinstance(values, list):
         return kinds.CategoricalDistribution(values)
-    for key in values:
-        if key not in _RANGE:
-            raise UnknownNameError(f"entry of the range of {name}", key, _RANGE)
     kind = kinds.IntDistribution if values.get("whole") else kinds.FloatDistribution
     return kind(values["low"], values["high"], log=not values.get("linear", False))
 
 
+def _check_range(name: str, values: Any) -> None:
+    if isinstance(values, list) and values:
+        return
+    if not isinstance(values, Mapping):
+        raise ExperimentError(f"the range of {name} is {values!r}, expected a list of values or {{low = ..., high = ...}}.")
+    for key in values:
+        if key not in _RANGE:
+            raise UnknownNameError(f"entry of the range of {name}", key, _RANGE)
+    ends: list[Any] = [values.get(end) for end in ("low", "high")]
+    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) and (isinstance(end, int) or not values.get("whole")) for end in ends)
+    if not numbers or ends[0] > ends[1] or (ends[0] <= 0 and not values.get("linear")):
+        raise ExperimentError(f"the range of {name} is {dict(values)}, expected low <= high, above 0 unless linear = true, and whole numbers if whole = true.")
+
+
 def _plan(experiment: Experiment) -> Tree:
     plan: Tree = experiment.content.get("tune", {})
-    for name in plan:
+    for name, value in plan.items():
         if name not in _KNOWN:
             raise UnknownNameError(f"entry in tune of {experiment.path}", name, _KNOWN)
+        if not isinstance(value, _KNOWN[name]) or (isinstance(value, int) and value < 1):
+            raise ExperimentError(f"{experiment.path}: tune.{name} is {value!r}, expected {_WORDS[_KNOWN[name]]}.")
     if ("minimise" in plan) == ("maximise" in plan):
         raise ExperimentError(f"{experiment.path}: [tune] needs either minimise = FIGURE or maximise = FIGURE.")
     if plan.get("panel", next(iter(experiment.content["panels"]))) not in experiment.content["panels"]:
         raise UnknownNameError(f"panel of {experiment.name}", plan["panel"], experiment.content["panels"])
-    for name in plan.get("rows", {}):
+    for name, ranges in plan.get("rows", {}).items():
         if name not in experiment.content["rows"]:
             raise UnknownNameError(f"row of {experiment.name}", name, experiment.content["rows"])
+        for setting, values in ranges.items():
+            _check_range(setting, values)
+    has = {name for place in experiment.places() for name in _dotted(experiment.settings(*place))} if plan.get("ranges") else set()
+    for setting, values in plan.get("ranges", {}).items():
+        _check_range(setting, values)
+        if setting not in has:
+            raise UnknownNameError(f"setting of a row of {experiment.name}", setting, has)
     return plan
 
 
-def _score(plan: Tree, figures: Mapping[str, Figure], repetitions: int) -> float:
-    """Trials that have the figure in every repetition come first; the others by how far they got."""
+def _score(plan: Tree, figures: Mapping[str, Figure], repetitions: int) -> tuple[int, float, float]:
+    """Trials that have the figure in every repetition come first; the others, and equals, by how far they got."""
     name, sign = (plan["minimise"], 1.0) if "minimise" in plan else (plan["maximise"], -1.0)
-    got = figures[plan["otherwise"]].mean if plan.get("otherwise") in figures else -1.0  # -1: diverged
-    if name in figures and figures[name].runs == repetitions:
-        return sign * figures[name].mean - 1e-6 * got  # it also decides between equals
+    got = figures[plan["otherwise"]].mean if plan.get("otherwise") in figures else -math.inf
     missing = repetitions - (figures[name].runs if name in figures else 0)
-    return 1e9 * (missing - got / 10)
+    return missing, 0.0 if missing else sign * figures[name].mean, -got
 
 
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -215,7 +249,3 @@ def _inline(tree: Mapping[str, Any]) -> Any:
 
 def _label(row: str, values: Mapping[str, Any]) -> str:
     return f"{row}-{hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=5).hexdigest()}"
-
-
-def _words(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values.items())

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -35,11 +35,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 
-from fedbilevel import discovery
-from fedbilevel.errors import FedBilevelError, ProblemError, SettingError, UnknownNameError
-from fedbilevel.settings import Settings, setting
+from fedbilevel.errors import FedBilevelError, ProblemError, SettingError
+from fedbilevel.settings import Settings, made, setting
+from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
-from fedbilevel.tasks.task import Task
 
 TOLERANCE = 3e-4  # largest entry of the gradient at which the classifier's solver stops
 
@@ -59,14 +58,17 @@ class ConfidentLearning(Settings):
 
 def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
     """One repetition: the task's data of that number, and folds drawn with it. Nothing is written to the folder and no device is used."""
-    settings, task = _settings(row), _task(row).repeated(repetition)
+    if not isinstance(row.get("task"), Mapping):
+        raise SettingError(f"the task is {row.get('task')!r}, expected a table with its name and settings, e.g. {{name = 'data_cleaning', noise = 0.4}}.")
+    settings = made(ConfidentLearning, {name: value for name, value in row.items() if name != "task"})
+    task = given.task(row["task"]).repeated(repetition)
     begun = time.perf_counter()
     built = task.build()
+    if "wrong" not in built.clients[0]["train"] or "test" not in built.clients[0]:
+        raise ProblemError(f"the task {task.name()} does not mark wrong labels: this study needs a task that does, such as data_cleaning.")
     train, val, test = (
         {name: np.concatenate([client[role][name] for client in built.clients]) for name in built.clients[0][role]} for role in ("train", "val", "test")
     )
-    if "wrong" not in train:
-        raise ProblemError(f"the task {task.name()} does not mark wrong labels: this study needs a task that does, such as data_cleaning.")
     l2 = settings.l2 if settings.l2 is not None else float(task.asdict()["l2"])
 
     def fitted(image: np.ndarray, label: np.ndarray) -> LogisticRegression:
@@ -109,27 +111,6 @@ def label_issues(label: np.ndarray, probabilities: np.ndarray, filter_by: str = 
 
     places = np.unique(label, return_inverse=True)[1]
     return np.asarray(find_label_issues(places, probabilities, filter_by=filter_by, n_jobs=1), dtype=bool)
-
-
-def _settings(row: Mapping[str, Any]) -> ConfidentLearning:
-    known = [spec.name for spec in fields(ConfidentLearning)]
-    given = {name: value for name, value in row.items() if name != "task"}
-    for name in given:
-        if name not in known:
-            raise UnknownNameError("setting of this study", name, ["task", *known])
-    return ConfidentLearning(**given)
-
-
-def _task(row: Mapping[str, Any]) -> Task:
-    about = row.get("task")
-    if not isinstance(about, Mapping) or "name" not in about:
-        raise SettingError(f"the task is {about!r}, expected a table with its name and settings, e.g. {{name = 'data_cleaning', noise = 0.4}}.")
-    kind = discovery.task(about["name"])
-    given, known = {name: value for name, value in about.items() if name != "name"}, [spec.name for spec in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise UnknownNameError(f"setting of {about['name']}", name, known)
-    return kind(**given)
 
 
 def _fitted(image: np.ndarray, label: np.ndarray, l2: float, max_iterations: int, say: Callable[[str], None]) -> LogisticRegression:

@@ -32,32 +32,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbilevel import discovery
 from fedbilevel.algorithms.hgp import HGP
 from fedbilevel.averaging import Averaging
 from fedbilevel.engines.peer_simulation import PeerSimulation
-from fedbilevel.errors import ScopeError, SettingError
+from fedbilevel.errors import ScopeError, UnknownNameError
 from fedbilevel.hypergradient import hypergradient, lower_solution
 from fedbilevel.influence import ESTIMATES, Training, train
 from fedbilevel.network import Network
+from fedbilevel.options import batch_size
+from fedbilevel.settings import made
+from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
 
-PARTS = ("task", "training", "hgp", "averaging", "network", "batch_size", "seed")
+KNOWN = {"task": "table", "training": "table", "hgp": "table", "averaging": "table", "network": "table", "batch_size": "size", "seed": "seed"}
 _POINTS = 50  # of a curve up to 1000 terms; about 40 are left where small numbers of terms coincide
 
 
 def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
-    _known("a row of this study", row, PARTS)
-    tables = {name: dict(row.get(name, {})) for name in ("task", "training", "hgp", "averaging", "network")}
-    task, trained_on = tables["task"].pop("name", "regularisation"), tables["training"].pop("batch_size", None)
-    _known("hgp", tables["hgp"], ESTIMATES)
-    algorithm, averaging, training, network = (
-        _made(kind, name, tables[name]) for name, kind in (("hgp", HGP), ("averaging", Averaging), ("training", Training), ("network", Network))
-    )
-    built, seed, samples = _made(discovery.task(task), "task", tables["task"]).build(), row.get("seed", 0), row.get("batch_size")
+    given.check(row, KNOWN)
+    trained_on = row.get("training", {}).get("batch_size")
+    training = made(Training, {name: value for name, value in row.get("training", {}).items() if name != "batch_size"})
+    for name in row.get("hgp", {}):
+        if name not in ESTIMATES:
+            raise UnknownNameError("setting of HGP's estimate", name, ESTIMATES)
+    algorithm, averaging, network = made(HGP, row.get("hgp", {})), made(Averaging, row.get("averaging", {})), made(Network, row.get("network", {}))
+    task = given.task(row.get("task", {}), "regularisation")
+    built, seed, samples = task.build(), row.get("seed", 0), batch_size(row.get("batch_size"))
     if built.problem.scopes != ("global", "private"):
         raise ScopeError(
-            f"the error of every client's own block needs a private x and one y for all, {task} has a {built.problem.scopes.upper} x and a "
+            f"the error of every client's own block needs a private x and one y for all, {task.name()} has a {built.problem.scopes.upper} x and a "
             f"{built.problem.scopes.lower} y: use regularisation or influence."
         )
     options: dict[str, Any] = {"dtype": torch.float64, "device": device}
@@ -69,7 +72,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         network=dataclasses.replace(network, seed=network.seed + repetition),
         averaging=averaging,
         seed=seed + repetition,
-        batch_size={"train": samples},
+        batch_size={"train": samples} if isinstance(samples, int) else samples,
         **options,
     )
     x = peers.host.x0
@@ -102,14 +105,3 @@ def terms(num_terms: int) -> list[int]:
 
 def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1)
-
-
-def _made(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
-    _known(name, given, [spec.name for spec in dataclasses.fields(kind)])
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
-
-
-def _known(what: str, given: Mapping[str, Any], names: Any) -> None:
-    for name in given:
-        if name not in names:
-            raise SettingError(f"{what} has an entry {name!r}, expected only {', '.join(names)}: take it out or mend its name.")

@@ -15,31 +15,36 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel import discovery, influence
-from fedbilevel.errors import UnknownNameError
+from fedbilevel.errors import SettingError
 from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.options import BETWEEN_PEERS, DTYPES, batch_size, torch_device
 from fedbilevel.settings import Settings, made
+from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
 from fedbilevel.tasks.influence import Influence
 
-KNOWN = ("task", "method", "training", "network", "averaging", "num_removed", "batch_size", "dtype", "seed")
+KNOWN = {
+    "task": "table", "method": "table", "training": "table", "network": "table", "averaging": "table", "num_removed": "whole", "batch_size": "size",
+    "dtype": "text", "seed": "seed",
+}  # fmt: skip
 
 
 def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
-    for name in row:
-        if name not in KNOWN:
-            raise UnknownNameError("setting of a study of influence", name, KNOWN)
+    given.check(row, KNOWN)
+    dtype = row.get("dtype", "float64")
+    if dtype not in DTYPES:
+        raise SettingError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}.")
     task = made(Influence, {name: value for name, value in row.get("task", {}).items() if name != "name"}).repeated(repetition)
     owners: dict[str, type[Settings]] = {"training": influence.Training, **BETWEEN_PEERS}
     settings: dict[str, Any] = {name: made(owner, {**_fitting(owner, task.suggests(name)), **row.get(name, {})}) for name, owner in owners.items()}
     named = row.get("method", {"name": "hgp"})
-    method: Any = named["name"]
+    method: Any = named.get("name", "hgp")
     if method not in SOLVERS:
         own = {name: value for name, value in named.items() if name != "name"}
         algorithm = discovery.algorithm(method)
         method = made(algorithm, {**_fitting(algorithm, task.suggests(method)), **own})
     found = influence.study(
-        task, method=method, num_removed=row.get("num_removed", 50), progress=say, dtype=DTYPES[row.get("dtype", "float64")], device=torch_device(device),
+        task, method=method, num_removed=row.get("num_removed", 50), progress=say, dtype=DTYPES[dtype], device=torch_device(device),
         seed=row.get("seed", 0) + repetition, batch_size=batch_size(row.get("batch_size")), **settings,
     )  # fmt: skip
     scores = {} if found.scores is None else {name: float(value) for name, value in found.scores._asdict().items() if value is not None}

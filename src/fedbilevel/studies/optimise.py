@@ -10,72 +10,70 @@ measure_every, measure_growth, checkpoint_every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbilevel import discovery
 from fedbilevel.compare import Target, costs, figures_of
-from fedbilevel.errors import CheckpointError, ExperimentError, NonFiniteError, UnknownNameError
+from fedbilevel.errors import ExperimentError, NonFiniteError
 from fedbilevel.options import keywords
 from fedbilevel.record import Record
 from fedbilevel.run import Progress
 from fedbilevel.run import run as run_algorithm
-from fedbilevel.settings import Settings, made
+from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
 
-KNOWN = ("task", "algorithm", "iterations", "max_rounds", "target", "stop_at_target", "run", "measure_every", "measure_growth", "checkpoint_every")
+KNOWN = {
+    "task": "table", "algorithm": "table", "iterations": "whole", "max_rounds": "whole", "target": "text", "stop_at_target": "flag", "run": "table",
+    "measure_every": "whole", "measure_growth": "number", "checkpoint_every": "whole",
+}  # fmt: skip
 
 
 def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
-    for name in row:
-        if name not in KNOWN:
-            raise UnknownNameError("setting of an optimisation", name, KNOWN)
-    task, algorithm = _made("task", row), _made("algorithm", row)
+    given.check(row, KNOWN, needs=("task", "algorithm"))
+    task, algorithm = given.task(row["task"]), given.algorithm(row["algorithm"])
     target = Target.parse(row["target"]) if "target" in row else None
     iterations = row.get("iterations", row.get("max_rounds"))  # an outer iteration takes at least one round
     if iterations is None:
         raise ExperimentError("an optimisation needs iterations or max_rounds, so that it ends.")
-    built = task.repeated(repetition).build()
-    options = {**row.get("run", {}), "device": device}
-    options["seed"] = options.get("seed", 0) + repetition
-    rows: list[Mapping[str, Any]] = []
+    if "device" in row.get("run", {}):
+        raise ExperimentError("the device is no setting of an experiment: give it to the command, --device cuda.")
+    options = keywords({**row.get("run", {}), "device": device})
+    options["seed"] += repetition
+    book = Record(folder)
+
+    def over(rounds: int, rows: Sequence[Mapping[str, Any]]) -> bool:
+        there = row.get("stop_at_target", False) and target is not None and bool(rows) and target.reached(rows) is not None
+        return there or ("max_rounds" in row and rounds >= row["max_rounds"])
 
     def watch(now: Progress) -> bool:
-        if now.row is not None:
-            rows.append(now.row)
+        rows = book.rows() if now.row is not None else []  # with the first, which no callback sees: it says from which side the target is reached
+        if target is not None and rows:
+            target.check(rows[0])
         say(f"outer iteration {now.iteration}, {now.rounds} rounds")
-        there = row.get("stop_at_target") and target is not None and now.row is not None and target.reached([*rows[:1], now.row])
-        return bool(there) or ("max_rounds" in row and now.rounds >= row["max_rounds"])
+        return over(now.rounds, rows)
 
-    book = Record(folder)
-    plan = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
+    rows: Sequence[Mapping[str, Any]] = book.rows() if book.checkpoint.exists() else []
     diverged = {}
-    try:
-        result = run_algorithm(
-            algorithm, built.problem, built.clients, num_iterations=iterations, record=folder, resume=book.checkpoint.exists(), callbacks=[watch],
-            **{"checkpoint_every": max(10, iterations // 10), **plan}, **keywords(options),
-        )  # fmt: skip
-        if result.stopped == "interrupted":
-            raise KeyboardInterrupt  # a run cut short is not a result; its checkpoint is there
-        rows = list(result.rows)
-    except NonFiniteError:
-        diverged = {"diverged": 1.0}
-        rows = list(book.go_on_from(iterations))
-    if not rows:
-        raise CheckpointError(f"the run in {folder} was not finite before anything was measured: lower the step sizes.")
+    if not (rows and over(rows[-1]["rounds"], rows)):  # it may have been cut short after its last measurement
+        built = task.repeated(repetition).build()
+        plan = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
+        try:
+            result = run_algorithm(
+                algorithm, built.problem, built.clients, num_iterations=iterations, record=folder, resume=book.checkpoint.exists(), callbacks=[watch],
+                **{"checkpoint_every": max(10, iterations // 10), **plan}, **options,
+            )  # fmt: skip
+            if result.stopped == "interrupted":
+                raise KeyboardInterrupt  # a run cut short is not a result; its checkpoint is there
+            rows = result.rows
+        except NonFiniteError:
+            diverged = {"diverged": 1.0}
+            rows = book.rows()
     if target is not None:
         target.check(rows[0])
     reached = None if target is None or diverged else target.reached(rows)
     to_target = {f"{name}_to_target": value for name, value in costs(reached).items()} if reached is not None else {}
     names = figures_of(rows[0])
     curve = [{"iterations": one["iteration"], **{name: float(one[name]) for name in names}, **costs(one)} for one in rows]
-    return Outcome({**to_target, **({} if diverged else curve[-1]), **diverged}, curve)
-
-
-def _made(kind: str, row: Mapping[str, Any]) -> Any:
-    given = row.get(kind)
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
-        raise ExperimentError(f"an optimisation needs {kind} = {{name = ...}}, got {given!r}.")
-    owner: type[Settings] = discovery.task(given["name"]) if kind == "task" else discovery.algorithm(given["name"])
-    return made(owner, {name: value for name, value in given.items() if name != "name"})
+    ends = {name: value for name, value in curve[-1].items() if not diverged or name not in names}  # what was paid, but no figure of a run that exploded
+    return Outcome({**to_target, **ends, **diverged}, curve)

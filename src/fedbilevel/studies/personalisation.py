@@ -11,20 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.errors import UnknownNameError
 from fedbilevel.options import batch_size, torch_device
 from fedbilevel.personalisation import Plan, personalise
 from fedbilevel.settings import made
+from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
 from fedbilevel.tasks.personalisation import Personalisation
 
-KNOWN = ("task", "plan", "method", "network", "batch_size", "seed")
+KNOWN = {"task": "table", "plan": "table", "method": "text", "network": "text", "batch_size": "size", "seed": "seed"}
 
 
 def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
-    for name in row:
-        if name not in KNOWN:
-            raise UnknownNameError("setting of a study of personalisation", name, KNOWN)
+    given.check(row, KNOWN, needs=("method", "network"))
     task = made(Personalisation, {name: value for name, value in row.get("task", {}).items() if name != "name"}).repeated(repetition)
     size = batch_size(row.get("batch_size"))
     (one,) = personalise(
