@@ -177,7 +177,7 @@ def test_a_curve_has_about_forty_points_from_one_to_the_last():
 
 
 def test_what_a_row_does_not_know_and_problems_without_own_blocks_are_refused():
-    with pytest.raises(UnknownNameError, match="no setting of this study named 'avaraging'. Did you mean 'averaging'"):
+    with pytest.raises(UnknownNameError, match=r"no setting of this study named 'avaraging'\. Did you mean 'averaging'"):
         go(avaraging={})
     with pytest.raises(UnknownNameError, match="no setting of HGP's estimate named 'lr_upper'"):
         go(hgp={"lr_upper": 1.0})

@@ -144,25 +144,33 @@ def _algorithm_named(args: Sequence[str]) -> type[Algorithm] | None:
 
 RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--iterations", type=int, default=None, help="outer iterations (default: what the task suggests)"),
-    click.option("--seed", type=int, default=0, show_default=True, help="seed of everything the run draws"),
-    click.option("--fraction", type=float, default=1.0, show_default=True, help="share of the clients in a cohort"),
-    click.option("--replacement/--no-replacement", default=False, help="draw cohorts with replacement"),
-    click.option("--redraw", type=click.Choice(["per_factor", "per_iteration"]), default="per_factor", show_default=True, help="when a new cohort is drawn"),
+    click.option("--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="seed of everything the run draws"),
+    click.option("--fraction", type=float, default=DEFAULTS["fraction"], show_default=True, help="share of the clients in a cohort"),
+    click.option("--replacement/--no-replacement", default=DEFAULTS["replacement"], help="draw cohorts with replacement"),
     click.option(
-        "--schedule-power", type=float, default=0.0, show_default=True, help="steps fall like (offset + t)^-power over outer iterations t; 0: constant"
+        "--redraw", type=click.Choice(["per_factor", "per_iteration"]), default=DEFAULTS["redraw"], show_default=True, help="when a new cohort is drawn"
     ),
-    click.option("--schedule-offset", type=float, default=100.0, show_default=True, help="offset of the schedule"),
+    click.option(
+        "--schedule-power",
+        type=float,
+        default=DEFAULTS["schedule_power"],
+        show_default=True,
+        help="steps fall like (offset + t)^-power over outer iterations t; 0: constant",
+    ),
+    click.option("--schedule-offset", type=float, default=DEFAULTS["schedule_offset"], show_default=True, help="offset of the schedule"),
     click.option("--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"),
     click.option(
         "--sampling",
         type=click.Choice(["replacement", "epochs"]),
-        default="replacement",
+        default=DEFAULTS["sampling"],
         show_default=True,
         help="minibatches: each sample drawn from all, or one pass after the other through a shuffled order",
     ),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
-    click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1"),
-    click.option("--strategy", type=click.Choice(["auto", "vmap", "loop"]), default="auto", show_default=True, help="how clients are evaluated at once"),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"], show_default=True),
+    click.option("--device", default=DEFAULTS["device"], show_default=True, help="cpu, cuda or cuda:1"),
+    click.option(
+        "--strategy", type=click.Choice(["auto", "vmap", "loop"]), default=DEFAULTS["strategy"], show_default=True, help="how clients are evaluated at once"
+    ),
     click.option("--chunk-size", type=int, default=None, help="clients evaluated at once under vmap (default: as many as fit a memory budget)"),
     click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),
     click.option("--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"),
@@ -465,6 +473,8 @@ def reproduce_command(
             click.echo(report.recorded(experiment.read(one)))
         return
     if name is None:
+        if not experiment.known():
+            raise SettingError("no experiments were found: run this in a checkout, or give the path of an experiment.toml.")
         for known, path in experiment.known().items():
             console.print(f"{known:<28} {experiment.read(path).title}", highlight=False, soft_wrap=True)
         return
