@@ -44,8 +44,8 @@ def made(kind: type[S], values: Mapping[str, Any]) -> S:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _number(value: Any) -> bool:
@@ -56,20 +56,20 @@ PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # what a value from a f
     "text": ("text", lambda value: isinstance(value, str)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "table": ("a table", lambda value: isinstance(value, Mapping)),
-    "whole": ("a whole number, at least 1", lambda value: _whole(value, 1)),
-    "seed": ("a whole number, at least 0", lambda value: _whole(value, 0)),
+    "whole": ("a whole number, at least 1", lambda value: _whole(value)),
+    "seed": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "number": ("a number", _number),
     "names": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value)),
     "size": (
         "a whole number of samples, 'all', or a table of such by role",
         lambda value: _size(value) or (isinstance(value, Mapping) and all(map(_size, value.values()))),
     ),
-    "maybe": ("a whole number, at least 1, or nothing", lambda value: value is None or _whole(value, 1)),
+    "maybe": ("a whole number, at least 1, or nothing", lambda value: value is None or _whole(value)),
 }
 
 
 def _size(value: Any) -> bool:
-    return value is None or value == "all" or _whole(value, 1)
+    return value is None or value == "all" or _whole(value)
 
 
 def check_plain(where: str, value: Any, kind: str, error: type[Exception] = SettingError) -> None:
