@@ -13,7 +13,7 @@
     [quick]                   what is smaller with --quick: repetitions, rows, panels, settings (of an algorithm: those that a row has)
     [tune]                    ranges that `fedbilevel tune` searches
     [tuned.P.R]               written by it: settings that won, and by which figure, trials, commit, time
-    [result.P.R]              written by `fedbilevel reproduce --record`: figures, commit, machine, time
+    [result.P.R]              written by `fedbilevel reproduce --record`: figures, commit, machine, time, and a digest of the settings
 
 A row may name a study of its own; then only `task` comes from what is common.
 Settings are merged in this order, later ones win: settings, panel, row, row in that panel, tuned, quick.
@@ -21,6 +21,8 @@ Settings are merged in this order, later ones win: settings, panel, row, row in 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +65,11 @@ class Job:
     @property
     def key(self) -> str:
         return f"{self.panel}--{self.row}--{self.repetition}"
+
+    @property
+    def digest(self) -> str:
+        """Of the settings: a result that was recorded with another one is no longer that of the row."""
+        return hashlib.blake2b(json.dumps([self.study, self.settings], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -179,15 +179,16 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
         by_place.setdefault((job.panel, job.row), []).append(content)
     kept = experiment.path.parent / "curves.json"
     curves = _curves(kept)
-    means = summary(found)
+    means, digests = summary(found), {(job.panel, job.row): job.digest for job, _ in found}
     for (panel, row), contents in by_place.items():
-        before = experiment.content.get("result", {}).get(panel, {}).get(row, {}).get("repetitions", 0)
+        there = experiment.content.get("result", {}).get(panel, {}).get(row, {})
+        before = there.get("repetitions", 0) if there.get("settings") == digests[panel, row] else 0
         if len(contents) < before:
             raise ExperimentError(
                 f"{experiment.path} holds {before} repetitions of {row} in {panel}, these are {len(contents)}: run more, or remove what is there."
             )
         entry, figures = tomlkit.table(), tomlkit.table()
-        entry["repetitions"] = len(contents)
+        entry["settings"], entry["repetitions"] = digests[panel, row], len(contents)
         for name in ("commit", "machine"):
             entry[name] = ", ".join(sorted({part for content in contents for part in content[name].split("; ")}))
         entry["time"] = max(content["time"] for content in contents)
@@ -293,9 +294,10 @@ def _rounded(value: float) -> float:
 
 @functools.cache
 def commit() -> str:
-    """The commit of the source when first asked, with + if it was changed since; $FEDBILEVEL_COMMIT where the source is a copy without its history."""
+    """The commit of the source when first asked, with + if it was changed since; $FEDBILEVEL_COMMIT if it is set: a copy of the source may lack its history, or
+    have another one."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    if os.environ.get("FEDBILEVEL_COMMIT") or not (root / ".git").exists():
         return os.environ.get("FEDBILEVEL_COMMIT", "unknown")
     ask = lambda *words: subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False).stdout.strip()
     changed = ask("status", "--porcelain", "--untracked-files=no", "--", "src")
