@@ -493,6 +493,8 @@ def reproduce_command(
             sys.exit(130)
     for table in report.reproduction(chosen_one, reproduce.summary(found)):
         console.print(table)
+    if quick:
+        console.print("A small version, on other data: it shows that all of it runs. Its figures are not to be compared with the paper's.", soft_wrap=True)
     drawn = reproduce.draw(chosen_one, found, folder)
     console.print(f"Saved in {folder}" + (f", pictures {', '.join(path.name for path in drawn)}" if drawn else ""), soft_wrap=True)
     if keep:
