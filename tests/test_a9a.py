@@ -13,15 +13,6 @@ TRAIN = "-1 1:1 5:1 123:1\n+1 2:1 3:1\n+1 122:1\n"
 TEST = "+1 4:1\n-1 1:1 122:1\n"
 
 
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """A folder, and no other place to look in."""
-    monkeypatch.setenv("FEDBILEVEL_DATA", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
-    monkeypatch.setattr(places, "CHECKOUT", tmp_path / "none")
-    return tmp_path
-
-
 def dense(ones: list[list[int]]) -> np.ndarray:
     """Features counted from one, as LIBSVM does."""
     x = np.zeros((len(ones), 123), np.uint8)

@@ -338,6 +338,17 @@ def test_a_result_is_written_into_the_file_and_nothing_else_changes(small, tmp_p
     assert new["two"]["fedbio"]["figures"]["upper_loss"] != tomllib.loads(text)["result"]["two"]["fedbio"]["figures"]["upper_loss"]
 
 
+def test_rows_of_one_title_have_a_line_each_and_rows_without_the_axes_have_none(small, tmp_path, monkeypatch):
+    small.write_text(small.read_text().replace('title = "FedBiO"', 'title = "same"').replace("[rows.aggitd]", '[rows.aggitd]\ntitle = "same"'))
+    drawn = {}
+    monkeypatch.setattr(pictures, "lines", lambda curves, path, **_: drawn.update(curves))
+    line = [{"rounds": 1.0, "upper_loss": 2.0}]
+    one = experiment.read(small)
+    assert reproduce._draw_panel(one, "one", {"fedbio": [line], "aggitd": [line, [{"rounds": 1.0}]]}, tmp_path / "p.png")
+    assert drawn == {"fedbio": [line], "aggitd": [line, []]}
+    assert not reproduce._draw_panel(one, "one", {"fedbio": [[{"terms": 1.0}]]}, tmp_path / "p.png")
+
+
 def test_lines_are_thinned_but_keep_their_ends():
     curve = [{"rounds": float(number)} for number in range(1000)]
     thin = reproduce._thinned(curve)

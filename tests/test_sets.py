@@ -6,22 +6,13 @@ import io
 import numpy as np
 import pytest
 
-from fedbilevel.data import catalogue, cifar10, libsvm, places
+from fedbilevel.data import catalogue, cifar10, libsvm
 from fedbilevel.data.adult import ATTRIBUTES, NUMERIC, adult
 from fedbilevel.data.hapt import hapt
 from fedbilevel.data.omniglot import omniglot
 from fedbilevel.data.partition import by_id
 from fedbilevel.data.shakespeare import roles, samples, shakespeare, vocabulary
 from fedbilevel.errors import DataError
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """A folder, and no other place to look in."""
-    monkeypatch.setenv("FEDBILEVEL_DATA", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
-    monkeypatch.setattr(places, "CHECKOUT", tmp_path / "none")
-    return tmp_path
 
 
 def published(name):

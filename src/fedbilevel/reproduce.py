@@ -16,7 +16,6 @@ import os
 import pkgutil
 import platform
 import shutil
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ import torch
 
 import fedbilevel.studies
 from fedbilevel import pictures
+from fedbilevel.compare import Spread
 from fedbilevel.errors import ExperimentError, FedBilevelError, UnknownNameError
 from fedbilevel.experiment import Experiment, Job, write
 from fedbilevel.record import make_folder, write_whole
@@ -56,9 +56,10 @@ def studies() -> list[str]:
 
 def reproduce(jobs: Sequence[Job], folder: Path, *, device: str = "cpu", processes: int = 1, say: Say = lambda _: None) -> list[Any]:
     """All jobs, those that are done from their files. Returns what `results` returns."""
+    known = studies()
     for job in jobs:
-        if job.study not in studies():
-            raise UnknownNameError("study", job.study, studies())
+        if job.study not in known:
+            raise UnknownNameError("study", job.study, known)
     jobs = list({job.key: job for job in jobs}.values())
     make_folder(folder)
     missing = [job for job in jobs if _done(folder, job) is None]
@@ -165,10 +166,7 @@ def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, s
         for name, value in content["figures"].items():
             if value is not None and math.isfinite(value):
                 mine.setdefault(name, []).append(value)
-    return {
-        place: {name: Figure(statistics.fmean(some), statistics.stdev(some) if len(some) > 1 else 0.0, len(some)) for name, some in figures.items()}
-        for place, figures in values.items()
-    }
+    return {place: {name: Figure(*Spread.of(some), len(some)) for name, some in figures.items()} for place, figures in values.items()}
 
 
 def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
@@ -189,8 +187,8 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
             )
         entry, figures = tomlkit.table(), tomlkit.table()
         entry["settings"], entry["repetitions"] = digests[panel, row], len(contents)
-        for name in ("commit", "machine"):
-            entry[name] = ", ".join(sorted({part for content in contents for part in content[name].split("; ")}))
+        entry["commit"] = ", ".join(sorted({one for content in contents for one in content["commit"].split(", ")}))
+        entry["machine"] = ", ".join(sorted({content["machine"] for content in contents}))
         entry["time"] = max(content["time"] for content in contents)
         entry["seconds"] = _rounded(sum(content["seconds"] for content in contents))
         for name, figure in means[panel, row].items():
@@ -251,12 +249,14 @@ def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]],
 def _draw_panel(experiment: Experiment, panel: str, curves: Mapping[str, Sequence[Any]], path: Path) -> bool:
     """The lines or points of all rows, in the order of the file; false if there is nothing to draw or nothing to draw with."""
     plot = experiment.content.get("plot")
-    shown = {experiment.row_title(row): curves[row] for row in experiment.content["rows"] if row in curves}
-    if (
-        plot is None
-        or not pictures.available()
-        or not any(plot["x"] in point and plot["y"] in point for some in shown.values() for line in some for point in line)
-    ):
+    if plot is None or not pictures.available():
+        return False
+    titles = [experiment.row_title(row) for row in experiment.content["rows"]]
+    named = {row: title if titles.count(title) == 1 else row for row, title in zip(experiment.content["rows"], titles, strict=True)}
+    axes = {plot["x"], plot["y"]}
+    shown = {name: [[point for point in line if axes <= set(point)] for line in curves[row]] for row, name in named.items() if row in curves}
+    shown = {name: lines for name, lines in shown.items() if any(lines)}  # a reference without rounds has no line
+    if not shown:
         return False
     about = {"x": plot["x"], "y": plot["y"], "title": f"{experiment.title}\n{experiment.panel_title(panel)}"}
     if plot.get("kind") == "points":

@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, gelu, relu
+from torch.nn.functional import conv2d
 
 from fedbilevel.data.clients import Holdings
 from fedbilevel.data.digits import digits
@@ -49,10 +49,10 @@ from fedbilevel.data.omniglot import omniglot
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Task
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
 _TURNS = 4
 _LENGTH = 4.0  # features are at most so long, in the root of the mean square over the images of a sample
 
@@ -179,7 +179,7 @@ class FewShot(Task):
 
     def _features(self, side: int, num_layers: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, ..., ways, filters) for images (samples, ..., ways, pixels)."""
-        activation = _ACTIVATIONS[self.activation]
+        activation = ACTIVATIONS[self.activation]
 
         def features(x: Any, batch: Any) -> Tensor:
             image = batch["image"]

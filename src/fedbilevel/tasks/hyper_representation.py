@@ -47,7 +47,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Task
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
 _HIDDEN = 200  # units of the hidden layer of the MLP
 _MIDDLE = 84  # units of the layer before the last, where the head has two
 
@@ -144,7 +144,7 @@ class HyperRepresentation(Task):
 
     def _features(self, num_channels: int, side: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, hidden units)."""
-        activation = _ACTIVATIONS[self.activation]
+        activation = ACTIVATIONS[self.activation]
 
         def features(x: Any, batch: Any) -> Tensor:
             z = batch["image"]
@@ -160,7 +160,7 @@ class HyperRepresentation(Task):
     def _logits(self, y: Any, batch: Any) -> Tensor:
         z = batch["features"]
         if self.head_layers == 2:
-            z = _ACTIVATIONS[self.activation](linear(z, y["middle.weight"], y["middle.bias"]))
+            z = ACTIVATIONS[self.activation](linear(z, y["middle.weight"], y["middle.bias"]))
         return linear(z, y["head.weight"], y["head.bias"])
 
     def _entropy(self, x: Any, y: Any, batch: Any) -> Tensor:
