@@ -16,8 +16,8 @@ from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 
 STRATEGIES = {"vmap": {"strategy": "vmap"}, "loop": {"strategy": "loop"}, "chunks": {"strategy": "vmap", "chunk_size": 2}, "auto": {"strategy": "auto"},
-              "auto in chunks": {"strategy": "auto", "chunk_size": 2}}  # fmt: skip
-KINDS = {name: STRATEGIES[name] for name in ("vmap", "loop", "chunks")}  # auto is one of these
+              "auto in chunks": {"strategy": "auto", "chunk_size": 2}, "traced": {"often": {"cpu": 1}}, "measured": {"long": 0.0}}  # fmt: skip
+KINDS = {name: STRATEGIES[name] for name in ("vmap", "loop", "chunks", "traced")}  # auto is one of these
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -83,8 +83,11 @@ def representation_in_dicts(*, cached):
     return Built(Problem(upper=loss, lower=loss, x0=x0, y0=y0, features=encoded if cached else None), images())
 
 
-def meet(built, **options):
-    return Population(built.problem, built.clients, **{"dtype": torch.float64, **options})
+def meet(built, *, often=None, long=None, **options):
+    """often, long: trace from that call on; measure other ways for calls as long as this."""
+    population = Population(built.problem, built.clients, **{"dtype": torch.float64, **options})
+    population.oracle.often, population.oracle.long = often or population.oracle.often, population.oracle.long if long is None else long
+    return population
 
 
 def point(population, seed=0, *, shared_x=False, shared_y=False, shared_v=False):
@@ -458,7 +461,101 @@ def test_auto_works_in_chunks_when_memory_asks_for_it(monkeypatch):
     batch = population.data.batch(torch.arange(5), "train")
     v = torch.ones(6, dtype=torch.float64)
     whole = population.oracle.second_order(population.x0, population.y0, v, batch)
-    assert population.oracle._chunk(5, [v], [batch.fields]) is None
+    assert population.oracle._chunk(5, [v], [batch]) is None
     monkeypatch.setattr("fedbilevel.oracle.BUDGET", 2 * 8 * (2 * 48 + 32 + sum(value.numel() // 5 * value.element_size() for value in batch.fields.values())))
-    assert population.oracle._chunk(5, [population.x0, population.y0, v], [batch.fields]) == 2
+    assert population.oracle._chunk(5, [population.x0, population.y0, v], [batch]) == 2
     torch.testing.assert_close(population.oracle.second_order(population.x0, population.y0, v, batch), whole, rtol=1e-13, atol=1e-13)
+
+
+# ---- ways of evaluating ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("often", [{"cpu": 10**9}, {"cpu": 1}], ids=["pooled", "pooled and traced"])
+@pytest.mark.parametrize("weights", [(1, 1, 1), (5, 9, 1)], ids=["alike", "weighted"])
+@pytest.mark.parametrize("make", [name for name in PROBLEMS if name != "cleaning"])
+def test_pooled_derivatives_are_the_weighted_means_of_those_of_a_loop(make, weights, often):
+    built = PROBLEMS[make]()
+    loop, auto = meet(built, strategy="loop"), meet(built, often=often)
+    at = point(auto, shared_x=True, shared_y=True, shared_v=True)
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    for take in (whole, lambda population, role: mini(population, role, 5)):
+        rows = derivatives(loop, *at, take(loop, "train"), take(loop, "val"))
+        x, y, v, o = *at, auto.oracle
+        train, val = take(auto, "train"), take(auto, "val")
+        for _ in range(2):
+            fx, fy = o.upper_grads(x, y, val, shares=shares)
+            jv, hv = o.second_order(x, y, v, train, shares=shares)
+            got = {
+                "gy": o.lower_grad(x, y, train, shares=shares), "gx": o.lower_grad_x(x, y, train, shares=shares),
+                "fx": o.upper_grad_x(x, y, val, shares=shares), "fy": o.upper_grad_y(x, y, val, shares=shares),
+                "jv": o.jacobian_product(x, y, v, train, shares=shares), "hv": o.hessian_product(x, y, v, train, shares=shares),
+                "fx of both": fx, "fy of both": fy, "jv of both": jv, "hv of both": hv,
+            }  # fmt: skip
+            for name, value in got.items():
+                assert value.stride(0) == 0 and len(value) == 3, name  # one vector in every row
+                torch.testing.assert_close(value[0], shares @ rows[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+    assert all((plan.trace is not None) == (often == {"cpu": 1}) for plan in auto.oracle._plans.values())
+
+
+def test_rows_are_not_pooled_where_points_or_wishes_differ():
+    population = meet(quadratic())
+    shares, train = torch.full((3,), 1 / 3, dtype=torch.float64), whole(population, "train")
+    x, y, _ = point(population, shared_x=True, shared_y=True)
+    rows = population.oracle.lower_grad(x, y, train)
+    assert bool((rows[0] - rows[1]).abs().max() > 0.1)
+    own = population.oracle.lower_grad(x, y.expand(3, -1).clone(), train, shares=shares)  # points of their own, though equal
+    assert_same({"gy": own}, {"gy": rows})
+    for strategy in ("vmap", "loop"):
+        other = meet(quadratic(), strategy=strategy)
+        assert_same({"gy": other.oracle.lower_grad(x, y, whole(other, "train"), shares=shares)}, {"gy": rows})
+
+
+def test_a_trace_follows_the_numbers_and_serves_its_shapes_only():
+    population, plain = meet(cleaning(), often={"cpu": 1}), meet(cleaning(), often={"cpu": 10**9})
+    for seed in range(3):
+        at = point(population, seed)
+        for take in (whole, lambda who, role, seed=seed: mini(who, role, seed), lambda who, role, seed=seed: mini(who, role, seed, width=4)):
+            assert_same(derivatives(population, *at, take(population, "train"), take(population, "val")),
+                        derivatives(plain, *at, take(plain, "train"), take(plain, "val")))  # fmt: skip
+    assert all(plan.trace is not None for plan in population.oracle._plans.values())
+    assert all(plan.trace is None for plan in plain.oracle._plans.values())
+
+
+def test_tracing_changes_no_bit_and_gathers_only_what_is_read():
+    built = representation_in_dicts(cached=True)
+    population, plain = meet(built, often={"cpu": 1}, dtype=torch.float32), meet(built, often={"cpu": 10**9}, dtype=torch.float32)
+    x, y, v = point(population, shared_x=True)
+    for who in (population, plain):  # so that features are bought
+        who.oracle.lower_grad(x, y, whole(who, "train"))
+    for seed in range(3):
+        one, two = mini(population, "train", seed), mini(plain, "train", seed)
+        assert torch.equal(population.oracle.lower_grad(x, y, one), plain.oracle.lower_grad(x, y, two))
+        assert torch.equal(population.oracle.hessian_product(x, y, v, one), plain.oracle.hessian_product(x, y, v, two))
+        taken = population.oracle._features.last[1].fields
+        assert {"features", "label"} <= set(taken._ready) and ("image" in taken._ready) == (seed < 2)  # all of them until it is traced
+
+
+def test_the_faster_way_is_measured_once_and_remembered():
+    built = representation(cached=False)
+    population = meet(built, long=0.0)
+    at, train = point(population), whole(population, "train")
+    first = population.oracle.lower_grad(*at[:2], train)
+    assert len(population.oracle.choices) == 1
+    ((label, way),) = population.oracle.choices.items()
+    assert "gy" in label and way in ("vmap", "loop")
+    assert_same({"gy": population.oracle.lower_grad(*at[:2], train)}, {"gy": first})
+    for given in ("vmap", "loop"):
+        again = meet(built, long=0.0)
+        again.oracle.choices[label] = given
+        assert_same({"gy": again.oracle.lower_grad(*at[:2], whole(again, "train"))}, {"gy": first})
+        assert again.oracle.choices == {label: given} and next(iter(again.oracle._plans.values())).way == given
+    fixed = meet(built, strategy="vmap", long=0.0)
+    fixed.oracle.lower_grad(*at[:2], whole(fixed, "train"))
+    assert fixed.oracle.choices == {}
+
+
+def test_short_calls_are_not_measured():
+    population = meet(quadratic(), long=1e9)
+    x, y, _ = point(population)
+    population.oracle.lower_grad(x, y, whole(population, "train"))
+    assert population.oracle.choices == {}

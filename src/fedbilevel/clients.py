@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.data.clients import Batch, Holdings
-from fedbilevel.draws import Stream
+from fedbilevel.draws import Address, Stream
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation import Algorithm, Sparse
 from fedbilevel.ledger import Ledger
@@ -20,7 +21,7 @@ Rows = Tensor | tuple[Tensor, ...]
 BatchSize = int | None | Mapping[str, int | None]
 Sampling = Literal["replacement", "epochs"]
 OUTSIDE = "outside"  # the name in a mapping of batch sizes for batches that belong to no local step
-_CHUNK = 16  # steps drawn at once: a draw costs the same for one step as for this many
+_CHUNK, _CHUNK_THERE = 16, 128  # steps drawn at once, here and on a GPU: a draw costs the same for one step as for this many
 
 
 class Store:
@@ -128,31 +129,74 @@ class _Schedule:
         self.clients, self.taus = clients, taus
         self.num = int(taus.max()) if len(taus) else longest  # a process that hosts nobody of the cohort goes through the same motions
         self.equal = bool((taus == self.num).all())
-        self.count: Tensor = taus.to(clients.dtype).to(clients.device)[:, None]
+        if self.equal:
+            self.count: Tensor = torch.full((len(taus), 1), self.num, dtype=clients.dtype, device=clients.device)
+        else:
+            self.count = taus.to(clients.dtype).to(clients.device)[:, None]
         self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
 
     def batch(self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None) -> Batch:
         clients = self.clients
         if size is None:
             return clients.host.data.batch(clients.positions, role, None, active)
-        start = index - index % _CHUNK
+        chunk = _CHUNK if clients.device.type == "cpu" else _CHUNK_THERE
+        start = index - index % chunk
         key = (role, purpose, times)
         if key not in self._drawn or self._drawn[key][0] != start:
-            steps = range(start, min(start + _CHUNK, max(self.num, index + 1)))
+            steps = range(start, min(start + chunk, max(self.num, index + 1)))
             self._drawn[key] = (start, clients.sample_indices(role, purpose, steps, size * times))
         return clients.host.data.batch(clients.positions, role, self._drawn[key][1][:, index - start], active)
+
+
+class Bill:
+    """What every client of a phase owes alike: counted here, and paid once."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.whole: Counter[str] = Counter()  # evaluations of all samples of a role, where clients have unequal numbers
+
+    def add(self, batch: Batch, columns: Sequence[str]) -> None:
+        self.calls.update(columns)
+        if batch.size is None:
+            self.whole[batch.role] += 1
+        else:
+            self.calls["samples"] += batch.size
+
+    def pay(self, host: Host, positions: Tensor) -> None:
+        ids = host.ids[positions]
+        for column, number in self.calls.items():
+            host.ledger.charge(column, ids, number)
+        for role, number in self.whole.items():
+            host.ledger.charge("samples", ids, number * host.data.sizes[role][positions])
 
 
 class Clients:
     """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client has its own."""
 
-    def __init__(self, host: Host, positions: Tensor, iteration: int, call: int) -> None:
-        self.host, self.positions, self.iteration, self.call = host, positions, iteration, call
+    def __init__(self, host: Host, positions: Tensor, iteration: int, call: int, shares: Tensor | None = None, bill: Bill | None = None) -> None:
+        self.host, self.positions = host, positions
+        self.shares = shares  # (k,) summing to one where only means weighted by them are wanted: derivatives at a shared point may then all be the mean
+        self.bill = bill  # what is to be paid at the end of the phase; None: at once
         self.ids = host.ids[positions]
         self.num_clients = host.num_clients
-        self.memory = StoreView(host.memory, positions)
-        self.scratch = StoreView(host.scratch, positions)
         self.dtype, self.device = host.dtype, host.device
+        self._when: tuple[Address, Address] = (iteration, call)
+        self._ids_there: Tensor | None = None  # on the device
+
+    @property
+    def iteration(self) -> int:
+        """The outer iteration."""
+        return int(self._when[0])
+
+    @property
+    def memory(self) -> StoreView:
+        """What these clients keep from one outer iteration to the next."""
+        return StoreView(self.host.memory, self.positions)
+
+    @property
+    def scratch(self) -> StoreView:
+        """What these clients keep until the outer iteration ends."""
+        return StoreView(self.host.scratch, self.positions)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -177,7 +221,8 @@ class Clients:
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         """(k,) integers in [0, high), each from its client's own stream."""
         many = torch.full((len(self),), high)
-        return self.host.stream.integers(purpose, self.ids, many, iteration=self.iteration, call=self.call, steps=range(step, step + 1), width=1)[:, 0, 0]
+        iteration, call = self._when
+        return self.host.stream.integers(purpose, self.ids, many, iteration=iteration, call=call, steps=range(step, step + 1), width=1)[:, 0, 0]
 
     def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
@@ -187,44 +232,45 @@ class Clients:
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
         """(k, len(steps), width) sample numbers: each drawn from all of the client's, or one after the other in an order that is drawn anew for every pass."""
-        sizes = self.host.data.sizes[role][self.positions]
-        ids, sizes = self.ids.to(self.device), sizes.to(self.device)
+        if self._ids_there is None:
+            self._ids_there = self.ids.to(self.device)
+        sizes, (iteration, call) = self.host.data.num_samples(self.positions, role), self._when
         draw = self.host.stream.epochs if self.host.sampling == "epochs" else self.host.stream.integers
-        return draw(f"{role}/{purpose}", ids, sizes, iteration=self.iteration, call=self.call, steps=steps, width=width)
+        return draw(f"{role}/{purpose}", self._ids_there, sizes, iteration=iteration, call=call, steps=steps, width=width)
 
     # ---- derivatives, each charged for the rows that use it --------------------------------------------------------
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "gy")
-        return self.host.oracle.lower_grad(x, y, batch)
+        return self.host.oracle.lower_grad(x, y, batch, shares=self.shares)
 
     def lower_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "gx")
-        return self.host.oracle.lower_grad_x(x, y, batch)
+        return self.host.oracle.lower_grad_x(x, y, batch, shares=self.shares)
 
     def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "fx")
-        return self.host.oracle.upper_grad_x(x, y, batch)
+        return self.host.oracle.upper_grad_x(x, y, batch, shares=self.shares)
 
     def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "fy")
-        return self.host.oracle.upper_grad_y(x, y, batch)
+        return self.host.oracle.upper_grad_y(x, y, batch, shares=self.shares)
 
     def upper_grads(self, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self._charge(batch, "fx", "fy")
-        return self.host.oracle.upper_grads(x, y, batch)
+        return self.host.oracle.upper_grads(x, y, batch, shares=self.shares)
 
     def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "jvp")
-        return self.host.oracle.jacobian_product(x, y, v, batch)
+        return self.host.oracle.jacobian_product(x, y, v, batch, shares=self.shares)
 
     def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "hvp")
-        return self.host.oracle.hessian_product(x, y, v, batch)
+        return self.host.oracle.hessian_product(x, y, v, batch, shares=self.shares)
 
     def second_order(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self._charge(batch, "jvp", "hvp")
-        return self.host.oracle.second_order(x, y, v, batch)
+        return self.host.oracle.second_order(x, y, v, batch, shares=self.shares)
 
     def directions(self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(f_x - J u, g_y, H u - f_y), each derivative on its own batch or several on one."""
@@ -236,6 +282,9 @@ class Clients:
         return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
 
     def _charge(self, batch: Batch, *columns: str) -> None:
+        if self.bill is not None and batch.active is None:
+            self.bill.add(batch, columns)
+            return
         pays = slice(None) if batch.active is None else batch.active
         ids = self.ids[pays]
         for column in columns:
@@ -270,6 +319,8 @@ class Host(Population):
         self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.ledger = Ledger(self.num_clients)
+        self._alike: dict[int, Tensor] = {}  # equal shares, by their number
+        self.captures: Any = None  # an engine on a GPU puts `capture.Captures` here
 
     def by_number(self) -> Tensor:
         """Where each client stands in memory, for an engine that hosts all of them."""
@@ -286,14 +337,22 @@ class Host(Population):
             return len(self.y0)
         raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
 
-    def run_phase(self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int) -> dict[str, Tensor | Sparse | None]:
-        """The one executor of phases. Checks what the phase returns before anybody uses it."""
+    def run_phase(
+        self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int, weights: Tensor | None = None
+    ) -> dict[str, Tensor | Sparse | None]:
+        """The one executor of phases. Checks what the phase returns before anybody uses it. `weights`: only means weighted by them are wanted."""
         method = getattr(self.algorithm, name, None)
         if not getattr(method, "__is_phase__", False):
             raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
-        clients = Clients(self, positions, iteration, call)
+        shares = self._shares(weights) if weights is not None and getattr(method, "__is_linear__", False) else None
         with torch.no_grad():
-            result: dict[str, Tensor | Sparse | None] = method(clients, **values)  # type: ignore[misc]
+            if self.captures is not None:
+                replayed: dict[str, Tensor | Sparse | None] | None = self.captures.run(method, values, positions, iteration, call, shares)
+                if replayed is not None:  # it was checked when it was captured; `check` looks at its values
+                    return replayed
+            bill = Bill()
+            result: dict[str, Tensor | Sparse | None] = method(Clients(self, positions, iteration, call, shares, bill), **values)  # type: ignore[misc]
+            bill.pay(self, positions)
         for key, value in result.items():
             if value is None:
                 continue
@@ -304,6 +363,8 @@ class Host(Population):
                 raise ValueError(f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} clients: one row per client is needed.")
             if not bool(torch.isfinite(rows.sum())):  # one pass in the good case; rows are looked at only when something is wrong
                 bad = ~torch.isfinite(rows).all(1)
+                if bool(bad.any()) and shares is not None:  # a mean cannot say whose fault it is
+                    return self.run_phase(name, values, positions, iteration, call)
                 if bool(bad.any()):
                     client = int(self.ids[positions[bad.cpu()][0]])
                     raise NonFiniteError(
@@ -311,6 +372,26 @@ class Host(Population):
                         "the steps are too long (lower the step sizes) or the data of that client are extreme."
                     )
         return result
+
+    def check(self) -> None:
+        """Whether what replayed phases returned was finite: asked once per outer iteration, because asking waits for the device."""
+        if self.captures is not None:
+            suspect = self.captures.suspect()
+            if suspect is not None:
+                captures, self.captures = self.captures, None
+                try:
+                    self.run_phase(*suspect)  # as ever, and client by client: this names the culprit
+                finally:
+                    self.captures = captures
+
+    def _shares(self, weights: Tensor) -> Tensor:
+        """Weights that sum to one, where the data are."""
+        k = len(weights)
+        if bool((weights != 1).any()) or k == 0:
+            return (weights.double() / weights.sum()).to(self.device, self.dtype)
+        if k not in self._alike:
+            self._alike[k] = torch.full((k,), 1 / k, dtype=self.dtype, device=self.device)
+        return self._alike[k]
 
 
 def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:

@@ -8,7 +8,9 @@ numbers whether it is alone in its process or hosted with a thousand others, in 
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from fedbilevel.errors import SettingError
 SERVER = 2**32 - 1  # the client number under which the server draws
 _MASK = 0xFFFFFFFF
 MAX_STEPS = 2**16  # steps share a counter word with the call number
+Address = int | Tensor  # a tensor of one number where a captured phase is replayed at other addresses
 
 
 def _word(value: int, purpose: str) -> int:
@@ -25,8 +28,8 @@ def _word(value: int, purpose: str) -> int:
     return value
 
 
-def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds on int64 tensors that hold uint32 words; products wrap modulo 2**64, which is what is wanted."""
+def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, ...]:
+    """Ten rounds on int64 tensors or arrays that hold uint32 words; products wrap modulo 2**64, which is what is wanted."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -36,33 +39,40 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
     return c0, c1, c2, c3
 
 
+def _words(xp: Any, key: tuple[int, int], ids: Any, steps: range, blocks: int, iteration: Address, call: Address) -> Any:
+    """(k, len(steps), 4 * blocks) words by numpy or torch (`xp`): the counter's four parts vary along different axes, and meet in the first rounds."""
+    position = xp.arange(blocks).reshape(1, 1, -1)
+    step = (xp.arange(steps.start, steps.stop) + (call << 16)).reshape(1, -1, 1)
+    when = xp.full((1, 1, 1), iteration) if isinstance(iteration, int) else iteration
+    words = philox(key, (position, step, when, ids.reshape(-1, 1, 1)))
+    shape = (len(ids), len(steps), blocks)
+    return xp.stack([xp.broadcast_to(word, shape) for word in words], -1).reshape(len(ids), len(steps), 4 * blocks)
+
+
 class Stream:
     """Draws for one seed. `ids` are client numbers, one row each; the result never depends on which rows are asked together."""
 
     def __init__(self, seed: int) -> None:
         self.seed = _word(int(seed), "seed")
 
-    def bits(self, purpose: str, ids: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
+    def bits(self, purpose: str, ids: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Uniform 32-bit words, (k, len(steps), width), as int64."""
-        if steps.stop > MAX_STEPS or call >= MAX_STEPS:
+        if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(f"at most {MAX_STEPS} steps per phase and phases per outer iteration, got step {steps.stop} of call {call}.")
-        device = ids.device
-        blocks = -(-width // 4)
-        position = torch.arange(blocks, device=device).view(1, 1, -1)
-        step = (torch.arange(steps.start, steps.stop, device=device) + (call << 16)).view(1, -1, 1)
-        client = ids.to(torch.int64).view(-1, 1, 1)
-        shape = (len(ids), len(steps), blocks)
-        when = torch.full((1, 1, 1), _word(iteration, "the outer iteration"), dtype=torch.int64, device=device)
-        counter = (position.expand(shape), step.expand(shape), when.expand(shape), client.expand(shape))
-        words = philox((self.seed, zlib.crc32(purpose.encode())), counter)
-        return torch.stack(words, dim=-1).reshape(len(ids), len(steps), blocks * 4)[..., :width]
+        blocks, key = -(-width // 4), (self.seed, zlib.crc32(purpose.encode()))
+        if isinstance(iteration, int):
+            _word(iteration, "the outer iteration")
+        if ids.device.type == "cpu" and isinstance(iteration, int):  # numpy spends a quarter of the time on small arrays, which these are
+            return torch.from_numpy(_words(np, key, ids.numpy(), steps, blocks, iteration, call)[..., :width])
+        with torch.device(ids.device):
+            return _words(torch, key, ids, steps, blocks, iteration, call)[..., :width]
 
-    def integers(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
+    def integers(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Integers in [0, high) per client; the bias of the multiply-shift is below high / 2**32."""
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
         return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
 
-    def epochs(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: int, call: int, steps: range, width: int) -> Tensor:
+    def epochs(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own."""
         high = high.to(torch.int64)
         out = torch.zeros(len(ids), len(steps) * width, dtype=torch.int64, device=ids.device)
@@ -75,7 +85,7 @@ class Stream:
             out[rows] = self._passes(purpose, ids[rows], high[rows], place, iteration, call)
         return out.view(len(ids), len(steps), width)  # who has one sample gets it every time
 
-    def _passes(self, purpose: str, ids: Tensor, high: Tensor, place: Tensor, iteration: int, call: int) -> Tensor:
+    def _passes(self, purpose: str, ids: Tensor, high: Tensor, place: Tensor, iteration: Address, call: Address) -> Tensor:
         passes = range(int(place[0] // high.max()), int(place[-1] // high.min()) + 1)
         longest = int(high.max())
         words = self.bits(f"{purpose}/order", ids, iteration=iteration, call=call, steps=passes, width=2 * longest).view(len(ids), len(passes), longest, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +28,9 @@ class Ledger:
         self.edges: dict[str, Tensor] = {}  # (sender, receiver), only where peers send to each other
 
     def charge(self, column: str, ids: Tensor, amount: int | Tensor = 1) -> None:
-        amount = torch.as_tensor(amount, dtype=torch.int64).cpu().expand(len(ids))
-        self.columns[column].index_add_(0, ids.cpu(), amount)
+        np.add.at(self.columns[column].numpy(), ids.cpu().numpy(), amount.cpu().numpy() if isinstance(amount, Tensor) else amount)
 
     def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
-        floats = torch.as_tensor(floats, dtype=torch.int64)
         self.charge(f"floats_{direction}", ids, floats)
         self.charge(f"bytes_{direction}", ids, floats * itemsize)
 

@@ -1,26 +1,46 @@
 """Derivatives of k clients at once, on flat rows.
 
 x, y and v are `(d,)` where all clients share a point and `(k, d)` where each has its own; every result has one row per client.
-How the k clients are evaluated (one vmap, chunks of it, or a plain loop) is decided here and nowhere else. H v and J v come
-from one vector-Jacobian product of the lower gradient: with G = grad_y g, the pullback of v is (d<G,v>/dx, d<G,v>/dy) = (J v, H v).
+How the k clients are evaluated is decided here and nowhere else. H v and J v come from one vector-Jacobian product of the lower gradient: with
+G = grad_y g, the pullback of v is (d<G,v>/dx, d<G,v>/dy) = (J v, H v).
+
+Ways of evaluating, all with the same numbers up to rounding:
+
+    vmap     all clients in one pass, or as many at a time as the memory budget allows
+    loop     one client after the other: less memory, and faster where a client keeps the machine busy by itself (convolutions on a CPU)
+    pooled   one derivative of the clients' weighted mean loss, where only the mean at a shared point is asked for
+
+`auto` takes vmap, or pooled where it may, and measures the others once per derivative and shapes where a call is long enough to be worth it; what it
+chose is kept in `choices`, and with the checkpoint, so that a resumed run goes on as it began. A derivative that is asked for again and again is
+traced (`tracing`), which changes no number.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.func import grad, vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.data.clients import Batch
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Fields, Layout, Loss, Problem, with_features
+from fedbilevel.tracing import fused, traced
 
-Strategy = Literal["auto", "vmap", "loop"]  # auto: vmap, in chunks where memory asks for it, or a loop where the loss does
+Strategy = Literal["auto", "vmap", "loop"]
+FlatLoss = Callable[[Tensor, Tensor, Fields], Tensor]
+Build = Callable[[FlatLoss, FlatLoss], Callable[..., Any]]  # the two losses -> a derivative, a function of vectors and then of fields
 BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"
+_LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
+_OFTEN = {"cpu": 64, "cuda": 2}  # calls after which a derivative is traced: as long as tracing takes; on a GPU calls are captured, and should be short
 
 
 class Oracle:
@@ -31,91 +51,87 @@ class Oracle:
             raise SettingError(f"chunk_size is {chunk_size}, expected at least 1 client, or None for all at once.")
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
         self.strategy, self.chunk_size = strategy, chunk_size
+        self.choices: dict[str, str] = {}  # what measuring chose, by derivative and shapes
+        self.long, self.often = _LONG, _OFTEN
+        self._plans: dict[Any, _Plan] = {}
         self._features = _FeatureCache(self)
+        self._frozen = self._fuses = False
 
-    # ---- what an algorithm may ask for ---------------------------------------------------------------------------
+    # ---- what an algorithm may ask for; `shares`: only the mean weighted by them is wanted, so rows may all be that mean -------------------
 
-    def lower_grad(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def lower_grad(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """grad_y g_i."""
-        return self._map(grad(self._loss(self.problem.lower), argnums=1), (x, y), (self._features.attach(x, batch),))
+        return self._map("gy", _lower_grad, (x, y), (self._features.attach(x, batch),), shares)
 
-    def lower_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+    def lower_grad_x(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """grad_x g_i, which only first-order methods need."""
-        return self._map(grad(self._loss(self.problem.lower), argnums=0), (x, y), (batch,))
+        return self._map("gx", _lower_grad_x, (x, y), (batch,), shares)
 
-    def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        return self._map(grad(self._loss(self.problem.upper), argnums=0), (x, y), (batch,))
+    def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
+        return self._map("fx", _upper_grad_x, (x, y), (batch,), shares)
 
-    def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        return self._map(grad(self._loss(self.problem.upper), argnums=1), (x, y), (self._features.attach(x, batch),))
+    def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
+        return self._map("fy", _upper_grad_y, (x, y), (self._features.attach(x, batch),), shares)
 
-    def upper_grads(self, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def upper_grads(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """grad_x f_i and grad_y f_i."""
-        return self._map(grad(self._loss(self.problem.upper), argnums=(0, 1)), (x, y), (batch,))
+        return self._map("fx fy", _upper_grads, (x, y), (batch,), shares)
 
-    def second_order(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def second_order(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """J_i v and H_i v."""
-        return self._map(self._pull_both, (x, y, v), (batch,))
+        return self._map("jv hv", _pull_both, (x, y, v), (batch,), shares)
 
-    def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """J_i v = d/dx <grad_y g_i, v>."""
-        return self._map(self._pull_x, (x, y, v), (batch,))
+        return self._map("jv", _pull_x, (x, y, v), (batch,), shares)
 
-    def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """H_i v = d/dy <grad_y g_i, v>."""
-        return self._map(self._pull_y, (x, y, v), (self._features.attach(x, batch),))
+        return self._map("hv", _pull_y, (x, y, v), (self._features.attach(x, batch),), shares)
 
     def directions(self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(f_x - J u, g_y, H u - f_y) in one pass; a batch that stands for several derivatives is evaluated once for all of them."""
-        one_upper, one_second, one_lower = fx is fy, ju is hu, gy is ju
-
-        def all_three(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:
-            b_gy, b_fx, b_fy, b_ju, b_hu = fields
-            upper, lower = self._loss(self.problem.upper), self._loss(self.problem.lower)
-            if one_upper:
-                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
-            else:
-                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
-            if one_second:
-                value, pull, *_ = vjp(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), x, y)
-                d_ju, d_hu = pull(u)
-            else:
-                value, d_ju, d_hu = None, self._pull_x(x, y, u, b_ju), self._pull_y(x, y, u, b_hu)
-            d_gy = value if one_lower and value is not None else grad(lower, argnums=1)(x, y, b_gy)
-            return d_fx - d_ju, d_gy, d_hu - d_fy
-
-        return self._map(all_three, (x, y, u), (gy, fx, fy, ju, hu))
+        alike = (fx is fy, ju is hu, gy is ju)
+        return self._map(f"directions {alike}", _all_three(*alike), (x, y, u), (gy, fx, fy, ju, hu))
 
     def evaluate(self, function: Callable[[Any, Any, Fields], Any], x: Tensor, y: Tensor, batch: Batch) -> Any:
         """`function(x, y, batch)` on the user's structure, per client: losses and statistics, no derivative."""
-        return self._map(self._loss(function), (x, y), (batch,))
+        flat = self._flat(function)
+        return self._map(function, lambda _upper, _lower: flat, (x, y), (batch,))
 
-    # ---- one client ----------------------------------------------------------------------------------------------
+    @contextmanager
+    def alone(self, buys: Collection[str], *, frozen: bool, fuses: bool) -> Iterator[Mapping[str, int]]:
+        """Within, features are computed anew: of the roles in `buys` at once for all samples. Gives the samples asked for, by role. `frozen`: nothing may be
+        measured, traced or kept, because what is computed exists only when a captured phase is replayed. `fuses`: traces are compiled."""
+        before = self._features, self._frozen, self._fuses
+        self._features, self._frozen, self._fuses = _FeatureCache(self, buys), frozen, fuses
+        try:
+            yield self._features.asked
+        finally:
+            self._features, self._frozen, self._fuses = before
 
-    def _loss(self, loss: Loss) -> Callable[[Tensor, Tensor, Fields], Tensor]:
+    # ---- one client, or all clients' mean ----------------------------------------------------------------------------
+
+    def _flat(self, loss: Loss) -> FlatLoss:
         def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             tree = self.layout_x.unravel(x)
             return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
 
         return flat
 
-    def _pull_both(self, x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
-        lower = grad(self._loss(self.problem.lower), argnums=1)
-        _, pull, *_ = vjp(lambda x, y: lower(x, y, fields), x, y)
-        jv, hv = pull(v)
-        return jv, hv
+    def _pooled(self, loss: Loss) -> FlatLoss:
+        """The weighted mean over clients: one product with a shared matrix for all of them, forwards and backwards."""
+        each = vmap(self._flat(loss), in_dims=(None, None, 0))
 
-    def _pull_x(self, x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> Tensor:
-        lower = grad(self._loss(self.problem.lower), argnums=1)
-        return vjp(lambda x: lower(x, y, fields), x)[1](v)[0]
+        def pooled(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
+            rest = {name: value for name, value in fields.items() if name != _SHARES}
+            return (fields[_SHARES] * each(x, y, rest)).sum()
 
-    def _pull_y(self, x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> Tensor:
-        lower = grad(self._loss(self.problem.lower), argnums=1)
-        return vjp(lambda y: lower(x, y, fields), y)[1](v)[0]
+        return pooled
 
     # ---- k clients -----------------------------------------------------------------------------------------------
 
-    def _map(self, function: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
+    def _map(self, kind: Any, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None = None) -> Any:
         k = len(batches[0])
         for v in vectors:
             if v.ndim == 2 and len(v) != k:
@@ -123,20 +139,27 @@ class Oracle:
         # rows that are views of one shared vector are passed as that vector: a matrix product per cohort, not per client
         vectors = [v[0] if v.ndim == 2 and k > 0 and v.stride(0) == 0 else v for v in vectors]
         if k == 0:
-            return self._nothing(function, vectors, batches)
-        if self.strategy == "loop" or (self.strategy == "auto" and k == 1):
-            rows = [function(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches)) for i in range(k)]
-            return torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
-        in_dims = (*(None if v.ndim == 1 else 0 for v in vectors), *(0 for _ in batches))
-        fields = tuple(batch.fields for batch in batches)
-        return vmap(function, in_dims=in_dims, chunk_size=self._chunk(k, vectors, fields))(*vectors, *fields)
+            return self._nothing(build, vectors, batches)
+        pooled = shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and all(v.ndim == 1 for v in vectors)
+        key = (kind, pooled, *(tuple(v.shape) for v in vectors), *((b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields) for b in batches))
+        plan = self._plans.get(key)
+        if self._frozen and (plan is None or not plan.settled):
+            raise RuntimeError(f"{kind} has not been evaluated at these shapes before")
+        if plan is None:
+            plan = _Plan(self, key, build, "pooled" if pooled else self._usual(k), self._chunk(k, vectors, batches))
+            if isinstance(kind, str) or kind in (self.problem.upper, self.problem.lower, *self.problem.statistics.values()):
+                self._plans[key] = plan
+        return plan(vectors, batches, shares)
 
-    def _chunk(self, k: int, vectors: Sequence[Tensor], batches: Sequence[Fields]) -> int | None:
+    def _usual(self, k: int) -> str:
+        return "loop" if self.strategy == "loop" or (self.strategy == "auto" and k == 1) else "vmap"
+
+    def _chunk(self, k: int, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> int | None:
         """As many clients at once as keep points, samples and a few intermediate copies of them within the budget."""
         if self.chunk_size is not None or self.strategy == "vmap":
             return self.chunk_size
         points = sum(v.shape[-1] * v.element_size() for v in vectors)
-        samples = sum(value.numel() // k * value.element_size() for fields in batches for value in fields.values())
+        samples = sum(batch.fields.sample_bytes() * batch.fields["index"].shape[1] for batch in batches)
         fits = max(1, BUDGET // (8 * (points + samples)))
         return None if fits >= k else fits
 
@@ -146,7 +169,7 @@ class Oracle:
             return
         try:
             xs, ys = x.expand(len(batch), -1), y.expand(len(batch), -1)  # points of their own, as after local steps
-            vmap(self._pull_both)(xs, ys, ys, batch.fields)
+            vmap(_pull_both(self._flat(self.problem.upper), self._flat(self.problem.lower)))(xs, ys, ys, dict(batch.fields))
         except RuntimeError as error:
             reason = str(error).split("\n", 1)[0].rstrip(".")
             if self.strategy == "vmap":
@@ -155,53 +178,228 @@ class Oracle:
             text = f"the lower loss cannot be evaluated for several clients at once ({reason}), so clients are evaluated one by one, which is slower"
             warnings.warn(text, stacklevel=2)
 
-    def _nothing(self, function: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
+    def _nothing(self, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         """A process none of whose clients is in the cohort: the shapes of one client, zero rows."""
         one = [v if v.ndim == 1 else v.new_zeros(v.shape[1]) for v in vectors]
         first = [batch.data.batch(batch.data.positions[:1], batch.role).row(0) for batch in batches]
-        return torch.utils._pytree.tree_map(lambda leaf: leaf.new_zeros((0, *leaf.shape)), function(*one, *first))
+        function = build(self._flat(self.problem.upper), self._flat(self.problem.lower))
+        return tree_map(lambda leaf: leaf.new_zeros((0, *leaf.shape)), function(*one, *first))
+
+
+# ---- derivatives of two losses on flat vectors ----------------------------------------------------------------------
+
+
+def _lower_grad(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return grad(lower, argnums=1)
+
+
+def _lower_grad_x(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return grad(lower, argnums=0)
+
+
+def _upper_grad_x(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    return grad(upper, argnums=0)
+
+
+def _upper_grad_y(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    return grad(upper, argnums=1)
+
+
+def _upper_grads(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    return grad(upper, argnums=(0, 1))
+
+
+def _pull_both(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    def pull_both(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
+        _, pull, *_ = vjp(lambda x, y: grad(lower, argnums=1)(x, y, fields), x, y)
+        jv, hv = pull(v)
+        return jv, hv
+
+    return pull_both
+
+
+def _pull_x(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return lambda x, y, v, fields: vjp(lambda x: grad(lower, argnums=1)(x, y, fields), x)[1](v)[0]
+
+
+def _pull_y(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return lambda x, y, v, fields: vjp(lambda y: grad(lower, argnums=1)(x, y, fields), y)[1](v)[0]
+
+
+def _all_three(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
+    def build(upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+        def all_three(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:
+            b_gy, b_fx, b_fy, b_ju, b_hu = fields
+            if one_upper:
+                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
+            else:
+                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
+            if one_second:
+                value, pull, *_ = vjp(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), x, y)
+                d_ju, d_hu = pull(u)
+            else:
+                value, d_ju, d_hu = None, _pull_x(upper, lower)(x, y, u, b_ju), _pull_y(upper, lower)(x, y, u, b_hu)
+            d_gy = value if one_lower and value is not None else grad(lower, argnums=1)(x, y, b_gy)
+            return d_fx - d_ju, d_gy, d_hu - d_fy
+
+        return all_three
+
+    return build
+
+
+# ---- how one derivative is evaluated ----------------------------------------------------------------------------------
+
+_SHARES = "shares of the clients"  # travels with the fields of a pooled evaluation; no field of a user is called that
+
+
+class _Plan:
+    """One derivative at given shapes: how the clients are evaluated, and its trace."""
+
+    def __init__(self, oracle: Oracle, key: Any, build: Build, way: str, chunk: int | None) -> None:
+        problem = oracle.problem
+        self.oracle, self.chunk, self.calls = oracle, chunk, 0
+        self.each = build(oracle._flat(problem.upper), oracle._flat(problem.lower))
+        self.mean = build(oracle._pooled(problem.upper), oracle._pooled(problem.lower))
+        self.label = repr((getattr(key[0], "__name__", key[0]), *key[1:]))
+        self.way = oracle.choices.get(self.label, way)
+        self.settled = oracle.strategy != "auto" or self.label in oracle.choices
+        self.trace: _Trace | None = None
+
+    def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
+        self.calls += 1
+        if not self.settled:
+            return self._settle(vectors, batches, shares)
+        if (
+            self.trace is None
+            and not self.oracle._frozen
+            and self.calls >= self.oracle.often.get(vectors[0].device.type, 64)
+            and self.way != "loop"
+            and self.chunk is None
+        ):
+            self.trace = _Trace(lambda *given: self._evaluate(self.way, *given), vectors, batches, shares)
+        if self.trace is not None:
+            if self.oracle._fuses and not self.trace.fused:
+                self.trace.run, self.trace.fused = fused(self.trace.run), True
+            return self.trace(vectors, batches, shares)
+        return self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
+
+    def _settle(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
+        """The first call, and other ways beside it where it is long. The first call of a process always is: only the second one counts."""
+        self.settled, usual, device = True, self.way, vectors[0].device
+        fields = [dict(batch.fields) for batch in batches]
+        evaluate = lambda way: self._evaluate(way, vectors, fields, shares, batches)
+        result, seconds = _timed(evaluate, usual, device)
+        if seconds < self.oracle.long or len(batches[0]) == 1 or _timed(evaluate, usual, device)[1] < self.oracle.long:
+            return result
+        seconds = min(_timed(evaluate, usual, device)[1] for _ in range(2))
+        for other in ("loop", "vmap"):
+            if other != usual:
+                evaluate(other)
+                again = min(_timed(evaluate, other, device)[1] for _ in range(2))
+                if again < 0.8 * seconds:  # a little faster is not worth another rounding
+                    self.way, seconds = other, again
+        self.oracle.choices[self.label] = self.way
+        return result
+
+    def _evaluate(self, way: str, vectors: Sequence[Tensor], fields: Sequence[dict[str, Tensor]], shares: Tensor | None, batches: Sequence[Batch] = ()) -> Any:
+        if way == "loop":
+            rows = [self.each(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches)) for i in range(len(batches[0]))]
+            return tree_map(lambda *leaves: torch.stack(leaves), *rows)
+        if way == "pooled":
+            assert shares is not None
+            return tree_map(lambda mean: mean.expand(len(shares), *mean.shape), self.mean(*vectors, *({**some, _SHARES: shares} for some in fields)))
+        in_dims = (*(None if v.ndim == 1 else 0 for v in vectors), *(0 for _ in fields))
+        return vmap(self.each, in_dims=in_dims, chunk_size=self.chunk)(*vectors, *fields)
+
+
+class _Trace:
+    """A derivative as a list of operations, with the fields that they read."""
+
+    def __init__(self, evaluate: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> None:
+        names = [list(batch.fields) for batch in batches]
+        form: list[Any] = []
+
+        def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(leaves)
+            points = [next(rest) for _ in vectors]
+            share = None if shares is None else next(rest)
+            results, spec = tree_flatten(evaluate(points, [{name: next(rest) for name in some} for some in names], share))
+            form[:] = [spec]
+            return tuple(results)
+
+        self.takes = [(place, name) for place, some in enumerate(names) for name in some]
+        self.run, used = traced(flat, [*vectors, *(() if shares is None else (shares,)), *(batches[place].fields[name] for place, name in self.takes)])
+        self.form, self.used, self.fused = form[0], used[-len(self.takes) :], False
+
+    def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
+        fields = (batches[place].fields[name] if used else None for (place, name), used in zip(self.takes, self.used, strict=True))
+        return tree_unflatten(list(self.run(*vectors, *(() if shares is None else (shares,)), *fields)), self.form)
+
+
+def _timed(evaluate: Callable[[str], Any], way: str, device: torch.device) -> tuple[Any, float]:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = evaluate(way)
+    wait()
+    return result, time.perf_counter() - start
+
+
+# ---- what the lower level sees of x ---------------------------------------------------------------------------------
 
 
 class _FeatureCache:
-    """What the lower level sees of x, kept while x stands still.
+    """Features, kept while x stands still.
 
-    Features are computed batch by batch until as many samples have been paid for as the cohort holds; then all of them are
-    computed once and batches are gathered from there. At worst this doubles the cost of features, whatever comes later.
+    They are computed batch by batch until as many samples have been paid for as the cohort holds; then all of them are computed once and batches
+    are gathered from there. At worst this doubles the cost of features, whatever comes later.
     """
 
-    def __init__(self, oracle: Oracle) -> None:
-        self.oracle = oracle
+    def __init__(self, oracle: Oracle, buys: Collection[str] = ()) -> None:
+        self.oracle, self.buys = oracle, buys
+        self.asked: Counter[str] = Counter()  # samples, by role
         self.x: Tensor | None = None
         self.version = -1
         self.paid: dict[str, int] = {}
-        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+        self.kept: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # by role: whose, the features of all their samples, where each client's begin
+        self.last: tuple[Batch, Batch] | None = None  # two gradients on one batch gather its features once
 
     def attach(self, x: Tensor, batch: Batch) -> Batch:
         if self.oracle.problem.features is None or len(batch) == 0 or "features" in batch.fields:
             return batch
         if x is not self.x or x._version != self.version:
-            self.x, self.version, self.paid, self.kept = x, x._version, {}, {}
+            self.x, self.version, self.paid, self.kept, self.last = x, x._version, {}, {}, None
+        if self.last is not None and self.last[0] is batch:
+            return self.last[1]
+        num = batch.fields["index"].numel()
+        self.asked[batch.role] += num
         kept = self.kept.get(batch.role)
-        if kept is None or not torch.equal(kept[0], batch.positions):
-            self.paid[batch.role] = self.paid.get(batch.role, 0) + batch.fields["index"].numel()
-            if self.paid[batch.role] < int(batch.data.sizes[batch.role][batch.positions].sum()):
+        if kept is None or not (kept[0] is batch.positions or torch.equal(kept[0], batch.positions)):
+            self.paid[batch.role] = self.paid.get(batch.role, 0) + num
+            if batch.role not in self.buys and self.paid[batch.role] < int(batch.data.sizes[batch.role][batch.positions].sum()):
                 return batch
-            kept = (batch.positions, self._compute(x, batch.whole()))
+            kept = (batch.positions, *self._compute(x, batch))
             self.kept[batch.role] = kept
-        rows = torch.arange(len(batch), device=x.device)[:, None]
-        features = kept[1][rows, batch.fields["index"]]
-        return Batch(batch.role, {**batch.fields, "features": features}, batch.counts, batch.data, batch.positions, batch.active)
+        _, features, begin = kept
+        places = (begin + batch.fields["index"]).reshape(-1)
+        gathered = features.index_select(0, places).view(*batch.fields["index"].shape, *features.shape[1:])
+        found = replace(batch, fields=batch.fields.plus(features=gathered))
+        self.last = (batch, found)
+        return found
 
-    def _compute(self, x: Tensor, batch: Batch) -> Tensor:
-        features = self.oracle.problem.features
+    def _compute(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features of all samples of these clients and this role, one after the other, and where each client's begin."""
+        oracle, features = self.oracle, self.oracle.problem.features
         assert features is not None
-        oracle = self.oracle
-
-        def one(x: Tensor, fields: Fields) -> Tensor:
-            return features(oracle.layout_x.unravel(x), fields)
-
-        if oracle.strategy == "loop":  # ragged rows of a loop: pad once computed
-            rows = [one(x if x.ndim == 1 else x[i], batch.row(i)) for i in range(len(batch))]
-            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        shared = x.ndim == 1 or x.stride(0) == 0
-        return vmap(one, in_dims=(None if shared else 0, 0), chunk_size=oracle.chunk_size)(x if x.ndim == 1 or not shared else x[0], batch.fields)
+        of = lambda vector, fields: features(oracle.layout_x.unravel(vector), fields)
+        sizes = batch.data.num_samples(batch.positions, batch.role)
+        begin = (sizes.cumsum(0) - sizes)[:, None]
+        shared = x if x.ndim == 1 else x[0] if x.stride(0) == 0 else None
+        if oracle.strategy == "loop":
+            whole = batch.whole()
+            return torch.cat([of(x if x.ndim == 1 else x[i], whole.row(i)) for i in range(len(batch))]), begin
+        if shared is not None and not batch.data.elsewhere:  # no client differs from another here: their samples stand in one long row
+            return torch.cat([of(shared, part) for part in batch.data.samples(batch.positions, batch.role, BUDGET // 8)]), begin
+        in_dims = (0, 0) if shared is None else (None, 0)
+        padded = vmap(of, in_dims=in_dims, chunk_size=oracle.chunk_size)(x if shared is None else shared, dict(batch.whole().fields))
+        return padded.flatten(0, 1), torch.arange(len(batch), device=x.device)[:, None] * padded.shape[1]

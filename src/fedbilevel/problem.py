@@ -9,6 +9,7 @@ on padding), so a loss reads `(batch["weight"] * loss_per_sample).sum()`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -50,15 +51,11 @@ class Layout:
 
     def unravel(self, vector: Tensor) -> dict[str, Tensor]:
         """Views into `vector`; what lies beyond the fixed leaves belongs to the ragged one."""
-        tree, start = {}, 0
-        for name, shape in self.shapes.items():
-            num = 1
-            for side in shape:
-                num *= side
-            tree[name] = vector[start : start + num].view(shape)
-            start += num
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = vector.split([*sizes, vector.shape[0] - self.num_fixed] if self.ragged else sizes)
+        tree = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
         if self.ragged:
-            tree[self.ragged] = vector[start:]
+            tree[self.ragged] = parts[-1]
         return tree
 
     def describe(self) -> dict[str, Any]:

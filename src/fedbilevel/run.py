@@ -149,6 +149,7 @@ def run(
             raise SettingError(f"num_iterations is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
         rows = book.go_on_from(about["iteration"])
         state = fed.load_state_dict(tensors, about["state"], algorithm.State)
+        fed.host.oracle.choices.update(about.get("ways", {}))  # measured again, another way might be chosen, which rounds otherwise
         start, spent = about["iteration"], about["seconds"]
         book.write_config(config)
     else:
@@ -162,7 +163,8 @@ def run(
     def save(iteration: int) -> None:
         if book is not None:
             tensors, plain = fed.state_dict(state)
-            book.save(tensors, {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain})
+            about = {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain, "ways": fed.host.oracle.choices}
+            book.save(tensors, about)
 
     def measure(iteration: int) -> dict[str, Any]:
         row = {
@@ -190,6 +192,7 @@ def run(
             try:
                 with torch.no_grad():  # a loss may hold a frozen model of its own
                     state = now.round(fed, state)
+                    fed.host.check()
                 _check_finite(state, iteration)
             except NonFiniteError as error:
                 where = f" The last good checkpoint, of outer iteration {saved}, is in {book.path}." if book is not None else ""

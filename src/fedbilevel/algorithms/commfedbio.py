@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd, fedmbo
 from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, Sparse, phase
+from fedbilevel.federation import Federation, ServerAlgorithm, Sparse, linear_phase, phase
 from fedbilevel.settings import setting
 
 
@@ -112,7 +112,7 @@ class CommFedBiO(ServerAlgorithm):
             clients.memory.write(e=v - c)
         return {"c": Sparse(c, k)}
 
-    @phase
+    @linear_phase
     def sketched_system(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor, seed: int) -> dict[str, Tensor]:
         S = orthonormal_rows(seed, self.num_sketch, like=u)
         batch = clients.batch("train", "u")

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fedbilevel.clients import Clients
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase, phase
 from fedbilevel.settings import setting
 
 
@@ -109,7 +109,7 @@ class FBOAggITD(ServerAlgorithm):
         fed.resample()
         return fed.mean(self.hypergradient, x=x, y=y, z=z).h, y
 
-    @phase
+    @linear_phase
     def aggregate(self, clients: Clients, x: Tensor, y: Tensor, z: Tensor | None, t: int, Q: int) -> dict[str, Tensor | None]:
         q, lam, N = None, self.lr_system, self.num_lower_rounds
         if t < N and self.lower_solver == "svrg":
@@ -128,7 +128,7 @@ class FBOAggITD(ServerAlgorithm):
 
     lower_steps = lower_steps
 
-    @phase
+    @linear_phase
     def hypergradient(self, clients: Clients, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Tensor]:
         p = z if self.estimator == "sum" else self.lr_system * (self.num_lower_rounds + 1) * z
         fx = clients.upper_grad_x(x, y, clients.batch("val", "h"))

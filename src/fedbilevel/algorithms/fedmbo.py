@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase
 from fedbilevel.settings import setting
 
 
@@ -44,7 +44,7 @@ def local_hypergradient(clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> Te
     return fx - clients.jacobian_product(x, y, p, clients.batch("train", "h"))
 
 
-@phase
+@linear_phase
 def upper_step(self: Any, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> dict[str, Tensor]:
     """The step of x, written at the clients: the mean of the rows is the server's step."""
     return {"x": clients.rows(x) - self.lr_upper * local_hypergradient(clients, x, y, p)}
@@ -91,19 +91,19 @@ class FedMBO(ServerAlgorithm):
         fed.resample()
         return y, p
 
-    @phase
+    @linear_phase
     def lower_step(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"y": clients.rows(y) - self.lr_lower * clients.lower_grad(x, y, clients.batch("train", "y"))}
 
-    @phase
+    @linear_phase
     def system_start(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"p": self.lr_system * self.num_terms * clients.upper_grad_y(x, y, clients.batch("val", "p"))}
 
-    @phase
+    @linear_phase
     def system_factor(self, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> dict[str, Tensor]:
         return {"p": clients.rows(p) - self.lr_system * clients.hessian_product(x, y, p, clients.batch("train", "p"))}
 
-    @phase
+    @linear_phase
     def hypergradient(self, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> dict[str, Tensor]:
         return {"h": local_hypergradient(clients, x, y, p)}
 

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd
 from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase
 from fedbilevel.settings import setting
 
 
-@phase
+@linear_phase
 def lower_gradient(self: Any, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {"q": clients.lower_grad(x, y, clients.batch("train", "q"))}
 
@@ -85,15 +85,15 @@ class FedNest(ServerAlgorithm):
     lower_gradient = lower_gradient
     lower_steps = fbo_aggitd.lower_steps
 
-    @phase
+    @linear_phase
     def system_start(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"p": self.lr_system * self.num_terms * clients.upper_grad_y(x, y, clients.batch("val", "p"))}
 
-    @phase
+    @linear_phase
     def system_factor(self, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> dict[str, Tensor]:
         return {"p": clients.rows(p) - self.lr_system * clients.hessian_product(x, y, p, clients.batch("train", "p"))}
 
-    @phase
+    @linear_phase
     def hypergradient(self, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> dict[str, Tensor]:
         fx = clients.upper_grad_x(x, y, clients.batch("val", "h"))
         return {"h": fx - clients.jacobian_product(x, y, p, clients.batch("train", "h"))}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,24 +18,54 @@ Holdings = Mapping[str, Mapping[str, Any]]  # one client: role -> field -> array
 REQUIRED = ("train", "val")
 
 
+class Gathered(Mapping[str, Tensor]):
+    """Fields of a batch, copied out of the clients' data when they are asked for: a loss that reads features never pays for images."""
+
+    def __init__(self, stored: Mapping[str, Tensor], flat: Tensor, ready: Mapping[str, Tensor]) -> None:
+        self._stored, self._flat, self._ready = stored, flat, dict(ready)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._ready:
+            stored = self._stored[name]
+            self._ready[name] = stored.index_select(0, self._flat.reshape(-1)).view(*self._flat.shape, *stored.shape[1:])
+        return self._ready[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._ready, **self._stored})
+
+    def __len__(self) -> int:
+        return len(self._ready.keys() | self._stored.keys())
+
+    def sample_bytes(self) -> int:
+        """Of one sample, whether it was copied already or not."""
+        tails = {name: (value.shape[1:], value.element_size()) for name, value in self._stored.items()}
+        tails |= {name: (value.shape[2:], value.element_size()) for name, value in self._ready.items()}
+        return sum(math.prod(tail) * size for tail, size in tails.values())
+
+    def plus(self, **more: Tensor) -> Gathered:
+        return Gathered(self._stored, self._flat, {**self._ready, **more})
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Samples of k clients. A batch is a value: evaluating it twice uses the same samples."""
 
     role: str
-    fields: dict[str, Tensor]  # (k, b, ...), with `index` and `weight`
+    fields: Gathered  # (k, b, ...), with `index` and `weight`
     counts: Tensor  # (k,) samples that are not padding
     data: ClientData
     positions: Tensor  # (k,) rows of `data`
     active: Tensor | None = None  # (k,) bool; rows that pay for an evaluation; None: all
+    flat: Tensor | None = None  # (k, b) rows of the stored fields
+    size: int | None = None  # samples of every client, where all have as many
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def row(self, i: int) -> dict[str, Tensor]:
+    def row(self, i: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """One client's samples without padding, so that a loop over clients sums exactly what that client would sum alone."""
         n = int(self.counts[i])
-        return {name: value[i, :n] for name, value in self.fields.items()}
+        return {name: self.fields[name][i, :n] for name in (self.fields if names is None else names)}
 
     def whole(self) -> Batch:
         return self.data.batch(self.positions, self.role)
@@ -63,6 +95,11 @@ class ClientData:
                     f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every client needs the roles 'train' and 'val'."
                 )
         self._whole: dict[str, tuple[Tensor, Batch]] = {}
+        self._begin: dict[str, tuple[Tensor, Tensor]] = {}
+        self._here: tuple[Tensor, Tensor] | None = None
+        self.elsewhere = False  # whether positions stand for clients that only the device knows
+        self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
+        self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
 
     def _join(self, role: str, clients: Sequence[Holdings]) -> None:
         parts: dict[str, list[Tensor]] = {}
@@ -115,27 +152,73 @@ class ClientData:
         """The samples `index` (k, b) of the clients at `positions`, or all of them, padded to the longest and weighted by 1/n_i."""
         if index is None:
             return self._all(positions, role, active)
-        weight = torch.full(index.shape, 1.0 / max(1, index.shape[1]), dtype=self.dtype, device=self.device)
-        counts = torch.full((len(positions),), index.shape[1])
-        return self._gather(positions, role, index, weight, counts, active)
+        size, shape = index.shape[1], tuple(index.shape)
+        if shape not in self._alike:
+            self._alike[shape] = (torch.full(shape, 1.0 / max(1, size), dtype=self.dtype, device=self.device), torch.full(shape[:1], size))
+        weight, counts = self._alike[shape]
+        flat = self._starts(role, positions) + index
+        return Batch(role, Gathered(self.fields[role], flat, {"index": index, "weight": weight}), counts, self, positions, active, flat, size)
 
-    def _gather(self, positions: Tensor, role: str, index: Tensor, weight: Tensor, counts: Tensor, active: Tensor | None) -> Batch:
-        flat = self.offsets[role][positions.to(self.device), None] + index
-        flat = flat.clamp(max=max(0, int(self.sizes[role].sum()) - 1))  # padding of a client that has none of this role
-        fields = {"index": index, "weight": weight, **{name: value[flat] for name, value in self.fields[role].items()}}
-        return Batch(role, fields, counts, self, positions, active)
+    def samples(self, positions: Tensor, role: str, num_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """All samples of these clients, one client after the other without padding, in parts of at most so many bytes."""
+        sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
+        spread = lambda values: values.repeat_interleave(sizes, output_size=total)
+        index = torch.arange(total, device=self.device) - spread(sizes.cumsum(0) - sizes)
+        flat = spread(self._starts(role, positions)[:, 0]) + index
+        weight = spread(1 / sizes.to(self.dtype))
+        each = sum(value[0].numel() * value.element_size() for value in self.fields[role].values()) if len(flat) else 1
+        for part in torch.arange(len(flat), device=self.device).split(max(1, num_bytes // each)):
+            fields = {name: value.index_select(0, flat[part]) for name, value in self.fields[role].items()}
+            yield {"index": index[part], "weight": weight[part], **fields}
+
+    def _starts(self, role: str, positions: Tensor) -> Tensor:
+        """(k, 1) where the clients' samples begin; kept for the steps of a phase, which all ask for the same clients."""
+        kept = self._begin.get(role)
+        if kept is None or kept[0] is not positions:
+            kept = (positions, self.offsets[role].index_select(0, self.on_device(positions))[:, None])
+            self._begin[role] = kept
+        return kept[1]
+
+    def on_device(self, positions: Tensor) -> Tensor:
+        """The same where the data are; kept, because the steps of a phase all ask for the same."""
+        if self._here is None or self._here[0] is not positions:
+            self._here = (positions, positions.to(self.device))
+        return self._here[1]
+
+    def num_samples(self, positions: Tensor, role: str) -> Tensor:
+        """(k,) on the device."""
+        return self._sizes[role].index_select(0, self.on_device(positions))
+
+    @contextmanager
+    def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
+        """Within, everything that depends on which clients these are is computed from `here`, on the device; nothing computed before or within is kept."""
+        before = self._whole, self._begin, self._here, self.elsewhere
+        self._whole, self._begin, self._here, self.elsewhere = {}, {}, (positions, here), True
+        try:
+            yield
+        finally:
+            self._whole, self._begin, self._here, self.elsewhere = before
 
     def _all(self, positions: Tensor, role: str, active: Tensor | None) -> Batch:
         kept = self._whole.get(role)
         if kept is None or not (kept[0] is positions or torch.equal(kept[0], positions)):
-            counts = self.sizes[role][positions]
-            width = int(counts.max()) if len(counts) else 0
-            place = torch.arange(width, device=self.device).expand(len(positions), width)
-            on_device = counts.to(self.device)[:, None]
-            inside = place < on_device
-            index = torch.where(inside, place, torch.zeros_like(place))
-            weight = inside.to(self.dtype) / on_device.clamp(min=1).to(self.dtype)
-            kept = (positions, self._gather(positions, role, index, weight, counts, None))
+            self._whole.pop(role, None)  # two copies of everything at once would be one too many
+            kept = (positions, self._padded(positions, role))
             self._whole[role] = kept  # gathering everything is a copy of the data: keep the last one
         batch = kept[1]
-        return batch if active is None else Batch(role, batch.fields, batch.counts, self, positions, active)
+        return batch if active is None else replace(batch, positions=positions, active=active)
+
+    def _padded(self, positions: Tensor, role: str) -> Batch:
+        counts = self.sizes[role][positions]
+        width = int(counts.max()) if len(counts) else 0
+        place = torch.arange(width, device=self.device).expand(len(positions), width)
+        on_device = self.num_samples(positions, role)[:, None]
+        inside = place < on_device
+        weight = inside.to(self.dtype) / on_device.clamp(min=1).to(self.dtype)
+        ready = {"index": torch.where(inside, place, torch.zeros_like(place)), "weight": weight}
+        flat = self._starts(role, positions) + ready["index"]
+        flat = flat.clamp(max=max(0, int(self.sizes[role].sum()) - 1))  # padding of a client that has none of this role
+        equal = len(counts) > 0 and bool((counts == width).all())
+        if equal and width and len(counts) == self.num_clients:  # everybody, with as many samples each: nothing needs copying
+            ready |= {name: value.view(len(counts), width, *value.shape[1:]) for name, value in self.fields[role].items()}
+        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, flat, width if equal else None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.capture import Captures
 from fedbilevel.clients import BatchSize, Host
 from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
@@ -40,6 +41,8 @@ class Simulation:
         **options: Any,
     ) -> None:
         self.host = Host(algorithm, problem, clients, ids=ids, seed=seed, batch_size=batch_size, **options)
+        if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto":
+            self.host.captures = Captures(self.host)
         self._position_of = self.host.by_number()
         self.algorithm, self.problem, self.seed = algorithm, problem, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
@@ -82,7 +85,8 @@ class Simulation:
         self.call += 1
         positions, times = self._present(broadcast.values())
         values = {name: self._send(value, positions) for name, value in broadcast.items()}
-        result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call)
+        weights = times * self.host.weights(positions)
+        result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call, None if self.kept_names else weights)
         gathered: dict[str, Any] = {}
         travelled = False
         for name, value in result.items():
@@ -114,6 +118,7 @@ class Simulation:
         """A new outer iteration: scratch is forgotten and a cohort is drawn. `algorithm`: the same one with other step sizes."""
         if algorithm is not None:
             self.algorithm = self.host.algorithm = algorithm
+        self.host.check()
         self.iteration, self.call, self._draws = iteration, 0, 0
         self.host.scratch.clear()
         self._draw_cohort()
