@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types check-format install clean
+.PHONY: demo test bench lint types check-format install clean
 
 demo: $(VENV)/.run
 	$(BIN)/fedbilevel demo
 
 test: install lint types
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+bench: install
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

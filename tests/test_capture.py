@@ -104,8 +104,18 @@ def test_what_clients_keep_is_filled_in(upper, lower):
 
 
 def test_passes_over_the_data_are_drawn_as_ever():
-    kept = assert_same_run(FedBiO(num_local_steps=3), Quadratic(num_clients=4, num_samples=8).build(), batch_size=3, sampling="epochs")
-    assert bool(kept._kept) == (DEVICE == "cpu")  # on a GPU the number of passes would have to be read back
+    built = images(split="iid")
+    fewest = {role: min(len(client[role]["label"]) for client in built.clients) for role in built.clients[0]}
+    equal = [{role: {name: value[: fewest[role]] for name, value in fields.items()} for role, fields in client.items()} for client in built.clients]
+    for cohort in (Cohort(), Cohort(0.5)):
+        kept = assert_same_run(FedBiO(num_local_steps=3), built._replace(clients=equal), batch_size=15, sampling="epochs", cohort=cohort)
+        assert kept._kept
+
+
+def test_passes_over_unequal_data_are_not_captured():
+    """How many passes there are depends on the cohort, and a replay could not change that."""
+    kept = assert_same_run(FedBiO(num_local_steps=3), images(split="shards"), batch_size=9, sampling="epochs", cohort=Cohort(0.5), num_iterations=12)
+    assert kept.refused == {"local_steps": "its clients take passes over unequal numbers of samples"}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +174,6 @@ def test_only_so_many_phases_are_kept(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compiling derivatives into few kernels needs a GPU")
 def test_compiled_derivatives_give_the_same_run(monkeypatch):
-    monkeypatch.setattr(capture, "_OFTEN", 4)
+    monkeypatch.setattr(capture, "_OFTEN", 4)  # what Captures starts with
     kept = assert_same_run(FedNest(num_local_steps=3), images(split="iid"), cohort=Cohort(0.5), batch_size=8, num_iterations=12)
     assert kept._kept and not kept.refused

@@ -61,6 +61,12 @@ class _Addressed(Clients):
     def draw(self, purpose: str, high: int, *, step: int = 0) -> NoReturn:
         raise NotCapturable("it draws integers of its own")
 
+    def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
+        sizes = self.host.data.sizes[role][self.positions]
+        if self.host.sampling == "epochs" and bool((sizes != sizes[0]).any()):
+            raise NotCapturable("its clients take passes over unequal numbers of samples")
+        return super().sample_indices(role, purpose, steps, width)
+
     def steps(self, num: int | tuple[int, ...]) -> Any:
         if isinstance(num, tuple):
             raise NotCapturable("its clients take unequal numbers of steps")
@@ -82,6 +88,7 @@ class Captures:
 
     def __init__(self, host: Host) -> None:
         self.host = host
+        self.often = _OFTEN
         self.refused: dict[str, str] = {}  # by phase: why it is run as ever, or not compiled
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, _Captured] = {}
@@ -102,7 +109,7 @@ class Captures:
         try:
             if kept is None:
                 kept = self._kept[key] = self._capture(method, values, positions, shares, fuses=False)
-            elif times == _OFTEN and can_fuse(self.host.device):
+            elif times == self.often and can_fuse(self.host.device):
                 kept = self._kept[key] = self._capture(method, values, positions, shares, fuses=True)
         except (NotCapturable, RuntimeError) as reason:  # RuntimeError: it waits for the device or copies to it, or the compiler failed
             self.refused[name] = str(reason).split("\n", 1)[0]

@@ -234,8 +234,11 @@ class Clients:
         """(k, len(steps), width) sample numbers: each drawn from all of the client's, or one after the other in an order that is drawn anew for every pass."""
         if self._ids_there is None:
             self._ids_there = self.ids.to(self.device)
-        sizes, (iteration, call) = self.host.data.num_samples(self.positions, role), self._when
-        draw = self.host.stream.epochs if self.host.sampling == "epochs" else self.host.stream.integers
+        data, stream, (iteration, call) = self.host.data, self.host.stream, self._when
+        if self.host.sampling == "epochs":
+            draw, sizes = stream.epochs, data.sizes[role][self.positions]
+        else:
+            draw, sizes = stream.integers, data.num_samples(self.positions, role)
         return draw(f"{role}/{purpose}", self._ids_there, sizes, iteration=iteration, call=call, steps=steps, width=width)
 
     # ---- derivatives, each charged for the rows that use it --------------------------------------------------------

@@ -73,26 +73,29 @@ class Stream:
         return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
 
     def epochs(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
-        """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own."""
-        high = high.to(torch.int64)
-        out = torch.zeros(len(ids), len(steps) * width, dtype=torch.int64, device=ids.device)
-        place = torch.arange(steps.start * width, steps.stop * width, device=ids.device)
-        scales = torch.frexp(high.double()).exponent
-        for scale in (
-            scales[high > 1].unique().tolist()
-        ):  # clients of about the same size at once, or the passes of a small one would be as long as a large one's
+        """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own.
+        `high` is on the host: how many passes there are depends on it."""
+        places = range(steps.start * width, steps.stop * width)
+        scales = torch.frexp(high.double()).exponent * (high > 1)  # who has one sample gets it every time
+        kinds = scales.unique().tolist()
+        if kinds and kinds[0] and len(kinds) == 1:
+            return self._passes(purpose, ids, high, places, iteration, call).view(len(ids), len(steps), width)
+        out = torch.zeros(len(ids), len(places), dtype=torch.int64, device=ids.device)
+        for scale in filter(None, kinds):  # clients of about the same size at once, or the passes of a small one would be as long as a large one's
             rows = (scales == scale).nonzero()[:, 0]
-            out[rows] = self._passes(purpose, ids[rows], high[rows], place, iteration, call)
-        return out.view(len(ids), len(steps), width)  # who has one sample gets it every time
+            out[rows.to(ids.device)] = self._passes(purpose, ids[rows.to(ids.device)], high[rows], places, iteration, call)
+        return out.view(len(ids), len(steps), width)
 
-    def _passes(self, purpose: str, ids: Tensor, high: Tensor, place: Tensor, iteration: Address, call: Address) -> Tensor:
-        passes = range(int(place[0] // high.max()), int(place[-1] // high.min()) + 1)
-        longest = int(high.max())
+    def _passes(self, purpose: str, ids: Tensor, high: Tensor, places: range, iteration: Address, call: Address) -> Tensor:
+        longest, shortest = int(high.max()), int(high.min())
+        passes = range(places.start // longest, (places.stop - 1) // shortest + 1)
         words = self.bits(f"{purpose}/order", ids, iteration=iteration, call=call, steps=passes, width=2 * longest).view(len(ids), len(passes), longest, 2)
-        keys = _keys(words).masked_fill(torch.arange(longest, device=ids.device) >= high[:, None, None], 2**63 - 1)  # what a client does not have comes last
+        place, keys, each = torch.arange(places.start, places.stop, device=ids.device), _keys(words), torch.full((1, 1), longest, device=ids.device)
+        if shortest < longest:
+            each = high.to(ids.device)[:, None]
+            keys = keys.masked_fill(torch.arange(longest, device=ids.device) >= each[..., None], 2**63 - 1)  # what a client does not have comes last
         orders = keys.argsort(dim=-1, stable=True)
-        number, inside = place // high[:, None] - passes.start, place % high[:, None]
-        return orders[torch.arange(len(ids), device=ids.device)[:, None], number, inside]
+        return orders[torch.arange(len(ids), device=ids.device)[:, None], place // each - passes.start, place % each]
 
     def order(self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0) -> Tensor:
         """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position."""

@@ -1,0 +1,141 @@
+"""One outer iteration of hyper-representation in FedNest's published setting, against a loop over clients and against the products in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from benchmarks.clock import Row, Setup, compare, rows_of
+from benchmarks.floors import Floor, Network
+from benchmarks.problems import CLASSES, Images, mnist
+from benchmarks.published import Call, Loop, calls_of, flat
+from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
+from fedbilevel.algorithms.fednest import FedNest
+from fedbilevel.engines.simulation import Simulation
+from fedbilevel.federation import Cohort
+
+TITLE = "One outer iteration in FedNest's published setting"
+ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth of them in a cohort, network 784-200-10,
+five local epochs of batch 64 on y (38 steps), one step on x, quantities outside local steps on all of a client's samples. FedNest: T = 1, N = 5, iterations
+in which two of the factors are drawn, the mean; FBO-AggITD: N = 5. Against a loop over clients with `torch.autograd` (`benchmarks/published.py`) that is
+given the same cohorts and minibatches; `differs` is how far its x is from the library's at the end, relative to its norm. The floor is that of the whole
+iteration: features once per cohort, then the products and gathers of every gradient and product that the algorithm asks for; pairs of gradients that cancel
+in a first local step count nothing. Aims: the loop takes at least 6 times as long as the library on two cores, the library at most 3 times as long as the
+floor (5 on CUDA)."""
+
+STEPS: dict[str, Any] = {"lr_lower": 0.33, "lr_upper": 0.5, "lr_system": 0.0035, "num_upper_steps": 1}
+MEAN_FACTORS = 2
+WARM = 3  # iterations before the clock is read: what a library keeps from one to the next is there then, as in a run
+
+
+class Case:
+    """One algorithm on one set of clients."""
+
+    def __init__(self, setup: Setup, name: str, images: Images, **options: Any) -> None:
+        self.setup, self.name, self.images = setup, name, images
+        tau, self.batch = (3, 4) if setup.small else (38, 64)
+        self.algorithm: Any = (
+            FedNest(num_lower_rounds=1, num_terms=5, num_local_steps=tau, **STEPS)
+            if name == "fednest"
+            else FBOAggITD(num_lower_rounds=2 if setup.small else 5, num_local_steps=tau, **STEPS)
+        )
+        sizes = {"train": self.batch, "val": self.batch, "outside": None}
+        self.cohort = Cohort(0.5 if setup.small else 0.1)
+        self.options = {"batch_size": sizes, "cohort": self.cohort, "sampling": "epochs", "device": setup.device, **options}
+
+    def simulation(self) -> Simulation:
+        return Simulation(self.algorithm, *self.images.built, **self.options)
+
+    def iterations(self, num: int) -> list[int]:
+        """Outer iterations that cost the same: FedNest draws how many factors there are."""
+        if self.name != "fednest":
+            return list(range(1, num + 1))
+        fed, found = self.simulation(), []
+        for iteration in count(1):
+            fed.begin(iteration)
+            if fed.draw("N'", self.algorithm.num_terms) == MEAN_FACTORS:
+                found.append(iteration)
+            if len(found) == num:
+                break
+        return found
+
+    def plans(self, iterations: list[int]) -> dict[int, list[Call]]:
+        return calls_of(self.simulation(), self.algorithm, iterations, self.batch)
+
+    def ours(self, iterations: list[int]) -> tuple[Callable[[], None], list[Any]]:
+        """A call that takes the next outer iteration, and where its state is found."""
+        fed = self.simulation()
+        state, following = [self.algorithm.init(fed)], iter(iterations)
+
+        def advance() -> None:
+            fed.begin(next(following))
+            state[0] = self.algorithm.round(fed, state[0])
+
+        return advance, state
+
+    def loop(self, plans: dict[int, list[Call]], **options: Any) -> tuple[Callable[[], None], list[Any]]:
+        loop = Loop(self.images.built, self.algorithm, device=self.setup.device, **options)
+        state, following = [(loop.x, loop.y)], iter(plans.values())
+        step = loop.fednest if self.name == "fednest" else loop.fbo_aggitd
+
+        def advance() -> None:
+            state[0] = step(next(following), *state[0])
+
+        return advance, state
+
+    def floor(self) -> Floor:
+        """The products of an iteration, in its order; images of a cohort lie side by side."""
+        floor = Floor(self.setup)
+        pixels, hidden = self.images.shape
+        network = Network(floor, pixels, hidden, CLASSES)
+        clients = self.images.built.clients
+        k = self.cohort.size(len(clients))
+        train, val = (floor.full(k * len(clients[0][role]["label"]), pixels) for role in ("train", "val"))
+        algorithm = self.algorithm
+        if self.name == "fednest":
+            features = network.features(train)
+            network.lower_gradient(features)
+            self._local_steps(network, features, k)
+            network.lower_gradient(network.features(val))
+            for _ in range(MEAN_FACTORS):
+                network.hessian_product(network.features(train))
+        else:
+            for t in range(algorithm.num_lower_rounds + 1):
+                features, last = network.features(train), t == algorithm.num_lower_rounds
+                if not last:
+                    network.lower_gradient(features)
+                if t > 0:
+                    network.hessian_product(features, scored=not last)  # the same samples as the gradient's
+                network.lower_gradient(network.features(val))
+                if not last:
+                    self._local_steps(network, features, k)
+        network.upper_gradient(network.features(val), val)
+        network.jacobian_product(network.features(train), train)
+        return floor
+
+    def _local_steps(self, network: Network, features: torch.Tensor, k: int) -> None:
+        floor, b, hidden = network.floor, self.batch, network.hidden
+        index = torch.randint(len(features), (k * b,), device=self.setup.device)
+        heads = floor.full(k, hidden, network.classes)
+        for _ in range(self.algorithm.num_local_steps - 1):
+            some = floor.gather(features, index).view(k, b, hidden)
+            network.lower_gradient_each(some, heads)
+            network.lower_gradient_each(some, network.head.expand(k, -1, -1))
+
+
+def rows(setup: Setup) -> list[Row]:
+    images = mnist(setup, 100)
+    found: list[Row] = []
+    for name in ("fednest", "fbo_aggitd"):
+        case = Case(setup, name, images)
+        iterations = case.iterations(setup.rounds + WARM)
+        ours, state = case.ours(iterations)
+        loop, other = case.loop(case.plans(iterations))
+        timings = compare({"library": ours, "autograd loop": loop, "floor": case.floor()}, setup, repeats=1, warm=WARM)
+        x, x_loop = state[0].x, flat(other[0][0])
+        differs = float(torch.linalg.vector_norm(x - x_loop) / torch.linalg.vector_norm(x_loop))
+        found += rows_of(name, timings, ours="library", differs=differs, images=images.source)
+    return found

@@ -1,0 +1,196 @@
+"""The benchmarks run, compare like with like and count the right products. Nothing here asserts a time."""
+
+import dataclasses
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import growth, paths, problems, push_sum, ranks_section, results
+from benchmarks.clock import Setup, Timing, compare, rows_of
+from benchmarks.floors import Floor
+from benchmarks.iteration import Case
+from benchmarks.published import flat
+
+SMALL = Setup(threads=1, small=True, rounds=2)
+
+
+@pytest.fixture(autouse=True)
+def _as_many_threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_whole_command_in_its_smallest_version(tmp_path, capsys):
+    assert command.main(["--small", "--threads", "1", "--save", "--folder", str(tmp_path / "results")]) == 0
+    printed = capsys.readouterr().out
+    saved = json.loads((tmp_path / "results" / "cpu-small.json").read_text())
+    assert tuple(saved) == command.SECTIONS
+    for name, section in saved.items():
+        assert section["title"] in printed
+        assert section["where"]["threads"] == 1
+        assert {"machine", "versions", "commit", "time", "small"} <= set(section["where"])
+        if "skipped" in section:
+            assert name == "ranks"
+            continue
+        assert section["rows"], name
+        for row in section["rows"]:
+            assert row["name"]
+            assert row["what"]
+            assert row["seconds"] > 0
+            for key in ("ratio", "times_ours", "memory_ratio", "memory_mb", "megabytes", "rounds"):
+                assert math.isfinite(row.get(key, 1.0)), (name, row)
+                assert row.get(key, 1.0) > 0, (name, row)
+            if "ratio" in row:
+                assert row["ratio"] == pytest.approx(row["seconds"] / row["floor_seconds"])
+        assert any("ratio" in row for row in section["rows"]), name
+    assert (tmp_path / "results" / saved["growth"]["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "RESULTS.md").read_text() == results.page(tmp_path / "results")
+    assert all(row["differs"] < 1e-4 for row in saved["iteration"]["rows"])
+    again = results.save("cpu-small", {"push_sum": {**saved["push_sum"], "title": "other"}}, tmp_path / "results")
+    kept = json.loads(again.read_text())
+    assert kept["push_sum"]["title"] == "other"
+    assert kept["paths"] == saved["paths"], "a section that was not run must stay"
+
+
+def test_the_page_of_results_is_what_the_files_hold():
+    assert (results.FOLDER.parent / "RESULTS.md").read_text() == results.page()
+
+
+@pytest.mark.parametrize("name", ["fednest", "fbo_aggitd"])
+def test_the_loop_over_clients_goes_where_the_library_goes(name):
+    case = Case(SMALL, name, problems.mnist(SMALL, 4), dtype=torch.float64)
+    case.algorithm = dataclasses.replace(case.algorithm, num_upper_steps=3, lr_lower=0.9, lr_upper=2.0, lr_system=0.4)
+    iterations = case.iterations(3)
+    plans = case.plans(iterations)
+    assert {len(call.positions) for plan in plans.values() for call in plan} == {2}  # a cohort
+    assert len({tuple(call.positions) for plan in plans.values() for call in plan}) > 1  # drawn anew
+    ours, state = case.ours(iterations)
+    loop, other = case.loop(plans, dtype=torch.float64)
+    start = [flat(part) for part in other[0]]
+    for _ in iterations:
+        ours()
+        loop()
+    for mine, theirs, first in zip(state[0], other[0], start, strict=True):
+        moved, apart = (float(torch.linalg.vector_norm(v) / torch.linalg.vector_norm(first)) for v in (mine - first, mine - flat(theirs)))
+        assert moved > 0.05
+        assert apart < 1e-9
+
+
+def test_iterations_of_fednest_that_are_timed_draw_the_mean_number_of_factors():
+    case = Case(SMALL, "fednest", problems.mnist(SMALL, 4))
+    for plan in case.plans(case.iterations(3)).values():
+        assert [call.name for call in plan].count("system_factor") == 2
+
+
+@pytest.mark.parametrize("case", ["lower_gradient", "lower_gradient_cached", "upper_gradient", "hessian_product", "jacobian_product"])
+def test_contestants_of_a_path_compute_the_same(case):
+    bench = paths.Bench(SMALL, problems.mnist(SMALL, 4))
+    contestants = getattr(bench, case)()
+    plain = contestants["plain vmap"]()
+    plain = torch.cat([leaf.flatten(1) for leaf in plain.values()], 1)
+    looped = torch.stack([flat(each) for each in contestants["autograd loop"]()])
+    assert torch.linalg.vector_norm(plain) > 0.1
+    torch.testing.assert_close(looped, plain, rtol=1e-4, atol=1e-6)
+    bench.indices = bench.indices[:1]  # every batch the same, however often the library was called to fill its features
+    torch.testing.assert_close(getattr(bench, case)()["library"](), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_of_upper_gradients_goes_through_a_round_of_the_engine():
+    bench = paths.Bench(SMALL, problems.mnist(SMALL, 4))
+    found = bench.upper_mean()["library"]()
+    assert found.shape == bench.x.shape
+    assert bench.fed.ledger.rounds == 1
+
+
+def test_the_floor_of_an_iteration_counts_its_products():
+    """4 clients of which 2 take part, 12 + 6 samples, 20 pixels, 8 hidden units, 10 classes; 3 local steps of batch 4, the first of which cancels."""
+    train, val, pixels, hidden, classes, k, b = 24, 12, 20, 8, 10, 2, 4
+    features = lambda n: 2 * n * pixels * hidden
+    head = lambda n: 2 * n * hidden * classes  # one product with the head, forwards or back
+    lower = 2 * head(train)
+    steps = 2 * 2 * 2 * head(k * b)  # two steps of two gradients of two products
+    last = features(val) + 2 * head(val) + features(val) + features(train) + 4 * head(train) + features(train)
+    fednest = features(train) + lower + steps + features(val) + 2 * head(val) + 2 * (features(train) + 3 * head(train)) + last
+    rounds = 3 * (features(train) + features(val) + 2 * head(val)) + 2 * (lower + steps) + 2 * head(train) + 3 * head(train)
+    images = problems.mnist(SMALL, 4)
+    floors = {name: Case(SMALL, name, images).floor() for name in ("fednest", "fbo_aggitd")}
+    assert floors["fednest"].operations == fednest
+    assert floors["fbo_aggitd"].operations == rounds + last
+    assert floors["fednest"].gathered == 2 * k * b * hidden
+    assert floors["fbo_aggitd"].gathered == 4 * k * b * hidden
+
+
+def test_a_floor_does_its_products_and_gathers():
+    floor = Floor(SMALL, torch.float64)
+    a, b, index = floor.full(3, 3), floor.full(3, 3), torch.tensor([2, 0])
+    once = floor.mm(a, b)
+    twice = floor.mm(once, b)
+    rows = floor.gather(a, index)
+    stacked = floor.mm(floor.full(2, 3, 4), floor.full(2, 4, 5))
+    floor()
+    torch.testing.assert_close(once, a @ b)
+    torch.testing.assert_close(twice, a @ b @ b)  # not into the place of what it is made from
+    assert torch.equal(rows, a[index])
+    assert stacked.shape == (2, 3, 5)
+    assert (floor.operations, floor.gathered) == (2 * 27 * 2 + 2 * 2 * 3 * 5 * 4, 6)
+
+
+def test_contestants_take_turns():
+    calls = []
+    found = compare({name: lambda name=name: calls.append(name) for name in "abc"}, SMALL, repeats=1)
+    assert calls == [*"abc", *"abcabc"]  # once to warm up
+    calls.clear()
+    compare({name: lambda name=name: calls.append(name) for name in "ab"}, SMALL, repeats=2, warm=3)
+    assert calls == [*"aaabbb", *"aabb" * 2]
+    assert set(found) == {*"abc"}
+    assert all(timing.median > 0 for timing in found.values())
+
+
+def test_ratios_are_of_medians():
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, pytest.approx(2 / 3))
+    rows = rows_of("path", {"library": Timing(2.0, 0.1), "loop": Timing(6.0, 0.2), "floor": Timing(0.5, 0.3)}, ours="library", more=1)
+    assert [(row["what"], row["ratio"], row["times_ours"], row["floor_seconds"], row["more"]) for row in rows] == [
+        ("library", 4.0, 1.0, 0.5, 1),
+        ("loop", 12.0, 3.0, 0.5, 1),
+    ]
+
+
+def test_bytes_that_push_sum_must_move():
+    """A copy of the rows of 8 peers moves 16 rows; a ring reads 16 and writes 8, the exponential network 8 and 8."""
+    floors = {row["name"]: row["floor_seconds"] / row["seconds"] for row in push_sum.rows(SMALL) if row["what"] == "copy of all rows"}
+    assert floors == {"exponential, 8 peers": pytest.approx(16 / 16), "ring, 8 peers": pytest.approx(24 / 16)}
+
+
+def test_memory_is_that_of_the_run_alone():
+    asked = {"clients": 3, "cohort": 2, "hidden": 4, "steps": 1, "device": "cpu", "threads": 1, "rounds": 2, "small": True}
+    found = growth.in_a_process({**asked, "hidden": 50_000})  # x has 850,000 numbers, of which each of two clients holds its own
+    assert found["data_mb"] == pytest.approx(3 * 6 * (16 * 4 + 8) / 1e6)
+    assert 2 * 0.85 * 4 < found["memory_mb"] < 300  # a process with torch in it has more than that before the run
+    assert found["seconds"] > 0
+
+
+def test_ranks_are_skipped_with_a_sentence_where_there_is_no_such_engine(monkeypatch):
+    monkeypatch.setattr(ranks_section, "find_spec", lambda name: None)
+    assert "distributed" in (ranks_section.skipped(SMALL) or "")
+
+
+def test_ranks_take_turns_and_are_compared_with_a_perfect_division(monkeypatch):
+    calls = []
+    took = {1: 8.0, 2: 5.0}
+    monkeypatch.setitem(sys.modules, "benchmarks.ranks", SimpleNamespace(measure=lambda ranks: calls.append(ranks) or took[ranks]))
+    rows = ranks_section.rows(SMALL)
+    assert calls == [1, 2, 1, 2]
+    assert [(row["what"], row["seconds"], row["floor_seconds"], row["ratio"]) for row in rows] == [("1 rank", 8.0, 8.0, 1.0), ("2 ranks", 5.0, 4.0, 1.25)]
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--rounds", "3"], "at least 5"), (["--only", "nothing"], "invalid choice")])
+def test_wrong_options_are_refused(words, said, capsys):
+    with pytest.raises(SystemExit):
+        command.main(words)
+    assert said in capsys.readouterr().err
