@@ -123,14 +123,19 @@ def test_writing_a_part_changes_neither_what_was_written_before_nor_what_was_rea
 
 
 def test_a_part_is_written_in_place_when_nobody_holds_the_rows():
-    store = Store(3)
+    store = Store(4)
     StoreView(store, torch.tensor([0])).write(old=rows(0, 1))
-    place = store.rows["old"].data_ptr()
     StoreView(store, torch.tensor([1, 2])).write(old=rows(1, 2))
+    place = store._shelves["old"].rows.data_ptr()
     StoreView(store, torch.tensor([0, 1])).read("old", default=rows(3, 2)).zero_()  # a part that was read is a copy
     StoreView(store, torch.tensor([2])).write(old=rows(2, 1))
-    assert store.rows["old"].data_ptr() == place
-    assert torch.equal(store.rows["old"], torch.stack([rows(0, 1)[0], rows(1, 2)[0], rows(2, 1)[0]]))
+    assert store._shelves["old"].rows.data_ptr() == place
+    assert torch.equal(store.rows["old"], torch.stack([rows(0, 1)[0], rows(1, 2)[0], rows(2, 1)[0], torch.zeros(2, dtype=torch.float64)]))
+    StoreView(store, torch.arange(4)).write(old=rows(4, 4))
+    StoreView(store, torch.tensor([1])).write(old=rows(5, 1))
+    place = store._shelves["old"].rows.data_ptr()
+    StoreView(store, torch.tensor([1, 3])).write(old=rows(6, 2))
+    assert store._shelves["old"].rows.data_ptr() == place
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(0, 10_000)), min_size=1, max_size=8))
@@ -146,6 +151,70 @@ def test_any_sequence_of_writes_leaves_each_clients_last_value_and_every_earlier
         assert torch.equal(got, torch.stack([last.get(i, default[i]) for i in range(4)]))
         seen.append((got, got.clone()))
     assert all(torch.equal(got, then) for got, then in seen)
+
+
+WRITES = st.lists(st.tuples(st.sets(st.integers(0, 5)), st.sampled_from(["rows", "one"]), st.integers(0, 10_000)), min_size=1, max_size=10)
+
+
+@given(WRITES, st.sets(st.integers(0, 5), min_size=1))
+def test_a_store_is_a_dictionary_of_rows(writes, asked):
+    """Parts, everybody, and views of one vector; what was read or written before never changes."""
+    store, model, seen, who = Store(6), {}, [], torch.tensor(sorted(asked))
+    for whose, form, seed in writes:
+        whose = sorted(whose)
+        values = rows(seed, len(whose)) if form == "rows" else rows(seed, 1)[0].expand(len(whose), -1)
+        seen.append((values, values.clone()))
+        store.write("m", torch.tensor(whose, dtype=torch.int64), values)
+        model.update(zip(whose, values.clone(), strict=True))
+        default = rows(seed + 1, 6)
+        for positions in (who, torch.arange(6)):
+            got = store.read("m", positions, default[positions])
+            assert torch.equal(got, torch.stack([model.get(i, default[i]) for i in positions.tolist()]))
+            seen.append((got, got.clone()))
+        assert store.written["m"].tolist() == [i in model for i in range(6)]
+        assert torch.equal(store.rows["m"], torch.stack([model.get(i, torch.zeros(2, dtype=torch.float64)) for i in range(6)]))
+        backwards = torch.tensor(sorted(model, reverse=True), dtype=torch.int64)
+        own = store.own("m", backwards)
+        assert torch.equal(own, torch.stack([model[i] for i in backwards.tolist()]) if model else own[:0])
+        own.zero_()  # a copy
+    assert all(torch.equal(got, then) for got, then in seen)
+
+
+def test_only_those_who_have_written_take_memory():
+    store, draw = Store(1000), torch.Generator().manual_seed(0)
+    moved, place = 0, 0
+    for k in range(12):
+        store.write("m", torch.randperm(1000, generator=draw)[:10].sort().values, rows(k, 10))
+        count, shelf = int(store.written["m"].sum()), store._shelves["m"].rows
+        moved, place = moved + (shelf.data_ptr() != place), shelf.data_ptr()
+        assert count <= len(shelf) <= 2 * count
+    assert moved <= 5  # 10, 20, 40, 80, 160
+    for k in range(300):
+        store.write("m", torch.randperm(1000, generator=draw)[:40].sort().values, rows(k, 40))
+    assert len(store._shelves["m"].rows) <= 1000
+
+
+def test_views_of_one_vector_are_kept_as_one_vector():
+    store, vector = Store(1000), rows(0, 1)[0]
+    store.write("m", torch.arange(1000), vector.expand(1000, -1))
+    vector.zero_()  # whose vector that was may go on with it
+    vector = rows(0, 1)[0]
+    everybody = store.read("m", torch.arange(1000), rows(1, 1000))
+    assert everybody.stride(0) == 0
+    assert torch.equal(everybody[7], vector)
+    some = store.read("m", torch.tensor([3, 5]), rows(1, 2))
+    assert some.is_contiguous()
+    assert torch.equal(some, torch.stack([vector, vector]))
+    store.write("m", torch.tensor([5]), rows(2, 1))
+    assert len(store._shelves["m"].rows) == 1
+    assert torch.equal(store.read("m", torch.tensor([3, 5]), rows(1, 2)), torch.stack([vector, rows(2, 1)[0]]))
+
+
+def test_a_default_wider_than_what_was_written_widens_it():
+    """An estimator that one number per client makes, read together with clients that are new."""
+    store = Store(3)
+    store.write("b", torch.tensor([1]), torch.tensor([[7.0]]))
+    assert store.read("b", torch.arange(3), torch.zeros(3, 2)).tolist() == [[0, 0], [7, 7], [0, 0]]
 
 
 def test_tuples_are_stored_entry_by_entry():

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedbilevel import draws
 from fedbilevel.draws import MAX_STEPS, SERVER, Stream, philox
+from fedbilevel.errors import SettingError
 
 M32 = 0xFFFFFFFF
 
@@ -57,6 +59,27 @@ def test_a_word_is_philox_of_its_address():
             for place in range(width):
                 counter = (place // 4, call << 16 | step, iteration, client)
                 assert int(got[i, j, place]) == philox_in_whole_numbers((seed, zlib.crc32(purpose.encode())), counter)[place % 4]
+
+
+def test_words_that_stand_for_an_axis_are_those_of_the_whole_grid():
+    counter = tuple(
+        torch.randint(0, 2**32, shape, generator=torch.Generator().manual_seed(k)) for k, shape in enumerate([(1, 1, 5), (1, 4, 1), (1, 1, 1), (3, 1, 1)])
+    )
+    whole = philox((7, 8), tuple(torch.broadcast_tensors(*counter)))
+    for short, long in zip(philox((7, 8), counter), whole, strict=True):
+        assert torch.equal(short, long)
+    assert int(whole[2][2, 3, 4]) == philox_in_whole_numbers((7, 8), [int(torch.broadcast_tensors(*counter)[i][2, 3, 4]) for i in range(4)])[2]
+
+
+def test_several_outer_iterations_at_once_are_each_drawn_as_alone():
+    ids = torch.tensor([4, 0, SERVER])
+    for iterations in (range(7, 12), range(3, 4), range(M32, M32 + 1)):
+        together = Stream(11).first_bits("network/edges", ids, iterations=iterations, width=6)
+        alone = [Stream(11).bits("network/edges", ids, iteration=k, call=0, steps=range(1), width=6) for k in iterations]
+        assert torch.equal(together, torch.cat(alone, dim=1))
+    for bad in (range(-1, 2), range(M32, M32 + 2)):
+        with pytest.raises(SettingError, match="the outer iteration must lie between"):
+            Stream(11).first_bits("network/edges", ids, iterations=bad, width=6)
 
 
 def draw(ids, *, seed=3, purpose="B", iteration=2, call=1, steps=range(20), width=6):
@@ -168,6 +191,15 @@ def test_order_sorts_the_63_bit_keys_of_its_address():
     word = lambda place: philox_in_whole_numbers((1, zlib.crc32(b"cohort")), (place // 4, call << 16, iteration, client))[place % 4]
     keys = [(word(2 * i) >> 1) * 2**32 + word(2 * i + 1) for i in range(num)]
     assert Stream(1).order("cohort", client, num, iteration=iteration, call=call).tolist() == sorted(range(num), key=keys.__getitem__)
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 64), st.integers(0, 1000))
+def test_the_first_of_an_order_are_its_beginning_even_where_keys_tie(num, first, different, iteration):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "_keys", lambda words: words[..., 0] % different)
+        whole, some = (Stream(1).order("cohort", SERVER, num, iteration=iteration, first=k) for k in (None, first))
+    assert whole.sort().values.tolist() == list(range(num))
+    assert torch.equal(some, whole[:first])
 
 
 def test_all_orders_of_three_are_equally_likely():

@@ -464,9 +464,9 @@ class Watched(PeerSimulation):
         for name, calls in seen.items():
             original = getattr(self.host.oracle, name)
 
-            def noted(x: Tensor, y: Tensor, v: Tensor, batch: Batch, original: Any = original, calls: Any = calls) -> Any:
+            def noted(x: Tensor, y: Tensor, v: Tensor, batch: Batch, original: Any = original, calls: Any = calls, **more: Any) -> Any:
                 calls.append(batch.fields["index"].tolist())
-                return original(x, y, v, batch)
+                return original(x, y, v, batch, **more)
 
             monkeypatch.setattr(self.host.oracle, name, noted)
         return seen

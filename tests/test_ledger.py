@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
+from fedbilevel import ledger as module
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
@@ -448,3 +449,49 @@ def test_edges_survive_a_round_trip_and_the_copy_is_its_own():
         assert torch.equal(ledger.edges[name], before[name])
         assert torch.equal(copy.edges[name], before[name] + each)
     assert "messages" not in Ledger(5).totals()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([(3, 12), (4, 20), (0, 0)]), st.sampled_from(["", "", "look", "change", "resume"])), max_size=25))
+def test_messages_counted_until_somebody_looks_are_those_added_one_by_one(charges):
+    """The same links again and again, links that are changed between two charges, readings and a resume in between."""
+    ledger, matrices = Ledger(3), [torch.randint(0, 2 + k, (3, 3), generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    matrices.append(torch.eye(3, dtype=torch.bool))
+    wanted = {name: torch.zeros(3, 3, dtype=torch.int64) for name in EDGES}
+    for which, (floats, num_bytes), then in charges:
+        ledger.charge_edges(matrices[which], floats, num_bytes)
+        for name, each in zip(EDGES, (1, floats, num_bytes), strict=True):
+            wanted[name] = wanted[name] + matrices[which].long() * each
+        if then == "look":
+            assert torch.equal(ledger.edges["floats"], wanted["floats"])
+        elif then == "change":
+            matrices[which][0, 1] = 1
+        elif then == "resume":
+            state, ledger = ledger.state_dict(), Ledger(3)
+            ledger.load_state_dict(state)
+        assert torch.equal(ledger.columns["floats_up"], wanted["floats"].sum(1))
+        assert torch.equal(ledger.columns["bytes_up"], wanted["bytes"].sum(1))
+    assert ledger.totals().get("messages", 0) == int(wanted["messages"].sum())
+    assert set(ledger.edges) == (set(EDGES) if charges else set())
+    assert all(torch.equal(edges, wanted[name]) for name, edges in ledger.edges.items())
+
+
+def test_what_is_not_added_up_yet_stays_within_bounds(monkeypatch):
+    """A network that repeats is one entry; one that does not is added up every so often; nothing is lost, whoever loads a state forgets what was open."""
+    ledger, fixed = Ledger(4), torch.ones(4, 4, dtype=torch.bool)
+    for _ in range(500):
+        ledger.charge_edges(fixed, 2, 8)
+    assert len(ledger._open) == 1
+    monkeypatch.setattr(module, "_MOST_OPEN", 5)
+    for _ in range(23):
+        ledger.charge_edges(torch.eye(4), 3, 12)
+        assert len(ledger._open) <= 5
+    monkeypatch.setattr(module, "_OPEN_CELLS", 2 * 16)
+    for _ in range(7):
+        ledger.charge_edges(torch.eye(4), 3, 12)
+    assert len(ledger._open) <= 2
+    assert torch.equal(ledger.edges["messages"], 500 * torch.ones(4, 4, dtype=torch.int64) + 30 * torch.eye(4, dtype=torch.int64))
+    assert torch.equal(ledger.edges["bytes"], 4000 * torch.ones(4, 4, dtype=torch.int64) + 360 * torch.eye(4, dtype=torch.int64))
+    state = ledger.state_dict()
+    ledger.charge_edges(fixed, 2, 8)
+    ledger.load_state_dict(state)
+    assert torch.equal(ledger.edges["messages"], state["edges-messages"])

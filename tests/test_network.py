@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbilevel import network as module
+from fedbilevel.draws import Stream
 from fedbilevel.errors import NetworkError, SettingError
-from fedbilevel.network import GivenNetwork, Network, fastest_mixing, metropolis
+from fedbilevel.network import GivenNetwork, Mixing, Network, fastest_mixing, metropolis
 from fedbilevel.network import given as given_network
 
 UNDIRECTED = ("complete", "ring", "torus", "erdos_renyi", "random_undirected")
@@ -479,12 +480,100 @@ def test_the_sparse_product_equals_the_dense_one(kind, n, sparse):
 
 @pytest.mark.parametrize("n", [7, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_chunks_of_columns_equal_the_whole(monkeypatch, n, dtype):
-    mixing, rows = Network(kind="ring").between(n).mixing(0), rows_of(n, 11, dtype=dtype)
+@pytest.mark.parametrize(("kind", "shares"), [("ring", "metropolis"), ("ring", "out_degree"), ("exponential", "out_degree")])
+def test_chunks_of_columns_equal_the_whole(monkeypatch, kind, shares, n, dtype):
+    mixing, rows = Network(kind=kind, shares=shares).between(n).mixing(0), rows_of(n, 11, dtype=dtype)
     whole = mixing(rows)
     for cells in (1, n, 3 * n + 1, 11 * n):
         monkeypatch.setattr(module, "_CELLS", cells)
         torch.testing.assert_close(mixing(rows), whole, rtol=1e-15 if dtype == torch.float64 else 1e-7, atol=1e-15)
+
+
+def summed(mixing, rows):
+    """One exchange by its definition: every message rounded, exact sums, rounded to float64 and then to the type of the rows."""
+    kind, send = rows.numpy().dtype, mixing.send.numpy()
+    receive = mixing.matrix.numpy() / send
+    messages = (rows.numpy().astype(np.float64) * send[:, None]).astype(kind).astype(np.float64)
+    return np.array([[math.fsum(receive[i] * messages[:, k]) for k in range(rows.shape[1])] for i in range(len(rows))]).astype(kind)
+
+
+@given(st.integers(64, 80), st.floats(0.0, 0.05), st.booleans(), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 10**6))
+def test_sparse_sums_are_those_of_the_definition_on_any_graph(n, density, directed, dtype, seed):
+    drawn = np.random.default_rng(seed).random((n, n)) < density
+    mixing = given_network(n, lambda _: drawn if directed else drawn | drawn.T, directed=directed).between(n).mixing(0)
+    rows = rows_of(n, 3, seed, dtype)
+    before = rows.clone()
+    got, expected = mixing(rows), summed(mixing, rows)
+    assert torch.equal(rows, before)
+    if dtype == torch.float32:
+        np.testing.assert_array_max_ulp(got.numpy(), expected, 1)
+    assert float(np.abs(got.numpy() - expected).max()) <= (1e-15 if dtype == torch.float64 else 1.2e-7) * float(rows.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_messages_added_in_the_type_of_the_rows_are_the_sum_in_float64_bit_for_bit(dtype):
+    n, draw = 64, torch.Generator().manual_seed(0)
+    scales = 10.0 ** torch.randint(-30, 30, (n, 400), generator=draw, dtype=torch.float64)
+    rows = (torch.randn(n, 400, generator=draw, dtype=torch.float64) * scales).to(dtype)
+    rows[1, :200] = -rows[0, :200] * (1 + torch.randn(200, generator=draw, dtype=torch.float64) * 1e-7).to(dtype)  # and some that nearly cancel
+    for step in range(6):
+        mixing = Network(kind="exponential").between(n).mixing(step)
+        assert mixing._partner is not None
+        who = torch.from_numpy(adjacency("exponential", n, step)).double()
+        assert torch.equal(mixing(rows), (who.T @ (rows.double() / 2).to(dtype).double()).to(dtype))
+    assert len({tuple(Network(kind="exponential").between(n).mixing(step)._partner.tolist()) for step in range(6)}) == 6
+
+
+def test_partners_are_found_exactly_where_everybody_adds_one_message_to_its_own():
+    n, shift = 70, torch.roll(torch.eye(70), 3, 1)
+    lost, twice, loops = shift.clone(), shift.clone(), shift.clone()
+    lost[5] = 0
+    twice[5, 9] = 1
+    loops[5], loops[8, 8] = 0, 1
+    for matrix, expected in ((shift, True), (shift.T, True), (lost, False), (twice, False), (loops, False)):
+        mixing, rows = given_network(n, lambda _, matrix=matrix: matrix).between(n).mixing(0), rows_of(n, 2)
+        assert (mixing._partner is not None) == expected
+        assert close(mixing(rows), torch.from_numpy(summed(mixing, rows)), rows)
+    assert Mixing(shift.bool(), shift.T.double(), torch.ones(n, dtype=torch.float64))._partner is None  # nobody keeps anything
+    for kind, shares in (("ring", "out_degree"), ("ring", "metropolis"), ("torus", "metropolis")):
+        assert Network(kind=kind, shares=shares).between(n).mixing(0)._partner is None
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("ring", "metropolis"), ("ring", "out_degree"), ("exponential", "auto"), ("complete", "auto")])
+def test_rows_may_be_written_where_the_caller_says(kind, shares):
+    mixing, rows, place = Network(kind=kind, shares=shares).between(66).mixing(0), rows_of(66, 5, dtype=torch.float32), torch.full((66, 5), float("nan"))
+    before = rows.clone()
+    assert mixing(rows, into=place) is place
+    assert torch.equal(place, mixing(rows))
+    assert torch.equal(rows, before)
+
+
+def test_messages_to_oneself_are_not_sent():
+    mixing = Network(kind="ring").between(5).mixing(0)
+    assert mixing.sent.tolist() == [[(i - j) % 5 in (1, 4) for j in range(5)] for i in range(5)]
+    assert mixing.sent is mixing.sent
+    assert bool(mixing.adjacency.diagonal().all())
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_steps_drawn_ahead_are_those_drawn_alone(kind, monkeypatch):
+    n, asked, real = 5, [], module.Stream.first_bits
+
+    def counting(self, purpose, ids, *, iterations, width):
+        asked.append(len(iterations))
+        return real(self, purpose, ids, iterations=iterations, width=width)
+
+    monkeypatch.setattr(module.Stream, "first_bits", counting)
+    links = Network(kind=kind, seed=3).between(n)
+    order = [*range(40), 7, 7, 90, 91, 92, 3, 39, 40]
+    got = [links.adjacency(step) for step in order]
+    assert len(asked) < 16
+    assert max(asked) == 16
+    words = lambda purpose, step: Stream(3).bits(purpose, torch.arange(n), iteration=step, call=0, steps=range(1), width=n)[:, 0].double() / 2**32
+    for step, links_now in zip(order, got, strict=True):
+        edges = words("network/edges", step) < 0.4 + (0.8 - 0.4) * words("network/chances", 0)
+        expected = edges if kind == "random_directed" else edges.triu(1) | edges.triu(1).T
+        assert torch.equal(links_now, expected | torch.eye(n, dtype=torch.bool))
 
 
 def test_renumbered_peers_get_the_same_rows():

@@ -492,7 +492,7 @@ def test_pooled_derivatives_are_the_weighted_means_of_those_of_a_loop(make, weig
                 "fx of both": fx, "fy of both": fy, "jv of both": jv, "hv of both": hv,
             }  # fmt: skip
             for name, value in got.items():
-                assert value.stride(0) == 0 and len(value) == 3, name  # one vector in every row
+                assert (value.stride(0), len(value)) == (0, 3), name  # one vector in every row
                 torch.testing.assert_close(value[0], shares @ rows[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
     assert all((plan.trace is not None) == (often == {"cpu": 1}) for plan in auto.oracle._plans.values())
 
@@ -532,7 +532,8 @@ def test_tracing_changes_no_bit_and_gathers_only_what_is_read():
         assert torch.equal(population.oracle.lower_grad(x, y, one), plain.oracle.lower_grad(x, y, two))
         assert torch.equal(population.oracle.hessian_product(x, y, v, one), plain.oracle.hessian_product(x, y, v, two))
         taken = population.oracle._features.last[1].fields
-        assert {"features", "label"} <= set(taken._ready) and ("image" in taken._ready) == (seed < 2)  # all of them until it is traced
+        assert {"features", "label"} <= set(taken._ready)
+        assert ("image" in taken._ready) == (seed < 2)
 
 
 def test_the_faster_way_is_measured_once_and_remembered():
@@ -542,13 +543,15 @@ def test_the_faster_way_is_measured_once_and_remembered():
     first = population.oracle.lower_grad(*at[:2], train)
     assert len(population.oracle.choices) == 1
     ((label, way),) = population.oracle.choices.items()
-    assert "gy" in label and way in ("vmap", "loop")
+    assert "gy" in label
+    assert way in ("vmap", "loop")
     assert_same({"gy": population.oracle.lower_grad(*at[:2], train)}, {"gy": first})
     for given in ("vmap", "loop"):
         again = meet(built, long=0.0)
         again.oracle.choices[label] = given
         assert_same({"gy": again.oracle.lower_grad(*at[:2], whole(again, "train"))}, {"gy": first})
-        assert again.oracle.choices == {label: given} and next(iter(again.oracle._plans.values())).way == given
+        assert again.oracle.choices == {label: given}
+        assert next(iter(again.oracle._plans.values())).way == given
     fixed = meet(built, strategy="vmap", long=0.0)
     fixed.oracle.lower_grad(*at[:2], whole(fixed, "train"))
     assert fixed.oracle.choices == {}

@@ -247,6 +247,43 @@ def test_the_order_of_peers_in_memory_leaves_rows_and_bills_alone(averaging):
     assert torch.equal(moved.push_weights, straight.push_weights[ids])
 
 
+@pytest.mark.parametrize("network", [Network(kind="ring"), Network(kind="exponential"), Network(kind="ring", shares="out_degree")], ids=str)
+def test_the_order_of_many_peers_in_memory_leaves_no_bit(network):
+    """As many as are exchanged by sparse sums, in float32."""
+    n, built = 66, Quadratic(num_clients=66, dim_upper=1, dim_lower=2, num_samples=1).build()
+    ids = torch.randperm(n, generator=torch.Generator().manual_seed(0)).tolist()
+    straight = engine(network=network, built=built, dtype=torch.float32)
+    moved = engine(network=network, built=type(built)(built.problem, [built.clients[i] for i in ids]), ids=ids, dtype=torch.float32)
+    u, w = rows(n).float(), straight.weights
+    for _ in range(3):
+        (p, z), (q, t) = straight.push(w, u=u), moved.push(w[ids], u=u[ids])
+        assert torch.equal(t, z[ids])
+        assert torch.equal(q, p[ids])
+        assert torch.equal(moved.mix(u=u[ids]), straight.mix(u=u)[ids])
+    assert all(torch.equal(moved.ledger.edges[name], edges) for name, edges in straight.ledger.edges.items())
+
+
+@pytest.mark.parametrize("averaging", [Averaging(num_steps=3), Averaging(num_steps=4), Averaging(kind="gossip", num_steps=3)], ids=str)
+def test_an_average_leaves_alone_what_it_was_given_and_what_it_gave_before(averaging):
+    peers, matrix = engine(network=Network(kind="ring"), averaging=averaging), Network(kind="ring").between(4).mixing(0).matrix
+    given_rows = [rows(seed=k) for k in range(3)]
+    copies = [one.clone() for one in given_rows]
+    found = [peers.mix(u=one) for one in given_rows]
+    for one, copy, result in zip(given_rows, copies, found, strict=True):
+        assert torch.equal(one, copy)
+        assert relative(result, torch.linalg.matrix_power(matrix, averaging.num_steps) @ copy) < 1e-14
+
+
+def test_finite_rows_whose_sum_is_not_pass():
+    peers = engine(dtype=torch.float32)
+    large = torch.full((4, 3), 3e38)
+    assert not bool(torch.isfinite(large.sum()))
+    _, u = peers.push(peers.weights, u=large / 4)
+    assert bool(torch.isfinite(u).all())
+    weights, _ = peers.push(peers.weights, u=large)
+    assert weights.shape == (4, 1)
+
+
 def test_numbers_that_are_not_a_numbering_are_refused():
     for ids in ([0, 1, 1, 3], [1, 2, 3, 4]):
         with pytest.raises(SettingError, match=r"ids must number the 4 clients from 0, each once, got \["):

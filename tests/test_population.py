@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedbilevel import population as module
 from fedbilevel.errors import ProblemError
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem, Scopes
@@ -202,3 +203,59 @@ def test_a_client_twice_counts_as_one_of_double_weight():
     rows = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     twice = population.average(rows[[0, 1, 1, 2]], torch.ones(4, dtype=torch.int64))
     torch.testing.assert_close(population.average(rows, torch.tensor([1, 2, 1])), twice, rtol=1e-14, atol=0)
+
+
+def measurable(**options):
+    """Statistics of a role that one client lacks, and a figure that needs every client's own."""
+    count = lambda x, y, batch: {"right": ((batch["weight"] > 0) & (batch["a"] @ y["y"] > batch["b"])).sum(), "seen": (batch["weight"] > 0).sum()}
+    return cleaning(
+        statistics={"test": count},
+        metrics=lambda sums: {"accuracy": sums["right"] / sums["seen"]},
+        across=lambda found: {f"right_{i}": float(value) for i, value in enumerate(found["right"])},
+        **options,
+    )
+
+
+@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("budget", [1, 200, 400, 900])
+def test_measuring_a_few_clients_at_a_time_is_measuring_all(monkeypatch, budget, weights):
+    sizes = (5, 2, 7, 1, 3, 3)
+    holdings = [{**client, "test": {name: value[: i % 3] for name, value in client["val"].items()}} for i, client in enumerate(clients(sizes))]
+    population = Population(measurable(weights=weights), holdings, dtype=torch.float64)
+    x, y = point(population)[0], torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    asked, real = [], population.data.look
+    monkeypatch.setattr(population.data, "look", lambda positions, role: asked.append(positions.tolist()) or real(positions, role))
+    whole = population.measure(x, y)
+    assert asked == [list(range(6))] * 3
+    by_hand = [population.oracle.evaluate(fit, x[i : i + 1], y[i], population.data.batch(torch.tensor([i]), "val")) for i in range(6)]
+    share = population.weights(torch.arange(6)).double()
+    assert whole["upper_loss"] == pytest.approx(float((torch.cat(by_hand) * share).sum() / share.sum()), rel=1e-12)
+    monkeypatch.setattr(module, "_LOOK", budget)
+    for points in ((x, y), (lambda some: x[some], y), (x, lambda some: y[some])):
+        asked.clear()
+        assert population.measure(*points) == pytest.approx(whole, rel=1e-12)
+        assert len(asked) > 3
+        assert len(asked[0]) < 6
+        assert [i for some in asked for i in some] == [*range(6)] * 3
+
+
+def test_a_look_leaves_the_copy_that_phases_use_alone_and_makes_none_where_it_can():
+    population = Population(cleaning(), clients((4, 4, 4, 2)), dtype=torch.float64)
+    data = population.data
+    kept = data.batch(torch.tensor([1, 3]), "train")
+    population.measure(population.x0, population.y0)
+    assert data.batch(torch.tensor([1, 3]), "train") is kept
+    assert set(data._whole) == {"train"}
+    assert data.look(torch.tensor([1, 3]), "train") is kept
+    for run, shared in ((torch.tensor([1, 2]), True), (torch.tensor([2, 3]), False), (torch.tensor([0, 2]), False)):
+        looked, whole = data.look(run, "train"), data.batch(run, "train")
+        assert (looked.fields["a"].data_ptr() == data.fields["train"]["a"][4:].data_ptr()) == shared
+        assert looked.fields.keys() == whole.fields.keys()
+        assert all(torch.equal(value, whole.fields[name]) for name, value in looked.fields.items())
+        assert torch.equal(looked.counts, whole.counts)
+
+
+def test_rows_of_a_few_clients_are_padded_as_wide_as_those_of_all():
+    population = Population(cleaning(), clients(), dtype=torch.float64)
+    few = torch.tensor([3, 1])
+    assert torch.equal(population.pad(population.unpad(population.x0[few], few), few), population.x0[few])

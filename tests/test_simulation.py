@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch.nn.functional import one_hot
 
+from fedbilevel import population
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
@@ -696,6 +697,96 @@ def test_two_runs_can_be_resumed_from_one_checkpoint(built):
         fresh = federate(algorithm, built, **options)
         ends.append(values(fresh, advance(fresh, fresh.load_state_dict(stored, plain, algorithm.State), 3, 5)))
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+class Remembers(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(ServerAlgorithm):
+    """Clients remember their x and y and go on from there; whoever is new starts at the average."""
+
+    State = Remembers
+
+    def init(self, fed: Any) -> Remembers:
+        return Remembers(*fed.initial())
+
+    def round(self, fed: Any, state: Remembers) -> Remembers:
+        new = fed.mean(self.step, x=state.x, y=state.y)
+        return Remembers(new.x, new.y)
+
+    @phase
+    def step(self, clients: Any, x: Any, y: Any) -> dict[str, Any]:
+        x, y = (0.5 * (clients.memory.read(name, default=rows) + rows) for name, rows in zip("xy", clients.rows(x, y), strict=True))
+        batch = clients.batch("train", "B")
+        x, y = x - 0.1 * clients.lower_grad_x(x, y, batch), y - 0.1 * clients.lower_grad(x, y, batch)
+        clients.memory.write(x=x, y=y)
+        return {"x": x, "y": y}
+
+
+def as_before(tensors: dict[str, Any], fed: Simulation) -> dict[str, Any]:
+    """A checkpoint in which everybody has a row of zeros who had written nothing."""
+    old = dict(tensors)
+    for name in ("memory.x", "memory.y"):
+        written = tensors[name.replace("memory.", "memory-written.")]
+        rows = fed.host.memory.rows[name.removeprefix("memory.")][fed.host.ids.argsort()]
+        assert not bool(rows[~written].any())
+        old[name] = fed.host.unpad(rows, fed.host.ids.argsort()) if name == "memory.x" else rows
+    return old
+
+
+@pytest.mark.parametrize("built", [PROBLEMS["shared"], PROBLEMS["private and ragged"]], ids=["shared", "ragged"])
+def test_a_checkpoint_holds_the_rows_of_those_who_have_written_and_older_ones_are_read_too(built):
+    n = len(built.clients)
+    ids = [*range(1, n), 0]
+    moved = Built(built.problem, [built.clients[i] for i in ids])
+    options = {"batch_size": 2, "cohort": Cohort(0.5, redraw="per_iteration"), "seed": 2, "ids": ids}
+    fed = federate(Memory(), moved, **options)
+    state = advance(fed, Memory().init(fed), 1, 1)
+    tensors, plain = fed.state_dict(state)
+    written = tensors["memory-written.y"]
+    assert 0 < int(written.sum()) < n
+    assert torch.equal(written, fed.ledger.columns["gy"] > 0)
+    assert len(tensors["memory.y"]) == int(written.sum())
+    assert not torch.equal(tensors["memory.y"][0], tensors["memory.y"][-1])
+    older = as_before(tensors, fed)
+    assert len(older["memory.x"]) > len(tensors["memory.x"])
+    end = advance(fed, state, 2, 4)
+    for stored in (tensors, older):
+        fresh = federate(Memory(), moved, **options)
+        fresh.host.memory.write("x", torch.tensor([0]), torch.zeros(1, fresh.host.width("x"), dtype=torch.float64))  # is forgotten
+        again = fresh.load_state_dict(safetensors.torch.load(safetensors.torch.save(stored)), plain, Remembers)
+        assert torch.equal(fresh.host.memory.written["x"], written[ids])
+        again = advance(fresh, again, 2, 4)
+        assert all(torch.equal(a, b) for a, b in zip(values(fed, end), values(fresh, again), strict=True))
+        assert all(torch.equal(rows, fresh.host.memory.rows[name]) for name, rows in fed.host.memory.rows.items())
+
+
+def test_what_starts_the_same_at_all_clients_is_kept_once_until_a_client_has_its_own():
+    algorithm, built = ALGORITHMS["fedbio"], Quadratic(num_clients=20, lower="local").build()
+    fed = federate(algorithm, built, cohort=Cohort(0.1))
+    state = algorithm.init(fed)
+    assert torch.equal(fed.collect(state.y), fed.host.y0.expand(20, -1))
+    assert [len(shelf.rows) for shelf in fed.host.kept._shelves.values()] == [0, 0]
+    state = advance(fed, state, 1, 1)
+    assert [len(shelf.rows) for shelf in fed.host.kept._shelves.values()] == [2, 2]
+    moved = (fed.collect(state.y) != fed.host.y0).any(1)
+    assert torch.equal(moved, fed.ledger.columns["gy"][fed.host.ids] > 0)
+
+
+def test_kept_rows_are_measured_a_few_at_a_time(monkeypatch):
+    fed, state = drive(ALGORITHMS["fedbio"], PROBLEMS["private and local"], 2, cohort=Cohort(0.6))
+    asked, real = [], fed._resolve
+    monkeypatch.setattr(fed, "_resolve", lambda kept, positions: asked.append((kept.name, len(positions))) or real(kept, positions))
+    whole = fed.measure(state.x, state.y)
+    assert {size for _, size in asked} == {len(fed.host)}
+    monkeypatch.setattr(population, "_LOOK", 1)
+    asked.clear()
+    assert fed.measure(state.x, state.y) == pytest.approx(whole, rel=1e-12)
+    assert {size for _, size in asked} == {1}
+    assert {name for name, _ in asked} == {"x", "y"}
 
 
 def test_private_rows_are_stored_without_padding_and_other_rows_whole():

@@ -8,6 +8,7 @@ numbers whether it is alone in its process or hosted with a thousand others, in 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def _word(value: int, purpose: str) -> int:
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, ...]:
-    """Ten rounds on int64 tensors or arrays that hold uint32 words; products wrap modulo 2**64, which is what is wanted."""
+    """Ten rounds on int64 tensors or arrays that hold uint32 words; products wrap modulo 2**64, which is what is wanted. Words that stand for a whole
+    axis of the counter may have length one there: the first rounds then cost little."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -37,16 +39,6 @@ def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[An
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
     return c0, c1, c2, c3
-
-
-def _words(xp: Any, key: tuple[int, int], ids: Any, steps: range, blocks: int, iteration: Address, call: Address) -> Any:
-    """(k, len(steps), 4 * blocks) words by numpy or torch (`xp`): the counter's four parts vary along different axes, and meet in the first rounds."""
-    position = xp.arange(blocks).reshape(1, 1, -1)
-    step = (xp.arange(steps.start, steps.stop) + (call << 16)).reshape(1, -1, 1)
-    when = xp.full((1, 1, 1), iteration) if isinstance(iteration, int) else iteration
-    words = philox(key, (position, step, when, ids.reshape(-1, 1, 1)))
-    shape = (len(ids), len(steps), blocks)
-    return xp.stack([xp.broadcast_to(word, shape) for word in words], -1).reshape(len(ids), len(steps), 4 * blocks)
 
 
 class Stream:
@@ -59,13 +51,28 @@ class Stream:
         """Uniform 32-bit words, (k, len(steps), width), as int64."""
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(f"at most {MAX_STEPS} steps per phase and phases per outer iteration, got step {steps.stop} of call {call}.")
-        blocks, key = -(-width // 4), (self.seed, zlib.crc32(purpose.encode()))
         if isinstance(iteration, int):
             _word(iteration, "the outer iteration")
-        if ids.device.type == "cpu" and isinstance(iteration, int):  # numpy spends a quarter of the time on small arrays, which these are
-            return torch.from_numpy(_words(np, key, ids.numpy(), steps, blocks, iteration, call)[..., :width])
-        with torch.device(ids.device):
-            return _words(torch, key, ids, steps, blocks, iteration, call)[..., :width]
+        return self._words(purpose, ids, (iteration,), steps, call, width)
+
+    def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
+        """(k, len(iterations), width): what `bits` gives for call 0 and step 0 of each of these outer iterations; a draw costs little more for several."""
+        for end in (iterations.start, iterations.stop - 1):
+            _word(end, "the outer iteration")
+        return self._words(purpose, ids, iterations, range(1), 0, width)
+
+    def _words(self, purpose: str, ids: Tensor, iterations: Sequence[Address], steps: range, call: Address, width: int) -> Tensor:
+        """(k, len(iterations) * len(steps), width), one of these two being 1: the counter's parts vary along different axes, and meet in the first rounds."""
+        numpy = ids.device.type == "cpu" and isinstance(call, int)  # on small arrays, which these are, it takes a quarter of the time
+        xp: Any
+        there: dict[str, Any]
+        xp, here, there = (np, ids.numpy(), {}) if numpy else (torch, ids, {"device": ids.device})
+        when = iterations[0] if isinstance(iterations[0], Tensor) else xp.asarray(iterations, **there).reshape(1, -1, 1)
+        step = (xp.arange(steps.start, steps.stop, **there) + (call << 16)).reshape(1, -1, 1)
+        blocks, num = -(-width // 4), len(iterations) * len(steps)
+        words = philox((self.seed, zlib.crc32(purpose.encode())), (xp.arange(blocks, **there).reshape(1, 1, -1), step, when, here.reshape(-1, 1, 1)))
+        out = xp.stack([xp.broadcast_to(word, (len(ids), num, blocks)) for word in words], -1).reshape(len(ids), num, 4 * blocks)
+        return torch.as_tensor(out[..., :width])
 
     def integers(self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Integers in [0, high) per client; the bias of the multiply-shift is below high / 2**32."""
@@ -97,11 +104,15 @@ class Stream:
         orders = keys.argsort(dim=-1, stable=True)
         return orders[torch.arange(len(ids), device=ids.device)[:, None], place // each - passes.start, place % each]
 
-    def order(self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0) -> Tensor:
-        """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position."""
+    def order(self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0, first: int | None = None) -> Tensor:
+        """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position. `first`: only so many of its entries, which costs less."""
         ids = torch.tensor([client])
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=range(1), width=2 * num).view(num, 2)
-        return _keys(words).argsort(stable=True)
+        keys = _keys(words)
+        if first is None or first >= num:
+            return keys.argsort(stable=True)
+        near = (keys <= keys.kthvalue(first).values).nonzero()[:, 0]  # one more than asked for where the last is tied
+        return near[keys[near].argsort(stable=True)[:first]]
 
 
 def _keys(words: Tensor) -> Tensor:

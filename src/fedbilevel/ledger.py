@@ -8,13 +8,27 @@ sender, and to its edge. Values that never leave a client are never charged.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_MOST_OPEN = 64  # kinds of messages that are counted before they are added up,
+_OPEN_CELLS = 2**25  # and entries of their matrices
 EDGES = ("messages", "floats", "bytes")
 COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", "gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
+
+
+@dataclass
+class _Sent:
+    """Messages along the same links and of the same size, counted."""
+
+    sent: Tensor  # held, so that its identity stays its own
+    version: int
+    counts: Tensor
+    degrees: Tensor
+    times: int = 0
 
 
 class Ledger:
@@ -25,7 +39,22 @@ class Ledger:
         self.num_clients = num_clients
         self.rounds = 0
         self.columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
-        self.edges: dict[str, Tensor] = {}  # (sender, receiver), only where peers send to each other
+        self._edges: dict[str, Tensor] = {}
+        self._open: dict[tuple[int, int, int], _Sent] = {}  # by links, floats and bytes: networks that repeat use the same ones over and over
+
+    @property
+    def edges(self) -> dict[str, Tensor]:
+        """(sender, receiver), only where peers send to each other."""
+        for floats, num_bytes in dict.fromkeys(key[1:] for key in self._open):
+            self._edges = self._edges or {name: torch.zeros(self.num_clients, self.num_clients, dtype=torch.int64) for name in EDGES}
+            messages = torch.zeros(self.num_clients, self.num_clients, dtype=torch.int64)
+            for key, sent in self._open.items():
+                if key[1:] == (floats, num_bytes):
+                    messages += sent.counts.to(torch.int64) * sent.times
+            for name, each in zip(EDGES, (1, floats, num_bytes), strict=True):
+                self._edges[name] += messages * each
+        self._open.clear()
+        return self._edges
 
     def charge(self, column: str, ids: Tensor, amount: int | Tensor = 1) -> None:
         np.add.at(self.columns[column].numpy(), ids.cpu().numpy(), amount.cpu().numpy() if isinstance(amount, Tensor) else amount)
@@ -35,17 +64,21 @@ class Ledger:
         self.charge(f"bytes_{direction}", ids, floats * itemsize)
 
     def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
-        """`sent[i, j]`: how many messages i sends to j; each carries so many floats and bytes."""
-        sent = sent.to(device="cpu", dtype=torch.int64)
-        if not self.edges:
-            self.edges = {name: torch.zeros(self.num_clients, self.num_clients, dtype=torch.int64) for name in EDGES}
-        for name, each in zip(EDGES, (1, floats, num_bytes), strict=True):
-            self.edges[name] += sent * each
-        self.columns["floats_up"] += sent.sum(1) * floats
-        self.columns["bytes_up"] += sent.sum(1) * num_bytes
+        """`sent[i, j]`: how many messages i sends to j; each carries so many floats and bytes. They are added up when somebody looks at the edges."""
+        key = (id(sent), floats, num_bytes)
+        known = self._open.get(key)
+        if known is None or known.version != sent._version:
+            if known is not None or len(self._open) >= min(_MOST_OPEN, max(1, _OPEN_CELLS // self.num_clients**2)):
+                _ = self.edges
+            counts = sent.to("cpu", copy=True)  # the caller may go on to change it
+            known = self._open[key] = _Sent(sent, sent._version, counts, counts.sum(1, dtype=torch.int64))
+        known.times += 1
+        self.columns["floats_up"] += known.degrees * floats
+        self.columns["bytes_up"] += known.degrees * num_bytes
 
     def totals(self) -> dict[str, int]:
-        messages = {"messages": int(self.edges["messages"].sum())} if self.edges else {}
+        edges = self.edges
+        messages = {"messages": int(edges["messages"].sum())} if edges else {}
         return {"rounds": self.rounds, **messages, **{name: int(column.sum()) for name, column in self.columns.items()}}
 
     @property
@@ -59,4 +92,5 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.rounds = int(state["rounds"])
         self.columns = {name: state[name].clone() for name in COLUMNS}
-        self.edges = {name: state[f"edges-{name}"].clone() for name in EDGES if f"edges-{name}" in state}
+        self._open.clear()
+        self._edges = {name: state[f"edges-{name}"].clone() for name in EDGES if f"edges-{name}" in state}

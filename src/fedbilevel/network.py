@@ -30,7 +30,9 @@ Kind = Literal["complete", "ring", "torus", "exponential", "erdos_renyi", "rando
 DIRECTED = ("exponential", "random_directed")
 STATIC = ("complete", "ring", "torus", "erdos_renyi")
 _WINDOW = 100  # steps within which a network that changes must connect everybody
-_CELLS = 2**23  # entries of the float64 copy that one product works on
+_AHEAD = 16  # steps of a random network drawn at once
+_CELLS = 2**18  # entries that one product works on: in float64, what the cache of a core holds
+_CELLS_ELSEWHERE = 2**24  # on a GPU, where a call costs more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,27 +80,34 @@ class Network(Settings):
             hops, places = max(1, (n - 1).bit_length()), torch.arange(n)
             return lambda step: torch.zeros(n, n, dtype=torch.bool).index_put_((places, (places + 2 ** (step % hops)) % n), torch.tensor(True))
         if self.kind.startswith("random"):
-            chances = self.lowest + (self.highest - self.lowest) * self._uniform("network/chances", 0, n)
+            chances = self.lowest + (self.highest - self.lowest) * self._uniform("network/chances", range(1), n)[:, 0]
+            drawn: dict[int, Tensor] = {}
+            last = -2
 
-            def drawn(step: int) -> Tensor:
-                edges = self._uniform("network/edges", step, n) < chances
-                return edges if self.kind == "random_directed" else edges.triu(1) | edges.triu(1).T
+            def at(step: int) -> Tensor:
+                nonlocal last
+                if step not in drawn:  # a second step in a row promises more: a draw costs little more for several
+                    steps = range(step, step + (max(1, min(_AHEAD, _CELLS // n**2)) if step == last + 1 else 1))
+                    edges = self._uniform("network/edges", steps, n) < chances[:, None]
+                    drawn.clear()
+                    drawn.update(zip(steps, edges.unbind(1), strict=True))
+                last = step
+                return drawn[step] if self.kind == "random_directed" else drawn[step].triu(1) | drawn[step].triu(1).T
 
-            return drawn
+            return at
         if self.kind == "torus":
             side = max(k for k in range(1, int(n**0.5) + 1) if n % k == 0)
             graph: Any = nx.convert_node_labels_to_integers(nx.grid_2d_graph(side, n // side, periodic=True), ordering="sorted")
         elif self.kind == "erdos_renyi":  # drawn from the addressed stream, so that every peer draws the same one
-            graph = nx.from_numpy_array((self._uniform("network/fixed", 0, n) < self.probability).triu(1).numpy())
+            graph = nx.from_numpy_array((self._uniform("network/fixed", range(1), n)[:, 0] < self.probability).triu(1).numpy())
         else:
             graph = nx.complete_graph(n) if self.kind == "complete" else nx.cycle_graph(n)
         fixed = torch.from_numpy(nx.to_numpy_array(graph, nodelist=range(n)) > 0)
         return lambda _step: fixed
 
-    def _uniform(self, purpose: str, step: int, n: int) -> Tensor:
-        """(n, n) in [0, 1): row i is addressed to peer i."""
-        bits = Stream(self.seed).bits(purpose, torch.arange(n), iteration=step, call=0, steps=range(1), width=n)
-        return bits[:, 0].double() / 2**32
+    def _uniform(self, purpose: str, steps: range, n: int) -> Tensor:
+        """(n, len(steps), n) in [0, 1): row i is addressed to peer i."""
+        return Stream(self.seed).first_bits(purpose, torch.arange(n), iterations=steps, width=n).double() / 2**32
 
 
 class GivenNetwork:
@@ -128,26 +137,66 @@ def given(num_peers: int, out: Callable[[int], Any], *, directed: bool = True, s
 
 
 class Mixing:
-    """One exchange between peers: new_i = sum_j receive[i, j] (send[j] row_j), each message rounded to the type of the rows, sums in float64."""
+    """One exchange between peers: new_i = sum_j receive[i, j] (send[j] row_j), each message rounded to the type of the rows, sums in float64 in the
+    order of the senders, rounded once.
+
+    Columns are taken a few at a time, as many as the cache holds in float64: a row then comes from memory once, however many peers it goes to.
+    """
 
     def __init__(self, adjacency: Tensor, receive: Tensor, send: Tensor) -> None:
         self.adjacency, self.send = adjacency, send
         sparse = len(receive) >= 64 and int((receive != 0).sum()) * 16 < receive.numel()
         self._receive = receive.to_sparse() if sparse else receive
-        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._partner = _partners(self._receive) if sparse else None
+        halves = bool((torch.frexp(send).mantissa == 0.5).all())  # division by a power of two, one included, is exact in any type
+        self._factor = None if bool((send == 1).all()) else send[:, None].float() if halves else send[:, None]
+        self._on: dict[torch.device, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """(n, n) bool: the messages between different peers."""
+        return self.adjacency & ~torch.eye(len(self.adjacency), dtype=torch.bool)
 
     @property
     def matrix(self) -> Tensor:
         """float64 (n, n): new rows = matrix @ rows."""
         return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, *, into: Tensor | None = None) -> Tensor:
+        """`into`: where to write, not `rows` themselves; a new matrix otherwise, whose pages cost more than the sums."""
         if rows.device not in self._on:
-            self._on[rows.device] = (self._receive.to(rows.device), self.send.to(rows.device)[:, None])
-        receive, send = self._on[rows.device]
-        chunk = max(1, _CELLS // len(rows))
-        parts = [(receive @ (part.double() * send).to(rows.dtype).double()).to(rows.dtype) for part in rows.split(chunk, dim=1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            self._on[rows.device] = (self._receive.to(rows.device), _moved(self._factor, rows.device), _moved(self._partner, rows.device))
+        receive, factor, partner = self._on[rows.device]
+        new = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if into is None else into
+        width = max(1, min(rows.shape[1], (_CELLS if rows.device.type == "cpu" else _CELLS_ELSEWHERE) // len(rows)))
+        room = [torch.empty(len(rows) * width, dtype=dtype, device=rows.device) for dtype in (torch.float64, torch.float64, rows.dtype, rows.dtype)]
+        for part, place in zip(rows.split(width, dim=1), new.split(width, dim=1), strict=True):
+            wide, total, narrow, other = (memory[: part.numel()].view(part.shape) for memory in room)
+            if factor is None:
+                messages = part
+            elif factor.dtype == rows.dtype or factor.dtype == torch.float32:
+                messages = torch.mul(part, factor, out=narrow)
+            else:
+                messages = narrow.copy_(wide.copy_(part).mul_(factor))
+            if partner is None:
+                place.copy_(torch.mm(receive, messages if rows.dtype == torch.float64 else wide.copy_(messages), out=total))
+            else:  # two float32 added in float64 and rounded are their float32 sum: 53 bits are at least twice 24 and two more
+                torch.add(messages, torch.index_select(messages, 0, partner, out=other), out=place)
+        return new
+
+
+def _partners(receive: Tensor) -> Tensor | None:
+    """(n,): whose message each peer adds to its own, where that is all that it does."""
+    receive = receive.coalesce()
+    receivers, senders = receive.indices()
+    own, other = (receivers == senders).nonzero()[:, 0], (receivers != senders).nonzero()[:, 0]
+    everybody = torch.arange(len(receive))
+    ones = bool((receive.values() == 1).all())
+    return senders[other] if ones and torch.equal(receivers[own], everybody) and torch.equal(receivers[other], everybody) else None
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 class Links:

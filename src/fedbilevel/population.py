@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fedbilevel.data.clients import ClientData, Holdings
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle import Oracle, Strategy
 from fedbilevel.problem import Layout, Problem, away, check_losses
+
+Points = Tensor | Callable[[Tensor], Tensor]  # one vector, one row per client, or a function from positions to their rows
+_LOOK = 2**27  # bytes of samples and rows that a measurement copies at once
 
 
 class Population:
@@ -90,30 +94,43 @@ class Population:
     def pad(self, stored: Tensor, positions: Tensor) -> Tensor:
         if self.x_sizes is None:
             return stored
-        return torch.nn.utils.rnn.pad_sequence(list(stored.split(self.x_sizes[positions].tolist())), batch_first=True)
+        rows = torch.zeros(len(positions), self.x0.shape[1], dtype=stored.dtype, device=stored.device)
+        for row, values in zip(rows, stored.split(self.x_sizes[positions].tolist()), strict=True):
+            row[: len(values)] = values
+        return rows
 
     # ---- looking at a solution -------------------------------------------------------------------------------------
 
-    def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
-        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared or one row per client."""
-        problem, everyone = self.problem, self.data.positions
+    def measure(self, x: Points, y: Points) -> dict[str, float]:
+        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking."""
+        problem = self.problem
         with torch.no_grad():
-            weights = self.weights(everyone).double()
+            weights = self.weights(self.data.positions).double()
             figures = {}
             for label, loss, role in (("upper_loss", problem.upper, "val"), ("lower_loss", problem.lower, "train")):
-                values = self.oracle.evaluate(loss, x, y, self.data.batch(everyone, role)).double().cpu()
-                figures[label] = float((weights * values).sum() / weights.sum())
+                figures[label] = float((weights * self._everyone(loss, x, y, role)).sum() / weights.sum())
             found: dict[str, Tensor] = {}
             for role, statistics in problem.statistics.items():
                 if role not in self.data.sizes:
                     raise ProblemError(f"there are statistics for the role {role!r}, the clients have {', '.join(self.data.sizes)}.")
-                some = self.oracle.evaluate(statistics, x, y, self.data.batch(everyone, role))
+                some = self._everyone(statistics, x, y, role)
                 twice = found.keys() & some.keys()
                 if twice:
                     raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
-                found.update({name: value.double().cpu() for name, value in some.items()})
+                found.update(some)
         figures.update(problem.metrics({name: float(value.sum()) for name, value in found.items()}))
         return {**figures, **(problem.across(found) if problem.across is not None else {})}
+
+    def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
+        """`function` of every client on all its data, float64 on the host; a few clients at a time, so that a look at many takes no copy of all they have."""
+        sample = sum(value[:1].numel() * value.element_size() for value in self.data.fields[role].values())
+        row = sum(start.shape[-1] for start, value in ((self.x0, x), (self.y0, y)) if not isinstance(value, Tensor)) * self.y0.element_size()
+        most = max(1, int(self.data.sizes[role].max()) * sample + row)
+        parts = []
+        for some in self.data.positions.split(max(1, _LOOK // most)):
+            values = self.oracle.evaluate(function, _rows(x, some), _rows(y, some), self.data.look(some, role))
+            parts.append(tree_map(lambda leaf: leaf.double().cpu(), values))
+        return tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def losses_away(self) -> list[float]:
         """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
@@ -130,3 +147,10 @@ class Population:
             return layout.unravel(value)
         sizes = self.x_sizes.tolist() if upper and self.x_sizes is not None else [value.shape[1]] * len(value)
         return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]
+
+
+def _rows(value: Points, positions: Tensor) -> Tensor:
+    """A vector as it is; of rows those of a run of clients, as a view."""
+    if not isinstance(value, Tensor):
+        return value(positions)
+    return value if value.ndim == 1 else value.narrow(0, int(positions[0]), len(positions))

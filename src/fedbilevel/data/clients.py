@@ -199,6 +199,20 @@ class ClientData:
         finally:
             self._whole, self._begin, self._here, self.elsewhere = before
 
+    def look(self, positions: Tensor, role: str) -> Batch:
+        """All samples, for once: the copy that is kept stays, and there is no other where clients that lie side by side have equally many."""
+        kept, counts = self._whole.get(role), self.sizes[role][positions]
+        if kept is not None and torch.equal(kept[0], positions):
+            return kept[1]
+        k, width = len(positions), int(counts[0])
+        if width == 0 or bool((counts != width).any()) or bool((positions.diff() != 1).any()):
+            return self._padded(positions, role)
+        start = int(self.sizes[role][: int(positions[0])].sum())
+        flat = torch.arange(start, start + k * width, device=self.device).view(k, width)
+        ready = {name: value[start : start + k * width].unflatten(0, (k, width)) for name, value in self.fields[role].items()}
+        ready |= {"index": flat - flat[:, :1], "weight": torch.full((k, width), 1 / width, dtype=self.dtype, device=self.device)}
+        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, flat, width)
+
     def _all(self, positions: Tensor, role: str, active: Tensor | None) -> Batch:
         kept = self._whole.get(role)
         if kept is None or not (kept[0] is positions or torch.equal(kept[0], positions)):

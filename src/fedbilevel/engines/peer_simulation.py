@@ -43,6 +43,8 @@ class PeerSimulation:
     ) -> None:
         self.host = Host(algorithm, problem, clients, ids=ids, seed=seed, batch_size=batch_size, **options)
         self._position_of = self.host.by_number()
+        in_order = torch.equal(self._position_of, torch.arange(len(self._position_of)))
+        self._order = None if in_order else (self._position_of.to(self.host.device), self.host.ids.to(self.host.device))
         self.algorithm: Algorithm = algorithm
         self.problem, self.scopes, self.seed = problem, problem.scopes, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
@@ -120,10 +122,11 @@ class PeerSimulation:
             return self._robust(rows)
         kept = kind == "push_sum" and self.averaging.weights == "kept"
         z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
+        spare: Tensor | None = None
 
         def advance() -> None:
-            nonlocal z, w
-            z, w = self._exchange(z, w, sends_weights=counts or kind == "push_sum")
+            nonlocal z, w, spare
+            (z, w), spare = self._exchange(z, w, sends_weights=counts or kind == "push_sum", into=spare), z  # two matrices in turn: nobody else has seen them
 
         self._until_agreed(advance, lambda: debiased(z, w), rows)
         if kept:
@@ -146,16 +149,20 @@ class PeerSimulation:
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """A fixed number of steps, or until all agree: the simulator sees all peers, so it stops as soon as they do."""
-        tolerance, scale = self.averaging.tolerance, torch.linalg.vector_norm(rows, dim=1).max().double()  # values may be wider than rows
-        for _ in range(self.averaging.num_steps if tolerance is None else self.averaging.max_steps):
+        tolerance = self.averaging.tolerance
+        if tolerance is None:
+            for _ in range(self.averaging.num_steps):
+                advance()
+            return
+        scale = torch.linalg.vector_norm(rows, dim=1).max().double()  # values may be wider than rows
+        for _ in range(self.averaging.max_steps):
             advance()
-            if tolerance is not None and spread(values(), scale) <= tolerance:
+            if spread(values(), scale) <= tolerance:
                 return
-        if tolerance is not None:
-            raise NetworkError(
-                f"after {self.averaging.max_steps} steps the peers agree up to {spread(values(), scale):.1e} only, asked for {tolerance:.1e}: "
-                "raise the tolerance (float32 reaches about 1e-6), or max_steps."
-            )
+        raise NetworkError(
+            f"after {self.averaging.max_steps} steps the peers agree up to {spread(values(), scale):.1e} only, asked for {tolerance:.1e}: "
+            "raise the tolerance (float32 reaches about 1e-6), or max_steps."
+        )
 
     # ---- what the run loop uses --------------------------------------------------------------------------------------
 
@@ -222,7 +229,8 @@ class PeerSimulation:
 
     def _travelling(self, rows: Mapping[str, Tensor]) -> Tensor | None:
         """What may leave its peer, side by side."""
-        for name, value in rows.items():
+        sums = torch.stack([value.sum() for value in rows.values()])  # one pass in the good case; rows are looked at only when something is wrong
+        for name, value in () if bool(torch.isfinite(sums).all()) else rows.items():
             bad = ~torch.isfinite(value).all(1)
             if bool(bad.any()):
                 peer = int(self.host.ids[bad.cpu()][0])
@@ -240,15 +248,16 @@ class PeerSimulation:
         parts = iter(together.split(widths, dim=1))
         return tuple(next(parts) if self.travels(name) else value for name, value in rows.items())
 
-    def _exchange(self, rows: Tensor, weights: Tensor, *, sends_weights: bool) -> tuple[Tensor, Tensor]:
-        """One step of the network, paid for. It knows peers by number; the order in memory is the host's."""
+    def _exchange(self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One step of the network, paid for. It knows peers by number; the order in memory is the host's. `into`: rows that nobody needs any more."""
         mixing = self.links.mixing(self.time)
         self.time += 1
         floats, size = rows.shape[1], rows.shape[1] * rows.element_size()
-        sent = mixing.adjacency & ~torch.eye(self.num_clients, dtype=torch.bool)
-        self.ledger.charge_edges(sent, floats + sends_weights, size + sends_weights * _WEIGHT)
+        self.ledger.charge_edges(mixing.sent, floats + sends_weights, size + sends_weights * _WEIGHT)
         self.ledger.rounds += 1
-        number, place = self._position_of.to(rows.device), self.host.ids.to(rows.device)
+        if self._order is None:
+            return mixing(rows, into=into), mixing(weights)
+        number, place = self._order
         return mixing(rows[number])[place], mixing(weights[number])[place]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,7 +126,8 @@ class Simulation:
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Losses and the problem's metrics over all clients and all their data. Not charged, and no draw depends on it."""
-        figures, diagnostics = self.host.measure(self.collect(x), self.collect(y)), self.problem.diagnostics
+        rows = [partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value) for value in (x, y)]  # kept ones a few at a time
+        figures, diagnostics = self.host.measure(*rows), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
             figures.update(diagnostics(self.host.layout_x.unravel(x), self.host.layout_y.unravel(y)))
         return figures
@@ -158,21 +160,29 @@ class Simulation:
             else:
                 plain[name] = {"kept": value.name} if isinstance(value, Kept) else {"value": value}
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
-            for name, rows in store.rows.items():
-                by_id = rows[self._position_of.to(rows.device)]
-                tensors[f"{label}.{name}"] = self.host.unpad(by_id, self._position_of) if name in self.algorithm.upper_space else by_id
-                tensors[f"{label}-written.{name}"] = store.written[name][self._position_of]
+            for name, written in store.written.items():
+                tensors[f"{label}-written.{name}"] = written[self._position_of]
+                who = self._position_of[written[self._position_of]]
+                by_id = store.own(name, who)
+                tensors[f"{label}.{name}"] = self.host.unpad(by_id, who) if name in self.algorithm.upper_space else by_id
         tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
         return tensors, plain
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
         device = self.host.device
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
+            store.clear()
             for name in _below(tensors, f"{label}."):
-                stored = tensors[f"{label}.{name}"].to(device)
-                by_id = self.host.pad(stored, self._position_of) if name in self.algorithm.upper_space else stored
-                store.rows[name] = by_id[self.host.ids.to(device)]
-                store.written[name] = tensors[f"{label}-written.{name}"][self.host.ids]
+                stored, written = tensors[f"{label}.{name}"].to(device), tensors[f"{label}-written.{name}"]
+                who = self._position_of[written]
+                upper = name in self.algorithm.upper_space
+                size = len(who) if self.host.x_sizes is None or not upper else int(self.host.x_sizes[who].sum())
+                if len(stored) > size:  # older checkpoints hold rows for those who had written nothing, too
+                    by_id = (self.host.pad(stored, self._position_of) if upper else stored)[written.to(device)]
+                else:
+                    by_id = self.host.pad(stored, who) if upper else stored
+                places, order = who.sort()
+                store.write(name, places, by_id[order.to(device)])
         self.ledger.load_state_dict({name: tensors[f"ledger.{name}"] for name in _below(tensors, "ledger.")})
         values: dict[str, Any] = {}
         for name in _below(tensors, "state."):
@@ -202,8 +212,8 @@ class Simulation:
         elif size == n:
             numbers, times = torch.arange(n), torch.ones(n, dtype=torch.int64)
         else:
-            order = self.host.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws)
-            numbers, times = order[:size], torch.ones(size, dtype=torch.int64)
+            numbers = self.host.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws, first=size)
+            times = torch.ones(size, dtype=torch.int64)
         self._positions, sorting = self._position_of[numbers].sort()
         self._times = times[sorting]
 
@@ -238,9 +248,8 @@ class Simulation:
     def _resolve(self, kept: Kept, positions: Tensor) -> Tensor:
         if kept.version != self._versions.get(kept.name, 0):
             raise ValueError(f"clients no longer hold that version of {kept.name!r}: a later phase returned a new one.")
-        return self.host.kept.read(
-            kept.name, positions, torch.zeros(len(positions), self.host.width(kept.name), dtype=self.host.dtype, device=self.host.device)
-        )
+        zeros = torch.zeros(self.host.width(kept.name), dtype=self.host.dtype, device=self.host.device)
+        return self.host.kept.read(kept.name, positions, zeros.expand(len(positions), -1))
 
     def _send(self, value: Value, positions: Tensor) -> Any:
         if isinstance(value, Kept):
