@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import os
 import sys
 import typing
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +24,9 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.compare import Target, compare
 from fedbilevel.data import catalogue, fetch, places
-from fedbilevel.errors import CheckpointError, DataError, FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.engines import distributed, group_of
+from fedbilevel.engines.group import Group
+from fedbilevel.errors import CheckpointError, DataError, FedBilevelError, RankLostError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, PeerAlgorithm
 from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
@@ -178,6 +183,31 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
 ]
 
 
+ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
+        "--engine",
+        type=click.Choice(["simulation", "distributed"]),
+        default=None,
+        help="all clients in this process, or divided among those that torchrun started (default: distributed under torchrun)",
+    ),
+    click.option("--timeout", type=float, default=distributed.TIMEOUT, show_default=True, help="seconds after which a rank that does not answer is given up"),
+]
+
+
+def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(ENGINE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _group(engine: Any, device: str, timeout: float) -> Group:
+    """The processes of this command: all that torchrun started, which would otherwise write the same record each for itself."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if engine == "simulation" and several:
+        raise SettingError("torchrun started several processes, and the engine 'simulation' is one: leave out torchrun, or use --engine distributed.")
+    return group_of(engine or ("distributed" if several else "simulation"), torch_device(device), timeout)
+
+
 def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(RUN_OPTIONS):
         command = option(command)
@@ -197,8 +227,9 @@ def cli() -> None:
 @click.argument("task")
 @click.option("--algorithm", "-a", required=True, help="name of an algorithm (see: fedbilevel list)")
 @click.option("--check-steps", is_flag=True, help="estimate curvatures first and warn if lr_upper is too long against lr_lower and lr_system")
+@with_engine_options
 @with_run_options
-def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> None:
+def run_command(task: str, algorithm: str, check_steps: bool, engine: str | None, timeout: float, **values: Any) -> None:
     """Run an algorithm on a TASK. Name both and add --help to see their flags, with the symbols of the papers."""
     kind, method = discovery.task(task), discovery.algorithm(algorithm)
     chosen_task = chosen(kind, values, {})
@@ -211,15 +242,20 @@ def run_command(task: str, algorithm: str, check_steps: bool, **values: Any) -> 
         network = chosen(Network, values, kind.suggestions("network"), "network")
         averaging = chosen(Averaging, values, fitting(network, kind.suggestions("averaging")), "averaging")
         options |= {"network": network.asdict(), "averaging": averaging.asdict()}
-    _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], values["out"] or _new_folder(f"{task}-{algorithm}"))
+    group = _group(engine, options["device"], timeout)
+    folder = Path(group.told(lambda: str(values["out"] or _new_folder(f"{task}-{algorithm}"))))
+    _go(chosen_task, settings, iterations, options, values["measure_every"], values["checkpoint_every"], folder, group=group, timeout=timeout)
 
 
 @cli.command("resume")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--iterations", type=int, default=None, help="outer iterations in all (default: as planned)")
-def resume_command(path: Path, iterations: int | None) -> None:
-    """Go on with the run recorded in the folder PATH, from its last checkpoint."""
-    config = Record(path).read_config()
+@with_engine_options
+def resume_command(path: Path, iterations: int | None, engine: str | None, timeout: float) -> None:
+    """Go on with the run recorded in the folder PATH, from its last checkpoint. It need not be the engine that began it, nor as many ranks."""
+    group = _group(engine, "cpu", timeout)
+    with group.together():
+        config = group.told(Record(path).read_config)
     try:
         task_name, task_settings, plan = config["task"], config["task_settings"], config["run"]
         options = {**DEFAULTS, **config["options"]}
@@ -238,6 +274,8 @@ def resume_command(path: Path, iterations: int | None) -> None:
         plan["checkpoint_every"],
         path,
         resume=True,
+        group=_group(engine, options["device"], timeout),
+        timeout=timeout,
     )
 
 
@@ -602,14 +640,16 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
 
 
 def _go(task: Task, algorithm: Any, iterations: int, options: dict[str, Any], measure_every: int | None, checkpoint_every: int, folder: Path,
-        *, resume: bool = False, quiet: bool = False) -> Result:  # fmt: skip
+        *, resume: bool = False, quiet: bool = False, group: Group = Group(), timeout: float = distributed.TIMEOUT) -> Result:  # fmt: skip
     chosen_options = keywords(options)
-    built = task.build()
+    with group.together():
+        problem, clients = task.build()
+        clients = group.only(clients)
     with _progress(algorithm.name(), iterations, task.headline) as callback:
         try:
             result = run(
-                algorithm, built.problem, built.clients, num_iterations=iterations, measure_every=measure_every, checkpoint_every=checkpoint_every,
-                record=folder, resume=resume, callbacks=[callback], **chosen_options,
+                algorithm, problem, clients, num_iterations=iterations, measure_every=measure_every, checkpoint_every=checkpoint_every,
+                record=folder, resume=resume, callbacks=[callback], **chosen_options, engine=group.engine, timeout=timeout,
                 describe={"task": task.name(), "task_settings": task.asdict(), "options": options},
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -673,10 +713,22 @@ def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """No traceback for what a user can mend."""
-    warnings.showwarning = lambda message, *_args, **_kwargs: complaints.print(f"Warning: {message}", highlight=False, soft_wrap=True)
+    """No traceback for what a user can mend. Of several ranks, the first speaks."""
+    first = os.environ.get("RANK", "0") == "0"
+    console.quiet = not first
+    warnings.showwarning = lambda message, *_args, **_kwargs: complaints.print(f"Warning: {message}", highlight=False, soft_wrap=True) if first else None
     try:
-        cli.main(standalone_mode=True)
+        if first:
+            cli.main(standalone_mode=True)
+        else:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                cli.main(standalone_mode=True)
+    except RankLostError as error:
+        if error.speaks:
+            complaints.print(f"Error: {error}.", highlight=False, soft_wrap=True, markup=False)
+        sys.stderr.flush()
+        os._exit(2)  # nothing is left to be written, and an exchange that never ends must not hold this process
     except FedBilevelError as error:
-        complaints.print(f"Error: {error}", highlight=False, soft_wrap=True, markup=False)
+        if first:
+            complaints.print(f"Error: {error}", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)

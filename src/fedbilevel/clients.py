@@ -375,13 +375,6 @@ class Host(Population):
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
         self.captures: Any = None  # an engine on a GPU puts `capture.Captures` here
 
-    def by_number(self) -> Tensor:
-        """Where each client stands in memory, for an engine that hosts all of them."""
-        places = self.ids.argsort()
-        if not torch.equal(self.ids[places], torch.arange(len(self))):
-            raise SettingError(f"ids must number the {len(self)} clients from 0, each once, got {self.ids.tolist()}.")
-        return places
-
     def width(self, name: str) -> int:
         algorithm = self.algorithm
         if name in algorithm.upper_space:

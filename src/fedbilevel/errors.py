@@ -36,6 +36,12 @@ class CheckpointError(FedBilevelError, ValueError):
     """A checkpoint that cannot be read, or that belongs to another run."""
 
 
+class RankLostError(FedBilevelError, ConnectionError):
+    """A process of the run died or does not answer any more."""
+
+    speaks = True  # one of those that are left says so to the user
+
+
 class ScopeError(FedBilevelError, ValueError):
     """An algorithm was asked to solve a kind of problem it has no meaning for."""
 

@@ -162,16 +162,23 @@ class Mixing:
         """float64 (n, n): new rows = matrix @ rows."""
         return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
 
-    def __call__(self, rows: Tensor, *, into: Tensor | None = None) -> Tensor:
-        """`into`: where to write, not `rows` themselves; a new matrix otherwise, whose pages cost more than the sums."""
+    def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
+        """One row per peer; with `receivers`, only what these receive. `into`: where to write, not `rows` themselves; a new matrix otherwise, whose
+        pages cost more than the sums."""
         if rows.device not in self._on:
             self._on[rows.device] = (self._receive.to(rows.device), _moved(self._factor, rows.device), _moved(self._partner, rows.device))
         receive, factor, partner = self._on[rows.device]
-        new = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if into is None else into
+        num = len(rows)
+        if receivers is not None:
+            receivers, num = receivers.to(rows.device), len(receivers)
+            receive, partner = receive.index_select(0, receivers), None if partner is None else partner[receivers]
+        new = torch.empty(num, rows.shape[1], dtype=rows.dtype, device=rows.device) if into is None else into
         width = max(1, min(rows.shape[1], (_CELLS if rows.device.type == "cpu" else _CELLS_ELSEWHERE) // len(rows)))
-        room = [torch.empty(len(rows) * width, dtype=dtype, device=rows.device) for dtype in (torch.float64, torch.float64, rows.dtype, rows.dtype)]
+        sizes = ((len(rows), torch.float64), (num, torch.float64), (len(rows), rows.dtype), (num, rows.dtype))
+        room = [torch.empty(size * width, dtype=dtype, device=rows.device) for size, dtype in sizes]
         for part, place in zip(rows.split(width, dim=1), new.split(width, dim=1), strict=True):
-            wide, total, narrow, other = (memory[: part.numel()].view(part.shape) for memory in room)
+            shapes = (part.shape, place.shape, part.shape, place.shape)
+            wide, total, narrow, other = (memory[: shape.numel()].view(shape) for memory, shape in zip(room, shapes, strict=True))
             if factor is None:
                 messages = part
             elif factor.dtype == rows.dtype or factor.dtype == torch.float32:
@@ -181,7 +188,8 @@ class Mixing:
             if partner is None:
                 place.copy_(torch.mm(receive, messages if rows.dtype == torch.float64 else wide.copy_(messages), out=total))
             else:  # two float32 added in float64 and rounded are their float32 sum: 53 bits are at least twice 24 and two more
-                torch.add(messages, torch.index_select(messages, 0, partner, out=other), out=place)
+                own = messages if receivers is None else messages.index_select(0, receivers)
+                torch.add(own, torch.index_select(messages, 0, partner, out=other), out=place)
         return new
 
 

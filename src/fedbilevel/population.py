@@ -77,19 +77,20 @@ class Population:
 
     def average(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum in float64, divide once."""
+        return (self.total(rows, weights) / float(weights.sum())).to(rows.dtype)
+
+    def total(self, rows: Tensor, weights: Tensor) -> Tensor:
         if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
-            return rows[0].clone()
+            return rows[0].double() * float(weights.sum())
         if bool((weights == 1).all()):
-            total = rows.sum(0, dtype=torch.float64)
-        else:
-            total = (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
-        return (total / float(weights.sum())).to(rows.dtype)
+            return rows.sum(0, dtype=torch.float64)
+        return (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
 
     def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Rows of the space of a private x, those of the clients at `positions`, as one flat tensor."""
         if self.x_sizes is None:
             return rows
-        return torch.cat([row[:size] for row, size in zip(rows, self.x_sizes[positions].tolist(), strict=True)])
+        return torch.cat([rows.new_zeros(0), *(row[:size] for row, size in zip(rows, self.x_sizes[positions].tolist(), strict=True))])
 
     def pad(self, stored: Tensor, positions: Tensor) -> Tensor:
         if self.x_sizes is None:
@@ -101,14 +102,13 @@ class Population:
 
     # ---- looking at a solution -------------------------------------------------------------------------------------
 
-    def measure(self, x: Points, y: Points) -> dict[str, float]:
-        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking."""
+    def measure(self, x: Points, y: Points, join: Callable[[Tensor], Tensor] = lambda own: own) -> dict[str, float]:
+        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking.
+
+        join: for an engine of several processes: a table with one row per client hosted here -> the same of all clients."""
         problem = self.problem
         with torch.no_grad():
-            weights = self.weights(self.data.positions).double()
-            figures = {}
-            for label, loss, role in (("upper_loss", problem.upper, "val"), ("lower_loss", problem.lower, "train")):
-                figures[label] = float((weights * self._everyone(loss, x, y, role)).sum() / weights.sum())
+            losses = [self._everyone(loss, x, y, role) for loss, role in ((problem.upper, "val"), (problem.lower, "train"))]
             found: dict[str, Tensor] = {}
             for role, statistics in problem.statistics.items():
                 if role not in self.data.sizes:
@@ -118,6 +118,9 @@ class Population:
                 if twice:
                     raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
                 found.update(some)
+        upper, lower, weights, *statistics_of_all = join(torch.stack([*losses, self.weights(self.data.positions).double(), *found.values()], dim=1)).unbind(1)
+        found = dict(zip(found, statistics_of_all, strict=True))
+        figures = {label: float((weights * values).sum() / weights.sum()) for label, values in (("upper_loss", upper), ("lower_loss", lower))}
         figures.update(problem.metrics({name: float(value.sum()) for name, value in found.items()}))
         return {**figures, **(problem.across(found) if problem.across is not None else {})}
 

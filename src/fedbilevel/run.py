@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import platform
 import signal
@@ -25,11 +24,13 @@ import fedbilevel
 from fedbilevel import discovery
 from fedbilevel.averaging import Averaging
 from fedbilevel.clients import BatchSize
-from fedbilevel.data.clients import ClientData, Holdings
-from fedbilevel.engines import simulate
+from fedbilevel.data.clients import Holdings
+from fedbilevel.engines import group_of, simulate
+from fedbilevel.engines.distributed import TIMEOUT
+from fedbilevel.engines.group import Engine, Group
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
+from fedbilevel.errors import CheckpointError, NonFiniteError, RankLostError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.network import AnyNetwork
 from fedbilevel.problem import Problem
@@ -48,6 +49,7 @@ class Progress(NamedTuple):
 
 
 Callback = Callable[[Progress], bool | None]  # True stops the run
+STOPPED = ("finished", "callback", "interrupted")  # why a run ended; of what several ranks say, the last counts
 
 
 class EarlyStopping:
@@ -100,9 +102,11 @@ def run(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     describe: Mapping[str, Any] | None = None,
+    engine: Engine = "simulation",
+    timeout: float = TIMEOUT,
     **options: Any,
 ) -> Result:
-    """Run `num_iterations` outer iterations of `algorithm` on all clients in this process.
+    """Run `num_iterations` outer iterations of `algorithm` on all clients: in this process, or divided among those that torchrun started.
 
     measure_every: outer iterations between measurements (default: about twenty in the run); the last one is always measured.
     measure_growth: 0.05 lets that distance grow with the iterations done, to a twentieth of them: fine at the start, sparse later.
@@ -110,6 +114,8 @@ def run(
     schedule: how step sizes fall over the outer iterations (constant by default).
     record: a folder for configuration, metrics, checkpoints and the solution. resume: go on from the checkpoint in it.
     describe: more for the recorded configuration, e.g. how a task was built. options: device, strategy, chunk_size, drops.
+    engine: "simulation", or "distributed" under torchrun, where every rank calls this with the same arguments: all get the result, rank 0 alone writes the
+    record and calls callbacks. timeout: seconds after which a rank that does not answer is given up.
     Ctrl-C finishes the outer iteration, writes a checkpoint and returns; a second one stops at once and leaves the last checkpoint.
     """
     if isinstance(algorithm, str):
@@ -131,29 +137,50 @@ def run(
     every = measure_every or max(1, num_iterations // 20)
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
-    fed: Any = simulate(
-        algorithm, problem, clients, seed=seed, cohort=cohort, network=network, averaging=averaging, batch_size=batch_size, dtype=dtype, **options
-    )
-    falling = schedule.checked()._asdict()
-    book = Record(record) if record is not None else None
-    identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if book is not None else {}  # reads all data: only for a record
-    plan = {"num_iterations": num_iterations, "measure_every": every, "measure_growth": measure_growth, "checkpoint_every": checkpoint_every}
-    config = {"identity": identity, "run": plan,
-              "versions": versions(), "engine": type(fed).__name__, **(describe or {})}  # fmt: skip
+    group = group_of(engine, options.get("device", "cpu"), timeout)
+    with group.together():
+        fed: Any = simulate(
+            algorithm, problem, clients, seed=seed, cohort=cohort, network=network, averaging=averaging, batch_size=batch_size, dtype=dtype, group=group,
+            **{**options, "device": group.device(options.get("device", "cpu"))},
+        )  # fmt: skip
+        falling = schedule.checked()._asdict()
+        identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if record is not None else {}  # reads all data: only for a record
+        plan = {"num_iterations": num_iterations, "measure_every": every, "measure_growth": measure_growth, "checkpoint_every": checkpoint_every}
+        config = {"identity": identity, "run": plan,
+                  "versions": versions(), "engine": group.engine, "ranks": group.size, **(describe or {})}  # fmt: skip
+        book = Record(record) if record is not None else None
+        return _go_through(
+            algorithm, fed, book, config, resume, num_iterations, schedule, _due(every, measure_growth, num_iterations), checkpoint_every, callbacks
+        )
+
+
+def _go_through(
+    algorithm: Algorithm, fed: Any, book: Record | None, config: dict[str, Any], resume: bool, num_iterations: int, schedule: Schedule,
+    due: Callable[[int], bool], checkpoint_every: int, callbacks: Sequence[Callback],
+) -> Result:  # fmt: skip
+    """The outer iterations. Of several ranks, the first alone has to do with files and callbacks."""
+    group, identity = fed.group, config["identity"]
     rows: list[dict[str, Any]] = []
     start, spent = 0, 0.0
     if resume and book is not None:
-        tensors, about = book.load()
-        _same(identity, about["identity"], book)
-        if num_iterations < about["iteration"]:
-            raise SettingError(f"num_iterations is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
-        rows = book.go_on_from(about["iteration"])
-        state = fed.load_state_dict(tensors, about["state"], algorithm.State)
+        tensors: Mapping[str, Tensor] = {}
+
+        def read() -> dict[str, Any]:
+            nonlocal tensors
+            tensors, about = book.load()
+            _same(identity, about["identity"], book)
+            if num_iterations < about["iteration"]:
+                raise SettingError(f"num_iterations is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
+            return {**about, "rows": book.go_on_from(about["iteration"])}
+
+        about = group.told(read)
+        rows, start, spent = about["rows"], about["iteration"], about["seconds"]
+        state = fed.load_state_dict(group.told_tensors(lambda: tensors), about["state"], algorithm.State)
         fed.host.oracle.choices.update(about.get("ways", {}))  # measured again, another way might be chosen, which rounds otherwise
-        start, spent = about["iteration"], about["seconds"]
-        book.write_config(config)
+        if group.rank == 0:
+            book.write_config(config)
     else:
-        if book is not None:
+        if book is not None and group.rank == 0:
             book.start(config)
         fed.begin(0)
         state = algorithm.init(fed)
@@ -164,43 +191,42 @@ def run(
         if book is not None:
             tensors, plain = fed.state_dict(state)
             about = {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain, "ways": fed.host.oracle.choices}
-            book.save(tensors, about)
+            if group.rank == 0:
+                book.save(tensors, about)
+            group.meet()  # now all know that it is there
 
     def measure(iteration: int) -> dict[str, Any]:
         row = {
             "iteration": iteration,
             "seconds": time.perf_counter() - clock,
             "megabytes": fed.ledger.megabytes,
-            **fed.ledger.totals(),
+            **fed.roster.bill().totals(),
             **fed.measure(state.x, state.y),
         }
         rows.append(row)
-        if book is not None:
+        if book is not None and group.rank == 0:
             book.add(row)
         return row
 
-    due = _due(every, measure_growth, num_iterations)
     if start == 0:
         measure(0)
         save(0)
     saved = iteration = start
     stopped = "finished"
-    with _interrupts() as interrupted:
+    with _interrupts(group) as interrupted, _left(lambda: (iteration, saved), book, config):
         for iteration in range(start + 1, num_iterations + 1):
             now = algorithm.scaled(schedule(iteration))
             fed.begin(iteration, now)
-            try:
+            with group.together():
                 with torch.no_grad():  # a loss may hold a frozen model of its own
                     state = now.round(fed, state)
                     fed.host.check()
-                _check_finite(state, iteration)
-            except NonFiniteError as error:
-                where = f" The last good checkpoint, of outer iteration {saved}, is in {book.path}." if book is not None else ""
-                raise NonFiniteError(f"{error}{where}") from None
+                _check_finite(fed, state, iteration)
             last = iteration == num_iterations
             row = measure(iteration) if last or due(iteration) else None
-            ask = [callback(Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)) for callback in callbacks]
-            stopped = "interrupted" if interrupted() else "callback" if any(ask) else "finished"
+            here = Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)
+            ask = [callback(here) for callback in callbacks] if group.rank == 0 else []
+            stopped = STOPPED[group.largest(2 if interrupted() else 1 if any(ask) else 0)]
             if stopped == "callback" and row is None:  # an interrupted run will be gone on with: what it measures must not depend on that
                 measure(iteration)
             if stopped != "finished" or last or iteration % checkpoint_every == 0:
@@ -208,10 +234,28 @@ def run(
                 saved = iteration
             if stopped != "finished":
                 break
-    x, y = fed.trees(state.x, upper=True), fed.trees(state.y, upper=False)
-    if book is not None:
-        book.save_solution({**_named("x", x), **_named("y", y)})
-    return Result(x, y, rows, fed.ledger.totals(), iteration, stopped, book.path if book is not None else None, state)
+        x, y = fed.trees(state.x, upper=True), fed.trees(state.y, upper=False)
+        if book is not None and group.rank == 0:
+            book.save_solution({**_named("x", x), **_named("y", y)})
+        totals = fed.roster.bill().totals()
+    return Result(x, y, rows, totals, iteration, stopped, book.path if book is not None else None, state)
+
+
+@contextmanager
+def _left(when: Callable[[], tuple[int, int]], book: Record | None, config: Mapping[str, Any]) -> Iterator[None]:
+    """Errors that end a run for good also say what is left of it. when: the outer iteration, and that of the last checkpoint."""
+    try:
+        yield
+    except NonFiniteError as error:
+        where = f" The last good checkpoint, of outer iteration {when()[1]}, is in {book.path}." if book is not None else ""
+        raise NonFiniteError(f"{error}{where}") from None
+    except RankLostError as error:
+        command = f"torchrun --nproc-per-node {config['ranks']} -m fedbilevel resume {book.path}" if book is not None and "task" in config else ""
+        what = f"the last checkpoint, of outer iteration {when()[1]}, is in {book.path}" if book is not None else "nothing was recorded"
+        mend = f"go on with {command}" if command else "go on with the same call and resume=True" if book is not None else "give a record to be able to go on"
+        lost = RankLostError(f"{error} in outer iteration {when()[0]}; {what}: {mend}")
+        lost.speaks = error.speaks
+        raise lost from None
 
 
 def _due(every: int, growth: float, num_iterations: int) -> Callable[[int], bool]:
@@ -243,24 +287,13 @@ def _identity(fed: Simulation | PeerSimulation, batch_size: BatchSize, dtype: to
         "y": fed.host.layout_y.describe(),
         "num_clients": fed.num_clients,
         "dtype": str(dtype).removeprefix("torch."),
-        "data": _fingerprint(fed.host.data),
+        "data": fed.roster.fingerprint(),
         "losses": fed.host.losses_away(),
         "seed": fed.seed,
         **fed.identity(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
         "sampling": fed.host.sampling,
     }
-
-
-def _fingerprint(data: ClientData) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for role in sorted(data.fields):
-        digest.update(f"{role}:{data.sizes[role].tolist()}".encode())
-        for name in sorted(data.fields[role]):
-            tensor = data.fields[role][name].cpu().contiguous()
-            digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-            digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> None:
@@ -282,10 +315,10 @@ def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> N
             )
 
 
-def _check_finite(state: Any, iteration: int) -> None:
+def _check_finite(fed: Any, state: Any, iteration: int) -> None:
     for name, value in state._asdict().items():
         if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            whose = "the server's" if value.ndim == 1 else f"client {int((~torch.isfinite(value)).any(1).nonzero()[0])}'s"
+            whose = "the server's" if value.ndim == 1 else f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
             raise NonFiniteError(f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; lower the step sizes.")
 
 
@@ -296,21 +329,28 @@ def _named(prefix: str, value: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C is remembered until the outer iteration ends; the second has its usual effect. Only the main thread may do this."""
+def _interrupts(group: Group) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C is remembered until the outer iteration ends; the second has its usual effect. Only the main thread may do this.
+
+    Any of several ranks may be asked. When one of them dies, torchrun asks the others by SIGTERM to end, which must not cut off what they have to say.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     asked = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, *([signal.SIGTERM] if group.size > 1 else []))}
 
     def remember(number: int, frame: FrameType | None) -> None:
         asked.set()
-        signal.signal(signal.SIGINT, before)
-        print("\nStopping after this outer iteration; Ctrl-C again stops at once and keeps the last checkpoint.", file=sys.stderr)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, before[number])
+            if group.rank == 0:
+                print("\nStopping after this outer iteration; Ctrl-C again stops at once and keeps the last checkpoint.", file=sys.stderr)
 
-    signal.signal(signal.SIGINT, remember)
+    for number in before:
+        signal.signal(number, remember)
     try:
         yield asked.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,11 +1,18 @@
-"""Engines: who computes and who talks to whom."""
+"""Engines: who computes and who talks to whom.
+
+There is one engine for algorithms with a server and one for peers. Each runs all clients in this process, or those of one rank of a group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
+
+import torch
 
 from fedbilevel.data.clients import Holdings
+from fedbilevel.engines import distributed
+from fedbilevel.engines.group import Engine, Group
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
@@ -15,8 +22,15 @@ from fedbilevel.problem import Problem
 SERVER_ONLY, PEERS_ONLY = ("cohort", "drops"), ("network", "averaging")
 
 
+def group_of(engine: Engine, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
+    """The processes that run together. timeout: seconds after which a rank that does not answer is given up."""
+    if engine not in get_args(Engine):
+        raise SettingError(f"engine is {engine!r}, expected {' or '.join(map(repr, get_args(Engine)))}.")
+    return distributed.join(device, timeout) if engine == "distributed" else Group()
+
+
 def simulate(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], **options: Any) -> Simulation | PeerSimulation:
-    """All clients in this process: with a server, or as peers, as the algorithm asks for."""
+    """All clients in this process, or those of this rank of a `group`: with a server, or as peers, as the algorithm asks for."""
     peers = isinstance(algorithm, PeerAlgorithm)
     other = SERVER_ONLY if peers else PEERS_ONLY
     given = {name: value for name, value in options.items() if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort())}

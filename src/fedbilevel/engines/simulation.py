@@ -1,4 +1,4 @@
-"""All clients in this process, one row each: the default engine, on CPU or CUDA."""
+"""A server and its clients, one row each: all in this process, which is the default engine, or divided among the processes of a group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fedbilevel.capture import Captures
-from fedbilevel.clients import BatchSize, Host
+from fedbilevel.clients import BatchSize
 from fedbilevel.data.clients import Holdings
 from fedbilevel.draws import SERVER
+from fedbilevel.engines.group import Group, hosted
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.problem import Problem
@@ -22,6 +23,9 @@ from fedbilevel.problem import Problem
 
 class Simulation:
     """The server and its n clients. Implements `Federation`.
+
+    With a group of several processes the server is in each of them: what it knows (arrays, cohorts, who holds what, charges of messages) is the same
+    everywhere, without asking. Places are those of all clients; only the host's own positions are of those that live here.
 
     ids: the clients' numbers, when they are not given in order: numbers address draws and the ledger, the order in memory does not matter.
     drops: for tests of robustness: a function (outer iteration, call) -> clients that do not answer that call.
@@ -39,16 +43,17 @@ class Simulation:
         batch_size: BatchSize = None,
         ids: Sequence[int] | None = None,
         drops: Callable[[int, int], Iterable[int]] | None = None,
+        group: Group = Group(),
         **options: Any,
     ) -> None:
-        self.host = Host(algorithm, problem, clients, ids=ids, seed=seed, batch_size=batch_size, **options)
+        self.host, self.roster = hosted(group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options)
         if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto":
             self.host.captures = Captures(self.host)
-        self._position_of = self.host.by_number()
+        self.group, self.ids = group, self.roster.ids
         self.algorithm, self.problem, self.seed = algorithm, problem, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.cohort, self.drops = cohort.checked(), drops
-        self.weights = self.host.weights(self._position_of)
+        self.weights = self.roster.weights[self.roster.place_of]
         if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
             raise SettingError(f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort().")
         self.kept_names = algorithm.kept_names(problem.scopes)
@@ -71,35 +76,48 @@ class Simulation:
         return self.place(name, torch.zeros(self.host.width(name), dtype=self.host.dtype, device=self.host.device))
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
-        return self._round(phase, broadcast, lambda rows, positions, times: self.host.average(rows, times * self.host.weights(positions)))
+        return self._round(phase, broadcast, self._means)
 
     def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         return self._round(phase, broadcast, self._by_client)
 
-    def _by_client(self, rows: Tensor, positions: Tensor, _times: Tensor) -> Tensor:
-        if len(positions) < self.num_clients:
-            missing = sorted({*range(self.num_clients)} - {*self.host.ids[positions].tolist()})
-            raise FedBilevelError(f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients.")
-        return rows[self._position_of.to(rows.device)]
+    def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
+        """Sums of the rows of each process, added up in one exchange, divided once."""
+        weights = times * self.roster.weights[places]
+        mine = self.roster.within(places, weights)
+        totals = self.group.sum([self.host.total(rows, mine) for rows in sent.values()])
+        whole = float(weights.sum())
+        return {name: (total / whole).to(rows.dtype) for (name, rows), total in zip(sent.items(), totals, strict=True)}
 
-    def _round(self, phase: Callable[..., Any], broadcast: Mapping[str, Value], join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> SimpleNamespace:
+    def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
+        if len(places) < self.num_clients:
+            missing = sorted({*range(self.num_clients)} - {*self.ids[places].tolist()})
+            raise FedBilevelError(f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients.")
+        return {name: self.roster.rows(rows)[self.roster.place_of.to(rows.device)] for name, rows in sent.items()}
+
+    def _round(
+        self, phase: Callable[..., Any], broadcast: Mapping[str, Value], join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
+    ) -> SimpleNamespace:
         self.call += 1
-        positions, times = self._present(broadcast.values())
-        values = {name: self._send(value, positions) for name, value in broadcast.items()}
-        weights = times * self.host.weights(positions)
-        result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call, None if self.kept_names else weights)
-        gathered: dict[str, Any] = {}
-        travelled = False
+        places, times = self._present(broadcast.values())
+        positions = self.roster.here(places)
+        values = {name: self._send(value, places, positions) for name, value in broadcast.items()}
+        weights = None if self.kept_names else self.roster.within(places, times * self.roster.weights[places])
+        result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call, weights)
+        gathered: dict[str, Any] = dict.fromkeys(result)
+        sent: dict[str, Tensor] = {}
         for name, value in result.items():
             rows = value.rows if isinstance(value, Sparse) else value
-            if rows is None or name in self.kept_names:
-                gathered[name] = None if rows is None else self._keep(name, positions, rows)
+            if rows is None:
+                continue
+            if name in self.kept_names:
+                gathered[name] = self._keep(name, places, positions, rows)
             else:
                 floats, itemsize = (value.num_kept, rows.element_size() + 4) if isinstance(value, Sparse) else (rows.shape[1], rows.element_size())
-                self.ledger.charge_message("up", self.host.ids[positions], floats, itemsize)
-                gathered[name] = join(rows, positions, times)
-                travelled = True
-        self.ledger.rounds += travelled
+                self.ledger.charge_message("up", self.ids[places], floats, itemsize)
+                sent[name] = rows
+        gathered.update(join(sent, places, times))
+        self.ledger.rounds += bool(sent)
         return SimpleNamespace(**gathered)
 
     def resample(self) -> None:
@@ -126,20 +144,25 @@ class Simulation:
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Losses and the problem's metrics over all clients and all their data. Not charged, and no draw depends on it."""
-        rows = [partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value) for value in (x, y)]  # kept ones a few at a time
-        figures, diagnostics = self.host.measure(*rows), self.problem.diagnostics
+        xs, ys = (partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value) for value in (x, y))  # kept ones a few at a time
+        figures, diagnostics = self.host.measure(xs, ys, self.roster.rows), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
             figures.update(diagnostics(self.host.layout_x.unravel(x), self.host.layout_y.unravel(y)))
         return figures
 
     def collect(self, value: Any) -> Any:
-        """A simulator can look into its clients: the rows behind a kept value."""
+        """A simulator can look into its clients: the rows behind a kept value, of those hosted here."""
         if isinstance(value, Tensor) and value.ndim == 2:  # rows by client number
             return value[self.host.ids.to(value.device)]
-        return self._resolve(value, torch.arange(self.num_clients)) if isinstance(value, Kept) else value
+        return self._resolve(value, self.host.data.positions) if isinstance(value, Kept) else value
 
     def trees(self, value: Any, *, upper: bool) -> Any:
-        return self.host.trees(self.collect(value), upper=upper)
+        rows = self.collect(value)
+        return self.host.trees(rows, upper=upper) if rows.ndim == 1 else self.roster.trees(rows, upper=upper)
+
+    def client_of(self, row: int) -> int:
+        """Whose row it is, in a matrix of the state: rows are by number there."""
+        return row
 
     def identity(self) -> dict[str, Any]:
         return {"cohort": self.cohort._asdict()}
@@ -156,16 +179,15 @@ class Simulation:
                 plain[name] = {"same_as": seen[id(value)]}
             elif isinstance(value, Tensor):
                 seen[id(value)] = name
-                tensors[f"state.{name}"], tensors[f"held.{name}"] = value.clone(), self._held.mask(value)[self._position_of]
+                tensors[f"state.{name}"], tensors[f"held.{name}"] = value.clone(), self._held.mask(value)[self.roster.place_of]
             else:
                 plain[name] = {"kept": value.name} if isinstance(value, Kept) else {"value": value}
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
-            for name, written in store.written.items():
-                tensors[f"{label}-written.{name}"] = written[self._position_of]
-                who = self._position_of[written[self._position_of]]
-                by_id = store.own(name, who)
-                tensors[f"{label}.{name}"] = self.host.unpad(by_id, who) if name in self.algorithm.upper_space else by_id
-        tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
+            for name, mine in sorted(store.written.items()):
+                written, rows = self.roster.rows(mine), store.own(name, mine.nonzero()[:, 0])
+                tensors[f"{label}-written.{name}"] = written[self.roster.place_of]
+                tensors[f"{label}.{name}"] = self.roster.stored(rows, written, upper=name in self.algorithm.upper_space)
+        tensors.update({f"ledger.{name}": value for name, value in self.roster.bill().state_dict().items()})
         return tensors, plain
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
@@ -173,21 +195,13 @@ class Simulation:
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             store.clear()
             for name in _below(tensors, f"{label}."):
-                stored, written = tensors[f"{label}.{name}"].to(device), tensors[f"{label}-written.{name}"]
-                who = self._position_of[written]
-                upper = name in self.algorithm.upper_space
-                size = len(who) if self.host.x_sizes is None or not upper else int(self.host.x_sizes[who].sum())
-                if len(stored) > size:  # older checkpoints hold rows for those who had written nothing, too
-                    by_id = (self.host.pad(stored, self._position_of) if upper else stored)[written.to(device)]
-                else:
-                    by_id = self.host.pad(stored, who) if upper else stored
-                places, order = who.sort()
-                store.write(name, places, by_id[order.to(device)])
+                written, upper = tensors[f"{label}-written.{name}"], name in self.algorithm.upper_space
+                store.write(name, *self.roster.restored(tensors[f"{label}.{name}"].to(device), written, upper=upper))
         self.ledger.load_state_dict({name: tensors[f"ledger.{name}"] for name in _below(tensors, "ledger.")})
         values: dict[str, Any] = {}
         for name in _below(tensors, "state."):
             values[name] = tensors[f"state.{name}"].to(device, copy=True)
-            self._held.mask(values[name]).copy_(tensors[f"held.{name}"][self.host.ids])
+            self._held.mask(values[name]).copy_(tensors[f"held.{name}"][self.ids])
         for name, entry in plain.items():
             if "kept" in entry:
                 values[name] = Kept(entry["kept"], self._versions.get(entry["kept"], 0))
@@ -214,7 +228,7 @@ class Simulation:
         else:
             numbers = self.host.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws, first=size)
             times = torch.ones(size, dtype=torch.int64)
-        self._positions, sorting = self._position_of[numbers].sort()
+        self._positions, sorting = self.roster.place_of[numbers].sort()
         self._times = times[sorting]
 
     def _present(self, values: Iterable[Value]) -> tuple[Tensor, Tensor]:
@@ -222,7 +236,7 @@ class Simulation:
         here = torch.ones(len(self._positions), dtype=torch.bool)
         if self.drops is not None:
             absent = torch.tensor(sorted(self.drops(self.iteration, self.call)), dtype=torch.int64)
-            here &= ~torch.isin(self.host.ids[self._positions], absent)
+            here &= ~torch.isin(self.ids[self._positions], absent)
         for value in values:
             if isinstance(value, Kept) and value.iteration == self.iteration:
                 here &= self._kept_in[value.name][self._positions] == self.iteration
@@ -236,13 +250,13 @@ class Simulation:
         """A value where its scope says: kept at the clients, or at the server. No round."""
         if name not in self.kept_names:
             return value
-        everyone = torch.arange(self.num_clients)
-        return self._keep(name, everyone, value.expand(self.num_clients, -1) if value.ndim == 1 else value)
+        rows = value.expand(len(self.host), -1) if value.ndim == 1 else value
+        return self._keep(name, torch.arange(self.num_clients), self.host.data.positions, rows)
 
-    def _keep(self, name: str, positions: Tensor, rows: Tensor) -> Kept:
+    def _keep(self, name: str, places: Tensor, positions: Tensor, rows: Tensor) -> Kept:
         self.host.kept.write(name, positions, rows)
         self._versions[name] = self._versions.get(name, 0) + 1
-        self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[positions] = self.iteration
+        self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[places] = self.iteration
         return Kept(name, self._versions[name], self.iteration)
 
     def _resolve(self, kept: Kept, positions: Tensor) -> Tensor:
@@ -251,13 +265,13 @@ class Simulation:
         zeros = torch.zeros(self.host.width(kept.name), dtype=self.host.dtype, device=self.host.device)
         return self.host.kept.read(kept.name, positions, zeros.expand(len(positions), -1))
 
-    def _send(self, value: Value, positions: Tensor) -> Any:
+    def _send(self, value: Value, places: Tensor, positions: Tensor) -> Any:
         if isinstance(value, Kept):
             return self._resolve(value, positions)
         if isinstance(value, Tensor):
             held = self._held.mask(value)
-            lacks = positions[~held[positions]]
-            self.ledger.charge_message("down", self.host.ids[lacks], value.shape[-1], value.element_size())
+            lacks = places[~held[places]]
+            self.ledger.charge_message("down", self.ids[lacks], value.shape[-1], value.element_size())
             held[lacks] = True
             if value.ndim == 2:
                 return value[self.host.ids[positions].to(value.device)]
