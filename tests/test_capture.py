@@ -174,8 +174,7 @@ def test_only_so_many_phases_are_kept(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="compiling derivatives into few kernels needs a GPU")
-def test_compiled_derivatives_give_the_same_run(monkeypatch):
-    monkeypatch.setattr(capture, "_OFTEN", 4)  # what Captures starts with
-    kept = assert_same_run(FedNest(num_local_steps=3), images(split="iid"), cohort=Cohort(0.5), batch_size=8, num_iterations=12)
+def test_compiled_derivatives_give_the_same_run():
+    kept = assert_same_run(FedNest(num_local_steps=3), images(split="iid"), cohort=Cohort(0.5), batch_size=8, num_iterations=12, strategy="compiled")
     assert kept._kept
     assert not kept.refused

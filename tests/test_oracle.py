@@ -1,6 +1,7 @@
 """Every derivative of every strategy against second derivatives taken client by client without the library, and against finite differences."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from fedbilevel import oracle
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
@@ -340,7 +342,7 @@ def test_rows_for_another_number_of_clients_are_refused(rows):
 
 
 def test_unknown_strategies_and_empty_chunks_are_refused():
-    with pytest.raises(SettingError, match="strategy is 'scan', expected 'auto', 'vmap' or 'loop'"):
+    with pytest.raises(SettingError, match="strategy is 'scan', expected 'auto', 'vmap', 'loop' or 'compiled'"):
         meet(quadratic(), strategy="scan")
     with pytest.raises(SettingError, match="chunk_size is 0, expected at least 1 client"):
         meet(quadratic(), chunk_size=0)
@@ -562,3 +564,35 @@ def test_short_calls_are_not_measured():
     x, y, _ = point(population)
     population.oracle.lower_grad(x, y, whole(population, "train"))
     assert population.oracle.choices == {}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling derivatives needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+def test_compiled_derivatives_are_the_same_up_to_rounding(monkeypatch):
+    monkeypatch.setattr(oracle, "_OFTEN_ENOUGH", 3)
+    built = representation_in_dicts(cached=True)
+    population, plain = meet(built, strategy="compiled"), meet(built)
+    x, y, v = point(population)
+    train, same = whole(population, "train"), whole(plain, "train")
+    for _ in range(4):
+        got = population.oracle.hessian_product(x, y, v, train)
+    assert next(iter(population.oracle._plans.values())).trace.compiled
+    assert_same({"hv": got}, {"hv": plain.oracle.hessian_product(x, y, v, same)})
+    population.oracle.evaluate(built.problem.lower, x, y, train)
+    assert [plan.trace is not None for plan in population.oracle._plans.values()] == [True, False]
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch):
+    def broken(run):
+        def fail(*_):
+            raise RuntimeError("no such file: cc\nand more")
+
+        return fail
+
+    monkeypatch.setattr(oracle, "_OFTEN_ENOUGH", 2)
+    monkeypatch.setattr(oracle, "compiled", broken)
+    population = meet(quadratic(), strategy="compiled")
+    x, y, _ = point(population)
+    population.oracle.lower_grad(x, y, whole(population, "train"))
+    with pytest.raises(SettingError, match=r"needs a compiler that works \(RuntimeError: no such file: cc\): use strategy='auto'"):
+        population.oracle.lower_grad(x, y, whole(population, "train"))

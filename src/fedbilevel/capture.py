@@ -11,7 +11,6 @@ integers, or whose clients take unequal numbers of steps.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 _TIMES = 3  # occurrences after which a phase is captured
-_OFTEN = 60  # occurrences after which its derivatives are compiled too, which takes seconds
 _REMEMBERED = 10_000  # phases whose occurrences are counted
 _FINITE = "finite"
 _MOST = 64  # captured phases that are kept: each holds memory
@@ -88,8 +86,7 @@ class Captures:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.often = _OFTEN
-        self.refused: dict[str, str] = {}  # by phase: why it is run as ever, or not compiled
+        self.refused: dict[str, str] = {}  # by phase: why it is run as ever
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, _Captured] = {}
         self._unseen: list[tuple[Tensor, tuple[Any, ...]]] = []  # whether results were finite, and what was replayed
@@ -103,18 +100,15 @@ class Captures:
         if len(self._times) > _REMEMBERED:
             self._times.clear()
         self._times[key] += 1
-        kept, times = self._kept.get(key), self._times[key]
-        if kept is None and (times < _TIMES or len(self._kept) >= _MOST):
-            return None
-        try:
-            if kept is None:
-                kept = self._kept[key] = self._capture(method, values, positions, shares, fuses=False)
-            elif times == self.often and can_fuse(self.host.device):
-                kept = self._kept[key] = self._capture(method, values, positions, shares, fuses=True)
-        except (NotCapturable, RuntimeError) as reason:  # RuntimeError: it waits for the device or copies to it, or the compiler failed
-            self.refused[name] = str(reason).split("\n", 1)[0]
+        kept = self._kept.get(key)
         if kept is None:
-            return None
+            if self._times[key] < _TIMES or len(self._kept) >= _MOST:
+                return None
+            try:
+                kept = self._kept[key] = self._capture(method, values, positions, shares)
+            except (NotCapturable, RuntimeError) as reason:  # RuntimeError: it waits for the device, or copies to it
+                self.refused[name] = str(reason).split("\n", 1)[0]
+                return None
         address = torch.cat([positions, self.host.ids[positions], torch.tensor([iteration, call])])
         kept.address.copy_(address.pin_memory() if kept.address.is_cuda else address, non_blocking=True)  # from other memory, a copy would wait
         for label, buffer in kept.values.items():
@@ -138,7 +132,7 @@ class Captures:
         """What shapes inside a phase depend on: the most samples of a client, and whether all have as many."""
         return tuple((int(some.max()), bool((some == some[0]).all())) for some in (sizes[positions] for sizes in self.host.data.sizes.values()))
 
-    def _capture(self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None, *, fuses: bool) -> _Captured:
+    def _capture(self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None) -> _Captured:
         host, k = self.host, len(positions)
         address = torch.zeros(2 * k + 2, dtype=torch.int64, device=host.device)
         address[:k] = positions.to(host.device)  # valid numbers, should anything look at them before they are filled in
@@ -147,12 +141,12 @@ class Captures:
         static, bill = None if shares is None else shares.clone(), Bill()
 
         def run(buys: Collection[str], *, frozen: bool, bill: Bill) -> tuple[Result, Mapping[str, int]]:
-            with host.data.addressed(positions, address[:k]), host.oracle.alone(buys, frozen=frozen, fuses=fuses) as asked:
+            with host.data.addressed(positions, address[:k]), host.oracle.alone(buys, frozen=frozen) as asked:
                 return method(_Addressed(host, positions, address, static, bill), **given), asked
 
         _, asked = run((), frozen=False, bill=Bill())
         buys = [role for role, number in asked.items() if number >= int(host.data.sizes[role][positions].sum())]
-        for _ in range(2):  # so that every derivative has been measured and traced
+        for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
             run(buys, frozen=False, bill=Bill())
 
         def last() -> Result:
@@ -170,10 +164,6 @@ def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Resu
     with torch.cuda.device(device), torch.cuda.graph(graph):
         results = function()
     return results, graph.replay
-
-
-def can_fuse(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _form(label: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 from rich.console import Console
@@ -31,6 +31,7 @@ from fedbilevel.federation import Algorithm, PeerAlgorithm
 from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
 from fedbilevel.options import BETWEEN_PEERS, DEFAULTS, DTYPES, keywords, torch_device
+from fedbilevel.oracle import Strategy
 from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
 from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
@@ -174,7 +175,7 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--dtype", type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"], show_default=True),
     click.option("--device", default=DEFAULTS["device"], show_default=True, help="cpu, cuda or cuda:1"),
     click.option(
-        "--strategy", type=click.Choice(["auto", "vmap", "loop"]), default=DEFAULTS["strategy"], show_default=True, help="how clients are evaluated at once"
+        "--strategy", type=click.Choice(get_args(Strategy)), default=DEFAULTS["strategy"], show_default=True, help="how clients are evaluated at once"
     ),
     click.option("--chunk-size", type=int, default=None, help="clients evaluated at once under vmap (default: as many as fit a memory budget)"),
     click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),

@@ -12,7 +12,8 @@ Ways of evaluating, all with the same numbers up to rounding:
 
 `auto` takes vmap, or pooled where it may, and measures the others once per derivative and shapes where a call is long enough to be worth it; what it
 chose is kept in `choices`, and with the checkpoint, so that a resumed run goes on as it began. A derivative that is asked for again and again is
-traced (`tracing`), which changes no number.
+traced (`tracing`), which changes no number. `compiled` is `auto` whose traces are compiled by torch.compile: half the time of small derivatives, for some
+seconds at the start of a run, a compiler, and another rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,29 +34,31 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from fedbilevel.data.clients import Batch
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Fields, Layout, Loss, Problem, with_features
-from fedbilevel.tracing import fused, traced
+from fedbilevel.tracing import compiled, traced
 
-Strategy = Literal["auto", "vmap", "loop"]
+Strategy = Literal["auto", "vmap", "loop", "compiled"]
 FlatLoss = Callable[[Tensor, Tensor, Fields], Tensor]
 Build = Callable[[FlatLoss, FlatLoss], Callable[..., Any]]  # the two losses -> a derivative, a function of vectors and then of fields
 BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"
+_OFTEN_ENOUGH = 16  # calls after which it is compiled under "compiled": shapes that hardly ever come are not worth it
 _LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls after which a derivative is traced: as long as tracing takes; on a GPU calls are captured, and should be short
 
 
 class Oracle:
     def __init__(self, problem: Problem, layout_x: Layout, layout_y: Layout, *, strategy: Strategy = "auto", chunk_size: int | None = None) -> None:
-        if strategy not in ("auto", "vmap", "loop"):
-            raise SettingError(f"strategy is {strategy!r}, expected 'auto', 'vmap' or 'loop'.")
+        if strategy not in get_args(Strategy):
+            raise SettingError(f"strategy is {strategy!r}, expected {', '.join(map(repr, get_args(Strategy)[:-1]))} or {get_args(Strategy)[-1]!r}.")
         if chunk_size is not None and chunk_size < 1:
             raise SettingError(f"chunk_size is {chunk_size}, expected at least 1 client, or None for all at once.")
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
-        self.strategy, self.chunk_size = strategy, chunk_size
+        self.compiles = strategy == "compiled"  # which is auto in everything else
+        self.strategy, self.chunk_size = "auto" if self.compiles else strategy, chunk_size
         self.choices: dict[str, str] = {}  # what measuring chose, by derivative and shapes
-        self.long, self.often = _LONG, _OFTEN
+        self.long, self.often = _LONG, dict.fromkeys(_OFTEN, 2) if self.compiles else _OFTEN
         self._plans: dict[Any, _Plan] = {}
         self._features = _FeatureCache(self)
-        self._frozen = self._fuses = False
+        self._frozen = self._compiles_now = False
 
     # ---- what an algorithm may ask for; `shares`: only the mean weighted by them is wanted, so rows may all be that mean -------------------
 
@@ -100,15 +103,15 @@ class Oracle:
         return self._map(function, lambda _upper, _lower: flat, (x, y), (batch,))
 
     @contextmanager
-    def alone(self, buys: Collection[str], *, frozen: bool, fuses: bool) -> Iterator[Mapping[str, int]]:
+    def alone(self, buys: Collection[str], *, frozen: bool) -> Iterator[Mapping[str, int]]:
         """Within, features are computed anew: of the roles in `buys` at once for all samples. Gives the samples asked for, by role. `frozen`: nothing may be
-        measured, traced or kept, because what is computed exists only when a captured phase is replayed. `fuses`: traces are compiled."""
-        before = self._features, self._frozen, self._fuses
-        self._features, self._frozen, self._fuses = _FeatureCache(self, buys), frozen, fuses
+        measured, traced or kept, because what is computed exists only when a captured phase is replayed."""
+        before = self._features, self._frozen, self._compiles_now
+        self._features, self._frozen, self._compiles_now = _FeatureCache(self, buys), frozen, self.compiles and not frozen
         try:
             yield self._features.asked
         finally:
-            self._features, self._frozen, self._fuses = before
+            self._features, self._frozen, self._compiles_now = before
 
     # ---- one client, or all clients' mean ----------------------------------------------------------------------------
 
@@ -262,6 +265,7 @@ class _Plan:
         self.mean = build(oracle._pooled(problem.upper), oracle._pooled(problem.lower))
         self.label = repr((getattr(key[0], "__name__", key[0]), *key[1:]))
         self.way = oracle.choices.get(self.label, way)
+        self.named = isinstance(key[0], str)  # a derivative; what only measurements ask for is not worth compiling
         self.settled = oracle.strategy != "auto" or self.label in oracle.choices
         self.trace: _Trace | None = None
 
@@ -278,8 +282,8 @@ class _Plan:
         ):
             self.trace = _Trace(lambda *given: self._evaluate(self.way, *given), vectors, batches, shares)
         if self.trace is not None:
-            if self.oracle._fuses and not self.trace.fused:
-                self.trace.run, self.trace.fused = fused(self.trace.run), True
+            if not self.trace.compiled and (self.oracle._compiles_now or (self.calls >= _OFTEN_ENOUGH and self.oracle.compiles and self.named)):
+                self.trace.compile(vectors, batches, shares)
             return self.trace(vectors, batches, shares)
         return self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
 
@@ -329,7 +333,15 @@ class _Trace:
 
         self.takes = [(place, name) for place, some in enumerate(names) for name in some]
         self.run, used = traced(flat, [*vectors, *(() if shares is None else (shares,)), *(batches[place].fields[name] for place, name in self.takes)])
-        self.form, self.used, self.fused = form[0], used[-len(self.takes) :], False
+        self.form, self.used, self.compiled = form[0], used[-len(self.takes) :], False
+
+    def compile(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> None:
+        self.run, self.compiled = compiled(self.run), True
+        try:
+            self(vectors, batches, shares)
+        except Exception as error:  # a compiler may fail in any way; name it, keep the cause
+            reason = str(error).split("\n", 1)[0]
+            raise SettingError(f"strategy 'compiled' needs a compiler that works ({type(error).__name__}: {reason}): use strategy='auto'.") from error
 
     def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
         fields = (batches[place].fields[name] if used else None for (place, name), used in zip(self.takes, self.used, strict=True))
@@ -398,7 +410,9 @@ class _FeatureCache:
         if oracle.strategy == "loop":
             whole = batch.whole()
             return torch.cat([of(x if x.ndim == 1 else x[i], whole.row(i)) for i in range(len(batch))]), begin
-        if shared is not None and not batch.data.elsewhere:  # no client differs from another here: their samples stand in one long row
+        if shared is not None and batch.data.equal(batch.positions, batch.role):  # no client differs from another here: their samples stand in one long row
+            return of(shared, {name: value.flatten(0, 1) for name, value in batch.whole().fields.items()}), begin
+        if shared is not None and not batch.data.elsewhere:
             return torch.cat([of(shared, part) for part in batch.data.samples(batch.positions, batch.role, BUDGET // 8)]), begin
         in_dims = (0, 0) if shared is None else (None, 0)
         padded = vmap(of, in_dims=in_dims, chunk_size=oracle.chunk_size)(x if shared is None else shared, dict(batch.whole().fields))

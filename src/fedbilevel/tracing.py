@@ -47,7 +47,7 @@ def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]
     return forward, [bool(node.users) for node in graph.nodes if node.op == "placeholder"]
 
 
-def fused(run: Flat) -> Flat:
+def compiled(run: Flat) -> Flat:
     """The same operations compiled into few kernels, where there is a compiler for the device. Sums may be rounded otherwise."""
     return torch.compile(run, fullgraph=True, dynamic=False)
 

@@ -189,6 +189,11 @@ class ClientData:
         """(k,) on the device."""
         return self._sizes[role].index_select(0, self.on_device(positions))
 
+    def equal(self, positions: Tensor, role: str) -> bool:
+        """Whether all of these have as many samples."""
+        sizes = self.sizes[role][positions]
+        return bool((sizes == sizes[:1]).all())
+
     @contextmanager
     def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
         """Within, everything that depends on which clients these are is computed from `here`, on the device; nothing computed before or within is kept."""
