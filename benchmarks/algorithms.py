@@ -36,7 +36,7 @@ def rows(setup: Setup) -> list[Row]:
         forms = [one.build() for one in (task, *others)]
         names = SMALL if setup.small else discovery.algorithms()
         running = {name: one for name in names if (one := _running(setup, name, task, forms)) is not None}
-        timings = compare({name: one.advance for name, one in running.items()}, setup, repeats=1)
+        timings = compare({name: one.advance for name, one in running.items()}, setup, repeats=1, warm=4)
         base = timings[BASE].median
         for name, one in running.items():
             timing, (num_rounds, megabytes) = timings[name], one.bill()

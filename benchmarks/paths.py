@@ -19,7 +19,7 @@ from benchmarks.published import Loop
 from fedbilevel.clients import Clients
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import DataError
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase
 from fedbilevel.population import Population
 from fedbilevel.settings import setting
 from fedbilevel.tasks.personalisation import Personalisation
@@ -48,7 +48,7 @@ class Probe(ServerAlgorithm):
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())
 
-    @phase
+    @linear_phase
     def upper_mean(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"h": clients.upper_grad_x(x, y, clients.batch("train", "h"))}
 
@@ -96,6 +96,8 @@ class Bench:
         self.probe = Probe(num_local_steps=self.tau)
         self.fed = Simulation(self.probe, *images.built, batch_size=self.b, device=setup.device)
         self.population = Population(*images.built, device=setup.device)
+        for oracle in (self.fed.host.oracle, self.population.oracle):
+            oracle.often = dict.fromkeys(oracle.often, 2)  # traced early: a path is looked at as it is in a long run
         self.k = len(images.built.clients)
         self.positions = torch.arange(self.k)
         self.x, self.y = self.population.x0, self.population.y0
