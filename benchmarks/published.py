@@ -33,6 +33,7 @@ class Call(NamedTuple):
 def calls_of(fed: Simulation, algorithm: ServerAlgorithm, iterations: Sequence[int], batch: int) -> dict[int, list[Call]]:
     """What the library draws in these outer iterations, from a run of its own."""
     seen: list[tuple[str, Any]] = []
+    fed.host.captures = None  # a replayed phase could not be watched
     state = algorithm.init(fed)
     plans = {}
     watched = watching(algorithm, seen)

@@ -39,7 +39,7 @@ from fedbilevel.tracing import compiled, traced
 Strategy = Literal["auto", "vmap", "loop", "compiled"]
 FlatLoss = Callable[[Tensor, Tensor, Fields], Tensor]
 Build = Callable[[FlatLoss, FlatLoss], Callable[..., Any]]  # the two losses -> a derivative, a function of vectors and then of fields
-BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"
+BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"; on a GPU an eighth of its memory
 _OFTEN_ENOUGH = 16  # calls after which it is compiled under "compiled": shapes that hardly ever come are not worth it
 _LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls after which a derivative is traced: as long as tracing takes; on a GPU calls are captured, and should be short
@@ -163,7 +163,9 @@ class Oracle:
             return self.chunk_size
         points = sum(v.shape[-1] * v.element_size() for v in vectors)
         samples = sum(batch.fields.sample_bytes() * batch.fields["index"].shape[1] for batch in batches)
-        fits = max(1, BUDGET // (8 * (points + samples)))
+        device = vectors[0].device
+        budget = BUDGET if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory // 8
+        fits = max(1, budget // (8 * (points + samples)))
         return None if fits >= k else fits
 
     def settle(self, batch: Batch, x: Tensor, y: Tensor) -> None:
@@ -273,19 +275,17 @@ class _Plan:
         self.calls += 1
         if not self.settled:
             return self._settle(vectors, batches, shares)
-        if (
-            self.trace is None
-            and not self.oracle._frozen
-            and self.calls >= self.oracle.often.get(vectors[0].device.type, 64)
-            and self.way != "loop"
-            and self.chunk is None
-        ):
+        if self.trace is None and self.calls >= self.oracle.often.get(vectors[0].device.type, 64) and self._is_worth_tracing():
             self.trace = _Trace(lambda *given: self._evaluate(self.way, *given), vectors, batches, shares)
         if self.trace is not None:
             if not self.trace.compiled and (self.oracle._compiles_now or (self.calls >= _OFTEN_ENOUGH and self.oracle.compiles and self.named)):
                 self.trace.compile(vectors, batches, shares)
             return self.trace(vectors, batches, shares)
         return self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
+
+    def _is_worth_tracing(self) -> bool:
+        """Not what takes long by itself, and so was measured; not one client by itself, whose loss may do as it likes."""
+        return not self.oracle._frozen and self.way != "loop" and self.chunk is None and self.label not in self.oracle.choices
 
     def _settle(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
         """The first call, and other ways beside it where it is long. The first call of a process always is: only the second one counts."""
