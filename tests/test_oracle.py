@@ -596,3 +596,21 @@ def test_a_compiler_that_fails_is_named(monkeypatch):
     population.oracle.lower_grad(x, y, whole(population, "train"))
     with pytest.raises(SettingError, match=r"needs a compiler that works \(RuntimeError: no such file: cc\): use strategy='auto'"):
         population.oracle.lower_grad(x, y, whole(population, "train"))
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_features_are_computed_a_part_at_a_time_where_memory_asks_for_it(monkeypatch, even):
+    calls = []
+    built = representation(cached=True, calls=calls)
+    if even:
+        built = built._replace(clients=[{role: {name: value[:2] for name, value in fields.items()} for role, fields in one.items()} for one in built.clients])
+    population = meet(built)
+    x, y, _ = point(population, shared_x=True)
+    train = whole(population, "train")
+    at_once = population.oracle.lower_grad(x, y, train)
+    monkeypatch.setattr("fedbilevel.oracle.BUDGET", 8 * 2 * train.fields.sample_bytes())
+    calls.clear()
+    in_parts = meet(built, chunk_size=3)
+    calls.clear()
+    assert_same({"gy": in_parts.oracle.lower_grad(x, y, whole(in_parts, "train"))}, {"gy": at_once})
+    assert max(calls) == 2

@@ -410,10 +410,12 @@ class _FeatureCache:
         if oracle.strategy == "loop":
             whole = batch.whole()
             return torch.cat([of(x if x.ndim == 1 else x[i], whole.row(i)) for i in range(len(batch))]), begin
+        at_once = max(1, BUDGET // 8 // batch.fields.sample_bytes())
         if shared is not None and batch.data.equal(batch.positions, batch.role):  # no client differs from another here: their samples stand in one long row
-            return of(shared, {name: value.flatten(0, 1) for name, value in batch.whole().fields.items()}), begin
+            row = {name: value.flatten(0, 1).split(at_once) for name, value in batch.whole().fields.items()}
+            return torch.cat([of(shared, dict(zip(row, part, strict=True))) for part in zip(*row.values(), strict=True)]), begin
         if shared is not None and not batch.data.elsewhere:
-            return torch.cat([of(shared, part) for part in batch.data.samples(batch.positions, batch.role, BUDGET // 8)]), begin
+            return torch.cat([of(shared, part) for part in batch.data.samples(batch.positions, batch.role, at_once)]), begin
         in_dims = (0, 0) if shared is None else (None, 0)
         padded = vmap(of, in_dims=in_dims, chunk_size=oracle.chunk_size)(x if shared is None else shared, dict(batch.whole().fields))
         return padded.flatten(0, 1), torch.arange(len(batch), device=x.device)[:, None] * padded.shape[1]

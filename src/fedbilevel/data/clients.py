@@ -159,15 +159,14 @@ class ClientData:
         flat = self._starts(role, positions) + index
         return Batch(role, Gathered(self.fields[role], flat, {"index": index, "weight": weight}), counts, self, positions, active, flat, size)
 
-    def samples(self, positions: Tensor, role: str, num_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """All samples of these clients, one client after the other without padding, in parts of at most so many bytes."""
+    def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
+        """All samples of these clients, one client after the other without padding, so many at once."""
         sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
         spread = lambda values: values.repeat_interleave(sizes, output_size=total)
         index = torch.arange(total, device=self.device) - spread(sizes.cumsum(0) - sizes)
         flat = spread(self._starts(role, positions)[:, 0]) + index
         weight = spread(1 / sizes.to(self.dtype))
-        each = sum(value[0].numel() * value.element_size() for value in self.fields[role].values()) if len(flat) else 1
-        for part in torch.arange(len(flat), device=self.device).split(max(1, num_bytes // each)):
+        for part in torch.arange(len(flat), device=self.device).split(at_once):
             fields = {name: value.index_select(0, flat[part]) for name, value in self.fields[role].items()}
             yield {"index": index[part], "weight": weight[part], **fields}
 

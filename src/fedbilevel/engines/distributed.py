@@ -8,6 +8,7 @@ notices neither as quickly. Nothing is pickled.
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import json
 import os
@@ -58,7 +59,7 @@ def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
                 dist.init_process_group("gloo", timeout=limit)
             except (RuntimeError, ValueError) as error:
                 raise SettingError(f"the ranks did not find each other ({_first_line(error)}): start all of them, with the same rendezvous.") from error
-            atexit.register(dist.destroy_process_group)
+            atexit.register(_leave)
         _joined[kind, timeout] = Ranks(kind, limit)
     return _joined[kind, timeout]
 
@@ -262,6 +263,16 @@ class Ranks(Group):
 
     def _group(self, tensor: Tensor) -> Any:
         return self._words if tensor.device.type == "cpu" else self._arrays
+
+
+def _leave() -> None:
+    """At the end of the process: a group that lives on into the end of the interpreter takes the process down with it."""
+    for ranks in _joined.values():
+        ranks._words = ranks._arrays = None
+    _joined.clear()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _first_line(error: BaseException) -> str:
