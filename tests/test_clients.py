@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbilevel.clients import Clients, Host, Store, StoreView
+from fedbilevel.clients import Bill, Clients, Host, Store, StoreView
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation import ServerAlgorithm, phase
 from fedbilevel.ledger import COLUMNS
@@ -562,3 +562,24 @@ def test_width_is_that_of_the_space_a_name_is_declared_in():
     assert [home.width(name) for name in ("x", "h", "y", "u")] == [3, 3, 4, 4]
     with pytest.raises(KeyError, match="declares 'z' neither in upper_space nor in lower_space"):
         home.width("z")
+
+
+def test_two_gradients_at_one_point_are_charged_twice_and_computed_once(monkeypatch):
+    home = host(batch_size=3)
+    asked = []
+    original = home.oracle.lower_grad
+    monkeypatch.setattr(home.oracle, "lower_grad", lambda *given, **more: asked.append(1) or original(*given, **more))
+    clients = Clients(home, torch.arange(NUM), 1, 1, None, Bill())
+    x, y = home.x0, home.y0.clone()
+    step, later = clients.steps(2)
+    batch = step.batch("train", "B")
+    first = clients.lower_grad(x, y, batch)
+    assert clients.lower_grad(x, clients.rows(y), batch) is first
+    assert (len(asked), clients.bill.calls["gy"], clients.bill.calls["samples"]) == (1, 2, 6)
+    for other in ((x, y.clone(), batch), (x, y, later.batch("train", "B")), (x, clients.rows(y) + 0, batch)):
+        clients.lower_grad(*other)
+    assert len(asked) == 4
+    clients.lower_grad(x, y, batch)
+    y += 1
+    assert not torch.equal(clients.lower_grad(x, y, batch), first)
+    assert len(asked) == 6

@@ -598,19 +598,53 @@ def test_a_compiler_that_fails_is_named(monkeypatch):
         population.oracle.lower_grad(x, y, whole(population, "train"))
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_features_are_computed_a_part_at_a_time_where_memory_asks_for_it(monkeypatch, even):
+@pytest.mark.parametrize("equal", [True, False])
+def test_features_are_computed_a_part_at_a_time_where_memory_asks_for_it(monkeypatch, equal):
     calls = []
     built = representation(cached=True, calls=calls)
-    if even:
-        built = built._replace(clients=[{role: {name: value[:2] for name, value in fields.items()} for role, fields in one.items()} for one in built.clients])
+    built = even(built) if equal else built
     population = meet(built)
     x, y, _ = point(population, shared_x=True)
     train = whole(population, "train")
     at_once = population.oracle.lower_grad(x, y, train)
     monkeypatch.setattr("fedbilevel.oracle.BUDGET", 8 * 2 * train.fields.sample_bytes())
+    monkeypatch.setattr("fedbilevel.oracle._KEPT", 0)
     calls.clear()
     in_parts = meet(built, chunk_size=3)
     calls.clear()
     assert_same({"gy": in_parts.oracle.lower_grad(x, y, whole(in_parts, "train"))}, {"gy": at_once})
     assert max(calls) == 2
+
+
+def even(built):
+    """The first two samples of every client."""
+    return built._replace(clients=[{role: {name: value[:2] for name, value in fields.items()} for role, fields in one.items()} for one in built.clients])
+
+
+@pytest.mark.parametrize("often", [{"cpu": 10**9}, {"cpu": 1}], ids=["plain", "traced"])
+def test_the_way_through_known_features_is_not_gone_again(often):
+    """x enters through the features and, as `tilt`, beside them."""
+    calls = []
+    built = even(representation_in_dicts(cached=True))
+    inner = built.problem.features
+    built = built._replace(problem=dataclasses.replace(built.problem, features=lambda x, batch: calls.append(1) or inner(x, batch)))
+    loop, auto = meet(built, strategy="loop"), meet(built, often=often)
+    x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)
+    shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    rows = derivatives(loop, x, y, v, whole(loop, "train"), whole(loop, "val"))
+    o, train, val = auto.oracle, whole(auto, "train"), whole(auto, "val")
+    o.lower_grad(x, y, train, shares=shares)
+    o.upper_grad_y(x, y, val, shares=shares)
+    calls.clear()
+    for _ in range(2):
+        torch.testing.assert_close(o.jacobian_product(x, y, v, train, shares=shares)[0], shares @ rows["jv"], **CLOSE)
+        torch.testing.assert_close(o.upper_grad_x(x, y, val, shares=shares)[0], shares @ rows["fx"], **CLOSE)
+    assert not calls
+    other = x + 0.1  # another point, and another cohort: known features are of no use
+    expected = derivatives(loop, other, y, v, whole(loop, "train"), whole(loop, "val"))
+    torch.testing.assert_close(o.jacobian_product(other, y, v, train, shares=shares)[0], shares @ expected["jv"], **CLOSE)
+    some = torch.tensor([0, 2])
+    got = o.jacobian_product(x, y, v, auto.data.batch(some, "train"), shares=shares[some])
+    torch.testing.assert_close(got[0], shares[some] @ rows["jv"][some], **CLOSE)
+    x += 0.1  # changed in place
+    torch.testing.assert_close(o.upper_grad_x(x, y, val, shares=shares)[0], shares @ expected["fx"], **CLOSE)

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ Strategy = Literal["auto", "vmap", "loop", "compiled"]
 FlatLoss = Callable[[Tensor, Tensor, Fields], Tensor]
 Build = Callable[[FlatLoss, FlatLoss], Callable[..., Any]]  # the two losses -> a derivative, a function of vectors and then of fields
 BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"; on a GPU an eighth of its memory
+_KEPT = 2**24  # bytes of samples whose way through the features is kept for going back: what lies on that way may be many times larger
 _OFTEN_ENOUGH = 16  # calls after which it is compiled under "compiled": shapes that hardly ever come are not worth it
 _LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls after which a derivative is traced: as long as tracing takes; on a GPU calls are captured, and should be short
@@ -71,7 +72,10 @@ class Oracle:
         return self._map("gx", _lower_grad_x, (x, y), (batch,), shares)
 
     def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
-        return self._map("fx", _upper_grad_x, (x, y), (batch,), shares)
+        known = self._features.pulled(x, batch) if self._pools(len(batch), (x, y), shares) else None
+        if known is None:
+            return self._map("fx", _upper_grad_x, (x, y), (batch,), shares)
+        return known.join(self._map("fx by features", _upper_by_features, (x, y), (known.batch,), shares))
 
     def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         return self._map("fy", _upper_grad_y, (x, y), (self._features.attach(x, batch),), shares)
@@ -86,7 +90,10 @@ class Oracle:
 
     def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """J_i v = d/dx <grad_y g_i, v>."""
-        return self._map("jv", _pull_x, (x, y, v), (batch,), shares)
+        known = self._features.pulled(x, batch) if self._pools(len(batch), (x, y, v), shares) else None
+        if known is None:
+            return self._map("jv", _pull_x, (x, y, v), (batch,), shares)
+        return known.join(self._map("jv by features", _pull_by_features, (x, y, v), (known.batch,), shares))
 
     def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """H_i v = d/dy <grad_y g_i, v>."""
@@ -107,7 +114,7 @@ class Oracle:
         """Within, features are computed anew: of the roles in `buys` at once for all samples. Gives the samples asked for, by role. `frozen`: nothing may be
         measured, traced or kept, because what is computed exists only when a captured phase is replayed."""
         before = self._features, self._frozen, self._compiles_now
-        self._features, self._frozen, self._compiles_now = _FeatureCache(self, buys), frozen, self.compiles and not frozen
+        self._features, self._frozen, self._compiles_now = _FeatureCache(self, buys, keeps_backs=False), frozen, self.compiles and not frozen
         try:
             yield self._features.asked
         finally:
@@ -143,7 +150,7 @@ class Oracle:
         vectors = [v[0] if v.ndim == 2 and k > 0 and v.stride(0) == 0 else v for v in vectors]
         if k == 0:
             return self._nothing(build, vectors, batches)
-        pooled = shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and all(v.ndim == 1 for v in vectors)
+        pooled = self._pools(k, vectors, shares)
         key = (kind, pooled, *(tuple(v.shape) for v in vectors), *((b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields) for b in batches))
         plan = self._plans.get(key)
         if self._frozen and (plan is None or not plan.settled):
@@ -153,6 +160,11 @@ class Oracle:
             if isinstance(kind, str) or kind in (self.problem.upper, self.problem.lower, *self.problem.statistics.values()):
                 self._plans[key] = plan
         return plan(vectors, batches, shares)
+
+    def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
+        """Whether one derivative of the mean may stand for those of all clients: they are at one point, and only the mean is wanted."""
+        alike = all(v.ndim == 1 or v.stride(0) == 0 for v in vectors)
+        return shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and alike
 
     def _usual(self, k: int) -> str:
         return "loop" if self.strategy == "loop" or (self.strategy == "auto" and k == 1) else "vmap"
@@ -229,6 +241,20 @@ def _pull_x(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
 
 def _pull_y(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
     return lambda x, y, v, fields: vjp(lambda y: grad(lower, argnums=1)(x, y, fields), y)[1](v)[0]
+
+
+def _upper_by_features(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    """By x beside its features, and by these."""
+    return lambda x, y, fields: grad(lambda x, features: upper(x, y, {**fields, "features": features}), argnums=(0, 1))(x, fields["features"])
+
+
+def _pull_by_features(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    def pull(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
+        gradient = lambda x, features: grad(lower, argnums=1)(x, y, {**fields, "features": features})
+        direct, through = vjp(gradient, x, fields["features"])[1](v)
+        return direct, through
+
+    return pull
 
 
 def _all_three(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
@@ -360,6 +386,18 @@ def _timed(evaluate: Callable[[str], Any], way: str, device: torch.device) -> tu
 # ---- what the lower level sees of x ---------------------------------------------------------------------------------
 
 
+class _Pulled(NamedTuple):
+    """A batch of all samples with its features, and the way back from them to x: their forward pass need not be done again."""
+
+    batch: Batch
+    back: Callable[[Tensor], Any]
+
+    def join(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        """The derivative by x from that beside the features and that by the features, each the mean in every row."""
+        direct, through = parts
+        return (direct[0] + self.back(through[0].flatten(0, 1))[0]).expand_as(direct)
+
+
 class _FeatureCache:
     """Features, kept while x stands still.
 
@@ -367,20 +405,21 @@ class _FeatureCache:
     are gathered from there. At worst this doubles the cost of features, whatever comes later.
     """
 
-    def __init__(self, oracle: Oracle, buys: Collection[str] = ()) -> None:
-        self.oracle, self.buys = oracle, buys
+    def __init__(self, oracle: Oracle, buys: Collection[str] = (), *, keeps_backs: bool = True) -> None:
+        self.oracle, self.buys, self.keeps_backs = oracle, buys, keeps_backs
         self.asked: Counter[str] = Counter()  # samples, by role
         self.x: Tensor | None = None
         self.version = -1
         self.paid: dict[str, int] = {}
         self.kept: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # by role: whose, the features of all their samples, where each client's begin
         self.last: tuple[Batch, Batch] | None = None  # two gradients on one batch gather its features once
+        self.backs: dict[str, Callable[[Tensor], Any]] = {}  # by role, where the features of all samples were computed in one pass
 
     def attach(self, x: Tensor, batch: Batch) -> Batch:
         if self.oracle.problem.features is None or len(batch) == 0 or "features" in batch.fields:
             return batch
         if x is not self.x or x._version != self.version:
-            self.x, self.version, self.paid, self.kept, self.last = x, x._version, {}, {}, None
+            self.x, self.version, self.paid, self.kept, self.last, self.backs = x, x._version, {}, {}, None, {}
         if self.last is not None and self.last[0] is batch:
             return self.last[1]
         num = batch.fields["index"].numel()
@@ -390,6 +429,7 @@ class _FeatureCache:
             self.paid[batch.role] = self.paid.get(batch.role, 0) + num
             if batch.role not in self.buys and self.paid[batch.role] < int(batch.data.sizes[batch.role][batch.positions].sum()):
                 return batch
+            self.backs.pop(batch.role, None)
             kept = (batch.positions, *self._compute(x, batch))
             self.kept[batch.role] = kept
         _, features, begin = kept
@@ -398,6 +438,13 @@ class _FeatureCache:
         found = replace(batch, fields=batch.fields.plus(features=gathered))
         self.last = (batch, found)
         return found
+
+    def pulled(self, x: Tensor, batch: Batch) -> _Pulled | None:
+        """For all samples of a cohort whose features at this x are known, and how they came about."""
+        known = x is self.x and x._version == self.version and batch.role in self.backs and batch.size == int(batch.data.sizes[batch.role][batch.positions[0]])
+        if not known or not torch.equal(self.kept[batch.role][0], batch.positions) or batch is not batch.whole():
+            return None
+        return _Pulled(self.attach(x, batch), self.backs[batch.role])
 
     def _compute(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features of all samples of these clients and this role, one after the other, and where each client's begin."""
@@ -413,6 +460,9 @@ class _FeatureCache:
         at_once = max(1, BUDGET // 8 // batch.fields.sample_bytes())
         if shared is not None and batch.data.equal(batch.positions, batch.role):  # no client differs from another here: their samples stand in one long row
             row = {name: value.flatten(0, 1).split(at_once) for name, value in batch.whole().fields.items()}
+            if self.keeps_backs and len(batch) * batch.data.sizes[batch.role][batch.positions[0]] * batch.fields.sample_bytes() <= _KEPT:
+                computed, self.backs[batch.role], *_ = vjp(lambda vector: of(vector, {name: value for name, (value,) in row.items()}), shared)
+                return computed, begin
             return torch.cat([of(shared, dict(zip(row, part, strict=True))) for part in zip(*row.values(), strict=True)]), begin
         if shared is not None and not batch.data.elsewhere:
             return torch.cat([of(shared, part) for part in batch.data.samples(batch.positions, batch.role, at_once)]), begin
