@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(words)
     if given.rounds < 5:
         parser.error(f"--rounds is {given.rounds}, expected at least 5: medians of fewer say little.")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", given.device):
+        parser.error(f"--device is {given.device!r}, expected cpu, cuda or cuda:N.")
     if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: use --device cpu.")
     return given

@@ -18,7 +18,7 @@ from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
-from fedbilevel.federation import Cohort, ServerAlgorithm
+from fedbilevel.federation import Cohort, ServerAlgorithm, phase
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 
@@ -178,3 +178,64 @@ def test_compiled_derivatives_give_the_same_run():
     kept = assert_same_run(FedNest(num_local_steps=3), images(split="iid"), cohort=Cohort(0.5), batch_size=8, num_iterations=12, strategy="compiled")
     assert kept._kept
     assert not kept.refused
+
+
+def test_unequal_clients_evaluated_one_by_one_are_not_captured():
+    built, algorithm = images(split="shards"), FedNest(num_local_steps=2)
+    ends = []
+    for captured in (False, True):
+        fed = Simulation(algorithm, *built, dtype=torch.float64, device=DEVICE, cohort=Cohort(0.5))
+        fed.host.oracle._usual = lambda k: "loop"
+        fed.host.oracle._pools = lambda *_: False
+        fed.host.captures = capture.Captures(fed.host) if captured else None
+        fed.begin(0)
+        state = algorithm.init(fed)
+        for iteration in range(1, 13):
+            fed.begin(iteration)
+            state = algorithm.round(fed, state)
+        ends.append((state.x, state.y))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-11, atol=1e-12)
+    assert any("one by one" in reason for reason in fed.host.captures.refused.values())
+
+
+def test_a_phase_that_reads_numbers_of_clients_is_run_as_ever():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ByNumber(ServerAlgorithm):
+        State = FedBiO.State
+
+        def init(self, fed):
+            return self.State(*fed.initial(), fed.initial()[1])
+
+        def round(self, fed, state):
+            new = fed.mean(self.step, x=state.x, y=state.y)
+            return self.State(state.x, new.y, new.y)
+
+        @phase
+        def step(self, clients, x, y):
+            rates = 0.01 * (1 + clients.ids.to(y.device, y.dtype))[:, None]
+            return {"y": clients.rows(y) - rates * clients.lower_grad(x, y, clients.batch("train", "B"))}
+
+    kept = assert_same_run(ByNumber(), Quadratic(num_clients=6, num_samples=8).build(), cohort=Cohort(0.5), batch_size=3)
+    assert kept.refused == {"step": "it reads the clients' numbers"}
+
+
+def test_what_is_run_again_to_find_a_culprit_is_not_paid_for():
+    """Rows that are finite and whose sum is not: a false alarm."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Large(ServerAlgorithm):
+        State = FedBiO.State
+
+        def init(self, fed):
+            return self.State(*fed.initial(), fed.initial()[1])
+
+        def round(self, fed, state):
+            fed.mean(self.step, x=state.x, y=state.y)
+            return state
+
+        @phase
+        def step(self, clients, x, y):
+            gradient = clients.lower_grad(x, y, clients.batch("train", "B"))
+            return {"h": torch.full_like(gradient, 3e38)}
+
+    assert assert_same_run(Large(), Quadratic(num_clients=4, num_samples=8).build(), dtype=torch.float32)._kept

@@ -815,3 +815,30 @@ def test_the_users_structure_comes_back_without_padding():
     fed, state = drive(ALGORITHMS["fedbio"], PROBLEMS["private and ragged"], 1)
     assert [len(tree["logit"]) for tree in fed.trees(state.x, upper=True)] == [12, 21, 30, 39]
     assert {name: tuple(leaf.shape) for name, leaf in fed.trees(state.y, upper=False).items()} == {"weight": (64, 10), "bias": (10,)}
+
+
+def test_who_gathers_a_linear_phase_gets_every_clients_own_row():
+    built, algorithm = Quadratic(num_clients=4).build(), FedNest()
+    rows = {}
+    for strategy in ("auto", "loop"):
+        fed = Simulation(algorithm, *built, dtype=torch.float64, strategy=strategy)
+        x, y = fed.initial()
+        rows[strategy] = fed.gather(algorithm.lower_gradient, x=x, y=y).q
+    torch.testing.assert_close(rows["auto"], rows["loop"], rtol=1e-12, atol=1e-12)
+    assert bool((rows["auto"][0] - rows["auto"][1]).abs().max() > 0.1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "vmap"])
+@pytest.mark.parametrize("algorithm", [FedNest(num_local_steps=2), FBOAggITD(num_local_steps=2)], ids=lambda one: one.name())
+def test_a_long_run_whose_derivatives_are_traced_goes_the_way_of_a_loop(algorithm, strategy):
+    built, ends = Quadratic(num_clients=4, num_samples=8).build(), []
+    for how in (strategy, "loop"):
+        fed = Simulation(algorithm, *built, dtype=torch.float64, strategy=how, batch_size=3, cohort=Cohort(0.5))
+        fed.host.oracle.often = {"cpu": 3}
+        fed.begin(0)
+        state = algorithm.init(fed)
+        for iteration in range(1, 25):
+            fed.begin(iteration)
+            state = algorithm.round(fed, state)
+        ends.append((state.x, state.y))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)

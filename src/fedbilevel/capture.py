@@ -5,8 +5,8 @@ it is asked for the third time with the same settings, shapes and plain values; 
 where in the run it stands (which addresses its draws) may differ, and these are tensors that are filled in before a replay. So a replay computes what
 the phase would compute. What it would charge is written down while it is captured.
 
-A phase that needs more than that is run as ever: one that reads the outer iteration (steps that fall with it), memory or scratch, that draws its own
-integers, or whose clients take unequal numbers of steps.
+A phase that needs more than that is run as ever: one that reads the outer iteration (steps that fall with it), the clients' numbers, memory or scratch,
+that draws its own integers, or whose clients take unequal numbers of steps.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class _Addressed(Clients):
         super().__init__(host, positions, 0, 0, shares, bill)
         k = len(positions)
         self._ids_there, self._when = address[k : 2 * k], (address[2 * k].view(1, 1, 1), address[2 * k + 1])
+
+    @property
+    def ids(self) -> NoReturn:
+        raise NotCapturable("it reads the clients' numbers")
 
     @property
     def iteration(self) -> NoReturn:

@@ -203,7 +203,7 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _group(engine: Any, device: str, timeout: float) -> Group:
     """The processes of this command: all that torchrun started, which would otherwise write the same record each for itself."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if engine == "simulation" and several:
         raise SettingError("torchrun started several processes, and the engine 'simulation' is one: leave out torchrun, or use --engine distributed.")
     return group_of(engine or ("distributed" if several else "simulation"), torch_device(device), timeout)
@@ -715,7 +715,7 @@ def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:
 
 def main() -> None:
     """No traceback for what a user can mend. Of several ranks, the first speaks."""
-    first = os.environ.get("RANK", "0") == "0"
+    first = os.environ.get("WORLD_SIZE", "1") in ("", "0", "1") or os.environ.get("RANK", "0") == "0"
     console.quiet = not first
     warnings.showwarning = lambda message, *_args, **_kwargs: complaints.print(f"Warning: {message}", highlight=False, soft_wrap=True) if first else None
     try:

@@ -227,12 +227,17 @@ class Clients:
         self.host, self.positions = host, positions
         self.shares = shares  # (k,) summing to one where only means weighted by them are wanted: derivatives at a shared point may then all be the mean
         self.bill = bill  # what is to be paid at the end of the phase; None: at once
-        self.ids = host.ids[positions]
+        self._ids = host.ids[positions]
         self.num_clients = host.num_clients
         self.dtype, self.device = host.dtype, host.device
         self._when: tuple[Address, Address] = (iteration, call)
         self._ids_there: Tensor | None = None  # on the device
         self._last: tuple[str, Tensor, Tensor, Batch, tuple[int, int], Tensor] | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """The clients' numbers."""
+        return self._ids
 
     @property
     def iteration(self) -> int:
@@ -261,7 +266,7 @@ class Clients:
         """`num` local steps each, or one number per client of the federation."""
         if isinstance(num, tuple) and len(num) != self.num_clients:
             raise SettingError(f"{len(num)} numbers of local steps for {self.num_clients} clients: give one number, or one per client.")
-        taus = torch.tensor(num)[self.ids] if isinstance(num, tuple) else torch.full((len(self),), num)
+        taus = torch.tensor(num)[self._ids] if isinstance(num, tuple) else torch.full((len(self),), num)
         schedule = _Schedule(self, taus, max(num) if isinstance(num, tuple) else num)
         return [Step(self, schedule, index) for index in range(schedule.num)]
 
@@ -273,7 +278,7 @@ class Clients:
         """(k,) integers in [0, high), each from its client's own stream."""
         many = torch.full((len(self),), high)
         iteration, call = self._when
-        return self.host.stream.integers(purpose, self.ids, many, iteration=iteration, call=call, steps=range(step, step + 1), width=1)[:, 0, 0]
+        return self.host.stream.integers(purpose, self._ids, many, iteration=iteration, call=call, steps=range(step, step + 1), width=1)[:, 0, 0]
 
     def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
@@ -284,7 +289,7 @@ class Clients:
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
         """(k, len(steps), width) sample numbers: each drawn from all of the client's, or one after the other in an order that is drawn anew for every pass."""
         if self._ids_there is None:
-            self._ids_there = self.ids.to(self.device)
+            self._ids_there = self._ids.to(self.device)
         data, stream, (iteration, call) = self.host.data, self.host.stream, self._when
         if self.host.sampling == "epochs":
             draw, sizes = stream.epochs, data.sizes[role][self.positions]
@@ -349,7 +354,7 @@ class Clients:
             self.bill.add(batch, columns)
             return
         pays = slice(None) if batch.active is None else batch.active
-        ids = self.ids[pays]
+        ids = self._ids[pays]
         for column in columns:
             self.host.ledger.charge(column, ids)
         self.host.ledger.charge("samples", ids, batch.counts[pays])
@@ -394,9 +399,10 @@ class Host(Population):
         raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
 
     def run_phase(
-        self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int, weights: Tensor | None = None
+        self, name: str, values: Mapping[str, Any], positions: Tensor, iteration: int, call: int, weights: Tensor | None = None, *, pays: bool = True
     ) -> dict[str, Tensor | Sparse | None]:
-        """The one executor of phases. Checks what the phase returns before anybody uses it. `weights`: only means weighted by them are wanted."""
+        """The one executor of phases. Checks what the phase returns before anybody uses it. `weights`: only means weighted by them are wanted. `pays`: not
+        what is run again to see what went wrong."""
         method = getattr(self.algorithm, name, None)
         if not getattr(method, "__is_phase__", False):
             raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
@@ -408,7 +414,8 @@ class Host(Population):
                     return replayed
             bill = Bill()
             result: dict[str, Tensor | Sparse | None] = method(Clients(self, positions, iteration, call, shares, bill), **values)  # type: ignore[misc]
-            bill.pay(self, positions)
+            if pays:
+                bill.pay(self, positions)
         for key, value in result.items():
             if value is None:
                 continue
@@ -420,7 +427,7 @@ class Host(Population):
             if not bool(torch.isfinite(rows.sum())):  # one pass in the good case; rows are looked at only when something is wrong
                 bad = ~torch.isfinite(rows).all(1)
                 if bool(bad.any()) and shares is not None:  # a mean cannot say whose fault it is
-                    return self.run_phase(name, values, positions, iteration, call)
+                    return self.run_phase(name, values, positions, iteration, call, pays=False)
                 if bool(bad.any()):
                     client = int(self.ids[positions[bad.cpu()][0]])
                     raise NonFiniteError(
@@ -436,7 +443,7 @@ class Host(Population):
             if suspect is not None:
                 captures, self.captures = self.captures, None
                 try:
-                    self.run_phase(*suspect)  # as ever, and client by client: this names the culprit
+                    self.run_phase(*suspect, pays=False)  # as ever, and client by client: this names the culprit
                 finally:
                     self.captures = captures
 

@@ -11,9 +11,9 @@ Ways of evaluating, all with the same numbers up to rounding:
     pooled   one derivative of the clients' weighted mean loss, where only the mean at a shared point is asked for
 
 `auto` takes vmap, or pooled where it may, and measures the others once per derivative and shapes where a call is long enough to be worth it; what it
-chose is kept in `choices`, and with the checkpoint, so that a resumed run goes on as it began. A derivative that is asked for again and again is
-traced (`tracing`), which changes no number. `compiled` is `auto` whose traces are compiled by torch.compile: half the time of small derivatives, for some
-seconds at the start of a run, a compiler, and another rounding.
+chose is kept in `choices`, and with the checkpoint, so that a resumed run on as many processes goes on as it began. A derivative that is asked for
+again and again is traced (`tracing`), which changes no number. `compiled` is `auto` whose traces are compiled by torch.compile: half the time of
+small derivatives, for some seconds at the start of a run, a compiler, and another rounding.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ Build = Callable[[FlatLoss, FlatLoss], Callable[..., Any]]  # the two losses -> 
 BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once under "auto"; on a GPU an eighth of its memory
 _KEPT = 2**24  # bytes of samples whose way through the features is kept for going back: what lies on that way may be many times larger
 _OFTEN_ENOUGH = 16  # calls after which it is compiled under "compiled": shapes that hardly ever come are not worth it
+_SHAPES = 4  # of one derivative that are measured; later ones are evaluated like the last of them
 _LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls after which a derivative is traced: as long as tracing takes; on a GPU calls are captured, and should be short
 
@@ -54,9 +55,11 @@ class Oracle:
             raise SettingError(f"chunk_size is {chunk_size}, expected at least 1 client, or None for all at once.")
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
         self.compiles = strategy == "compiled"  # which is auto in everything else
+        if self.compiles:
+            _try_compiler()
         self.strategy, self.chunk_size = "auto" if self.compiles else strategy, chunk_size
         self.choices: dict[str, str] = {}  # what measuring chose, by derivative and shapes
-        self.long, self.often = _LONG, dict.fromkeys(_OFTEN, 2) if self.compiles else _OFTEN
+        self.long, self.often = _LONG, dict.fromkeys(_OFTEN, 2) if self.compiles else dict(_OFTEN)
         self._plans: dict[Any, _Plan] = {}
         self._features = _FeatureCache(self)
         self._frozen = self._compiles_now = False
@@ -150,15 +153,24 @@ class Oracle:
         vectors = [v[0] if v.ndim == 2 and k > 0 and v.stride(0) == 0 else v for v in vectors]
         if k == 0:
             return self._nothing(build, vectors, batches)
-        pooled = self._pools(k, vectors, shares)
-        key = (kind, pooled, *(tuple(v.shape) for v in vectors), *((b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields) for b in batches))
+        chunk = self._chunk(k, vectors, batches)
+        pooled = self._pools(k, vectors, shares) and chunk is None
+        shares = shares if pooled else None  # nothing else reads them
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
+        key = (
+            name if isinstance(kind, str) else id(kind),
+            pooled,
+            vectors[0].device.type,
+            *(tuple(v.shape) for v in vectors),
+            *((b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields) for b in batches),
+        )
         plan = self._plans.get(key)
         if self._frozen and (plan is None or not plan.settled):
             raise RuntimeError(f"{kind} has not been evaluated at these shapes before")
         if plan is None:
-            plan = _Plan(self, key, build, "pooled" if pooled else self._usual(k), self._chunk(k, vectors, batches))
-            if isinstance(kind, str) or kind in (self.problem.upper, self.problem.lower, *self.problem.statistics.values()):
-                self._plans[key] = plan
+            plan = _Plan(self, (name, *key[1:]), build, "pooled" if pooled else self._usual(k), chunk, is_derivative=isinstance(kind, str))
+            if isinstance(kind, str) or any(kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())):
+                self._plans[key] = plan  # of other functions the address may come again for another one
         return plan(vectors, batches, shares)
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
@@ -198,7 +210,7 @@ class Oracle:
     def _nothing(self, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         """A process none of whose clients is in the cohort: the shapes of one client, zero rows."""
         one = [v if v.ndim == 1 else v.new_zeros(v.shape[1]) for v in vectors]
-        first = [batch.data.batch(batch.data.positions[:1], batch.role).row(0) for batch in batches]
+        first = [batch.data.look(batch.data.positions[:1], batch.role).row(0) for batch in batches]
         function = build(self._flat(self.problem.upper), self._flat(self.problem.lower))
         return tree_map(lambda leaf: leaf.new_zeros((0, *leaf.shape)), function(*one, *first))
 
@@ -286,32 +298,51 @@ _SHARES = "shares of the clients"  # travels with the fields of a pooled evaluat
 class _Plan:
     """One derivative at given shapes: how the clients are evaluated, and its trace."""
 
-    def __init__(self, oracle: Oracle, key: Any, build: Build, way: str, chunk: int | None) -> None:
+    def __init__(self, oracle: Oracle, key: tuple[Any, ...], build: Build, way: str, chunk: int | None, *, is_derivative: bool) -> None:
         problem = oracle.problem
         self.oracle, self.chunk, self.calls = oracle, chunk, 0
         self.each = build(oracle._flat(problem.upper), oracle._flat(problem.lower))
         self.mean = build(oracle._pooled(problem.upper), oracle._pooled(problem.lower))
-        self.label = repr((getattr(key[0], "__name__", key[0]), *key[1:]))
-        self.way = oracle.choices.get(self.label, way)
-        self.named = isinstance(key[0], str)  # a derivative; what only measurements ask for is not worth compiling
+        self.name, self.label = key[0], repr(key)
+        self.way = oracle.choices.get(self.label, way) if oracle.strategy == "auto" else way
+        self.is_derivative = is_derivative  # what only measurements ask for is not worth compiling
         self.settled = oracle.strategy != "auto" or self.label in oracle.choices
         self.trace: _Trace | None = None
+        self.untraceable = ""  # why
 
     def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
         self.calls += 1
         if not self.settled:
             return self._settle(vectors, batches, shares)
+        if self.way == "loop" and any(batch.data.elsewhere and batch.size is None for batch in batches):
+            raise RuntimeError("clients of unequal sizes are evaluated one by one, and a replay would cut them all as when it was captured")
         if self.trace is None and self.calls >= self.oracle.often.get(vectors[0].device.type, 64) and self._is_worth_tracing():
-            self.trace = _Trace(lambda *given: self._evaluate(self.way, *given), vectors, batches, shares)
-        if self.trace is not None:
-            if not self.trace.compiled and (self.oracle._compiles_now or (self.calls >= _OFTEN_ENOUGH and self.oracle.compiles and self.named)):
-                self.trace.compile(vectors, batches, shares)
-            return self.trace(vectors, batches, shares)
-        return self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
+            try:
+                self.trace = _Trace(lambda *given: self._evaluate(self.way, *given), vectors, batches, shares)
+            except RuntimeError as error:  # it looks at values, which a trace does not have
+                self.untraceable = str(error).split("\n", 1)[0]
+        if self.trace is None:
+            return self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
+        if not self.trace.compiled and (self.oracle._compiles_now or (self.calls >= _OFTEN_ENOUGH and self.oracle.compiles and self.is_derivative)):
+            self.trace.compile()
+        result = self.trace(vectors, batches, shares)
+        if self.calls.bit_count() == 1 and not self.oracle._frozen:  # ever more rarely: at calls 128, 256, 512, ...
+            self._compare(result, self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches))
+        return result
+
+    def _compare(self, traced: Any, fresh: Any) -> None:
+        for one, other in zip(tree_flatten(traced)[0], tree_flatten(fresh)[0], strict=True):
+            scale = float(other.detach().abs().max()) if other.numel() else 0.0
+            if not torch.allclose(one, other, rtol=1e-2, atol=1e-3 * scale, equal_nan=True):
+                raise ProblemError(
+                    f"{self.name} was other than before at the same point: a loss may read nothing that changes during a run but its arguments; "
+                    "give it as data or as part of x or y, or use strategy='loop'."
+                )
 
     def _is_worth_tracing(self) -> bool:
         """Not what takes long by itself, and so was measured; not one client by itself, whose loss may do as it likes."""
-        return not self.oracle._frozen and self.way != "loop" and self.chunk is None and self.label not in self.oracle.choices
+        simple = self.way != "loop" and self.chunk is None and not self.untraceable
+        return simple and not self.oracle._frozen and self.label not in self.oracle.choices
 
     def _settle(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
         """The first call, and other ways beside it where it is long. The first call of a process always is: only the second one counts."""
@@ -320,6 +351,10 @@ class _Plan:
         evaluate = lambda way: self._evaluate(way, vectors, fields, shares, batches)
         result, seconds = _timed(evaluate, usual, device)
         if seconds < self.oracle.long or len(batches[0]) == 1 or _timed(evaluate, usual, device)[1] < self.oracle.long:
+            return result
+        known = [way for label, way in self.oracle.choices.items() if label.startswith(repr((self.name, usual == "pooled"))[:-1])]
+        if len(known) >= _SHAPES:  # cohorts of unequal clients come in ever new shapes
+            self.way = self.oracle.choices[self.label] = known[-1]
             return result
         seconds = min(_timed(evaluate, usual, device)[1] for _ in range(2))
         for other in ("loop", "vmap"):
@@ -361,17 +396,21 @@ class _Trace:
         self.run, used = traced(flat, [*vectors, *(() if shares is None else (shares,)), *(batches[place].fields[name] for place, name in self.takes)])
         self.form, self.used, self.compiled = form[0], used[-len(self.takes) :], False
 
-    def compile(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> None:
+    def compile(self) -> None:
         self.run, self.compiled = compiled(self.run), True
-        try:
-            self(vectors, batches, shares)
-        except Exception as error:  # a compiler may fail in any way; name it, keep the cause
-            reason = str(error).split("\n", 1)[0]
-            raise SettingError(f"strategy 'compiled' needs a compiler that works ({type(error).__name__}: {reason}): use strategy='auto'.") from error
 
     def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
         fields = (batches[place].fields[name] if used else None for (place, name), used in zip(self.takes, self.used, strict=True))
         return tree_unflatten(list(self.run(*vectors, *(() if shares is None else (shares,)), *fields)), self.form)
+
+
+def _try_compiler() -> None:
+    """Before a run, not in the middle of it."""
+    try:
+        compiled(lambda one: (one + 1,))(torch.zeros(2))
+    except Exception as error:  # a compiler may fail in any way; name it, keep the cause
+        reason = str(error).split("\n", 1)[0]
+        raise SettingError(f"strategy 'compiled' needs a compiler that works ({type(error).__name__}: {reason}): use strategy='auto'.") from error
 
 
 def _timed(evaluate: Callable[[str], Any], way: str, device: torch.device) -> tuple[Any, float]:
@@ -410,7 +449,7 @@ class _FeatureCache:
         self.asked: Counter[str] = Counter()  # samples, by role
         self.x: Tensor | None = None
         self.version = -1
-        self.paid: dict[str, int] = {}
+        self.paid: dict[str, tuple[Tensor, int]] = {}  # by role: for whom, and how many samples
         self.kept: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # by role: whose, the features of all their samples, where each client's begin
         self.last: tuple[Batch, Batch] | None = None  # two gradients on one batch gather its features once
         self.backs: dict[str, Callable[[Tensor], Any]] = {}  # by role, where the features of all samples were computed in one pass
@@ -426,8 +465,10 @@ class _FeatureCache:
         self.asked[batch.role] += num
         kept = self.kept.get(batch.role)
         if kept is None or not (kept[0] is batch.positions or torch.equal(kept[0], batch.positions)):
-            self.paid[batch.role] = self.paid.get(batch.role, 0) + num
-            if batch.role not in self.buys and self.paid[batch.role] < int(batch.data.sizes[batch.role][batch.positions].sum()):
+            who, paid = self.paid.get(batch.role, (batch.positions, 0))
+            paid = num + (paid if who is batch.positions or torch.equal(who, batch.positions) else 0)  # another cohort begins anew
+            self.paid[batch.role] = (batch.positions, paid)
+            if batch.role not in self.buys and paid < int(batch.data.sizes[batch.role][batch.positions].sum()):
                 return batch
             self.backs.pop(batch.role, None)
             kept = (batch.positions, *self._compute(x, batch))

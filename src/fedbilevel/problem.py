@@ -4,7 +4,8 @@
 
 `upper(x, y, batch)` is f_i and `lower(x, y, batch)` is g_i on a batch of one client. x and y are dicts of named tensors.
 A batch holds the client's fields plus `index` (position of each sample within its client) and `weight` (sums to one, zero
-on padding), so a loss reads `(batch["weight"] * loss_per_sample).sum()`.
+on padding), so a loss reads `(batch["weight"] * loss_per_sample).sum()`. A loss is a function of its arguments: it may read constants, but nothing that
+changes during a run, because it is not called anew for every derivative.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ numbers. A trace holds for one set of shapes, and for functions without side eff
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ _SHAPE_ONLY = {
     _aten.new_full.default,
 }
 _RESHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.expand.default, _aten.reshape.default, _aten.alias.default, _aten.detach.default}
+_VIEWS = _RESHAPES | {
+    _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.slice.Tensor,
+    _aten.select.int, _aten.t.default, _aten.split_with_sizes.default, _aten.split.Tensor,
+}  # fmt: skip
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -40,6 +45,7 @@ def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]
     if not mutable:  # an operation that writes into its input would write into what is shared here
         _fold(module, values)
         _merge(graph)
+    _own_results(graph)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
@@ -104,6 +110,24 @@ def _changes_nothing(node: fx.Node, forms: dict[fx.Node, Any]) -> bool:
         return forms[node][1] == forms[first][1]
     scales = node.target in (_aten.pow.Tensor_Scalar, _aten.mul.Scalar, _aten.div.Scalar, _aten.mul.Tensor, _aten.div.Tensor)
     return scales and isinstance(node.args[1], int | float) and node.args[1] == 1
+
+
+def _own_results(graph: fx.Graph) -> None:
+    """A copy of every result that is, or looks into, a constant or an input or another result: whoever changes it in place changes that alone."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    roots: set[fx.Node] = set()
+
+    def own(node: fx.Node) -> fx.Node:
+        root = node
+        while root.op == "call_function" and (root.target in _VIEWS or root.target is operator.getitem):
+            root = root.all_input_nodes[0]
+        if root.op == "call_function" and root not in roots:
+            roots.add(root)
+            return node
+        with graph.inserting_before(output):
+            return graph.call_function(_aten.clone.default, (node,))
+
+    output.args = (fx.map_arg(output.args[0], own),)
 
 
 def _merge(graph: fx.Graph) -> None:

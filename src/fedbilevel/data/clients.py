@@ -56,7 +56,6 @@ class Batch:
     data: ClientData
     positions: Tensor  # (k,) rows of `data`
     active: Tensor | None = None  # (k,) bool; rows that pay for an evaluation; None: all
-    flat: Tensor | None = None  # (k, b) rows of the stored fields
     size: int | None = None  # samples of every client, where all have as many
 
     def __len__(self) -> int:
@@ -157,7 +156,7 @@ class ClientData:
             self._alike[shape] = (torch.full(shape, 1.0 / max(1, size), dtype=self.dtype, device=self.device), torch.full(shape[:1], size))
         weight, counts = self._alike[shape]
         flat = self._starts(role, positions) + index
-        return Batch(role, Gathered(self.fields[role], flat, {"index": index, "weight": weight}), counts, self, positions, active, flat, size)
+        return Batch(role, Gathered(self.fields[role], flat, {"index": index, "weight": weight}), counts, self, positions, active, size)
 
     def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
         """All samples of these clients, one client after the other without padding, so many at once."""
@@ -215,7 +214,7 @@ class ClientData:
         flat = torch.arange(start, start + k * width, device=self.device).view(k, width)
         ready = {name: value[start : start + k * width].unflatten(0, (k, width)) for name, value in self.fields[role].items()}
         ready |= {"index": flat - flat[:, :1], "weight": torch.full((k, width), 1 / width, dtype=self.dtype, device=self.device)}
-        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, flat, width)
+        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, width)
 
     def _all(self, positions: Tensor, role: str, active: Tensor | None) -> Batch:
         kept = self._whole.get(role)
@@ -239,4 +238,4 @@ class ClientData:
         equal = len(counts) > 0 and bool((counts == width).all())
         if equal and width and len(counts) == self.num_clients:  # everybody, with as many samples each: nothing needs copying
             ready |= {name: value.view(len(counts), width, *value.shape[1:]) for name, value in self.fields[role].items()}
-        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, flat, width if equal else None)
+        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, width if equal else None)

@@ -136,7 +136,7 @@ class Roster:
         if self.group.size == 1:
             return self.host.trees(rows, upper=upper)
         layout, ragged = (self.host.layout_x if upper else self.host.layout_y), upper and self.x_sizes is not None
-        return [layout.unravel(row) for row in self._apart(self._flat(rows, ragged, everywhere=True), ragged)]
+        return [layout.unravel(row) for row in self._apart(self._flat(rows, ragged), ragged)]
 
     # ---- checkpoints: by number, without padding -----------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Roster:
         table = self.rows(torch.tensor([list(digest) for digest in own], dtype=torch.uint8))[self.place_of]
         return hashlib.blake2b(bytes(table.flatten().tolist()), digest_size=16).hexdigest()
 
-    def _flat(self, rows: Tensor, ragged: bool, *, everywhere: bool) -> Tensor:
+    def _flat(self, rows: Tensor, ragged: bool) -> Tensor:
         flat = self.host.unpad(rows, self.host.data.positions) if ragged else rows.reshape(-1)
         if self.group.size == 1:
             return flat
@@ -199,7 +199,7 @@ class Roster:
             lengths = [int(sizes.sum()) for sizes in self.x_sizes.split(self.counts)]
         else:
             lengths = [count * rows[0].numel() for count in self.counts]
-        return self.group.joined(flat, lengths, everywhere=everywhere)
+        return self.group.joined(flat, lengths)
 
     def _apart(self, flat: Tensor, ragged: bool) -> Sequence[Tensor]:
         return flat.split(self.x_sizes.tolist() if ragged and self.x_sizes is not None else len(flat) // len(self.ids))

@@ -102,7 +102,8 @@ class Simulation:
         places, times = self._present(broadcast.values())
         positions = self.roster.here(places)
         values = {name: self._send(value, places, positions) for name, value in broadcast.items()}
-        weights = None if self.kept_names else self.roster.within(places, times * self.roster.weights[places])
+        only_means = join == self._means and not self.kept_names
+        weights = self.roster.within(places, times * self.roster.weights[places]) if only_means else None
         result = self.host.run_phase(phase.__name__, values, positions, self.iteration, self.call, weights)
         gathered: dict[str, Any] = dict.fromkeys(result)
         sent: dict[str, Tensor] = {}
