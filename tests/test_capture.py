@@ -19,6 +19,7 @@ from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation import Cohort, ServerAlgorithm, phase
+from fedbilevel.oracle import one_row
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 
@@ -35,7 +36,7 @@ def run_again(function, _device):
         for name, value in function().items():
             old, new = (getattr(one, "rows", one) for one in (first[name], value))
             if new is not None:
-                capture._one_row(old).copy_(capture._one_row(new))
+                one_row(old).copy_(one_row(new))
 
     return results, replay
 

@@ -735,3 +735,26 @@ def test_only_a_few_shapes_of_a_derivative_are_measured():
     ways = list(population.oracle.choices.values())
     assert len(ways) == 8
     assert set(ways[4:]) == {ways[3]}
+
+
+@pytest.mark.parametrize("against", ["vmap", "loop", "memory"])
+def test_the_way_back_through_features_is_the_means_even_where_nothing_is_pooled(against, monkeypatch):
+    """Measuring, or the memory budget, may have every client evaluated by itself."""
+    built = even(representation_in_dicts(cached=True))
+    loop, auto = meet(built, strategy="loop"), meet(built)
+    x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)
+    shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    rows = derivatives(loop, x, y, v, whole(loop, "train"), whole(loop, "val"))
+    o, train, val = auto.oracle, whole(auto, "train"), whole(auto, "val")
+    o.lower_grad(x, y, train, shares=shares)
+    o.upper_grad_y(x, y, val, shares=shares)
+    assert set(o._features.backs) == {"train", "val"}
+    if against == "memory":
+        monkeypatch.setattr("fedbilevel.oracle.BUDGET", 1)
+    for _ in range(2):
+        torch.testing.assert_close(o.jacobian_product(x, y, v, train, shares=shares)[0], shares @ rows["jv"], **CLOSE)
+        torch.testing.assert_close(o.upper_grad_x(x, y, val, shares=shares)[0], shares @ rows["fx"], **CLOSE)
+        for plan in o._plans.values() if against != "memory" else ():
+            plan.way = against
+    ways = {plan.name: (plan.way, plan.chunk) for plan in o._plans.values() if "by features" in plan.name}
+    assert set(ways.values()) == {("vmap", 1) if against == "memory" else (against, None)}

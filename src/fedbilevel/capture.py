@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedbilevel.clients import Bill, Clients
 from fedbilevel.federation import Sparse
+from fedbilevel.oracle import one_row
 
 if TYPE_CHECKING:
     from fedbilevel.clients import Host
@@ -116,7 +117,7 @@ class Captures:
         address = torch.cat([positions, self.host.ids[positions], torch.tensor([iteration, call])])
         kept.address.copy_(address.pin_memory() if kept.address.is_cuda else address, non_blocking=True)  # from other memory, a copy would wait
         for label, buffer in kept.values.items():
-            buffer.copy_(_one_row(values[label]))
+            buffer.copy_(one_row(values[label]))
         if kept.shares is not None and shares is not None:
             kept.shares.copy_(shares)
         kept.replay()
@@ -140,7 +141,7 @@ class Captures:
         host, k = self.host, len(positions)
         address = torch.zeros(2 * k + 2, dtype=torch.int64, device=host.device)
         address[:k] = positions.to(host.device)  # valid numbers, should anything look at them before they are filled in
-        buffers = {label: _one_row(value).clone() for label, value in values.items() if isinstance(value, Tensor)}
+        buffers = {label: one_row(value).clone() for label, value in values.items() if isinstance(value, Tensor)}
         given = {label: _like(buffers[label], values[label]) if label in buffers else value for label, value in values.items()}
         static, bill = None if shares is None else shares.clone(), Bill()
 
@@ -155,7 +156,7 @@ class Captures:
 
         def last() -> Result:
             results = run(buys, frozen=True, bill=bill)[0]
-            sums = [_one_row(_rows(value)).sum() for value in results.values() if value is not None]
+            sums = [one_row(_rows(value)).sum() for value in results.values() if value is not None]
             return {**results, _FINITE: torch.isfinite(torch.stack(sums)).all()[None]}
 
         results, replay = recorded(last, host.device)
@@ -176,11 +177,6 @@ def _form(label: str, value: Any) -> Any:
     return label, type(value), value
 
 
-def _one_row(value: Tensor) -> Tensor:
-    """The vector behind rows that are views of it."""
-    return value[0] if value.ndim == 2 and value.stride(0) == 0 else value
-
-
 def _like(buffer: Tensor, value: Tensor) -> Tensor:
     return buffer.expand(value.shape) if buffer.ndim < value.ndim else buffer
 
@@ -194,5 +190,5 @@ def _copied(value: Any) -> Any:
     if value is None:
         return None
     rows = _rows(value)
-    copy = _like(_one_row(rows).clone(), rows)
+    copy = _like(one_row(rows).clone(), rows)
     return Sparse(copy, value.num_kept) if isinstance(value, Sparse) else copy

@@ -15,6 +15,7 @@ from fedbilevel.draws import Address, Stream
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation import Algorithm, Sparse
 from fedbilevel.ledger import Ledger
+from fedbilevel.oracle import one_row
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
 
@@ -459,8 +460,7 @@ class Host(Population):
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same memory: the same vector, as itself or as every row."""
-    rows = lambda value: value[0] if value.ndim == 2 and len(value) and value.stride(0) == 0 else value
-    one, other = rows(one), rows(other)
+    one, other = one_row(one), one_row(other)
     return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride())
 
 

@@ -47,6 +47,11 @@ _LONG = 0.02  # seconds of a call from which other ways of evaluating are measur
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls after which a derivative is traced: as long as tracing takes; on a GPU calls are captured, and should be short
 
 
+def one_row(value: Tensor) -> Tensor:
+    """The vector behind rows that are views of it; what is no such rows, as it is."""
+    return value[0] if value.ndim == 2 and len(value) > 0 and value.stride(0) == 0 else value
+
+
 class Oracle:
     def __init__(self, problem: Problem, layout_x: Layout, layout_y: Layout, *, strategy: Strategy = "auto", chunk_size: int | None = None) -> None:
         if strategy not in get_args(Strategy):
@@ -78,7 +83,7 @@ class Oracle:
         known = self._features.pulled(x, batch) if self._pools(len(batch), (x, y), shares) else None
         if known is None:
             return self._map("fx", _upper_grad_x, (x, y), (batch,), shares)
-        return known.join(self._map("fx by features", _upper_by_features, (x, y), (known.batch,), shares))
+        return known.join(self._map("fx by features", _upper_by_features, (x, y), (known.batch,), shares), shares)
 
     def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         return self._map("fy", _upper_grad_y, (x, y), (self._features.attach(x, batch),), shares)
@@ -96,7 +101,7 @@ class Oracle:
         known = self._features.pulled(x, batch) if self._pools(len(batch), (x, y, v), shares) else None
         if known is None:
             return self._map("jv", _pull_x, (x, y, v), (batch,), shares)
-        return known.join(self._map("jv by features", _pull_by_features, (x, y, v), (known.batch,), shares))
+        return known.join(self._map("jv by features", _pull_by_features, (x, y, v), (known.batch,), shares), shares)
 
     def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
         """H_i v = d/dy <grad_y g_i, v>."""
@@ -149,8 +154,7 @@ class Oracle:
         for v in vectors:
             if v.ndim == 2 and len(v) != k:
                 raise ValueError(f"{len(v)} rows for {k} clients.")
-        # rows that are views of one shared vector are passed as that vector: a matrix product per cohort, not per client
-        vectors = [v[0] if v.ndim == 2 and k > 0 and v.stride(0) == 0 else v for v in vectors]
+        vectors = [one_row(v) for v in vectors]  # a matrix product per cohort, not per client
         if k == 0:
             return self._nothing(build, vectors, batches)
         chunk = self._chunk(k, vectors, batches)
@@ -175,7 +179,7 @@ class Oracle:
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
         """Whether one derivative of the mean may stand for those of all clients: they are at one point, and only the mean is wanted."""
-        alike = all(v.ndim == 1 or v.stride(0) == 0 for v in vectors)
+        alike = all(one_row(v).ndim == 1 for v in vectors)
         return shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and alike
 
     def _usual(self, k: int) -> str:
@@ -431,10 +435,15 @@ class _Pulled(NamedTuple):
     batch: Batch
     back: Callable[[Tensor], Any]
 
-    def join(self, parts: tuple[Tensor, Tensor]) -> Tensor:
-        """The derivative by x from that beside the features and that by the features, each the mean in every row."""
+    def join(self, parts: tuple[Tensor, Tensor], shares: Tensor | None) -> Tensor:
+        """The mean derivative by x, in every row, from that beside the features and that by the features."""
         direct, through = parts
-        return (direct[0] + self.back(through[0].flatten(0, 1))[0]).expand_as(direct)
+        assert shares is not None
+        if through.ndim > self.batch.fields["features"].ndim:  # pooled: every row holds the mean, and what it is by all features
+            direct, through = direct[0], through[0]
+        else:  # every client's own, where memory or measuring was against pooling
+            direct, through = shares @ direct, through * shares.view(-1, *(1 for _ in through.shape[1:]))
+        return (direct + self.back(through.flatten(0, 1))[0]).expand(len(shares), -1)
 
 
 class _FeatureCache:
@@ -494,7 +503,7 @@ class _FeatureCache:
         of = lambda vector, fields: features(oracle.layout_x.unravel(vector), fields)
         sizes = batch.data.num_samples(batch.positions, batch.role)
         begin = (sizes.cumsum(0) - sizes)[:, None]
-        shared = x if x.ndim == 1 else x[0] if x.stride(0) == 0 else None
+        shared = one_row(x) if one_row(x).ndim == 1 else None
         if oracle.strategy == "loop":
             whole = batch.whole()
             return torch.cat([of(x if x.ndim == 1 else x[i], whole.row(i)) for i in range(len(batch))]), begin
