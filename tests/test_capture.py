@@ -22,6 +22,7 @@ from fedbilevel.federation import Cohort, ServerAlgorithm, phase
 from fedbilevel.oracle import one_row
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
+from yardstick import drive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVER = {name: owner for name, owner in discovery.algorithms().items() if issubclass(owner, ServerAlgorithm)}
@@ -184,16 +185,16 @@ def test_compiled_derivatives_give_the_same_run():
 def test_unequal_clients_evaluated_one_by_one_are_not_captured():
     built, algorithm = images(split="shards"), FedNest(num_local_steps=2)
     ends = []
-    for captured in (False, True):
-        fed = Simulation(algorithm, *built, dtype=torch.float64, device=DEVICE, cohort=Cohort(0.5))
+
+    def one_by_one(*given, captured, **options):
+        fed = Simulation(*given, **options)
         fed.host.oracle._usual = lambda k: "loop"
         fed.host.oracle._pools = lambda *_: False
         fed.host.captures = capture.Captures(fed.host) if captured else None
-        fed.begin(0)
-        state = algorithm.init(fed)
-        for iteration in range(1, 13):
-            fed.begin(iteration)
-            state = algorithm.round(fed, state)
+        return fed
+
+    for captured in (False, True):
+        fed, state = drive(algorithm, built, 12, engine=one_by_one, captured=captured, device=DEVICE, cohort=Cohort(0.5))
         ends.append((state.x, state.y))
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-11, atol=1e-12)
     assert any("one by one" in reason for reason in fed.host.captures.refused.values())

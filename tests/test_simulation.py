@@ -831,14 +831,13 @@ def test_who_gathers_a_linear_phase_gets_every_clients_own_row():
 @pytest.mark.parametrize("strategy", ["auto", "vmap"])
 @pytest.mark.parametrize("algorithm", [FedNest(num_local_steps=2), FBOAggITD(num_local_steps=2)], ids=lambda one: one.name())
 def test_a_long_run_whose_derivatives_are_traced_goes_the_way_of_a_loop(algorithm, strategy):
+    def soon_traced(*given, **options):
+        fed = Simulation(*given, **options)
+        fed.host.oracle.often = {"cpu": 3}
+        return fed
+
     built, ends = Quadratic(num_clients=4, num_samples=8).build(), []
     for how in (strategy, "loop"):
-        fed = Simulation(algorithm, *built, dtype=torch.float64, strategy=how, batch_size=3, cohort=Cohort(0.5))
-        fed.host.oracle.often = {"cpu": 3}
-        fed.begin(0)
-        state = algorithm.init(fed)
-        for iteration in range(1, 25):
-            fed.begin(iteration)
-            state = algorithm.round(fed, state)
+        _, state = drive(algorithm, built, 24, engine=soon_traced, strategy=how, batch_size=3, cohort=Cohort(0.5))
         ends.append((state.x, state.y))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
