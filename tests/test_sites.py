@@ -1,180 +1,360 @@
-"""The same algorithm source at one-row sites that exchange bytes: what a real federation will do, against the simulator.
+"""The same algorithm source between a server without data and sites that exchange bytes: the simulator's trajectory, and what faults leave of it."""
 
-Every site is a `Host` with one client, its own memory and its own kept values. The server here knows names of phases and arrays, nothing else.
-"""
+import itertools
+import sys
 
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from fedbilevel import discovery
 from fedbilevel.algorithms.adafbio import AdaFBiO
-from fedbilevel.algorithms.clustered_fl import ClusteredFL
-from fedbilevel.algorithms.commfedbio import CommFedBiO
-from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
-from fedbilevel.algorithms.fedavg_plus import FedAvgPlus
-from fedbilevel.algorithms.fedbio import FedBiO
-from fedbilevel.algorithms.fedbioacc import FedBiOAcc
-from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.algorithms.pfedme import PFedMe
-from fedbilevel.clients import Host
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.federation import Cohort, Sparse
-from fedbilevel.tasks.data_cleaning import DataCleaning
-from fedbilevel.tasks.quadratic import Quadratic
-from yardstick import drive
+from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, ScopeError
+from fedbilevel.federation import ServerAlgorithm
+from fedbilevel.problem import Scopes
+from fedbilevel.sites import serve as serving
+from fedbilevel.sites.plan import plan_of
+from loopback import Loopback, differences, simulated
 
-ONLY = torch.tensor([0])
-
-
-class Kept:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def over_the_wire(array: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(array.numpy().tobytes()), dtype=array.numpy().dtype)).view(array.shape)
-
-
-class Sites:
-    """A federation of single clients. Who takes part is drawn as the simulator draws it."""
-
-    def __init__(self, algorithm: Any, built: Any, *, cohort: Cohort, **options: Any) -> None:
-        n = len(built.clients)
-        self.sites = [Host(algorithm, built.problem, [client], ids=[i], num_clients=n, strategy="loop", **options) for i, client in enumerate(built.clients)]
-        self.server = Simulation(algorithm, *built, cohort=cohort, **options)
-        self.num_clients, self.kept_names = n, algorithm.kept_names(built.problem.scopes)
-        self.weights = self.server.weights
-        self.iteration = self.call = 0
-
-    def begin(self, iteration: int) -> None:
-        self.server.begin(iteration)
-        self.iteration, self.call = iteration, 0
-        for site in self.sites:
-            site.scratch.clear()
-
-    def initial(self) -> tuple[Any, Any]:
-        return self._place("x", [site.x0 for site in self.sites]), self._place("y", [site.y0 for site in self.sites])
-
-    def zeros(self, name: str) -> Any:
-        return self._place(name, [torch.zeros(site.width(name), dtype=site.dtype) for site in self.sites])
-
-    def start(self, name: str) -> Any:
-        return self._place(name, [site.x0 if name in site.algorithm.upper_space else site.y0 for site in self.sites])
-
-    def _place(self, name: str, values: list[torch.Tensor]) -> Any:
-        if name not in self.kept_names:
-            return values[0]
-        for site, value in zip(self.sites, values, strict=True):
-            site.kept.write(name, ONLY, value.reshape(1, -1))
-        return Kept(name)
-
-    def resample(self) -> None:
-        self.server.resample()
-
-    def draw(self, purpose: str, high: int) -> int:
-        self.server.call = self.call
-        return self.server.draw(purpose, high)
-
-    def mean(self, phase: Any, /, **broadcast: Any) -> SimpleNamespace:
-        return self._round(phase, broadcast, self.sites[0].average)
-
-    def gather(self, phase: Any, /, **broadcast: Any) -> SimpleNamespace:
-        return self._round(phase, broadcast, lambda rows, _weights: rows)
-
-    def _round(self, phase: Any, broadcast: Any, join: Any) -> SimpleNamespace:
-        self.call += 1
-        here, times = self.server._positions, self.server._times
-        replies = []
-        for i in here.tolist():
-            site = self.sites[i]
-            mine = {name: value[i : i + 1] if isinstance(value, torch.Tensor) and value.ndim == 2 else value for name, value in broadcast.items()}
-            values = {name: over_the_wire(value) if isinstance(value, torch.Tensor) else value for name, value in mine.items()}
-            for name, value in values.items():
-                if isinstance(value, Kept):
-                    values[name] = site.kept.read(value.name, ONLY, torch.zeros(1, site.width(value.name), dtype=site.dtype))
-            reply = site.run_phase(phase.__name__, values, ONLY, self.iteration, self.call)
-            replies.append({name: value.rows if isinstance(value, Sparse) else value for name, value in reply.items()})
-            for name, rows in replies[-1].items():
-                if rows is not None and name in self.kept_names:
-                    site.kept.write(name, ONLY, rows)
-        result: dict[str, Any] = {}
-        for name, first in replies[0].items():
-            if first is None or name in self.kept_names:
-                result[name] = None if first is None else Kept(name)
-            else:
-                rows = torch.cat([over_the_wire(reply[name]) for reply in replies])
-                result[name] = join(rows, times * self.server.host.weights(here))
-        return SimpleNamespace(**result)
+SCOPES = [Scopes(), Scopes(upper="private"), Scopes(lower="local")]
+SETTINGS = {
+    "adafbio": {"num_terms": 2},
+    "fedbioacc": {"delta": 10.0, "offset": 1e3},
+    "clustered_fl": {"tolerance_mean": 10.0, "tolerance_max": 1e-6},
+    "commfedbio": {"num_kept": 2},
+}
 
 
-def drive_sites(algorithm: Any, built: Any, num_iterations: int, **options: Any) -> tuple[Sites, Any]:
-    fed = Sites(algorithm, built, **options)
-    state = algorithm.init(fed)
-    for iteration in range(1, num_iterations + 1):
-        fed.begin(iteration)
-        state = algorithm.round(fed, state)
-    return fed, state
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr("fedbilevel.engines.sites._APART", (0.0, 0.0))  # a missing site is asked before every outer iteration
+    monkeypatch.setattr(serving, "_BETWEEN", 0.0)
+    yield
+    Loopback.close_all()
 
 
-ALGORITHMS = [
-    FedBiO(lr_upper=0.02, num_local_steps=(1, 3, 2, 2)),
-    FBOAggITD(lr_lower=0.1, lr_system=0.1, num_lower_rounds=3, num_local_steps=(2, 1, 3, 1), estimator="sampled"),
-    FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2),
-    FedBiOAcc(num_local_steps=3, delta=10.0, offset=1e3),
-    AdaFBiO(num_local_steps=2),
-    AdaFBiO(num_local_steps=2, hypergradient="shared-u"),
-    CommFedBiO(num_kept=2, num_local_steps=2),
+def fits(name: str, scopes: Scopes) -> bool:
+    try:
+        discovery.algorithm(name)().check_scopes(scopes)
+    except ScopeError:
+        return False
+    return True
+
+
+SERVER = [name for name, kind in discovery.algorithms().items() if issubclass(kind, ServerAlgorithm)]
+NAMED = ("fedbio", "fbo_aggitd", "fedbioacc", "adafbio", "fedbioacc_local")
+CASES = [(name, scopes, dtype) for name in SERVER for scopes in SCOPES for dtype in ("float64", *(["float32"] if name in NAMED else [])) if fits(name, scopes)]
+
+
+def quadratic(scopes: Scopes = Scopes(), **more):
+    return {"name": "quadratic", "num_clients": 3, **scopes._asdict(), **more}
+
+
+def rows_of(book):
+    return [{name: value for name, value in row.items() if name not in ("seconds", "num_sites")} for row in book]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize(("name", "scopes", "dtype"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part))
+def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tmp_path, name, scopes, dtype):
+    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy."""
+    fraction = 1.0 if discovery.algorithm(name).needs_everyone else 0.67
+    options = {"seed": 5, "batch_size": 3, "dtype": dtype, "strategy": "loop", "fraction": fraction, "schedule_power": 0.3}
+    settings = {"name": name, **SETTINGS.get(name, {})}
+    if "num_local_steps" in discovery.algorithm(name)().asdict():
+        settings["num_local_steps"] = [2, 1, 3] if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
+    federation = Loopback(tmp_path)
+    plan = federation.plan(settings, quadratic(scopes, weights="by_samples", cross=0.2), options=options, num_iterations=3)
+    assert federation.serve(plan) == "finished"
+    result, wanted = simulated(plan, tmp_path / "simulated")
+    found, about = federation.record.load()
+    assert {part: far for part, far in differences(found, wanted).items() if far} == {}
+    assert about["iteration"] == 3
+    assert int(found["ledger.rounds"]) > 0 or (scopes.lower == "local" and name in ("fedavg", "fedavg_plus", "fedprox", "pfedme"))  # nothing travels
+    # a simulation measures clients of unequal sizes side by side, padded, and a site measures alone: sums in another order
+    for mine, theirs in zip(rows_of(federation.record.rows()), rows_of(result.rows), strict=True):
+        assert {part: value for part, value in mine.items()} == pytest.approx({part: theirs[part] for part in mine}, rel=1e-5 if dtype == "float32" else 1e-12)
+
+
+def test_private_weights_stay_at_their_sites_and_are_those_of_the_simulator(tmp_path):
+    federation = Loopback(tmp_path, 4)
+    task = {"name": "data_cleaning", "num_clients": 4, "num_clean": 12, "test_share": 0.8}
+    plan = federation.plan({"name": "fbo_aggitd", "num_lower_rounds": 2}, task, num_classes=10)
+    federation.serve(plan)
+    result, wanted = simulated(plan, tmp_path / "simulated")
+    found, _ = federation.record.load()
+    assert torch.equal(found["state.y"], wanted["state.y"])
+    assert not [name for name in found if name.endswith(".x") or name.startswith(("memory", "kept"))]
+    assert set(load_file(federation.record.path / "solution.safetensors")) == {"y.weight", "y.bias"}
+    for i, name in enumerate(federation.names):
+        own = load_file(tmp_path / name / "runs" / "trial" / "solution.safetensors")
+        assert torch.equal(own["x.logit"], result.x[i]["logit"])
+        assert bool(own["x.logit"].any())
+        sent = [array for line in federation.left(name) for array in line.get("arrays", ())]
+        assert {array["name"] for array in sent} <= {"q", "z", "y", "h", "p", "figures"}
+        assert all(len(own["x.logit"]) not in array["shape"] for array in sent)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------------
+
+KEEPS = [
+    ({"name": "fedbio"}, Scopes()),
+    ({"name": "fedbioacc", "num_local_steps": 2, "delta": 10.0, "offset": 1e3}, Scopes(upper="private")),
+    ({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, Scopes()),
+    ({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, Scopes(upper="private")),
+    ({"name": "fbo_aggitd", "num_lower_rounds": 2}, Scopes(upper="private")),
+    ({"name": "fedbioacc_local", "num_local_steps": 2, "delta": 10.0, "offset": 1e3}, Scopes(lower="local")),
 ]
+NAMES = [f"{algorithm['name']}-{scopes.lower}-{scopes.upper}" for algorithm, scopes in KEEPS]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name())
-def test_one_row_sites_follow_the_simulator_bit_for_bit(algorithm, dtype):
-    """Under the loop strategy with gathered means: minibatches, cohorts, unequal local steps."""
-    built, options = Quadratic(num_clients=4).build(), {"cohort": Cohort(0.75), "batch_size": 3, "dtype": dtype, "seed": 5}
-    _, sites = drive_sites(algorithm, built, 3, **options)
-    _, simulated = drive(algorithm, built, 3, strategy="loop", **options)
-    for name, value in simulated._asdict().items():
-        assert value is None or torch.equal(getattr(sites, name), value), name
+def survivors(plan, folder, iteration, first_call, who):
+    """The simulator with a client that answers no call from `first_call` of an outer iteration on, and on which that iteration leaves no trace."""
+    ours, client = plan_of(plan), torch.tensor([who])
+
+    def drops(now, call):
+        return [who] if now == iteration and call >= first_call else []
+
+    class Forgetful(Simulation):
+        def begin(self, now, algorithm=None):
+            stores = (self.host.memory, self.host.kept)
+            if now == iteration:
+                self.before = [{name: store.own(name, client) for name, has in store.written.items() if has[who]} for store in stores]
+            if now == iteration + 1:
+                for store, before in zip(stores, self.before, strict=True):
+                    for name, row in before.items():
+                        store.write(name, client, row)
+            super().begin(now, algorithm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys.modules["fedbilevel.run"],
+            "simulate",
+            lambda algorithm, problem, clients, *, network, averaging, **rest: Forgetful(algorithm, problem, clients, **rest),
+        )
+        return simulated(ours.asdict(), folder, drops=drops)[1]
 
 
-@pytest.mark.parametrize("algorithm", [ALGORITHMS[1], ALGORITHMS[3]], ids=lambda algorithm: algorithm.name())
-def test_private_weights_of_unequal_length_are_the_same_at_sites_of_their_own_width(algorithm):
-    built = DataCleaning(num_clients=4, num_clean=12, test_share=0.8).build()
-    ragged = [
-        {role: {name: value[: len(value) - 3 * i] for name, value in fields.items()} for role, fields in client.items()}
-        for i, client in enumerate(built.clients)
-    ]
-    options = {"cohort": Cohort(1.0), "batch_size": 4, "dtype": torch.float64}
-    fed, sites = drive_sites(algorithm, built._replace(clients=ragged), 2, **options)
-    simulation, simulated = drive(algorithm, built._replace(clients=ragged), 2, strategy="loop", **options)
-    assert len({site.x0.shape[1] for site in fed.sites}) == 4
-    assert torch.equal(sites.y, simulated.y)
-    for site, tree in zip(fed.sites, simulation.trees(simulated.x, upper=True), strict=True):
-        assert torch.equal(site.kept.rows["x"][0], tree["logit"])
-        assert bool(tree["logit"].any())
+FAULTS = [(case, 1, "silent") for case in range(6)] + [(case, 2, "silent") for case in (1, 4, 5)]
+FAULTS += [(case, call, how) for case, call in ((3, 1), (1, 2)) for how in ("deaf", "late", "nan")]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "personal"), [(FedAvgPlus(num_local_steps=2), "tuned"), (PFedMe(num_local_steps=(2, 1, 3, 1)), "theta")], ids=["fedavg_plus", "pfedme"]
-)
-def test_personal_models_stay_at_their_sites_and_are_those_of_the_simulator(algorithm, personal):
-    built, options = Quadratic(num_clients=4).build(), {"cohort": Cohort(0.75), "batch_size": 3, "dtype": torch.float64, "seed": 5}
-    fed, sites = drive_sites(algorithm, built, 3, **options)
-    simulation, simulated = drive(algorithm, built, 3, strategy="loop", **options)
-    assert sites.y.name == personal
-    assert torch.equal(torch.cat([site.kept.rows[personal] for site in fed.sites]), simulation.collect(simulated.y))
-    assert torch.equal(sites[2], simulated[2])  # what travels
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize(("case", "first_call", "how"), FAULTS, ids=[f"{NAMES[case]}-{call}-{how}" for case, call, how in FAULTS])
+def test_a_mean_is_that_of_the_survivors_and_what_a_site_did_not_finish_leaves_no_trace(tmp_path, case, first_call, how):
+    federation, (algorithm, scopes) = Loopback(tmp_path), KEEPS[case]
+    plan = federation.plan(algorithm, quadratic(scopes), quorum=2)
+    hit = []
+
+    def fault(name, header):
+        if name == "site-1" and header["kind"] == "phase" and header["iteration"] == 2 and header["call"] == first_call:
+            hit.append(name)
+            return how
+        return None
+
+    assert federation.serve(plan, fault) == "finished"
+    wanted = survivors(plan, tmp_path / "simulated", 2, first_call, 1)
+    assert hit == ["site-1"]
+    found, _ = federation.record.load()
+    state = {part: far for part, far in differences(found, wanted).items() if part.startswith("state.")}
+    assert set(state.values()) == {0.0}
+    assert "site-1" in federation.diary()[1]["missing"]
+    assert ("not finite" if how == "nan" else "no answer within") in federation.diary()[1]["missing"]["site-1"]
+    assert set(federation.diary()[1]["sites"]) == {"site-0", "site-2"} | ({"site-1"} if first_call > 1 else set())
+    assert [set(line["sites"]) for line in federation.diary()[2:]] == [set(federation.names)] * 2
+    assert [line["iteration"] for line in federation.diary()] == [1, 2, 3, 4]
+    assert [row["num_sites"] for row in federation.record.rows()] == [3.0, 2.0, 3.0]
+    if how == "late":
+        assert [answer["error"] for answer in federation.transport.answers_to_late]
+        assert all("too late" in answer["error"] for answer in federation.transport.answers_to_late)
 
 
-def test_clusters_of_sites_are_those_of_the_simulator():
-    algorithm = ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6)
-    built, options = Quadratic(num_clients=4).build(), {"cohort": Cohort(), "batch_size": 3, "dtype": torch.float64, "seed": 5}
-    _, sites = drive_sites(algorithm, built, 2, **options)
-    _, simulated = drive(algorithm, built, 2, strategy="loop", **options)
-    assert len(set(simulated.cluster.tolist())) > 2
-    assert torch.equal(sites.cluster, simulated.cluster)
-    assert torch.equal(sites.y, simulated.y)
+class Crash(BaseException):
+    """The server's process dies."""
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize("victim", ["server", "site-1", "everybody"])
+@pytest.mark.parametrize(("algorithm", "scopes"), [KEEPS[3], KEEPS[5]], ids=[NAMES[3], NAMES[5]])
+def test_killed_at_any_message_the_run_goes_on_to_the_same_end(tmp_path, algorithm, scopes, victim):
+    """Every outer iteration counts, so a quorum is everybody; no outer iteration is lost, and none is applied twice."""
+    quiet = Loopback(tmp_path / "quiet")
+    plan = quiet.plan(algorithm, quadratic(scopes), quorum=3, num_iterations=2)
+    seen = itertools.count(1)
+    quiet.serve(plan, lambda name, header: next(seen) and None)
+    wanted, num_messages = quiet.record.load()[0], next(seen) - 1
+    assert num_messages > 15
+
+    for at in range(1, num_messages + 1, 2 if victim == "server" else 5):
+        federation, count = Loopback(tmp_path / str(at)), itertools.count(1)
+
+        def fault(name, header, count=count, at=at):
+            if next(count) != at:
+                return None
+            if victim == "site-1":
+                return "killed" if name == victim else None
+            raise Crash
+
+        try:
+            outcome = federation.serve(plan, fault)
+        except Crash:
+            for name in federation.names if victim == "everybody" else ():
+                federation.restart(name)
+            outcome = federation.serve(plan)
+        assert outcome == "finished"
+        found, _ = federation.record.load()
+        far = differences(found, wanted)
+        assert {part for part, value in far.items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}, at  # arrays that were sent again are paid again
+        assert [line["iteration"] for line in federation.diary()] == [1, 2]
+        for name in federation.names:
+            for version in (tmp_path / "quiet" / name / "runs" / "trial").glob("version-2.safetensors"):
+                mine = load_file(tmp_path / str(at) / name / "runs" / "trial" / version.name)
+                assert all(torch.equal(mine[part], value) for part, value in load_file(version).items()), at
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_below_the_quorum_the_outer_iteration_waits_and_is_done_again_by_all(tmp_path):
+    federation, quiet = Loopback(tmp_path / "a"), Loopback(tmp_path / "b")
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2)
+    silent = itertools.count(1)
+    fault = lambda name, header: "silent" if name != "site-0" and header.get("iteration") == 3 and next(silent) <= 4 else None
+    said = []
+    assert federation.serve(plan, fault, said.append) == "finished"
+    quiet.serve(plan)
+    far = differences(federation.record.load()[0], quiet.record.load()[0])
+    assert {part for part, value in far.items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
+    waiting = [line["waiting"] for line in said if "waiting" in line]
+    assert len(waiting) == 2
+    assert all("1 of the 2 sites" in line and "site-1" in line and "site-2" in line for line in waiting)
+    assert [line["iteration"] for line in federation.diary()] == [1, 2, 3, 4]
+
+
+def test_who_never_comes_back_is_named_and_the_run_can_be_gone_on_with(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "fedbio"}, quorum=3, patience=0.05)
+    gone = lambda name, header: name == "site-2" and (header.get("iteration") == 2 or header["kind"] == "ping")
+    with pytest.raises(QuorumError, match=r"site-2 \(.*no answer within") as caught:
+        federation.serve(plan, lambda name, header: "silent" if gone(name, header) else None)
+    assert "2 of the 3 sites" in str(caught.value)
+    assert federation.serve(plan) == "finished"
+    assert differences(federation.record.load()[0], simulated(plan, tmp_path / "s")[1])["state.x"] == 0.0
+
+
+@pytest.mark.parametrize("how", ["nan", "raise"])
+def test_where_sites_answer_with_errors_trying_again_is_no_use(tmp_path, how, monkeypatch):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "fedbio"}, quorum=2)
+    if how == "raise":
+        for name in federation.names[1:]:
+            monkeypatch.setattr(federation.sites[name], "_answer", lambda header, arrays, old=federation.sites[name]._answer: _raising(header, arrays, old))
+    fault = lambda name, header: how if how == "nan" and name != "site-0" and header.get("iteration") == 2 else None
+    with pytest.raises(FedBilevelError) as caught:
+        federation.serve(plan, fault)
+    assert not isinstance(caught.value, QuorumError)
+    assert "1 of the 2 sites that are needed" in str(caught.value)
+    for name in ("site-1", "site-2"):
+        assert f"{name} (local_steps of outer iteration 2: it " in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert federation.record.load()[1]["iteration"] == 1
+
+
+def _raising(header, arrays, old):
+    if header.get("iteration") == 2:
+        raise RuntimeError("a secret value 0.1234")
+    return old(header, arrays)
+
+
+def test_one_site_that_raises_is_left_out_and_named(tmp_path, monkeypatch):
+    federation = Loopback(tmp_path)
+    site = federation.sites["site-1"]
+    monkeypatch.setattr(site, "_answer", lambda header, arrays, old=site._answer: _raising(header, arrays, old))
+    assert federation.serve(federation.plan({"name": "fedbio"}, quorum=2)) == "finished"
+    missing = [line["missing"] for line in federation.diary()]
+    assert missing[0] == missing[2] == missing[3] == {}
+    assert "it failed with RuntimeError; its own log says more" in missing[1]["site-1"]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_somebody_may_ask_a_run_to_stop_and_to_go_on(tmp_path):
+    federation, quiet = Loopback(tmp_path / "a"), Loopback(tmp_path / "b")
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")))
+
+    def say(line):
+        federation.transport.stopped = line["iteration"] >= 1
+
+    assert federation.serve(plan, say=say) == "stopped"
+    assert federation.record.load()[1]["iteration"] == 1
+    assert federation.serve(plan) == "finished"
+    assert quiet.serve(plan) == "finished"
+    assert differences(federation.record.load()[0], quiet.record.load()[0])["state.y"] == 0.0
+    assert rows_of(federation.record.rows())[-1]["upper_loss"] == rows_of(quiet.record.rows())[-1]["upper_loss"]
+    assert federation.serve({**plan, "num_iterations": 6}) == "finished"  # more of it
+    assert [line["iteration"] for line in federation.diary()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_what_a_finished_run_left_is_not_overwritten_by_another_of_its_name(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")))
+    federation.serve(plan)
+    federation.folder = tmp_path / "elsewhere"
+    with pytest.raises(PlanError, match="site-0 already holds a run named trial"):
+        federation.serve(plan)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_a_site_that_lost_its_versions_or_changed_its_data_is_left_out_by_name(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, num_iterations=2, quorum=2)
+    federation.serve(plan)
+    for version in (tmp_path / "site-1" / "runs" / "trial").glob("version-*"):
+        version.unlink()
+    federation.serve({**plan, "num_iterations": 3})
+    assert "this site has no version 2 of the run (it has none)" in federation.diary()[2]["missing"]["site-1"]
+    assert set(federation.diary()[2]["sites"]) == {"site-0", "site-2"}
+    changed = {**plan, "num_iterations": 4, "task": quadratic(data_seed=8)}
+    with pytest.raises(FedBilevelError, match="the data of this site are not those that the run began with"):
+        federation.serve(changed)
+
+
+def test_sites_that_do_not_agree_are_named(tmp_path, monkeypatch):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "fedbio"})
+    old = federation.sites["site-2"].handle
+
+    def other(message):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fedbilevel.__version__", "0.0.7")
+            return old(message)
+
+    monkeypatch.setattr(federation.sites["site-2"], "handle", other)
+    with pytest.raises(PlanError, match=r"site-0 and site-2 do not have the same version of fedbilevel .*'0\.0\.7'"):
+        federation.serve(plan)
+
+
+def test_a_new_run_needs_all_its_sites_and_says_who_is_not_there(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = {**federation.plan({"name": "fedbio"}, quorum=1, patience=0.05), "sites": [*federation.names, "site-9"]}
+    with pytest.raises(QuorumError, match=r"3 of the 4 sites that are needed joined the run trial; missing: site-9 \(it is not connected\)"):
+        federation.serve(plan)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_a_method_that_compares_clients_needs_every_site(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "clustered_fl"}, quorum=1, patience=0.05)
+    with pytest.raises(QuorumError, match="2 of the 3 sites"):
+        federation.serve(plan, lambda name, header: "silent" if name == "site-1" and header.get("iteration") == 2 else None)
+
+
+def test_scopes_are_checked_before_anything_is_computed(tmp_path):
+    federation = Loopback(tmp_path)
+    with pytest.raises(ScopeError, match="fedbio_local cannot solve"):
+        federation.serve(federation.plan({"name": "fedbio_local"}))
+    assert not federation.record.checkpoint.exists()
+
+
+def test_memory_is_used_by_the_example_with_faults():
+    """Rolling back would mean nothing if nothing were kept."""
+    assert AdaFBiO().kept_names(Scopes(upper="private"))

@@ -42,6 +42,7 @@ class Store:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
+        self.changes = 0  # so that somebody who saves it can see whether there is anything new
         self._shelves: dict[str, _Shelf] = {}
 
     @property
@@ -73,6 +74,7 @@ class Store:
         return self._taken(shelf, positions, shelf.rows[:0])
 
     def write(self, name: str, positions: Tensor, rows: Tensor) -> None:
+        self.changes += 1
         if self._is_all(positions):
             if rows.stride(0) == 0 and self.num_rows > 1:  # views of one vector
                 self._shelves[name] = _Shelf(rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1), common=rows[0].clone())
@@ -93,6 +95,7 @@ class Store:
         shelf.rows.index_copy_(0, slots.to(rows.device), rows)
 
     def clear(self) -> None:
+        self.changes += 1
         self._shelves.clear()
 
     def _make_room(self, shelf: _Shelf, count: int) -> None:

@@ -1,15 +1,26 @@
-"""Finds algorithms and tasks: one module each, whose name is the name users type."""
+"""Finds algorithms and tasks: one module each, whose name is the name users type, and those of other installed packages.
+
+Another package offers its own by entry points, of which fedbilevel asks for nothing but the class:
+
+    [project.entry-points."fedbilevel.tasks"]
+    sepsis = "hospital.sepsis:Sepsis"
+
+`Sepsis` derives from `Task` and lies in a module `sepsis`, so that its name() is the name of the entry point. Algorithms are in the group
+"fedbilevel.algorithms". What this package has itself cannot be replaced.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, TypeVar
 
 import fedbilevel.algorithms
 import fedbilevel.tasks
-from fedbilevel.errors import UnknownNameError
+from fedbilevel.errors import PluginError, UnknownNameError
 from fedbilevel.federation import Algorithm
 from fedbilevel.tasks.task import Task
 
@@ -26,22 +37,66 @@ def _found(package: ModuleType, kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def algorithms() -> dict[str, type[Algorithm]]:
-    return _found(fedbilevel.algorithms, Algorithm)
+    return _all(fedbilevel.algorithms, Algorithm)
 
 
 def tasks() -> dict[str, type[Task]]:
-    return _found(fedbilevel.tasks, Task)
+    return _all(fedbilevel.tasks, Task)
 
 
 def algorithm(name: str) -> type[Algorithm]:
-    return _named("algorithm", name, algorithms())
+    return _named("algorithm", name, fedbilevel.algorithms, Algorithm)
 
 
 def task(name: str) -> type[Task]:
-    return _named("task", name, tasks())
+    return _named("task", name, fedbilevel.tasks, Task)
 
 
-def _named(kind: str, name: str, known: dict[str, type[Any]]) -> type[Any]:
+def _all(package: ModuleType, kind: type[Any]) -> dict[str, type[Any]]:
+    """Those that can be used. What is wrong with one of the others is said when it is asked for by name."""
+    known = _found(package, kind)
+    usable = {}
+    for name in {entry.name for entry in _offered(package)}.difference(known):
+        try:
+            usable[name] = _loaded(name, _offered(package), known, kind)
+        except PluginError:
+            continue
+    return {**known, **dict(sorted(usable.items()))}
+
+
+def _named(what: str, name: str, package: ModuleType, kind: type[Any]) -> type[Any]:
+    known, offered = _found(package, kind), _offered(package)
+    if any(entry.name == name for entry in offered):
+        return _loaded(name, offered, known, kind)
     if name not in known:
-        raise UnknownNameError(kind, name, known)
+        raise UnknownNameError(what, name, _all(package, kind))
     return known[name]
+
+
+def _offered(package: ModuleType) -> Iterable[EntryPoint]:
+    return entry_points(group=package.__name__)
+
+
+def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind: type[Any]) -> type[Any]:
+    """The class that an entry point leads to, if it may have that name and is what it should be."""
+    same = {entry.value: entry for entry in offered if entry.name == name}
+    entry, *others = same.values()
+    where = f"{_package(entry)} offers {entry.value} as {name!r}"
+    if name in known:
+        raise PluginError(f"{where}, which is a name of fedbilevel's own: rename that entry point, or uninstall its package.")
+    if others:
+        raise PluginError(f"{where}, and {_package(others[0])} offers {others[0].value} under the same name: uninstall one of them.")
+    try:
+        value: Any = entry.load()
+    except Exception as error:  # another package's code may raise anything; name it, keep the cause
+        raise PluginError(f"{where}, which cannot be imported ({type(error).__name__}: {error}): mend or uninstall that package.") from error
+    derived = isinstance(value, type) and issubclass(value, kind)
+    if not derived:
+        raise PluginError(f"{where}, which is no class derived from {kind.__name__}: mend that entry point.")
+    if value.name() != name:
+        raise PluginError(f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or define name().")
+    return value
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"the package {entry.dist.name}" if entry.dist is not None else "a package"

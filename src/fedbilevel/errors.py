@@ -60,3 +60,23 @@ class DataError(FedBilevelError, ValueError):
 
 class ExperimentError(FedBilevelError, ValueError):
     """An experiment file, or a result of one, that cannot be used."""
+
+
+class WireError(FedBilevelError, ValueError):
+    """A message that is not one, or that was refused."""
+
+
+class PlanError(FedBilevelError, ValueError):
+    """A plan of a run between sites, or a site's own settings, that cannot be used."""
+
+
+class PolicyError(FedBilevelError, PermissionError):
+    """A site does not allow what it was asked for."""
+
+
+class QuorumError(FedBilevelError, ConnectionError):
+    """Too few sites answered."""
+
+
+class PluginError(FedBilevelError, ImportError):
+    """A task or an algorithm of another package that cannot be used."""

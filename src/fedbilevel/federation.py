@@ -117,7 +117,8 @@ class Federation(Protocol):
 class Algorithm(Settings):
     """upper_space and lower_space name the sequences that live where x and y live: the engine keeps them at the client when the
     problem says private or local. `decays` names the step sizes that a schedule scales. `warns` and `refuses` say, per scope, why a
-    problem of that scope is biased or meaningless. `needs_everyone`: every client must answer every call, so cohorts are refused."""
+    problem of that scope is biased or meaningless. `needs_everyone`: every client must answer every call, so cohorts are refused.
+    `lengths`: of those declared sequences that are not as long as their space."""
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
     lower_space: ClassVar[tuple[str, ...]] = ("y",)
@@ -125,6 +126,7 @@ class Algorithm(Settings):
     warns: ClassVar[Mapping[str, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     needs_everyone: ClassVar[bool] = False
+    lengths: ClassVar[Mapping[str, int]] = {}
 
     @classmethod
     def name(cls) -> str:

@@ -77,14 +77,7 @@ class Population:
 
     def average(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum in float64, divide once."""
-        return (self.total(rows, weights) / float(weights.sum())).to(rows.dtype)
-
-    def total(self, rows: Tensor, weights: Tensor) -> Tensor:
-        if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
-            return rows[0].double() * float(weights.sum())
-        if bool((weights == 1).all()):
-            return rows.sum(0, dtype=torch.float64)
-        return (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
+        return (total(rows, weights) / float(weights.sum())).to(rows.dtype)
 
     def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Rows of the space of a private x, those of the clients at `positions`, as one flat tensor."""
@@ -106,6 +99,11 @@ class Population:
         """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking.
 
         join: for an engine of several processes: a table with one row per client hosted here -> the same of all clients."""
+        names, table = self.looked_at(x, y)
+        return figures(self.problem, names, join(table))
+
+    def looked_at(self, x: Points, y: Points) -> tuple[list[str], Tensor]:
+        """What a measurement adds up: names, and a float64 table with one row per client hosted here."""
         problem = self.problem
         with torch.no_grad():
             losses = [self._everyone(loss, x, y, role) for loss, role in ((problem.upper, "val"), (problem.lower, "train"))]
@@ -118,11 +116,8 @@ class Population:
                 if twice:
                     raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
                 found.update(some)
-        upper, lower, weights, *statistics_of_all = join(torch.stack([*losses, self.weights(self.data.positions).double(), *found.values()], dim=1)).unbind(1)
-        found = dict(zip(found, statistics_of_all, strict=True))
-        figures = {label: float((weights * values).sum() / weights.sum()) for label, values in (("upper_loss", upper), ("lower_loss", lower))}
-        figures.update(problem.metrics({name: float(value.sum()) for name, value in found.items()}))
-        return {**figures, **(problem.across(found) if problem.across is not None else {})}
+        columns = [*losses, self.weights(self.data.positions).double(), *found.values()]
+        return ["upper", "lower", "weight", *found], torch.stack(columns, dim=1)
 
     def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
         """`function` of every client on all its data, float64 on the host; a few clients at a time, so that a look at many takes no copy of all they have."""
@@ -150,6 +145,24 @@ class Population:
             return layout.unravel(value)
         sizes = self.x_sizes.tolist() if upper and self.x_sizes is not None else [value.shape[1]] * len(value)
         return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]
+
+
+def figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, float]:
+    """Losses and metrics from a table of `looked_at` with one row per client."""
+    upper, lower, weights, *statistics = table.unbind(1)
+    found = dict(zip(names[3:], statistics, strict=True))
+    losses = {label: float((weights * values).sum() / weights.sum()) for label, values in (("upper_loss", upper), ("lower_loss", lower))}
+    metrics = problem.metrics({name: float(value.sum()) for name, value in found.items()})
+    return {**losses, **metrics, **(problem.across(found) if problem.across is not None else {})}
+
+
+def total(rows: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum in float64, where that of float32 rows and whole weights is exact."""
+    if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
+        return rows[0].double() * float(weights.sum())
+    if bool((weights == 1).all()):
+        return rows.sum(0, dtype=torch.float64)
+    return (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
 
 
 def _rows(value: Points, positions: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from fedbilevel.engines.distributed import TIMEOUT
 from fedbilevel.engines.group import Engine, Group
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
+from fedbilevel.engines.sites import Sites
 from fedbilevel.errors import CheckpointError, NonFiniteError, RankLostError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.network import AnyNetwork
@@ -127,14 +128,9 @@ def run(
             raise SettingError(f"{label} is {given!r}, expected {'a whole number' if kind is int else f'a {kind.__name__}, e.g. {kind()!r}'}.")
     if not isinstance(network, AnyNetwork | None) or not isinstance(averaging, Averaging | None):
         raise SettingError(f"network is {network!r} and averaging {averaging!r}, expected e.g. Network(kind='ring') and Averaging(num_steps=20), or None.")
-    for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
-        if value is not None and value < least:
-            raise SettingError(f"{label} is {value}, expected at least {least}.")
-    if not 0 <= measure_growth <= 1:
-        raise SettingError(f"measure_growth is {measure_growth}, expected a share between 0 and 1.")
+    plan = _plan(num_iterations, measure_every, measure_growth, checkpoint_every)
     if resume and record is None:
         raise SettingError("resume was asked for without a record: give the folder of the run to go on with.")
-    every = measure_every or max(1, num_iterations // 20)
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
     group = group_of(engine, options.get("device", "cpu"), timeout)
@@ -145,21 +141,52 @@ def run(
         )  # fmt: skip
         falling = schedule.checked()._asdict()
         identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if record is not None else {}  # reads all data: only for a record
-        plan = {"num_iterations": num_iterations, "measure_every": every, "measure_growth": measure_growth, "checkpoint_every": checkpoint_every}
-        config = {"identity": identity, "run": plan,
+        config = {"identity": identity, "run": plan._asdict(),
                   "versions": versions(), "engine": group.engine, "ranks": group.size, **(describe or {})}  # fmt: skip
-        book = Record(record) if record is not None else None
-        return _go_through(
-            algorithm, fed, book, config, resume, num_iterations, schedule, _due(every, measure_growth, num_iterations), checkpoint_every, callbacks
-        )
+        return _go_through(algorithm, fed, Record(record) if record is not None else None, config, resume, plan, schedule, callbacks)
+
+
+def run_between_sites(
+    algorithm: Algorithm,
+    fed: Sites,
+    *,
+    num_iterations: int,
+    measure_every: int | None,
+    schedule: Schedule,
+    record: Path,
+    resume: bool,
+    callbacks: Sequence[Callback],
+    describe: Mapping[str, Any],
+) -> Result:
+    """The same outer iterations with a server that has no data, and a checkpoint after each of them."""
+    plan = _plan(num_iterations, measure_every, 0.0, 1)
+    identity = {**_identity(fed, fed.batch_size, fed.dtype), "schedule": schedule.checked()._asdict()}
+    config = {"identity": identity, "run": plan._asdict(), "versions": versions(), "engine": "federation", "ranks": 1, **describe}
+    return _go_through(algorithm, fed, Record(record), config, resume, plan, schedule, callbacks)
+
+
+class _Plan(NamedTuple):
+    num_iterations: int
+    measure_every: int
+    measure_growth: float
+    checkpoint_every: int
+
+
+def _plan(num_iterations: int, measure_every: int | None, measure_growth: float, checkpoint_every: int) -> _Plan:
+    for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
+        if value is not None and value < least:
+            raise SettingError(f"{label} is {value}, expected at least {least}.")
+    if not 0 <= measure_growth <= 1:
+        raise SettingError(f"measure_growth is {measure_growth}, expected a share between 0 and 1.")
+    return _Plan(num_iterations, measure_every or max(1, num_iterations // 20), measure_growth, checkpoint_every)
 
 
 def _go_through(
-    algorithm: Algorithm, fed: Any, book: Record | None, config: dict[str, Any], resume: bool, num_iterations: int, schedule: Schedule,
-    due: Callable[[int], bool], checkpoint_every: int, callbacks: Sequence[Callback],
-) -> Result:  # fmt: skip
+    algorithm: Algorithm, fed: Any, book: Record | None, config: dict[str, Any], resume: bool, plan: _Plan, schedule: Schedule, callbacks: Sequence[Callback]
+) -> Result:
     """The outer iterations. Of several ranks, the first alone has to do with files and callbacks."""
-    group, identity = fed.group, config["identity"]
+    group, identity, num_iterations = fed.group, config["identity"], plan.num_iterations
+    due = _due(plan.measure_every, plan.measure_growth, num_iterations)
     rows: list[dict[str, Any]] = []
     start, spent = 0, 0.0
     if resume and book is not None:
@@ -176,7 +203,7 @@ def _go_through(
         about = group.told(read)
         rows, start, spent = about["rows"], about["iteration"], about["seconds"]
         state = fed.load_state_dict(group.told_tensors(lambda: tensors), about["state"], algorithm.State)
-        fed.host.oracle.choices.update(about.get("ways", {}))  # measured again, another way might be chosen, which rounds otherwise
+        fed.ways.update(about.get("ways", {}))
         if group.rank == 0:
             book.write_config(config)
     else:
@@ -189,8 +216,9 @@ def _go_through(
 
     def save(iteration: int) -> None:
         if book is not None:
+            fed.commit()
             tensors, plain = fed.state_dict(state)
-            about = {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain, "ways": fed.host.oracle.choices}
+            about = {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain, "ways": fed.ways}
             if group.rank == 0:
                 book.save(tensors, about)
             group.meet()  # now all know that it is there
@@ -200,7 +228,7 @@ def _go_through(
             "iteration": iteration,
             "seconds": time.perf_counter() - clock,
             "megabytes": fed.ledger.megabytes,
-            **fed.roster.bill().totals(),
+            **fed.bill().totals(),
             **fed.measure(state.x, state.y),
         }
         rows.append(row)
@@ -220,24 +248,25 @@ def _go_through(
             with group.together():
                 with torch.no_grad():  # a loss may hold a frozen model of its own
                     state = now.round(fed, state)
-                    fed.host.check()
+                    fed.check()
                 _check_finite(fed, state, iteration)
             last = iteration == num_iterations
             row = measure(iteration) if last or due(iteration) else None
             here = Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)
             ask = [callback(here) for callback in callbacks] if group.rank == 0 else []
-            stopped = STOPPED[group.largest(2 if interrupted() else 1 if any(ask) else 0)]
+            stopped = STOPPED[group.largest(2 if interrupted() or fed.stop_asked() else 1 if any(ask) else 0)]
             if stopped == "callback" and row is None:  # an interrupted run will be gone on with: what it measures must not depend on that
                 measure(iteration)
-            if stopped != "finished" or last or iteration % checkpoint_every == 0:
+            if stopped != "finished" or last or iteration % plan.checkpoint_every == 0:
                 save(iteration)
                 saved = iteration
             if stopped != "finished":
                 break
+        fed.finish(state)
         x, y = fed.trees(state.x, upper=True), fed.trees(state.y, upper=False)
         if book is not None and group.rank == 0:
             book.save_solution({**_named("x", x), **_named("y", y)})
-        totals = fed.roster.bill().totals()
+        totals = fed.bill().totals()
     return Result(x, y, rows, totals, iteration, stopped, book.path if book is not None else None, state)
 
 
@@ -274,7 +303,7 @@ def versions() -> dict[str, str]:
             "platform": platform.system(), "machine": platform.machine()}  # fmt: skip
 
 
-def _identity(fed: Simulation | PeerSimulation, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
+def _identity(fed: Simulation | PeerSimulation | Sites, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that reads it. The number of outer iterations may change."""
     problem, algorithm = fed.problem, fed.algorithm
     return {
@@ -283,16 +312,12 @@ def _identity(fed: Simulation | PeerSimulation, batch_size: BatchSize, dtype: to
         "problem": problem.name,
         "scopes": problem.scopes._asdict(),
         "weights": problem.weights,
-        "x": fed.host.layout_x.describe(),
-        "y": fed.host.layout_y.describe(),
         "num_clients": fed.num_clients,
         "dtype": str(dtype).removeprefix("torch."),
-        "data": fed.roster.fingerprint(),
-        "losses": fed.host.losses_away(),
         "seed": fed.seed,
         **fed.identity(),
         "batch_size": dict(batch_size) if isinstance(batch_size, Mapping) else batch_size,
-        "sampling": fed.host.sampling,
+        "sampling": fed.sampling,
     }
 
 
@@ -323,6 +348,8 @@ def _check_finite(fed: Any, state: Any, iteration: int) -> None:
 
 
 def _named(prefix: str, value: Any) -> dict[str, Tensor]:
+    if value is None:  # it never left the sites
+        return {}
     if isinstance(value, Mapping):
         return {f"{prefix}.{name}": leaf for name, leaf in value.items()}
     return {f"{prefix}.client{i}.{name}": leaf for i, tree in enumerate(value) for name, leaf in tree.items()}

@@ -143,6 +143,7 @@ class AdaFBiO(ServerAlgorithm):
     decays = ("lr_upper", "lr_lower")  # theta is the step of a series; eta shortens it where it is that of u
     upper_space = ("x", "w", "a")
     lower_space = ("y", "v", "b", "u", "s")
+    lengths = {"b": 1}
     warns = {"global": local_neumann.BIAS}
 
     class State(NamedTuple):

@@ -68,7 +68,7 @@ class CommFedBiO(ServerAlgorithm):
     num_sketch: int = setting(20, "rows of the sketch; at most the length of u", symbol="r", least=1)
 
     upper_space = ("x",)
-    lower_space = ("y", "u")
+    lower_space = ("y", "u", "p")
     refuses = {"local": "each client then solves its own linear system, nothing of it travels and there is nothing to compress; fedbio solves such problems"}
 
     class State(NamedTuple):

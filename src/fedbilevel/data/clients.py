@@ -16,6 +16,7 @@ from fedbilevel.errors import ProblemError
 
 Holdings = Mapping[str, Mapping[str, Any]]  # one client: role -> field -> array with one row per sample
 REQUIRED = ("train", "val")
+RESERVED = ("index", "weight", "features")  # filled in by the library
 
 
 class Gathered(Mapping[str, Tensor]):
@@ -113,7 +114,7 @@ class ClientData:
             size = next(iter(lengths.values()), 0)
             if size == 0 and role in REQUIRED:
                 raise ProblemError(f"client {i} has no {role!r} samples: give it at least one, or leave that client out.")
-            reserved = {"index", "weight", "features"} & set(fields)
+            reserved = set(RESERVED) & set(fields)
             if reserved:
                 raise ProblemError(f"client {i} has a field named {reserved.pop()!r} in {role!r}; that name is filled in by the library: rename the field.")
             sizes.append(size)

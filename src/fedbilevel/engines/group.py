@@ -186,8 +186,8 @@ class Roster:
 
     def fingerprint(self) -> str:
         """Of all data: every client's own, by number, so that no data need to travel."""
-        own = [_digest(self.host.data, position) for position in range(len(self.host))]
-        table = self.rows(torch.tensor([list(digest) for digest in own], dtype=torch.uint8))[self.place_of]
+        own = [list(digest(self.host.data, position)) for position in range(len(self.host))]
+        table = self.rows(torch.tensor(own, dtype=torch.uint8))[self.place_of]
         return hashlib.blake2b(bytes(table.flatten().tolist()), digest_size=16).hexdigest()
 
     def _flat(self, rows: Tensor, ragged: bool) -> Tensor:
@@ -205,14 +205,53 @@ class Roster:
         return flat.split(self.x_sizes.tolist() if ragged and self.x_sizes is not None else len(flat) // len(self.ids))
 
 
-def _digest(data: ClientData, position: int) -> bytes:
+class Hosting:
+    """What the run loop asks of an engine whose clients live in processes that it is itself part of."""
+
+    host: Host
+    roster: Roster
+
+    @property
+    def sampling(self) -> str:
+        return self.host.sampling
+
+    @property
+    def ways(self) -> dict[str, Any]:
+        """How derivatives are computed, where that was measured: measured again, another way might be chosen, which rounds otherwise."""
+        return self.host.oracle.choices
+
+    def bill(self) -> Ledger:
+        return self.roster.bill()
+
+    def check(self) -> None:
+        """After an outer iteration."""
+        self.host.check()
+
+    def commit(self) -> None:
+        """Before a checkpoint is written. It holds all that clients keep."""
+
+    def finish(self, state: Any) -> None:
+        """After the last outer iteration. All that clients keep is at hand."""
+
+    def stop_asked(self) -> bool:
+        """Nobody can ask from outside."""
+        return False
+
+    def of_data(self) -> dict[str, Any]:
+        """What tells this problem and these data from others."""
+        host = self.host
+        layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
+        return {**layouts, "data": self.roster.fingerprint(), "losses": host.losses_away()}
+
+
+def digest(data: ClientData, position: int) -> bytes:
     """Of the data of one client."""
-    digest = hashlib.blake2b(digest_size=16)
+    state = hashlib.blake2b(digest_size=16)
     for role in sorted(data.fields):
         start, size = int(data.offsets[role][position]), int(data.sizes[role][position])
-        digest.update(role.encode())
+        state.update(role.encode())
         for name in sorted(data.fields[role]):
             tensor = data.fields[role][name][start : start + size].cpu().contiguous()
-            digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-            digest.update(tensor.numpy().tobytes())
-    return digest.digest()
+            state.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+            state.update(tensor.numpy().tobytes())
+    return state.digest()

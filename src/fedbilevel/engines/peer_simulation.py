@@ -11,10 +11,11 @@ from torch import Tensor
 from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread, waiting
 from fedbilevel.clients import BatchSize, Clients, Step
 from fedbilevel.data.clients import Holdings
-from fedbilevel.engines.group import Group, hosted
+from fedbilevel.engines.group import Group, Hosting, hosted
 from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, SettingError
 from fedbilevel.federation import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.network import AnyNetwork, Network
+from fedbilevel.population import total
 from fedbilevel.problem import Problem, Scopes
 
 _WEIGHT = 8  # bytes of a Push-Sum weight: always float64
@@ -22,7 +23,7 @@ _COUNT = 8  # bytes of the number of a running sum
 _FEW = 64  # peers up to which a process computes the whole product of a step, although it needs only some of its rows
 
 
-class PeerSimulation:
+class PeerSimulation(Hosting):
     """n peers and the network between them. The steps of the network are counted through the whole run, so that it is the same after a resume.
 
     With a group of several processes every one hosts some of the peers, and values have rows for those. Who sends to whom is known everywhere.
@@ -130,8 +131,8 @@ class PeerSimulation:
             self.ledger.charge_edges(everybody, rows.shape[1] + counts, rows.shape[1] * rows.element_size() + counts * _WEIGHT)
             self.ledger.rounds += 1
             weights = self.roster.weights
-            [total] = self.group.sum([self.host.total(rows, weights[self._mine])])
-            return (total / float(weights.sum())).to(rows.dtype).expand_as(rows)
+            [summed] = self.group.sum([total(rows, weights[self._mine])])
+            return (summed / float(weights.sum())).to(rows.dtype).expand_as(rows)
         if kind == "robust":
             return self._robust(rows)
         kept = kind == "push_sum" and self.averaging.weights == "kept"
@@ -217,7 +218,7 @@ class PeerSimulation:
         return int(self.host.ids[row])
 
     def identity(self) -> dict[str, Any]:
-        return {"network": self.network.describe(), "averaging": self.averaging.asdict()}
+        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict()}
 
     # ---- checkpoint ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,20 @@ class DataCleaning(Task):
     }
     suggested_iterations = {"*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60}
     headline = ("test_accuracy", "f1", "precision", "recall")
+    needs = {
+        "train": {"image": "one row of numbers per sample", "label": "its class as it is noted, right or wrong, from 0"},
+        "val": {"image": "as in train", "label": "its true class"},
+    }
+    measures = {
+        "train": {"wrong": "whether the noted class is wrong: for precision, recall and f1"},
+        "test": {"image": "as in train", "label": "its true class: for test_accuracy"},
+    }
 
     def build(self) -> Built:
         rng = np.random.default_rng(self.data_seed)
         images, rest, test = self._images(rng)
         labels = images.label
-        num_classes, dim = int(labels.max()) + 1, images.image.shape[1]
+        num_classes = int(labels.max()) + 1
         holders = [sum(1 for i in range(self.num_clients) if i % num_classes == label) for label in range(num_classes)]
         clean = {label: rest[places] for label, places in take_per_class(labels[rest], self.num_clean * max(holders), rng).items()}
         train = self._some(np.setdiff1d(rest, np.concatenate([clean[label][: self.num_clean * holders[label]] for label in clean])), rng)
@@ -89,17 +97,25 @@ class DataCleaning(Task):
                     "test": test.some(testing).fields(),
                 }
             )
-        problem = Problem(
+        return Built(self.problem(Shapes.of(clients[0], num_classes)), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
+        (dim,) = shapes.sample("image", "train", "val", "test", ndim=1)
+        marked, tested = shapes.has("train", "wrong"), shapes.has("test", "image", "label")
+        if marked:
+            shapes.sample("wrong", "train", kinds=("bool", "int"), ndim=0)
+        return Problem(
             upper=_upper,
             lower=lambda x, y, batch: _weighted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"logit": torch.zeros(sizes["train"])},
-            y0=self._start(dim, num_classes),
+            y0=self._start(dim, shapes.classes()),
             scopes=Scopes(upper="private"),
-            statistics={"train": _flagged, "test": _tested},
+            statistics={**({"train": _flagged} if marked else {}), **({"test": _tested} if tested else {})},
             metrics=_metrics,
             name="data_cleaning",
         )
-        return Built(problem, clients)
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
         """Images, the places of those that are not for testing, and the ones that are."""
@@ -153,12 +169,8 @@ def _upper(x: Any, y: Any, batch: Any) -> Tensor:
 
 
 def _flagged(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    real, flagged = batch["weight"] > 0, x["logit"][batch["index"]] < 0
-    return {
-        "tp": (real & flagged & batch["wrong"]).sum(),
-        "fp": (real & flagged & ~batch["wrong"]).sum(),
-        "fn": (real & ~flagged & batch["wrong"]).sum(),
-    }
+    real, flagged, wrong = batch["weight"] > 0, x["logit"][batch["index"]] < 0, batch["wrong"].bool()
+    return {"tp": (real & flagged & wrong).sum(), "fp": (real & flagged & ~wrong).sum(), "fn": (real & ~flagged & wrong).sum()}
 
 
 def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
@@ -169,8 +181,11 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums over all clients; a mean of per-client ratios would be another number."""
+    accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if "tested" in sums else {}
+    if "tp" not in sums:
+        return accuracy
     flagged, wrong = sums["tp"] + sums["fp"], sums["tp"] + sums["fn"]
     precision = sums["tp"] / flagged if flagged else 0.0
     recall = sums["tp"] / wrong if wrong else 0.0
     f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-    return {"test_accuracy": sums["right"] / sums["tested"], "precision": precision, "recall": recall, "f1": f1}
+    return {**accuracy, "precision": precision, "recall": recall, "f1": f1}

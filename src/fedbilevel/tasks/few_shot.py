@@ -34,6 +34,7 @@ the paper gives neither.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -51,7 +52,7 @@ from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 _TURNS = 4
 _LENGTH = 4.0  # features are at most so long, in the root of the mean square over the images of a sample
@@ -105,6 +106,11 @@ class FewShot(Task):
     suggested = {"*": {"lr_upper": 1.0, "lr_lower": 0.4, "lr_system": 0.5}, "fedbioacc_local": _ACCELERATED, "distbioacc": _ACCELERATED}
     suggested_iterations = {"*": 40, "distbio": 200, "distbioacc": 200}
     headline = ("validation_accuracy", "test_accuracy", "query_accuracy")
+    needs = {role: {"image": "one image of every character of every task, (num_tasks, num_ways, pixels)"} for role in ("train", "val")}
+    measures = {
+        "held_out": {"image": "one episode, num_shots images of every character and then its queries, (images, num_ways, pixels): for validation_accuracy"},
+        "test": {"image": "likewise, of other characters: for test_accuracy"},
+    }
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
@@ -122,23 +128,42 @@ class FewShot(Task):
                     **{role: {"image": part[0], "character": part[1]} for role, part in zip(("held_out", "test"), held, strict=True)},
                 }
             )
-        side = alphabets.images.shape[-1]
+        return Built(self.problem(Shapes.of(clients[0])), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        num_tasks, num_ways, num_pixels = shapes.sample("image", "train", "val", ndim=3)
+        if (num_tasks, num_ways) != (self.num_tasks, self.num_ways):
+            raise ProblemError(
+                f"samples of train/image have {num_tasks} tasks of {num_ways} characters, the settings say {self.num_tasks} of {self.num_ways}: "
+                "set num_tasks and num_ways as the data are."
+            )
+        side = math.isqrt(num_pixels)
+        if side not in _SIZES or num_pixels != side * side:
+            raise ProblemError(f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28).")
+        held = {role: name for role, name in (("held_out", "validation"), ("test", "test")) if shapes.has(role, "image")}
+        for role in held:
+            num_images, *rest = shapes.sample("image", role, ndim=3)
+            if num_images <= self.num_shots or rest != [num_ways, num_pixels]:
+                raise ProblemError(
+                    f"samples of {role}/image have the shape {(num_images, *rest)}, expected more than num_shots ({self.num_shots}) images, and then "
+                    f"({num_ways}, {num_pixels}) as in train."
+                )
         num_layers, num_filters = _SIZES[side].num_layers, self.num_filters or _SIZES[side].num_filters
-        shapes = {f"conv{i}": (num_filters, 1 if i == 1 else num_filters, 3, 3) for i in range(1, num_layers + 1)}
-        weights = uniform(shapes, torch.Generator().manual_seed(self.data_seed))
+        layers = {f"conv{i}": (num_filters, 1 if i == 1 else num_filters, 3, 3) for i in range(1, num_layers + 1)}
+        weights = uniform(layers, torch.Generator().manual_seed(self.data_seed))
         heads = (self.num_tasks, self.num_ways)
-        problem = Problem(
+        return Problem(
             upper=lambda x, y, batch: (batch["weight"] * _losses(y, batch).mean(1)).sum(),
             lower=lambda x, y, batch: (batch["weight"] * _losses(y, batch).sum(1)).sum() + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0={name: leaf for name, leaf in weights.items() if name != f"conv{num_layers}.bias"},
             y0={"head.weight": torch.zeros(*heads, num_filters), "head.bias": torch.zeros(heads)},
             scopes=Scopes(lower="local"),
             features=self._features(side, num_layers),
-            statistics={"val": _own, "held_out": self._adapted("validation"), "test": self._adapted("test")},
+            statistics={"val": _own, **{role: self._adapted(name) for role, name in held.items()}},
             metrics=_metrics,
             name="few_shot",
         )
-        return Built(problem, clients)
 
     def _dealt(self, alphabets: _Alphabets, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """The characters of every client, and those for validation and for testing."""
@@ -247,7 +272,7 @@ def _own(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums over all clients."""
-    return {f"{name}_accuracy": sums[f"{name}_right"] / sums[f"{name}_answers"] for name in ("validation", "test", "query")}
+    return {f"{name}_accuracy": sums[f"{name}_right"] / sums[f"{name}_answers"] for name in ("validation", "test", "query") if f"{name}_answers" in sums}
 
 
 def _digit_alphabets(rng: np.random.Generator) -> _Alphabets:

@@ -45,7 +45,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
 _HIDDEN = 200  # units of the hidden layer of the MLP
@@ -61,6 +61,7 @@ class _Sizes(NamedTuple):
 
 
 _SIZES = {8: _Sizes((3, 2), (8, 16), 32), 28: _Sizes((5, 5), (10, 20), 50), 32: _Sizes((5, 5), (6, 16), 120)}
+_IMAGES = {channels * side * side: (channels, side) for channels in (1, 3) for side in _SIZES}  # channels and side, by how many numbers an image has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +96,14 @@ class HyperRepresentation(Task):
     }
     suggested_iterations = {"*": 200, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
     headline = ("test_accuracy", "train_accuracy")
+    needs = {role: {"image": "one row of numbers per sample; channel after channel for the cnn", "label": "its class from 0"} for role in ("train", "val")}
+    measures = {"test": {"image": "as in train", "label": "its class: for test_accuracy"}}
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
         train, test = train_and_test(self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir)
-        num_channels = NUM_CHANNELS.get(self.data, 1)
         if self.pixels == "standard":
-            train, test = standardised(train, test, num_channels)
+            train, test = standardised(train, test, NUM_CHANNELS.get(self.data, 1))
         clients: list[Holdings] = []
         for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
             if len(mine) < 2:
@@ -109,32 +111,41 @@ class HyperRepresentation(Task):
             num_val = min(max(1, round(self.val_share * len(mine))), len(mine) - 1)
             val, rest = np.split(rng.permutation(mine), [num_val])
             clients.append({"train": train.some(rest).fields(), "val": train.some(val).fields(), "test": test.some(testing).fields()})
-        side, num_classes = round((train.image.shape[1] / num_channels) ** 0.5), int(train.label.max()) + 1
-        x0, y0 = self._weights(num_channels, side, num_classes)
-        problem = Problem(
+        return Built(self.problem(Shapes.of(clients[0], int(train.label.max()) + 1)), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
+        (num_pixels,) = shapes.sample("image", "train", "val", "test", ndim=1)
+        if self.model == "cnn" and num_pixels not in _IMAGES:
+            known = ", ".join(f"{num} ({channels} x {side} x {side})" for num, (channels, side) in _IMAGES.items())
+            raise ProblemError(f"images have {num_pixels} numbers, expected one of {known} for the model cnn: use the model mlp.")
+        x0, y0 = self._weights(num_pixels, shapes.classes())
+        measured = [role for role in ("test", "train") if shapes.has(role, "image", "label")]
+        return Problem(
             upper=self._entropy,
             lower=lambda x, y, batch: self._entropy(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=x0,
             y0=y0,
             scopes=Scopes(lower=self.lower),
-            features=self._features(num_channels, side),
-            statistics={role: self._answers(role) for role in ("test", "train")},
+            features=self._features(num_pixels),
+            statistics={role: self._answers(role) for role in measured},
             metrics=_metrics,
             name="hyper_representation",
         )
-        return Built(problem, clients)
 
     def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         return iid(len(labels), self.num_clients, rng) if self.split == "iid" else shards(labels, self.num_clients, 2, rng)
 
-    def _weights(self, num_channels: int, side: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _weights(self, num_pixels: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the CNN's three hidden layers are sqrt(6) times
         larger, as otherwise so little of an image is left after them that learning hardly begins."""
-        sizes = _SIZES[side]
         if self.model == "mlp":
             hidden = self.num_hidden or _HIDDEN
-            shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, num_channels * side * side)}
+            shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, num_pixels)}
         else:
+            num_channels, side = _IMAGES[num_pixels]
+            sizes = _SIZES[side]
             hidden, (first, second), (one, two) = self.num_hidden or sizes.hidden, sizes.channels, sizes.kernels
             rest = ((side - one + 1) // 2 - two + 1) // 2
             shapes = {"conv1": (first, num_channels, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest)}
@@ -142,14 +153,14 @@ class HyperRepresentation(Task):
         draw = torch.Generator().manual_seed(self.data_seed)
         return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform(head, draw)
 
-    def _features(self, num_channels: int, side: int) -> Callable[[Any, Any], Tensor]:
+    def _features(self, num_pixels: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, hidden units)."""
         activation = ACTIVATIONS[self.activation]
 
         def features(x: Any, batch: Any) -> Tensor:
             z = batch["image"]
             if self.model == "cnn":
-                z = z.reshape(-1, num_channels, side, side)
+                z = z.reshape(-1, *_IMAGES[num_pixels], _IMAGES[num_pixels][1])
                 for name in ("conv1", "conv2"):
                     z = max_pool2d(activation(conv2d(z, x[f"{name}.weight"], x[f"{name}.bias"])), 2)
                 z = z.flatten(1)
@@ -177,4 +188,4 @@ class HyperRepresentation(Task):
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums over all clients."""
-    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "train")}
+    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "train") if f"{role}_samples" in sums}

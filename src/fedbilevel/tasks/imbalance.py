@@ -36,7 +36,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,11 @@ class Imbalance(Task):
     }
     suggested_iterations = {"*": 200, "fedavg": 100, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
     headline = ("balanced_test_accuracy", "rarest_test_accuracy")
+    needs = {
+        "train": {"image": "one row of numbers per sample", "label": "its class from 0, the commonest first"},
+        "val": {"image": "as in train", "label": "its class; about as many samples of every class"},
+    }
+    measures = {"test": {"image": "as in train", "label": "its class: for the accuracies"}}
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
@@ -75,16 +80,22 @@ class Imbalance(Task):
         for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
             own = np.concatenate([places[i * self.num_val : (i + 1) * self.num_val] for places in val.values()])
             clients.append({"train": train.some(mine).fields(), "val": pool.some(own).fields(), "test": test.some(testing).fields()})
-        problem = Problem(
+        return Built(self.problem(Shapes.of(clients[0], num_classes)), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
+        (num_pixels,) = shapes.sample("image", "train", "val", "test", ndim=1)
+        num_classes, tested = shapes.classes(), shapes.has("test", "image", "label")
+        return Problem(
             upper=lambda x, y, batch: _mean(_logits(y, batch), batch),
             lower=lambda x, y, batch: _mean(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0={"delta": torch.zeros(num_classes), "ell": torch.zeros(num_classes)},
-            y0=self._weights(pool.image.shape[1], num_classes),
-            statistics={"test": _tested(num_classes)},
-            metrics=_metrics(num_classes),
+            y0=self._weights(num_pixels, num_classes),
+            statistics={"test": _tested(num_classes)} if tested else {},
+            metrics=_metrics(num_classes) if tested else lambda sums: {},
             name="imbalance",
         )
-        return Built(problem, clients)
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Training samples among those that validation leaves: n_c = n_0 ratio^(-c/(C-1)), with the largest n_0 that all classes allow."""

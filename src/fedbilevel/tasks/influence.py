@@ -34,10 +34,10 @@ from fedbilevel.data.corruption import flip_labels
 from fedbilevel.data.digits import digits
 from fedbilevel.data.mixture import mixture
 from fedbilevel.data.partition import dirichlet
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 Clients = list[dict[str, dict[str, np.ndarray]]]
 NUM_CLASSES = 10
@@ -51,6 +51,7 @@ class Layer(NamedTuple):
     pooled: bool
 
 
+_SIDES = {"digits": 8, "mnist": 28}
 LAYERS = {"digits": (Layer(8, 3, True), Layer(16, 2, False)), "mnist": (Layer(20, 5, True), Layer(20, 5, True))}
 
 
@@ -74,6 +75,10 @@ class Influence(Task):
     # For the mixture, where the curvature of a client's lower level is about 0.2.
     suggested = {"*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 1.0, "num_local_steps": 1}}
     headline = ("upper_loss", "lower_loss", "val_accuracy")
+    needs = {
+        role: {"input": "one row of numbers per sample for the mixture, one image (side, side) otherwise", "label": "its class from 0"}
+        for role in ("train", "val")
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,10 +92,19 @@ class Influence(Task):
     def build(self) -> Built:
         rng = np.random.default_rng(self.data_seed)
         clients = self._mixture(rng) if self.data == "mixture" else self._images(rng)
-        shape = clients[0]["train"]["input"].shape[1:]
         for client, mine in zip(clients, self._flipped(clients, rng), strict=True):
             client["train"].update(mine)
-        problem = Problem(
+        return Built(self.problem(Shapes.of(clients[0], self._num_classes())), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        if shapes.classes() != self._num_classes():
+            raise ProblemError(f"influence on {self.data} has {self._num_classes()} classes, but num_classes is {shapes.num_classes}: choose other data.")
+        shapes.sample("label", "train", "val", kinds=("int",), ndim=0)
+        shape = shapes.sample("input", "train", "val", ndim=1 if self.data == "mixture" else 2)
+        if self.data != "mixture" and shape != (_SIDES[self.data],) * 2:
+            raise ProblemError(f"influence on {self.data} has images of shape {(_SIDES[self.data],) * 2}, but samples of train/input are of shape {shape}.")
+        return Problem(
             upper=lambda x, y, batch: (batch["weight"] * self._losses(y, batch)).sum(),
             lower=self._lower,
             x0=lambda sizes: {"mask": torch.ones(sizes["train"])},
@@ -100,7 +114,9 @@ class Influence(Task):
             metrics=lambda sums: {"val_accuracy": sums["right"] / sums["seen"]},
             name="influence",
         )
-        return Built(problem, clients)
+
+    def _num_classes(self) -> int:
+        return 2 if self.data == "mixture" else NUM_CLASSES
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -177,8 +193,8 @@ class Influence(Task):
         return clients
 
     def _flipped(self, clients: Clients, rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
-        num_classes = 2 if self.data == "mixture" else NUM_CLASSES
-        return [dict(zip(("label", "wrong"), flip_labels(one["train"]["label"], self.wrong, num_classes, rng), strict=True)) for one in clients]
+        flip = lambda labels: flip_labels(labels, self.wrong, self._num_classes(), rng)
+        return [dict(zip(("label", "wrong"), flip(one["train"]["label"]), strict=True)) for one in clients]
 
 
 # The paper's M and S. Its eta = 1 is the suggestion for every algorithm above.

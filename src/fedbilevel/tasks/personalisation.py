@@ -36,10 +36,11 @@ from fedbilevel.data import idx
 from fedbilevel.data.clients import Holdings
 from fedbilevel.data.digits import digits
 from fedbilevel.data.partition import dirichlet
+from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.initial import uniform
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 Network = Callable[[Any, Tensor, int], Tensor]  # weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
 Score = Callable[[Any, Any, Any], Tensor]
@@ -83,32 +84,49 @@ class Personalisation(Task):
     suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
     suggested_iterations = {"*": 100}
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
+    needs = {
+        "train": {"image": "one row of numbers per sample", "label": "its class from 0"},
+        "val": {"image": "the same samples as in train", "label": "as in train"},
+    }
+    measures = {
+        "stop": {"image": "as in train", "label": "its class: for stop_accuracy"},
+        "test": {"image": "as in train", "label": "its class: for test_accuracy and how it differs between clients"},
+    }
 
     def build(self) -> Built:
         images, labels, num_classes = self._images()
-        side, several = round(images.shape[1] ** 0.5), self.personalise in ("ensemble", "mixture")
+        clients = self._clients(images, labels)
+        return Built(self.problem(Shapes.of(clients[0], num_classes)), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        shapes.sample("label", "train", "val", "stop", "test", kinds=("int",), ndim=0)
+        (num_pixels,) = shapes.sample("image", "train", "val", "stop", "test", ndim=1)
+        num_classes, side, several = shapes.classes(), round(num_pixels**0.5), self.personalise in ("ensemble", "mixture")
+        if self.model == "cnn" and (side not in _SIZES or num_pixels != side * side):
+            raise ProblemError(f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the model mlp or linear.")
+        measured = [role for role in ("test", "stop") if shapes.has(role, "image", "label")]
         score = self._score(_NETWORKS[self.model], side, num_classes)
         length, start = {"mask": num_classes, "none": 1}.get(self.personalise, self.num_networks), 0.0
         if self.personalise == "mixture":
             start = -math.log(self.num_networks)
         fit = nll_loss if self.personalise == "mixture" else cross_entropy
-        problem = Problem(
+        return Problem(
             # cross_entropy scales the weights of the mixture to sum to one, nll_loss takes them as they are
             upper=lambda x, y, batch: _mean(cross_entropy, score(x, y, batch), batch) + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum(),
             lower=lambda x, y, batch: _mean(fit, score(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"lambda": torch.full((length,), start)},
             y0=uniform(
-                self._shapes(side, num_classes),
+                self._layers(num_pixels, num_classes),
                 torch.Generator().manual_seed(self.data_seed),
                 num_networks=self.num_networks if several else None,
             ),
             scopes=Scopes(lower=self.lower, upper="private"),
-            statistics={role: _answers(score, role) for role in ("test", "stop")},
+            statistics={role: _answers(score, role) for role in measured},
             metrics=_metrics,
-            across=_across,
+            across=_across if "test" in measured else None,
             name="personalisation",
         )
-        return Built(problem, self._clients(images, labels))
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Images (n, pixels) in [0, 1], labels from 0, and how many labels there are: all of the set, however small the share that is used."""
@@ -146,12 +164,13 @@ class Personalisation(Task):
             clients.append({**roles, "val": roles["train"]})
         return clients
 
-    def _shapes(self, side: int, num_classes: int) -> dict[str, tuple[int, ...]]:
+    def _layers(self, num_pixels: int, num_classes: int) -> dict[str, tuple[int, ...]]:
         scaled = lambda number: max(1, round(self.width * number))
         if self.model == "linear":
-            return {"out": (num_classes, side * side)}
+            return {"out": (num_classes, num_pixels)}
         if self.model == "mlp":
-            return {"hidden": (scaled(_HIDDEN), side * side), "out": (num_classes, scaled(_HIDDEN))}
+            return {"hidden": (scaled(_HIDDEN), num_pixels), "out": (num_classes, scaled(_HIDDEN))}
+        side = math.isqrt(num_pixels)
         sizes = _SIZES[side]
         (first, second), (one, two), hidden = map(scaled, sizes.channels), sizes.kernels, scaled(sizes.hidden)
         rest = ((side - one + 1) // 2 - two + 1) // 2
@@ -205,7 +224,7 @@ def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Ten
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums: means over clients weighted by their samples."""
-    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "stop")}
+    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "stop") if f"{role}_samples" in sums}
 
 
 def _across(found: Any) -> dict[str, float]:

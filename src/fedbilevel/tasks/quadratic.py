@@ -11,6 +11,7 @@ taken at the wrong point); the closed forms are for bend = 0.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,30 @@ class Quadratic(Task):
     }
     suggested_iterations = {"*": 500}
     headline = ("hypergradient_norm", "distance", "upper_loss")
+    needs = {
+        "train": {"A": "matrix (d_y, d_y)", "B": "matrix (d_y, d_x)", "c": "vector (d_y,)"},
+        "val": {"D": "matrix (d_y, d_y)", "t": "vector (d_y,)", "R": "matrix (d_x, d_x)", "r": "vector (d_x,); with cross also E (d_y, d_x)"},
+    }
 
     def build(self) -> Built:
-        closed = self.closed_form()
-        problem = Problem(
+        clients = self.clients()
+        problem = self.problem(Shapes.of(clients[0]))
+        if self.upper == "shared" and self.lower == "global" and self.bend == 0:  # known of all clients together only
+            problem = dataclasses.replace(problem, diagnostics=self.closed_form().diagnostics)
+        return Built(problem, clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        if self.cross and not shapes.has("val", "E"):
+            raise ProblemError("quadratic with cross above 0 needs val/E, a matrix (d_y, d_x), but there is none: add that field.")
+        dx, dy = self.dim_upper, self.dim_lower
+        sides = {"A": (dy, dy), "B": (dy, dx), "c": (dy,), "D": (dy, dy), "t": (dy,), "R": (dx, dx), "r": (dx,), **({"E": (dy, dx)} if self.cross else {})}
+        for name, shape in sides.items():
+            if shapes.sample(name, "train", "val") != shape:
+                raise ProblemError(
+                    f"samples of {name} have the shape {shapes.sample(name, 'train', 'val')}, expected {shape} with dim_upper {dx} and dim_lower {dy}."
+                )
+        return Problem(
             upper=lambda x, y, batch: (
                 _upper(x, y, batch) + (self.cross * torch.einsum("s,sij,i,j->", batch["weight"], batch["E"], y["y"], x["x"]) if self.cross else 0)
             ),
@@ -58,10 +80,8 @@ class Quadratic(Task):
             y0={"y": torch.zeros(self.dim_lower)},
             scopes=Scopes(lower=self.lower, upper=self.upper),
             weights=self.weights,
-            diagnostics=closed.diagnostics if self.upper == "shared" and self.lower == "global" and self.bend == 0 else None,
             name="quadratic",
         )
-        return Built(problem, self.clients())
 
     def clients(self) -> list[dict[str, dict[str, np.ndarray]]]:
         rng = np.random.default_rng(self.data_seed)

@@ -36,7 +36,7 @@ from fedbilevel.data.partition import iid
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
-from fedbilevel.tasks.task import Built, Task
+from fedbilevel.tasks.task import Built, Shapes, Task
 
 Clients = list[dict[str, dict[str, np.ndarray]]]
 
@@ -68,22 +68,31 @@ class Regularisation(Task):
     }
     suggested_iterations = {"*": 400, "fednest": 100, "fbo_aggitd": 100}
     headline = ("upper_loss", "test_accuracy", "test_loss")
+    needs = {role: {"input": "one row of numbers per sample", "label": "0 or 1"} for role in ("train", "val")}
+    measures = {"test": {"input": "as in train", "label": "0 or 1: for test_accuracy and test_loss"}}
 
     def build(self) -> Built:
         rng = np.random.default_rng(self.data_seed)
         clients = self._mixture(rng) if self.data == "mixture" else self._census(rng)
-        dim = clients[0]["train"]["input"].shape[1]
-        problem = Problem(
+        return Built(self.problem(Shapes.of(clients[0], num_classes=2)), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        if shapes.classes() != 2:
+            raise ProblemError(f"regularisation tells two classes apart, but num_classes is {shapes.num_classes}: give labels 0 and 1 and num_classes 2.")
+        shapes.sample("label", "train", "val", "test", kinds=("int", "float"), ndim=0)
+        (dim,) = shapes.sample("input", "train", "val", "test", ndim=1)
+        tested = shapes.has("test", "input", "label")
+        return Problem(
             upper=_upper,
             lower=self._lower,
             x0={"lambda": torch.full((dim + 1,), self._start())},
             y0={"weight": torch.zeros(dim), "bias": torch.zeros(1)},
             scopes=Scopes(upper=self.upper),
-            statistics={"test": _tested},
-            metrics=_metrics,
+            statistics={"test": _tested} if tested else {},
+            metrics=_metrics if tested else lambda sums: {},
             name="regularisation",
         )
-        return Built(problem, clients)
 
     def _start(self) -> float:
         return float(self.start) if self.start is not None else -2.0 if self.parametrisation == "exp" else 0.0

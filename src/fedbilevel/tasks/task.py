@@ -1,14 +1,117 @@
-"""What a task is: settings that build a problem and its clients."""
+"""What a task is: settings that build a problem and its clients.
+
+Where data may not move, nobody can build both: sites have data and the server has none. So the problem is made of settings and `Shapes`, which say
+what samples look like and nothing about what they are; `build()` goes the same way, with the shapes of the data that it made.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
+from torch import Tensor
+
+import fedbilevel.tasks
 from fedbilevel.data.clients import Holdings
+from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem
 from fedbilevel.settings import Settings
+
+Kind = Literal["float", "int", "bool"]
+_WORDS: dict[str, str] = {"float": "floating-point numbers", "int": "whole numbers", "bool": "true or false"}
+
+
+class Sample(NamedTuple):
+    """What one sample of a field looks like."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def kind(self) -> str:
+        """float, int or bool: the width of floating-point numbers is the run's choice, whatever the data have."""
+        known = {"float": ("float", "bfloat"), "int": ("int", "uint"), "bool": ("bool",)}
+        return next((kind for kind, starts in known.items() if self.dtype.startswith(starts)), self.dtype)
+
+    def __str__(self) -> str:
+        return f"{_WORDS.get(self.kind, self.dtype)} of shape {self.shape}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What one client's samples look like. It holds no datum, so a server may know it.
+
+    fields: role -> field -> (shape of one sample, name of its type).
+    num_classes: how many classes labels have at all sites together; one site may lack a class, so its data cannot tell.
+    """
+
+    fields: Mapping[str, Mapping[str, Sample]]
+    num_classes: int | None = None
+
+    def __post_init__(self) -> None:
+        num = self.num_classes
+        if num is not None and (not isinstance(num, int) or isinstance(num, bool) or num < 2):
+            raise ProblemError(f"num_classes is {num!r}, expected a whole number, at least 2, or nothing where labels are no classes.")
+        try:
+            same = {role: {name: Sample(_shape(shape), _text(dtype)) for name, (shape, dtype) in own.items()} for role, own in self.fields.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ProblemError(f"the fields are {self.fields!r}, expected {{role: {{field: (shape of one sample, name of its type)}}}}.") from error
+        object.__setattr__(self, "fields", MappingProxyType({role: MappingProxyType(own) for role, own in same.items()}))
+
+    @classmethod
+    def of(cls, holdings: Holdings, num_classes: int | None = None) -> Shapes:
+        return cls({role: {name: _looks(value, role, name) for name, value in own.items()} for role, own in holdings.items()}, num_classes)
+
+    def asdict(self) -> dict[str, Any]:
+        """Plain lists and dicts, for JSON."""
+        fields = {role: {name: [list(shape), dtype] for name, (shape, dtype) in own.items()} for role, own in self.fields.items()}
+        return {"fields": fields, "num_classes": self.num_classes}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Shapes:
+        if not isinstance(values, Mapping) or set(values) != {"fields", "num_classes"}:
+            raise ProblemError(f"the shapes are {values!r}, expected a table with fields and num_classes.")
+        return cls(values["fields"], values["num_classes"])
+
+    def has(self, role: str, *names: str) -> bool:
+        return all(name in self.fields.get(role, {}) for name in names) and role in self.fields
+
+    def classes(self) -> int:
+        if self.num_classes is None:
+            raise ProblemError("num_classes is not given, but labels are classes: say how many there are at all sites together, as one site may lack a class.")
+        return self.num_classes
+
+    def sample(self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None) -> tuple[int, ...]:
+        """The shape of one sample of a field, which has to be the same in all of these roles that have it."""
+        found = {f"{role}/{name}": self.fields[role][name] for role in roles if self.has(role, name)}
+        where, first = next(iter(found.items()))
+        for place, one in found.items():
+            if one.kind not in kinds:
+                raise ProblemError(f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected {' or '.join(map(_WORDS.__getitem__, kinds))}.")
+            if one.shape != first.shape:
+                raise ProblemError(f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need the same.")
+        if ndim is not None and len(first.shape) != ndim:
+            what = ("one number", "one row of numbers", "rows and columns of numbers", "three dimensions")[ndim]
+            raise ProblemError(f"samples of {where} have the shape {first.shape}, expected {what} each: reshape them.")
+        return first.shape
+
+    def misfit(self, own: Shapes) -> str | None:
+        """Why data that look like `own` cannot serve a problem for data like these, in words; nothing if they can. More than is asked for does no harm."""
+        if own.num_classes != self.num_classes:
+            return f"there are {own.num_classes} classes, expected {self.num_classes}"
+        for role, fields in self.fields.items():
+            for name, asked in fields.items():
+                if not own.has(role, name):
+                    return f"there is no {role}/{name}, expected {asked}"
+                found = own.fields[role][name]
+                if (found.shape, found.kind) != (asked.shape, asked.kind):
+                    return f"samples of {role}/{name} are {found}, expected {asked}"
+        return None
 
 
 class Built(NamedTuple):
@@ -17,11 +120,17 @@ class Built(NamedTuple):
 
 
 class Task(Settings):
-    """`suggested` holds values that work on this task for settings the user leaves alone, for every algorithm under "*" and by name for one."""
+    """`suggested` holds values that work on this task for settings the user leaves alone, for every algorithm under "*" and by name for one.
+
+    `needs` says what a site's own folder has to hold for this task, role -> field -> its meaning in a line, and `measures` what only figures need: where
+    that is absent, the figures made of it are absent, too.
+    """
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
     headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")  # the figures a person looks at first
+    needs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    measures: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     @classmethod
     def name(cls) -> str:
@@ -29,6 +138,21 @@ class Task(Settings):
 
     def build(self) -> Built:
         raise NotImplementedError
+
+    def problem(self, shapes: Shapes) -> Problem:
+        """The problem of these settings for clients whose samples look like that, the same at the server and at every site."""
+        raise ProblemError(
+            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes), or use one of "
+            f"{', '.join(sorted(kind.name() for kind in _own_tasks() if kind.problem is not Task.problem))}."
+        )
+
+    def check(self, shapes: Shapes) -> None:
+        """That all is there which this task needs."""
+        for role, fields in self.needs.items():
+            for name, meaning in fields.items():
+                if not shapes.has(role, name):
+                    found = ", ".join(f"{role}/{field}" for role, own in shapes.fields.items() for field in own) or "nothing"
+                    raise ProblemError(f"{self.name()} needs {role}/{name} ({meaning}), but there is {found} only: add that field.")
 
     def repeated(self, r: int) -> Self:
         """The task of repetition r: other data of the same kind, where the task has a seed for them."""
@@ -42,3 +166,28 @@ class Task(Settings):
     @classmethod
     def iterations(cls, algorithm: str) -> int:
         return cls.suggested_iterations.get(algorithm, cls.suggested_iterations["*"])
+
+
+def _own_tasks() -> list[type[Task]]:
+    for module in pkgutil.iter_modules(fedbilevel.tasks.__path__):
+        importlib.import_module(f"fedbilevel.tasks.{module.name}")
+    return [kind for kind in Task.__subclasses__() if kind.__module__.startswith("fedbilevel.tasks.")]
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, str) or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in shape):
+        raise ValueError(shape)
+    return tuple(shape)
+
+
+def _text(dtype: Any) -> str:
+    if not isinstance(dtype, str):
+        raise TypeError(dtype)
+    return dtype
+
+
+def _looks(value: Any, role: str, name: str) -> Sample:
+    array = value if isinstance(value, Tensor) else np.asarray(value)
+    if array.ndim == 0:
+        raise ProblemError(f"{role}/{name} is a single number: give one row per sample.")
+    return Sample(tuple(array.shape[1:]), str(array.dtype).removeprefix("torch."))

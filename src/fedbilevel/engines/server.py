@@ -1,0 +1,270 @@
+"""What a server knows and does, wherever its clients are: cohorts, means, who holds which array, which values stay at clients, and what it all costs.
+
+An engine says how clients are asked; everything that must be the same in a simulation and between organisations is here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbilevel.draws import SERVER, Stream
+from fedbilevel.engines.group import Group
+from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
+from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
+from fedbilevel.ledger import Ledger
+from fedbilevel.population import total
+from fedbilevel.problem import Problem
+
+Answers = dict[str, "Tensor | Sparse | None"]  # by name, one row per client that answered; None: nothing was sent, or it is kept there
+
+
+class Server:
+    """Implements `Federation`, but for how clients are asked.
+
+    Places are the order in which clients were given; numbers address draws, the ledger and checkpoints.
+    ids: the clients' numbers by place. weights: how much each counts, by place.
+    """
+
+    group: Group = Group()
+
+    def __init__(
+        self, algorithm: Algorithm, problem: Problem, *, seed: int, cohort: Cohort, ids: Tensor, weights: Tensor, ledger: Ledger, stream: Stream
+    ) -> None:
+        self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
+        self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
+        self.place_of = ids.argsort()  # by number
+        self.weights_by_place, self.weights = weights, weights[self.place_of]
+        self.cohort = cohort.checked()
+        if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
+            raise SettingError(f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort().")
+        self.kept_names = algorithm.kept_names(problem.scopes)
+        self._versions: dict[str, int] = {}
+        self._kept_in: dict[str, Tensor] = {}  # the outer iteration in which each client last wrote its row
+        self._held = Held(self.num_clients)
+        self.iteration = self.call = self._draws = 0
+        self._draw_cohort()
+
+    # ---- what an engine says -----------------------------------------------------------------------------------------
+
+    def place(self, name: str, value: Tensor) -> Any:
+        """A value where its scope says: kept at the clients, or at the server. No round."""
+        raise NotImplementedError
+
+    def _ask(self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool) -> tuple[Answers, Tensor, Tensor]:
+        """Run a phase at the clients at `places`, and store there what is kept there. What came back, and from whom. means: only means are wanted."""
+        raise NotImplementedError
+
+    def _absent(self) -> Iterable[int]:
+        """Numbers of clients that are known not to answer the next call."""
+        return ()
+
+    def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
+        """Weighted sums of the rows of all clients at `places`, in float64."""
+        return [total(rows, weights) for rows in sent.values()]
+
+    def _of_all(self, rows: Tensor) -> Tensor:
+        """Rows of all clients by place, of those that this process has."""
+        return rows
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        return self._round(phase, broadcast, self._means)
+
+    def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        return self._round(phase, broadcast, self._by_client)
+
+    def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
+        """Sums are divided once."""
+        weights = times * self.weights_by_place[places]
+        whole = float(weights.sum())
+        totals = self._summed(sent, places, weights)
+        return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
+
+    def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
+        if len(places) < self.num_clients:
+            missing = sorted({*range(self.num_clients)} - {*self.ids[places].tolist()})
+            raise FedBilevelError(f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients.")
+        return {name: self._of_all(rows)[self.place_of.to(rows.device)] for name, rows in sent.items()}
+
+    def _round(
+        self, phase: Callable[..., Any], broadcast: Mapping[str, Value], join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
+    ) -> SimpleNamespace:
+        self.call += 1
+        answers, places, times = self._ask(phase.__name__, broadcast, *self._present(broadcast.values()), join == self._means)
+        gathered: dict[str, Any] = dict.fromkeys(answers)
+        sent: dict[str, Tensor] = {}
+        for name, value in answers.items():
+            if name in self.kept_names and value is not None:
+                gathered[name] = self._keep(name, places)
+            elif value is not None:
+                rows = value.rows if isinstance(value, Sparse) else value
+                floats, itemsize = (value.num_kept, rows.element_size() + 4) if isinstance(value, Sparse) else (rows.shape[1], rows.element_size())
+                self.ledger.charge_message("up", self.ids[places], floats, itemsize)
+                sent[name] = rows
+        gathered.update(join(sent, places, times))
+        self.ledger.rounds += bool(sent)
+        return SimpleNamespace(**gathered)
+
+    def resample(self) -> None:
+        """Not with a local lower level: what a client computed in this outer iteration is then its own, and only it can go on with it."""
+        if self.cohort.redraw == "per_factor" and self.problem.scopes.lower == "global":
+            self._draw_cohort()
+
+    def draw(self, purpose: str, high: int) -> int:
+        words = self.stream.integers(purpose, torch.tensor([SERVER]), torch.tensor([high]), iteration=self.iteration, call=self.call, steps=range(1), width=1)
+        return int(words)
+
+    # ---- what the run loop uses --------------------------------------------------------------------------------------
+
+    def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
+        """A new outer iteration: a cohort is drawn. `algorithm`: the same one with other step sizes."""
+        if algorithm is not None:
+            self.algorithm = algorithm
+        self.iteration, self.call, self._draws = iteration, 0, 0
+        self._draw_cohort()
+
+    def client_of(self, row: int) -> int:
+        """Whose row it is, in a matrix of the state: rows are by number there."""
+        return row
+
+    # ---- checkpoint: everything the next outer iteration depends on --------------------------------------------------
+
+    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and plain values: copies, rows in the order of client numbers."""
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        seen: dict[int, str] = {}
+        for name, value in state._asdict().items():
+            if isinstance(value, Tensor) and id(value) in seen:
+                plain[name] = {"same_as": seen[id(value)]}
+            elif isinstance(value, Tensor):
+                seen[id(value)] = name
+                tensors[f"state.{name}"], tensors[f"held.{name}"] = value.clone(), self._held.mask(value)[self.place_of]
+            else:
+                plain[name] = {"kept": value.name} if isinstance(value, Kept) else {"value": value}
+        return tensors, plain
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        self.ledger.load_state_dict({name: tensors[f"ledger.{name}"] for name in below(tensors, "ledger.")})
+        values: dict[str, Any] = {}
+        for name in below(tensors, "state."):
+            values[name] = self._received(tensors[f"state.{name}"])
+            self._held.mask(values[name]).copy_(tensors[f"held.{name}"][self.ids])
+        for name, entry in plain.items():
+            if "kept" in entry:
+                values[name] = Kept(entry["kept"], self._versions.get(entry["kept"], 0))
+            else:
+                values[name] = values[entry["same_as"]] if "same_as" in entry else entry["value"]
+        if set(values) != set(state_type._fields):
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
+            )
+        return state_type(**values)
+
+    def _received(self, stored: Tensor) -> Tensor:
+        """A tensor of a checkpoint, where the server computes."""
+        return stored.clone()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _draw_cohort(self) -> None:
+        n, size = self.num_clients, self.cohort.size(self.num_clients)
+        self._draws += 1
+        if self.cohort.replacement:
+            drawn = self.stream.integers(
+                "cohort", torch.tensor([SERVER]), torch.tensor([n]), iteration=self.iteration, call=self._draws, steps=range(1), width=size
+            )
+            numbers, times = drawn.reshape(-1).unique(return_counts=True)
+        elif size == n:
+            numbers, times = torch.arange(n), torch.ones(n, dtype=torch.int64)
+        else:
+            numbers = self.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws, first=size)
+            times = torch.ones(size, dtype=torch.int64)
+        self._positions, sorting = self.place_of[numbers].sort()
+        self._times = times[sorting]
+
+    def _present(self, values: Iterable[Value]) -> tuple[Tensor, Tensor]:
+        """The cohort, less who does not answer, less who missed the call of this outer iteration that made a value it would need now."""
+        here = torch.ones(len(self._positions), dtype=torch.bool)
+        absent = sorted(self._absent())
+        if absent:
+            here &= ~torch.isin(self.ids[self._positions], torch.tensor(absent, dtype=torch.int64))
+        for value in values:
+            if isinstance(value, Kept) and value.iteration == self.iteration:
+                here &= self._kept_in[value.name][self._positions] == self.iteration
+        if not bool(here.any()):
+            raise self._nobody()
+        return self._positions[here], self._times[here]
+
+    def _nobody(self) -> FedBilevelError:
+        return FedBilevelError(f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume.")
+
+    def _keep(self, name: str, places: Tensor) -> Kept:
+        """From now on that name stands for what these clients wrote last."""
+        self._versions[name] = self._versions.get(name, 0) + 1
+        self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[places] = self.iteration
+        return Kept(name, self._versions[name], self.iteration)
+
+    def _check_kept(self, kept: Kept) -> None:
+        if kept.version != self._versions.get(kept.name, 0):
+            raise ValueError(f"clients no longer hold that version of {kept.name!r}: a later phase returned a new one.")
+
+    def _lacking(self, value: Tensor, places: Tensor) -> Tensor:
+        """Those of the places whose clients do not hold that array yet; from now on they do, and its way down is paid for."""
+        held = self._held.mask(value)
+        lacks = places[~held[places]]
+        self.ledger.charge_message("down", self.ids[lacks], value.shape[-1], value.element_size())
+        held[lacks] = True
+        return lacks
+
+
+class Held:
+    """Which clients hold which of the server's arrays, so that an array is sent to each client once. Every array has a number of its own."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+        self._count = 0
+
+    def mask(self, array: Tensor) -> Tensor:
+        """(n,) bool by place, to be changed in place. An array that was changed in place since counts as new."""
+        return self._entry(array)[2]
+
+    def number(self, array: Tensor) -> int:
+        return self._entry(array)[3]
+
+    def at(self, place: int) -> list[int]:
+        """Numbers of the arrays that the client there holds and that the server still has."""
+        return sorted(number for _, _, mask, number in self._known.values() if mask[place])
+
+    def forget(self, place: int) -> None:
+        """The client there holds nothing any more."""
+        for _, _, mask, _ in self._known.values():
+            mask[place] = False
+
+    def _entry(self, array: Tensor) -> tuple[weakref.ref[Tensor], int, Tensor, int]:
+        key = id(array)
+        known = self._known.get(key)
+        if known is None or known[0]() is not array or known[1] != array._version:
+            self._count += 1
+            known = (weakref.ref(array, self._dropped(key)), array._version, torch.zeros(self.num_clients, dtype=torch.bool), self._count)
+            self._known[key] = known
+        return known
+
+    def _dropped(self, key: int) -> Callable[[Any], None]:
+        def forget(dead: Any) -> None:
+            if key in self._known and self._known[key][0] is dead:  # the number may have been given to a new array meanwhile
+                del self._known[key]
+
+        return forget
+
+
+def below(tensors: Mapping[str, Tensor], prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]

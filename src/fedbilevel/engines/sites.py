@@ -1,0 +1,375 @@
+"""A server without data: its clients are sites that are asked by messages. The same server as in a simulation, but for how clients are asked.
+
+A site that does not answer in time, or answers with an error, is left out for the rest of the outer iteration: means are those of the sites that did
+answer. Before the next one it is asked whether it is there, and if so goes back to the last version that both agreed on: an outer iteration that a site
+did not finish leaves no trace there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.clients import BatchSize
+from fedbilevel.draws import Stream
+from fedbilevel.engines.server import Answers, Server
+from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError, WireError
+from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
+from fedbilevel.ledger import COLUMNS, Ledger
+from fedbilevel.population import figures
+from fedbilevel.problem import Layout, Problem
+from fedbilevel.sites.desk import Answer, Desk, Message
+from fedbilevel.sites.transport import Failure
+
+_PROBE = 2.0  # seconds that a site has to say that it is there
+_APART = (1.0, 60.0)  # seconds between two such questions to a site that does not answer: at first, and at most
+_KEPT = torch.empty(0, 0)  # stands for rows that stayed at the sites
+
+
+class Member(NamedTuple):
+    """A site as the server knows it."""
+
+    name: str
+    weight: int
+    missing: str | None = None  # why it takes no part yet
+
+
+class Sites(Server):
+    """Implements `Federation`. Client i is members[i].
+
+    layouts: names and shapes of x and y. quorum: how many sites must answer, of the cohort. deadline: seconds for an answer.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        members: Sequence[Member],
+        desk: Desk,
+        *,
+        layouts: Mapping[str, Any],
+        quorum: int = 1,
+        deadline: float = 60.0,
+        seed: int = 0,
+        cohort: Cohort = Cohort(),
+        batch_size: BatchSize = None,
+        sampling: str = "replacement",
+        dtype: torch.dtype = torch.float32,
+        **_: Any,
+    ) -> None:
+        n = len(members)
+        weights = torch.tensor([member.weight for member in members])
+        super().__init__(algorithm, problem, seed=seed, cohort=cohort, ids=torch.arange(n), weights=weights, ledger=Ledger(n), stream=Stream(seed))
+        self.names, self.desk = [member.name for member in members], desk
+        self.layouts, self.quorum, self.deadline = dict(layouts), n if algorithm.needs_everyone else quorum, deadline
+        self.batch_size, self.sampling, self.dtype = batch_size, sampling, dtype
+        self.layout_y = Layout(problem.y0)
+        self.y0 = self.layout_y.ravel(problem.y0).detach().to(dtype)
+        if problem.scopes.upper == "shared":
+            self.layout_x = Layout(problem.initial_x({}))
+            self.x0 = self.layout_x.ravel(problem.initial_x({})).detach().to(dtype)
+        self.settings = algorithm  # before a schedule scales its steps
+        self.missing = {place: member.missing for place, member in enumerate(members) if member.missing is not None}  # why, by place
+        self.versions: list[int | None] = [None] * n  # of what each site has on disk, and would go back to
+        self.changed: set[int] = set()  # places whose sites have something newer
+        self.ways: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}  # what each site took in this outer iteration
+        self.lost: dict[str, str] = {}  # who was left out of it, and why
+        self._pending: list[dict[str, str]] = [{} for _ in range(n)]  # values that sites still have to place
+        self._asked = {place: (0.0, _APART[0]) for place in range(n)}  # when a missing site was last asked, and how long to leave it in peace
+        self._at_fault: set[int] = set()  # of the missing, those that answered with an error
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    def initial(self) -> tuple[Any, Any]:
+        return self.start("x"), self.start("y")
+
+    def start(self, name: str) -> Any:
+        return self._placed(name, "start", lambda: self.x0 if name in self.algorithm.upper_space else self.y0)
+
+    def zeros(self, name: str) -> Any:
+        return self._placed(name, "zeros", lambda: torch.zeros(self.width(name), dtype=self.dtype))
+
+    def width(self, name: str) -> int:
+        if name in self.algorithm.upper_space:
+            return len(self.x0)
+        if name in self.algorithm.lower_space:
+            return len(self.y0)
+        raise KeyError(f"{self.algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
+
+    def _placed(self, name: str, how: str, value: Callable[[], Tensor]) -> Any:
+        if name not in self.kept_names:
+            return value()
+        here = [place for place in range(self.num_clients) if place not in self.missing]
+        for place in here:
+            self._pending[place][name] = how
+        return self._keep(name, torch.tensor(here, dtype=torch.int64))
+
+    def _ask(self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool) -> tuple[Answers, Tensor, Tensor]:
+        self._check_quorum(len(places), len(self._positions), f"call {self.call} ({phase}) of outer iteration {self.iteration}")
+        head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call, "scaled": self._scaled()}
+        answers = self._exchange(head, broadcast, places.tolist(), f"{phase} of outer iteration {self.iteration}", self._rows, len(self._positions))
+        stay = torch.tensor([place in answers for place in places.tolist()])
+        first = next(iter(answers.values()))[1]
+        for place, (answer, rows) in answers.items():
+            if rows.keys() != first.keys():  # another version of the algorithm
+                raise WireError(f"{self.names[place]} answered {', '.join(rows)} to {phase}, another site {', '.join(first)}: install the same version at all.")
+            for column, number in answer.header["calls"].items():
+                self.ledger.charge(column, torch.tensor([place]), number)
+            if answer.header["changed"]:
+                self.changed.add(place)
+        return {name: _stacked([rows[name] for _, rows in answers.values()]) for name in first}, places[stay], times[stay]
+
+    def _rows(self, answer: Answer) -> Answers:
+        """What a site sent, looked at before anybody uses it."""
+        results, calls = answer.header.get("results"), answer.header.get("calls")
+        if not isinstance(results, dict) or not isinstance(calls, dict) or not all(name in COLUMNS and isinstance(calls[name], int) for name in calls):
+            raise WireError("its answer does not say what it is.")
+        rows: Answers = {}
+        for name, kind in results.items():
+            if kind is None or kind == "kept":
+                if kind == "kept" and name not in self.kept_names:
+                    raise WireError(f"it kept {name}, which should have been sent.")
+                rows[name] = None if kind is None else _KEPT
+                continue
+            arrays = answer.arrays.get(name, [])
+            if kind == "rows" and len(arrays) == 1 and name not in self.kept_names:
+                rows[name] = _finite(name, arrays[0], self.dtype)
+            elif isinstance(kind, dict) and isinstance(kind.get("sparse"), int) and len(arrays) == 2 and name not in self.kept_names:
+                places, values = arrays[0].long(), _finite(name, arrays[1][None], self.dtype)[0]
+                if places.ndim != 1 or places.shape != values.shape or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < kind["sparse"]):
+                    raise WireError(f"its sparse {name} has entries that lie nowhere.")
+                rows[name] = Sparse(torch.zeros(1, kind["sparse"], dtype=self.dtype).index_put_((torch.zeros_like(places), places), values), len(places))
+            else:
+                raise WireError(f"its answer has {name} in a form that was not asked for.")
+        return rows
+
+    def _absent(self) -> Iterable[int]:
+        return self.missing
+
+    def _nobody(self) -> FedBilevelError:
+        return self._too_few(0, self._needed(len(self._positions)), f"call {self.call} of outer iteration {self.iteration}")
+
+    def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
+        if len(places) < self.num_clients:
+            raise self._too_few(len(places), self.num_clients, f"outer iteration {self.iteration}")
+        return super()._by_client(sent, places, times)
+
+    # ---- what the run loop uses --------------------------------------------------------------------------------------
+
+    def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
+        """Sites that were missing may come back here, at the version that was last agreed on."""
+        super().begin(iteration, algorithm)
+        self.seconds, self.lost = {}, {}
+        self.readmit()
+
+    def measure(self, x: Any, y: Any) -> dict[str, float]:
+        """Losses and metrics over the sites that answer, and how many those were. Not charged, as in a simulation."""
+        here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
+        self._check_quorum(len(here), self.num_clients, when)
+        looks = self._exchange({"kind": "measure"}, {"x": x, "y": y}, here, when, _look, self.num_clients, charged=False)
+        names = next(iter(looks.values()))[1][0]
+        self.changed |= {place for place, (answer, _) in looks.items() if answer.header["changed"]}
+        table = torch.cat([rows for _, (found, rows) in looks.values() if found == names])
+        return {**figures(self.problem, names, table), "num_sites": float(len(table))}
+
+    def trees(self, value: Any, *, upper: bool) -> Any:
+        """Nothing, for what never left the sites: each has written its own part."""
+        if isinstance(value, Kept):
+            return None
+        layout = self.layout_x if upper else self.layout_y
+        return layout.unravel(value) if value.ndim == 1 else [layout.unravel(row) for row in value]
+
+    def bill(self) -> Ledger:
+        return self.ledger
+
+    def check(self) -> None:
+        """Sites look at what they send, and the server at what arrives."""
+
+    def stop_asked(self) -> bool:
+        return self.desk.transport.stop_asked()
+
+    def identity(self) -> dict[str, Any]:
+        return {**self.layouts, "sites": self.names, "cohort": self.cohort._asdict()}
+
+    def commit(self) -> None:
+        """Sites that have something new write it to disk, before the server writes that it counts on it."""
+        version = self.iteration
+        places = [place for place in sorted(self.changed) if place not in self.missing]
+        done = self._exchange({"kind": "commit", "version": version}, {}, places, f"saving after outer iteration {version}", _nothing, len(places))
+        for place in done:
+            self.versions[place] = version
+        self.changed -= done.keys()
+
+    def finish(self, state: Any) -> None:
+        """Sites write private parts of the solution."""
+        kept = {part: value.name if isinstance(value := getattr(state, part), Kept) else None for part in ("x", "y")}
+        self._exchange({"kind": "finish", **kept}, {}, self._here(), "the end of the run", _nothing)
+
+    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """With the version that each site would go back to, and nothing of what is in it."""
+        tensors, plain = super().state_dict(state)
+        tensors["sites.version"] = torch.tensor([-1 if version is None else version for version in self.versions])
+        tensors["sites.weight"] = self.weights_by_place
+        tensors.update({f"ledger.{name}": value for name, value in self.ledger.state_dict().items()})
+        return tensors, plain
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        self.versions = [None if version < 0 else version for version in tensors["sites.version"].tolist()]
+        self.weights_by_place = self.weights = tensors["sites.weight"].clone()  # some sites may not have joined yet
+        state = super().load_state_dict(tensors, plain, state_type)
+        for place in range(self.num_clients):
+            self._held.forget(place)  # processes at the sites are new
+        self.back_to_versions(self._here())
+        return state
+
+    # ---- who is there --------------------------------------------------------------------------------------------------
+
+    def back_to_versions(self, places: Sequence[int]) -> list[int]:
+        """Sites that are now at the version that was last agreed on."""
+        done: list[int] = []
+        for version in dict.fromkeys(self.versions[place] for place in places):
+            some = [place for place in places if self.versions[place] == version]
+            done += self._exchange({"kind": "load", "version": version}, {}, some, f"going back to version {version}", _nothing)
+        self.changed -= set(done)
+        return done
+
+    def readmit(self) -> None:
+        """Ask those that are missing whether they are there, less and less often; whoever is begins from its last version."""
+        now = time.monotonic()
+        due = [place for place in self.missing if self.names[place] in self.desk.reachable and now - self._asked[place][0] >= self._asked[place][1]]
+        if not due:
+            return
+        answers, _ = self.desk.exchange({self.names[place]: Message({"kind": "ping"}) for place in due}, deadline=_PROBE)
+        back = [place for place in due if self.names[place] in answers and answers[self.names[place]].header.get("busy") is False]
+        for place in due:
+            self._asked[place] = (time.monotonic(), _APART[0] if place in back else min(2 * self._asked[place][1], _APART[1]))
+        reasons = {place: self.missing.pop(place) for place in back}
+        for place in set(back) - set(self.back_to_versions(back)):
+            self.missing.setdefault(place, reasons[place])
+
+    def _drop(self, place: int, failure: Failure, what: str) -> None:
+        """What a site held is gone: it will begin from its last version."""
+        reason = failure.reason if not failure.silent else f"no answer within {failure.seconds:.3g} s"
+        self.missing[place] = f"{what}: {reason}"
+        self.lost[self.names[place]] = self.missing[place]
+        self._asked[place] = (time.monotonic(), _APART[0])
+        self._held.forget(place)
+        self._pending[place] = {}
+        self.changed.discard(place)
+        (self._at_fault.discard if failure.silent else self._at_fault.add)(place)
+
+    def who_is_missing(self) -> dict[str, str]:
+        return {self.names[place]: why for place, why in sorted(self.missing.items())} | self.lost
+
+    def _here(self) -> list[int]:
+        return [place for place in range(self.num_clients) if place not in self.missing]
+
+    def _needed(self, asked: int) -> int:
+        """How many of so many must answer. All, before the first outer iteration: what a site has then is what it goes back to later."""
+        return asked if self.iteration == 0 else min(self.quorum, asked)
+
+    def _check_quorum(self, num: int, asked: int, when: str) -> None:
+        if num < self._needed(asked):
+            raise self._too_few(num, self._needed(asked), when)
+
+    def _too_few(self, num: int, needed: int, when: str) -> FedBilevelError:
+        """To be tried again when a site that was silent speaks. Where all that are missing answered with an error, it would end the same way."""
+        named = "; ".join(f"{self.names[place]} ({why})" for place, why in sorted(self.missing.items()))
+        kind = FedBilevelError if self._at_fault >= self.missing.keys() else QuorumError
+        return kind(f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}")
+
+    # ---- inside ----------------------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self,
+        head: Mapping[str, Any],
+        broadcast: Mapping[str, Value],
+        places: Sequence[int],
+        what: str,
+        read: Callable[[Answer], Any],
+        asked: int = 0,
+        *,
+        charged: bool = True,
+    ) -> dict[int, tuple[Answer, Any]]:
+        """Ask these sites; who does not answer properly is missing from now on. Answers by place, each with what `read` makes of it.
+
+        asked: of so many a quorum must answer. charged: arrays that a site lacks are paid for, and it goes on holding them.
+        """
+        if not places:
+            return {}
+        messages = self._messages(head, broadcast, places, charged)
+        answers, failures = self.desk.exchange(messages, deadline=self.deadline)
+        good: dict[int, tuple[Answer, Any]] = {}
+        for place in places:
+            name = self.names[place]
+            if name in answers:
+                try:
+                    good[place] = (answers[name], read(answers[name]))
+                except (WireError, NonFiniteError) as error:
+                    failures[name] = Failure(False, str(error), answers[name].seconds)
+                else:
+                    self._pending[place] = {}
+                    self.seconds[name] = self.seconds.get(name, 0.0) + answers[name].seconds
+            if name in failures:
+                self._drop(place, failures[name], what)
+        self._check_quorum(len(good), asked, what)
+        return good
+
+    def _messages(self, head: Mapping[str, Any], broadcast: Mapping[str, Value], places: Sequence[int], charged: bool) -> dict[str, Message]:
+        values: dict[str, Any] = {}
+        brings: dict[int, list[tuple[int, Tensor]]] = {place: [] for place in places}
+        for name, value in broadcast.items():
+            if isinstance(value, Kept):
+                self._check_kept(value)
+                values[name] = {"kept": value.name}
+            elif isinstance(value, Tensor):
+                number = self._held.number(value)
+                values[name] = {"array": number}
+                all_of_them = torch.tensor(places)
+                lacks = self._lacking(value, all_of_them) if charged else all_of_them[~self._held.mask(value)[all_of_them]]
+                for place in lacks.tolist():
+                    brings[place].append((number, value if value.ndim == 1 else value[place : place + 1]))
+            else:
+                values[name] = {"value": value}
+        messages = {}
+        for place in places:
+            new = {"new": [number for number, _ in brings[place]], "live": self._held.at(place), "place": dict(self._pending[place])}
+            messages[self.names[place]] = Message({**head, "values": values, **new}, [array for _, array in brings[place]])
+        return messages
+
+    def _scaled(self) -> dict[str, float]:
+        """Step sizes that a schedule has changed."""
+        before, now = self.settings.asdict(), self.algorithm.asdict()
+        return {name: value for name, value in now.items() if value != before[name]}
+
+
+def _nothing(_answer: Answer) -> None:
+    """There is nothing to read in it."""
+
+
+def _look(answer: Answer) -> tuple[list[str], Tensor]:
+    names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
+    if not isinstance(names, list) or len(tables) != 1 or tables[0].shape != (1, len(names)) or tables[0].dtype != torch.float64:
+        raise WireError("its measurement is not a row of figures.")
+    return names, tables[0]
+
+
+def _finite(name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.ndim != 2 or len(rows) != 1 or rows.dtype != dtype:
+        raise WireError(f"it sent {name} as {rows.dtype} of shape {tuple(rows.shape)}, expected one row of {dtype}.")
+    if not bool(torch.isfinite(rows).all()):
+        raise NonFiniteError(f"it sent a value of {name!r} that is not finite.")
+    return rows
+
+
+def _stacked(rows: list[Any]) -> Any:
+    if rows[0] is None or rows[0] is _KEPT:
+        return rows[0]
+    if isinstance(rows[0], Sparse):
+        return Sparse(torch.cat([row.rows for row in rows]), rows[0].num_kept)
+    return torch.cat(rows)

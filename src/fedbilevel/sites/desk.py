@@ -1,0 +1,83 @@
+"""The server's desk: writes messages, numbers their turns, reads the answers and sorts out what cannot be used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedbilevel.errors import WireError
+from fedbilevel.sites import wire
+from fedbilevel.sites.transport import Failure, Transport
+
+
+class Answer(NamedTuple):
+    header: dict[str, Any]
+    arrays: dict[str, list[Tensor]]
+    seconds: float
+
+
+class Message(NamedTuple):
+    header: Mapping[str, Any]
+    arrays: Sequence[Tensor] = ()
+
+
+class Desk:
+    """A turn is (attempt, epoch, step). Steps count messages; a new epoch begins when somebody missed a deadline, so that what that site carries out
+    late is behind the times; an attempt is a run or its resumption, numbered by the clock."""
+
+    _attempt = 0
+
+    def __init__(self, transport: Transport, run: str) -> None:
+        self.transport, self.run = transport, run
+        Desk._attempt = max(Desk._attempt + 1, time.time_ns() // 10**6)  # later than any before it, also of a server that died
+        self._turn = [Desk._attempt, 0, 0]
+        self.sent = self.received = 0  # bytes of messages
+
+    @property
+    def reachable(self) -> Sequence[str]:
+        return self.transport.sites
+
+    def exchange(self, messages: Mapping[str, Message], *, deadline: float) -> tuple[dict[str, Answer], dict[str, Failure]]:
+        """Answers that can be read, and failures, by site and in the order of names. Equal messages are the same bytes."""
+        self._turn[2] += 1
+        packed: dict[tuple[str, tuple[int, ...]], bytes] = {}
+        content = {}
+        for name, message in messages.items():
+            key = (repr(message.header), tuple(map(id, message.arrays)))
+            if key not in packed:
+                packed[key] = wire.pack({**message.header, "run": self.run, "turn": list(self._turn)}, message.arrays)
+            content[name] = packed[key]
+        replies, failures = self.transport.exchange(content, deadline=deadline)
+        self.sent += sum(map(len, content.values()))
+        answers: dict[str, Answer] = {}
+        for name in sorted(messages):
+            if name in replies:
+                self.received += len(replies[name].content)
+                try:
+                    answers[name] = _read(replies[name].content, replies[name].seconds)
+                except WireError as error:
+                    failures[name] = Failure(False, str(error), replies[name].seconds)
+            elif name not in failures:
+                failures[name] = Failure(True, "it is not to be reached.", 0.0)
+        if any(failure.silent for failure in failures.values()):
+            self._turn[1] += 1
+        return answers, dict(sorted(failures.items()))
+
+
+def _read(content: bytes, seconds: float) -> Answer:
+    header, arrays = wire.unpack(content)
+    if "error" in header:
+        raise WireError(str(header["error"]))
+    if "busy" in header:
+        return Answer(header, {}, seconds)
+    order = header.get("order")
+    if not isinstance(order, dict) or not all(isinstance(many, int) and many >= 0 for many in order.values()) or sum(order.values()) != len(arrays):
+        raise WireError("its answer does not say which arrays it brings.")
+    named, start = {}, 0
+    for name, many in order.items():
+        named[name] = arrays[start : start + many]
+        start += many
+    return Answer(header, named, seconds)

@@ -1,0 +1,147 @@
+"""A run between sites as a file: what everybody agrees on before it begins. Nothing in it is a path, and nothing is code.
+
+name = "cleaning"                 # also that of its folder at the server and at every site
+sites = ["north", "south"]        # nothing: all of the federation
+num_iterations = 50               # nothing: what the task suggests
+measure_every = 5                 # outer iterations between measurements
+quorum = 2                        # sites that must answer, or the outer iteration is tried again; nothing: more than half
+deadline = 60.0                   # seconds that a site has for one answer
+patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
+num_classes = 10                  # where labels are classes: a site may lack some
+[task]                            # name and settings; those of the data do not matter, as every site has its own
+[algorithm]                       # name and settings
+[options]                         # seed, batch_size, dtype, fraction ..., as of a run in one process
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbilevel import discovery
+from fedbilevel.errors import PlanError, UnknownNameError
+from fedbilevel.federation import ServerAlgorithm
+from fedbilevel.options import BETWEEN_PEERS, keywords
+from fedbilevel.settings import check_plain, made
+from fedbilevel.tasks.task import Task
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # becomes that of a folder
+_KINDS = {
+    "name": "text", "sites": "names", "num_iterations": "whole", "measure_every": "maybe", "quorum": "maybe", "deadline": "number", "patience": "number",
+    "num_classes": "maybe", "task": "table", "algorithm": "table", "options": "table",
+}  # fmt: skip
+_NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes where and how it likes
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    sites: tuple[str, ...]
+    num_iterations: int
+    task: dict[str, Any]  # with its name
+    algorithm: dict[str, Any]
+    options: dict[str, Any]
+    measure_every: int | None = None
+    quorum: int = 1
+    deadline: float = 60.0
+    patience: float = 30.0
+    num_classes: int | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        return {**vars(self), "sites": list(self.sites)}
+
+    def built_task(self) -> Task:
+        return made(discovery.task(self.task["name"]), _without_name(self.task))
+
+    def built_algorithm(self) -> ServerAlgorithm:
+        algorithm = made(discovery.algorithm(self.algorithm["name"]), _without_name(self.algorithm))
+        if not isinstance(algorithm, ServerAlgorithm):
+            raise PlanError(f"{algorithm.name()} runs between peers without a server, so there is nothing for sites to answer: choose another algorithm.")
+        return algorithm
+
+    def keywords(self) -> dict[str, Any]:
+        return keywords(self.options)
+
+
+def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
+    """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
+    if not isinstance(content, Mapping):
+        raise PlanError("a plan is a table with name, task and algorithm.")
+    for name, value in content.items():
+        if name not in _KINDS:
+            raise UnknownNameError("entry of a plan", name, _KINDS)
+        if value is not None:
+            check_plain(f"{name} of the plan", value, _KINDS[name], PlanError)
+    for name in ("name", "task", "algorithm"):
+        if name not in content:
+            raise PlanError(f"the plan has no {name}: give one.")
+    for part in ("task", "algorithm"):
+        if not isinstance(content[part].get("name"), str):
+            raise PlanError(f'the table {part} of the plan does not say which one: add name = "..." to it.')
+    if not NAME.fullmatch(content["name"]):
+        raise PlanError(f"the name of the run is {content['name']!r}, expected letters, digits, '_', '.' and '-', as it becomes that of a folder.")
+    task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(content["algorithm"]["name"])
+    known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
+    suggested = {name: value for name, value in task.suggestions(algorithm.name()).items() if name in known_settings}
+    options = dict(content.get("options") or {})
+    for name in _NOT_AT_SITES:
+        if name in options:
+            raise PlanError(f"the plan sets {name}, which is each site's own affair or means nothing with a server: leave it out.")
+    if content["task"].get("data_dir") is not None:
+        raise PlanError("the plan sets data_dir, but where data lie is each site's own affair and does not travel: leave it out.")
+    sites = tuple(content.get("sites") or known or ())
+    quorum = content.get("quorum")
+    plan = Plan(
+        name=content["name"],
+        sites=sites,
+        num_iterations=content.get("num_iterations") or task.iterations(algorithm.name()),
+        task={"name": task.name(), **_plain(made(task, _without_name(content["task"])).asdict())},
+        algorithm={"name": algorithm.name(), **_plain(made(algorithm, {**suggested, **_without_name(content["algorithm"])}).asdict())},
+        options=options,
+        measure_every=content.get("measure_every"),
+        quorum=len(sites) // 2 + 1 if quorum is None else quorum,
+        deadline=float(content.get("deadline") or 60.0),
+        patience=float(content.get("patience") or 30.0),
+        num_classes=content.get("num_classes"),
+    )
+    _check(plan, known)
+    return plan
+
+
+def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
+    try:
+        return plan_of(tomllib.loads(path.read_text()), known)
+    except OSError as error:
+        raise PlanError(f"the plan {path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"the plan {path} is not readable as TOML: {error}.") from error
+
+
+def _check(plan: Plan, known: Sequence[str] | None) -> None:
+    if not plan.sites or len(set(plan.sites)) < len(plan.sites):
+        raise PlanError(f"the sites of the plan are {', '.join(plan.sites) or 'none'}, expected at least one, each once.")
+    for site in plan.sites:
+        if not NAME.fullmatch(site):
+            raise PlanError(f"a site is called {site!r}, expected letters, digits, '_', '.' and '-'.")
+        if known is not None and site not in known:
+            raise UnknownNameError("site of this federation", site, known)
+    if plan.quorum > len(plan.sites):
+        raise PlanError(f"the quorum is {plan.quorum}, but there are {len(plan.sites)} sites: lower it.")
+    for name in ("deadline", "patience"):
+        if not 0 < getattr(plan, name) < float("inf"):
+            raise PlanError(f"{name} is {getattr(plan, name)}, expected seconds above 0.")
+    plan.keywords()["cohort"].checked()
+    plan.built_algorithm()
+
+
+def _without_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != "name"}
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

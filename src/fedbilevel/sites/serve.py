@@ -1,0 +1,118 @@
+"""The server's side of a run between sites: ask them to join, begin or go on, and try again when too few answer."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.engines.sites import Member, Sites
+from fedbilevel.errors import PlanError, QuorumError
+from fedbilevel.record import Record, write_whole
+from fedbilevel.run import Progress, run_between_sites
+from fedbilevel.sites.desk import Answer, Desk, Message
+from fedbilevel.sites.plan import Plan, plan_of
+from fedbilevel.sites.transport import Transport
+from fedbilevel.tasks.task import Shapes
+
+JOIN = 300.0  # seconds that a site has at least to read its data
+_BETWEEN = 1.0  # seconds between questions whether enough sites are there
+Say = Callable[[dict[str, Any]], None]
+
+
+def serve(plan: Mapping[str, Any], transport: Transport, folder: Path, say: Say) -> str:
+    """Run or go on with what `plan` describes; its record lies below `folder`. "finished", or "stopped" when somebody asked for that."""
+    ours = plan_of(plan)
+    book, stuck, until = Record(folder / ours.name), -1, 0.0
+    while True:
+        try:
+            return _attempt(ours, transport, book, say)
+        except QuorumError as error:
+            say({"run": ours.name, "waiting": str(error)})
+            done = book.load()[1]["iteration"] if book.checkpoint.exists() else 0
+            if done != stuck:  # patience is for every outer iteration anew
+                stuck, until = done, time.monotonic() + ours.patience
+            _wait(ours, transport, error, until)
+
+
+def _attempt(plan: Plan, transport: Transport, book: Record, say: Say) -> str:
+    resume = book.checkpoint.exists()
+    if resume and book.read_config().get("plan", {}).get("sites") != list(plan.sites):
+        raise PlanError(f"the run {plan.name} began with the sites {', '.join(book.read_config()['plan']['sites'])}: use another name for one with others.")
+    desk = Desk(transport, plan.name)
+    fed = _federation(plan, desk, everyone=not resume)
+    if not resume:
+        fed.back_to_versions(range(len(plan.sites)))
+    diary = book.path / "sites.jsonl"
+    if resume and diary.exists():  # lines of outer iterations that will be run again go
+        last = book.load()[1]["iteration"]
+        kept = [line for line in diary.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["iteration"] <= last]
+        write_whole(diary, "".join(kept).encode())
+
+    def tell(now: Progress) -> bool:
+        line = {
+            "run": plan.name, "iteration": now.iteration, "num_iterations": now.num_iterations, "rounds": now.rounds, "megabytes": now.megabytes,
+            "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_is_missing(),
+            "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": dict(now.row) if now.row is not None else None,
+        }  # fmt: skip
+        with open(diary, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        say(line)
+        return False
+
+    options = plan.keywords()
+    result = run_between_sites(
+        fed.settings, fed, num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"], record=book.path, resume=resume,
+        callbacks=[tell], describe={"plan": plan.asdict(), "task": {"name": plan.task["name"], "settings": plan.task}},
+    )  # fmt: skip
+    return "stopped" if result.stopped == "interrupted" else "finished"
+
+
+def _federation(plan: Plan, desk: Desk, *, everyone: bool) -> Sites:
+    """Ask the sites to join. A new run needs all of them; one that goes on, a quorum."""
+    asked = [name for name in plan.sites if name in desk.reachable]
+    answers, failures = desk.exchange({name: Message({"kind": "join", "plan": plan.asdict()}) for name in asked}, deadline=max(JOIN, plan.deadline))
+    why = {name: "it is not connected" for name in plan.sites if name not in asked} | {name: failure.reason for name, failure in failures.items()}
+    refused = {name: failure.reason for name, failure in failures.items() if not failure.silent}
+    if refused:
+        raise PlanError(" ".join(f"{name} does not join the run {plan.name}: {reason}" for name, reason in refused.items()))
+    needed = len(plan.sites) if everyone else plan.quorum
+    if len(answers) < needed:
+        named = "; ".join(f"{name} ({reason})" for name, reason in why.items())
+        raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}")
+    newer = [name for name, answer in answers.items() if everyone and max(answer.header.get("stored") or [0]) > 0]
+    if newer:
+        raise PlanError(f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: give the run another name.")
+    first, *others = answers.items()
+    for name, answer in others:
+        _agree(plan, first, (name, answer))
+    about = first[1].header
+    problem = plan.built_task().problem(Shapes.from_dict(about["shapes"]))
+    algorithm = plan.built_algorithm()
+    for warning in algorithm.check_scopes(problem.scopes):
+        warnings.warn(warning, stacklevel=2)
+    members = [Member(name, answers[name].header["weight"] if name in answers else 1, why.get(name)) for name in plan.sites]
+    return Sites(algorithm, problem, members, desk, layouts=about["layouts"], quorum=plan.quorum, deadline=plan.deadline, **plan.keywords())
+
+
+def _agree(plan: Plan, one: tuple[str, Answer], other: tuple[str, Answer]) -> None:
+    for part, meaning in (("version", "version of fedbilevel"), ("shapes", "shape of samples"), ("layouts", "shape of x and y"), ("start", "initial point")):
+        mine, theirs = one[1].header.get(part), other[1].header.get(part)
+        if mine != theirs:
+            raise PlanError(f"{one[0]} and {other[0]} do not have the same {meaning} in the run {plan.name}: {mine!r:.200} and {theirs!r:.200}.")
+
+
+def _wait(plan: Plan, transport: Transport, error: QuorumError, until: float) -> None:
+    """Until enough sites say that they are there; the error again when patience ends."""
+    desk = Desk(transport, plan.name)
+    while True:
+        if time.monotonic() > until or transport.stop_asked():
+            raise error
+        there = [name for name in plan.sites if name in transport.sites]
+        answers, _ = desk.exchange({name: Message({"kind": "ping"}) for name in there}, deadline=min(2.0, plan.deadline))
+        if sum(1 for answer in answers.values() if answer.header.get("busy") is False) >= plan.quorum:
+            return
+        time.sleep(_BETWEEN)
