@@ -78,7 +78,7 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
         if value is not None:
             check_plain(f"{name} of the plan", value, _KINDS[name], PlanError)
     for name in ("name", "task", "algorithm"):
-        if name not in content:
+        if content.get(name) is None:
             raise PlanError(f"the plan has no {name}: give one.")
     for part in ("task", "algorithm"):
         if not isinstance(content[part].get("name"), str):
@@ -94,7 +94,7 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
             raise PlanError(f"the plan sets {name}, which is each site's own affair or means nothing with a server: leave it out.")
     if content["task"].get("data_dir") is not None:
         raise PlanError("the plan sets data_dir, but where data lie is each site's own affair and does not travel: leave it out.")
-    sites = tuple(content.get("sites") or known or ())
+    sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
     quorum = content.get("quorum")
     plan = Plan(
         name=content["name"],

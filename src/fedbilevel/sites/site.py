@@ -124,6 +124,13 @@ class _Joined:
         self.log, self.folder = folder / LEFT, folder / "runs" / self.plan.name
         make_folder(self.folder)
         self._own = _taken(self.folder / "lock")
+        try:
+            self._prepare(settings)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _prepare(self, settings: SiteSettings) -> None:
         holdings = settings.holdings(self.plan, self.number)
         self.shapes = Shapes.of(holdings, self.plan.num_classes)
         self.algorithm = self.plan.built_algorithm()

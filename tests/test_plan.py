@@ -1,0 +1,78 @@
+"""A plan of a run between sites: filled in, checked, and never with a path or an unknown word."""
+
+import json
+
+import pytest
+
+from fedbilevel.errors import FedBilevelError, PlanError, UnknownNameError
+from fedbilevel.sites.plan import plan_of, read_plan
+from fedbilevel.tasks.quadratic import Quadratic
+
+GOOD = {"name": "trial", "sites": ["a", "b", "c"], "task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}}
+
+
+def test_what_is_left_out_is_filled_in_from_the_task():
+    plan = plan_of(GOOD)
+    suggested = Quadratic.suggestions("fedbio")
+    assert plan.num_iterations == Quadratic.iterations("fedbio")
+    assert {name: plan.algorithm[name] for name in suggested} == suggested
+    assert (plan.quorum, plan.deadline, plan.patience) == (2, 60.0, 30.0)
+    assert plan_of({**GOOD, "algorithm": {"name": "fedbio", "lr_upper": 0.5}}).algorithm["lr_upper"] == 0.5
+
+
+def test_a_plan_that_was_sent_is_the_same_plan():
+    plan = plan_of({**GOOD, "quorum": 3, "options": {"seed": 4, "batch_size": {"train": 3, "val": "all"}}, "num_classes": 4})
+    assert plan_of(json.loads(json.dumps(plan.asdict()))) == plan
+
+
+def test_all_sites_of_the_federation_unless_some_are_named():
+    assert plan_of({**GOOD, "sites": None}, ["x", "y"]).sites == ("x", "y")
+    assert plan_of({**GOOD, "sites": ["y"]}, ["x", "y"]).sites == ("y",)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"quorun": 2}, "Did you mean 'quorum'"),
+        ({"name": "a/b"}, "it becomes that of a folder"),
+        ({"name": ".."}, "it becomes that of a folder"),
+        ({"name": None}, "the plan has no name: give one"),
+        ({"task": {"name": "quadratics"}}, "Did you mean 'quadratic'"),
+        ({"task": {}}, "the table task of the plan does not say which one"),
+        ({"task": {"name": "quadratic", "dim_uper": 3}}, "Did you mean 'dim_upper'"),
+        ({"task": {"name": "data_cleaning", "data_dir": "/secret"}}, "where data lie is each site's own affair"),
+        ({"algorithm": {"name": "hgp"}}, "hgp runs between peers without a server"),
+        ({"algorithm": {"name": "fedbio", "lr_upper": -1}}, "lr_upper is -1"),
+        ({"algorithm": {"name": "clustered_fl"}, "options": {"fraction": 0.5}}, None),
+        ({"options": {"device": "cuda"}}, "the plan sets device"),
+        ({"options": {"fraction": 2.0}}, "fraction is 2.0"),
+        ({"options": {"sed": 3}}, "Did you mean 'seed'"),
+        ({"sites": []}, "expected at least one, each once"),
+        ({"sites": ["a", "a"]}, "expected at least one, each once"),
+        ({"sites": ["a", "../b"]}, "a site is called '../b'"),
+        ({"sites": ["a", "nobody"]}, "There is no site of this federation named 'nobody'"),
+        ({"quorum": 4}, "the quorum is 4, but there are 3 sites"),
+        ({"quorum": 0}, "quorum of the plan is 0"),
+        ({"deadline": -1.0}, "deadline is -1.0, expected seconds above 0"),
+        ({"patience": float("inf")}, "patience is inf"),
+        ({"num_iterations": 0}, "num_iterations of the plan is 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(change, says):
+    if says is None:
+        assert plan_of({**GOOD, **change}).name == "trial"  # refused when the run begins, by the engine
+        return
+    with pytest.raises(FedBilevelError, match=says) as caught:
+        plan_of({**GOOD, **change}, ["a", "b", "c"])
+    assert isinstance(caught.value, PlanError | UnknownNameError | ValueError)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(PlanError, match="cannot be read"):
+        read_plan(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("name = ")
+    with pytest.raises(PlanError, match="is not readable as TOML"):
+        read_plan(tmp_path / "bad.toml")
+    (tmp_path / "good.toml").write_text('name = "trial"\nsites = ["a"]\n[task]\nname = "quadratic"\n[algorithm]\nname = "fedbio"\n')
+    assert read_plan(tmp_path / "good.toml").name == "trial"
