@@ -90,7 +90,7 @@ class Loopback:
 
     def serve(self, plan: Mapping[str, Any], fault: Fault = lambda name, header: None, say: Callable[[dict[str, Any]], None] = lambda line: None) -> str:
         self.transport = Faulty(self, fault)
-        return serve(plan, self.transport, self.folder / "server", say)
+        return serve(plan, self.transport, self.folder / "server" / "trial", say)
 
     @property
     def record(self) -> Record:

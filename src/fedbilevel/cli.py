@@ -28,6 +28,7 @@ from fedbilevel.engines import distributed, group_of
 from fedbilevel.engines.group import Group
 from fedbilevel.errors import CheckpointError, DataError, FedBilevelError, RankLostError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, PeerAlgorithm
+from fedbilevel.federation_cli import federation
 from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
 from fedbilevel.options import BETWEEN_PEERS, DEFAULTS, DTYPES, keywords, torch_device
@@ -572,6 +573,9 @@ def tune_command(name: str, panels: str, rows: str, processes: int, device: str,
             tune.write(chosen_one, found)
     if keep:
         console.print(f"Written into {chosen_one.path}", soft_wrap=True)
+
+
+cli.add_command(federation)
 
 
 def _parts(text: str) -> list[str]:

@@ -1,16 +1,19 @@
 """A run between sites as a file: what everybody agrees on before it begins. Nothing in it is a path, and nothing is code.
 
-name = "cleaning"                 # also that of its folder at the server and at every site
-sites = ["north", "south"]        # nothing: all of the federation
-num_iterations = 50               # nothing: what the task suggests
-measure_every = 5                 # outer iterations between measurements
-quorum = 2                        # sites that must answer, or the outer iteration is tried again; nothing: more than half
-deadline = 60.0                   # seconds that a site has for one answer
-patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
-num_classes = 10                  # where labels are classes: a site may lack some
-[task]                            # name and settings; those of the data do not matter, as every site has its own
-[algorithm]                       # name and settings
-[options]                         # seed, batch_size, dtype, fraction ..., as of a run in one process
+    name = "cleaning"                 # also that of its folder at the server and at every site
+    sites = ["north", "south"]        # nothing: all of the federation
+    num_iterations = 50               # nothing: what the task suggests
+    measure_every = 5                 # outer iterations between measurements
+    quorum = 2                        # sites that must answer, or the outer iteration is tried again; nothing: more than half
+    deadline = 60.0                   # seconds that a site has for one answer
+    join_deadline = 300.0             # seconds that a site has to read its data, before the first
+    patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
+    num_classes = 10                  # where labels are classes: a site may lack some
+    [task]                            # name and settings; those of the data do not matter, as every site has its own
+    [algorithm]                       # name and settings
+    [options]                         # seed, batch_size, dtype, fraction ..., as of a run in one process
+
+What is left out of `options` has the same default as in a run in one process.
 """
 
 from __future__ import annotations
@@ -30,11 +33,12 @@ from fedbilevel.options import BETWEEN_PEERS, keywords
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # becomes that of a folder
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # becomes that of a folder
 _KINDS = {
-    "name": "text", "sites": "names", "num_iterations": "whole", "measure_every": "maybe", "quorum": "maybe", "deadline": "number", "patience": "number",
-    "num_classes": "maybe", "task": "table", "algorithm": "table", "options": "table",
+    "name": "text", "sites": "names", "num_iterations": "whole", "measure_every": "maybe", "quorum": "maybe", "deadline": "number",
+    "join_deadline": "number", "patience": "number", "num_classes": "maybe", "task": "table", "algorithm": "table", "options": "table",
 }  # fmt: skip
+SECONDS = ("deadline", "join_deadline", "patience")
 _NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes where and how it likes
 
 
@@ -49,6 +53,7 @@ class Plan:
     measure_every: int | None = None
     quorum: int = 1
     deadline: float = 60.0
+    join_deadline: float = 300.0
     patience: float = 30.0
     num_classes: int | None = None
 
@@ -84,7 +89,7 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
         if not isinstance(content[part].get("name"), str):
             raise PlanError(f'the table {part} of the plan does not say which one: add name = "..." to it.')
     if not NAME.fullmatch(content["name"]):
-        raise PlanError(f"the name of the run is {content['name']!r}, expected letters, digits, '_', '.' and '-', as it becomes that of a folder.")
+        raise PlanError(f"the name of the run is {content['name']!r}, expected letters, digits, '_' and '-', as it becomes that of a folder.")
     task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(content["algorithm"]["name"])
     known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
     suggested = {name: value for name, value in task.suggestions(algorithm.name()).items() if name in known_settings}
@@ -105,8 +110,7 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
         options=options,
         measure_every=content.get("measure_every"),
         quorum=len(sites) // 2 + 1 if quorum is None else quorum,
-        deadline=float(content.get("deadline") or 60.0),
-        patience=float(content.get("patience") or 30.0),
+        **{name: float(value) for name in SECONDS if (value := content.get(name)) is not None},
         num_classes=content.get("num_classes"),
     )
     _check(plan, known)
@@ -127,12 +131,12 @@ def _check(plan: Plan, known: Sequence[str] | None) -> None:
         raise PlanError(f"the sites of the plan are {', '.join(plan.sites) or 'none'}, expected at least one, each once.")
     for site in plan.sites:
         if not NAME.fullmatch(site):
-            raise PlanError(f"a site is called {site!r}, expected letters, digits, '_', '.' and '-'.")
+            raise PlanError(f"a site is called {site!r}, expected letters, digits, '_' and '-'.")
         if known is not None and site not in known:
             raise UnknownNameError("site of this federation", site, known)
     if plan.quorum > len(plan.sites):
         raise PlanError(f"the quorum is {plan.quorum}, but there are {len(plan.sites)} sites: lower it.")
-    for name in ("deadline", "patience"):
+    for name in SECONDS:
         if not 0 < getattr(plan, name) < float("inf"):
             raise PlanError(f"{name} is {getattr(plan, name)}, expected seconds above 0.")
     plan.keywords()["cohort"].checked()

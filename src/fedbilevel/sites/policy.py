@@ -1,14 +1,16 @@
 """What a site says about itself, in a file of its own that never travels: where its data lie, and what it allows.
 
-data = "/data/cleaning"           # a folder, for the loader; the environment variable FEDBILEVEL_SITE_DATA overrides it
-loader = "folder"                 # train.npz, val.npz ...; or "package.module:function", installed here, called with the path
+    data = "/data/cleaning"           # a folder, for the loader; the environment variable FEDBILEVEL_SITE_DATA overrides it
+    loader = "folder"                 # train.npz, val.npz ...; or "package.module:function", installed here, called with the path
                                   # or "simulated": the task's own data of this client, to learn and to test
-device = "cpu"
-[policy]
-min_samples = 10                  # fewer training samples than this, and the site takes no part
-tasks = ["data_cleaning"]         # nothing: all that are installed here
-algorithms = ["fedbio"]           # likewise
-max_rounds = 10000                # answers with arrays that one run may have from this site
+    device = "cpu"
+    [policy]
+    min_samples = 10                  # fewer training samples than this, and the site takes no part
+    tasks = ["data_cleaning"]         # nothing: all that are installed here
+    algorithms = ["fedbio"]           # likewise
+    max_rounds = 10000                # answers with arrays that one run may have from this site
+
+Nothing in it is a default of the server's, and no message changes it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,19 @@ from fedbilevel.settings import check_plain
 from fedbilevel.sites.plan import Plan
 
 FILE = "site.toml"
+TEMPLATE = """\
+# What this site decides by itself. Nothing in here ever leaves it.
+
+data = ""                             # a folder with train.npz, val.npz ...; `fedbilevel federation start-site KIT --data PATH` sets it too
+loader = "folder"                     # or "package.module:function", installed here, which is called with the path
+device = "cpu"
+
+[policy]                              # what a run must keep to, or this site takes no part
+min_samples = 1                       # training samples that this site must have
+# tasks = ["data_cleaning"]           # the only ones that are allowed; without this line: all that are installed here
+# algorithms = ["fedbio"]             # likewise
+# max_rounds = 10000                  # answers with arrays that one run may have from this site
+"""
 DATA = "FEDBILEVEL_SITE_DATA"
 _KINDS = {"data": "text", "loader": "text", "device": "text", "policy": "table"}
 _POLICY = {"min_samples": "whole", "tasks": "names", "algorithms": "names", "max_rounds": "whole"}

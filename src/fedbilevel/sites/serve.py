@@ -18,24 +18,27 @@ from fedbilevel.sites.plan import Plan, plan_of
 from fedbilevel.sites.transport import Transport
 from fedbilevel.tasks.task import Shapes
 
-JOIN = 300.0  # seconds that a site has at least to read its data
 _BETWEEN = 1.0  # seconds between questions whether enough sites are there
 Say = Callable[[dict[str, Any]], None]
 
 
 def serve(plan: Mapping[str, Any], transport: Transport, folder: Path, say: Say) -> str:
-    """Run or go on with what `plan` describes; its record lies below `folder`. "finished", or "stopped" when somebody asked for that."""
+    """Run or go on with what `plan` describes; `folder` is its record. "finished", or "stopped" when somebody asked for that."""
     ours = plan_of(plan)
-    book, stuck, until = Record(folder / ours.name), -1, 0.0
+    book, stuck, until = Record(folder), -1, 0.0
     while True:
         try:
             return _attempt(ours, transport, book, say)
         except QuorumError as error:
+            if transport.stop_asked():
+                return "stopped"
             say({"run": ours.name, "waiting": str(error)})
             done = book.load()[1]["iteration"] if book.checkpoint.exists() else 0
             if done != stuck:  # patience is for every outer iteration anew
                 stuck, until = done, time.monotonic() + ours.patience
             _wait(ours, transport, error, until)
+            if transport.stop_asked():
+                return "stopped"
 
 
 def _attempt(plan: Plan, transport: Transport, book: Record, say: Say) -> str:
@@ -52,11 +55,13 @@ def _attempt(plan: Plan, transport: Transport, book: Record, say: Say) -> str:
         kept = [line for line in diary.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["iteration"] <= last]
         write_whole(diary, "".join(kept).encode())
 
+    headline = ("upper_loss", *plan.built_task().headline)
+
     def tell(now: Progress) -> bool:
         line = {
             "run": plan.name, "iteration": now.iteration, "num_iterations": now.num_iterations, "rounds": now.rounds, "megabytes": now.megabytes,
             "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_is_missing(),
-            "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": dict(now.row) if now.row is not None else None,
+            "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
         }  # fmt: skip
         with open(diary, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -74,7 +79,7 @@ def _attempt(plan: Plan, transport: Transport, book: Record, say: Say) -> str:
 def _federation(plan: Plan, desk: Desk, *, everyone: bool) -> Sites:
     """Ask the sites to join. A new run needs all of them; one that goes on, a quorum."""
     asked = [name for name in plan.sites if name in desk.reachable]
-    answers, failures = desk.exchange({name: Message({"kind": "join", "plan": plan.asdict()}) for name in asked}, deadline=max(JOIN, plan.deadline))
+    answers, failures = desk.exchange({name: Message({"kind": "join", "plan": plan.asdict()}) for name in asked}, deadline=plan.join_deadline)
     why = {name: "it is not connected" for name in plan.sites if name not in asked} | {name: failure.reason for name, failure in failures.items()}
     refused = {name: failure.reason for name, failure in failures.items() if not failure.silent}
     if refused:
@@ -109,7 +114,9 @@ def _wait(plan: Plan, transport: Transport, error: QuorumError, until: float) ->
     """Until enough sites say that they are there; the error again when patience ends."""
     desk = Desk(transport, plan.name)
     while True:
-        if time.monotonic() > until or transport.stop_asked():
+        if transport.stop_asked():
+            return
+        if time.monotonic() > until:
             raise error
         there = [name for name in plan.sites if name in transport.sites]
         answers, _ = desk.exchange({name: Message({"kind": "ping"}) for name in there}, deadline=min(2.0, plan.deadline))

@@ -1,0 +1,201 @@
+"""`fedbilevel federation`: from a list of organisations to a run between them. Thin: what is done lies in fedbilevel.flare."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from fedbilevel.errors import SettingError
+from fedbilevel.sites.plan import read_plan
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=120)
+
+KIT = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@contextmanager
+def _flare() -> Iterator[None]:
+    """Around imports of fedbilevel.flare."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("nvflare", "psutil"):
+            raise
+        raise SettingError("federations between organisations need NVIDIA FLARE, which is not installed: pip install 'fedbilevel[federation]'.") from None
+
+
+def _print(text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def line(progress: dict[str, Any]) -> str:
+    """One outer iteration: how far, at what cost, who answered and how fast, who did not and why."""
+    parts = [f"outer iteration {progress.get('iteration')}" + (f"/{progress['num_iterations']}" if "num_iterations" in progress else "")]
+    if "rounds" in progress:
+        parts.append(f"{progress['rounds']} rounds")
+    if "megabytes" in progress:
+        parts.append(f"{progress['megabytes']:.1f} MB")
+    parts += [f"{name} {value:.4g}" for name, value in progress.get("figures", {}).items()]
+    parts += [f"{site} {seconds:.2f} s" for site, seconds in progress.get("sites", {}).items()]
+    parts += [f"without {site} ({reason})" for site, reason in progress.get("missing", {}).items()]
+    return ", ".join(parts)
+
+
+@click.group("federation")
+def federation() -> None:
+    """Between organisations that share no data: startup kits, a server, sites, and runs on them, on NVIDIA FLARE with mutual TLS."""
+
+
+@federation.command("init")
+@click.argument("path", type=click.Path(path_type=Path), default=Path("federation.toml"))
+@click.option("--sites", default="site-1,site-2", show_default=True, help="names of the sites, with commas between")
+@click.option("--name", default="federation", show_default=True, help="name of the federation")
+@click.option("--lead", default="lead@example.org", show_default=True, help="e-mail address of who submits runs")
+@click.option("--host", default="localhost", show_default=True, help="name by which the sites reach the server")
+@click.option("--port", type=int, default=8002, show_default=True, help="port of the server")
+def init_command(path: Path, sites: str, name: str, lead: str, host: str, port: int) -> None:
+    """Write a federation.toml to be edited."""
+    with _flare():
+        from fedbilevel.flare import kits
+    kits.init(path, sites=[part for part in sites.split(",") if part], name=name, lead=lead, host=host, port=port)
+    _print(f"Written: {path}. Edit it, then: fedbilevel federation provision {path}")
+
+
+@federation.command("provision")
+@click.argument("toml", type=click.Path(path_type=Path), default=Path("federation.toml"))
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("kits"), show_default=True, help="folder for the kits; kits in it stay, new ones are added"
+)
+def provision_command(toml: Path, out: Path) -> None:
+    """Make a signed startup kit for the server, each site and the lead."""
+    with _flare():
+        from fedbilevel.flare import kits
+    made = kits.provision(toml, out)
+    for name, kit in made.items():
+        _print(f"{name:<24} {kit}")
+    _print(f"Give each organisation its own folder, by a safe way: it holds a private key. Keep {out / kits.AUTHORITY}, which signs kits, to yourself.")
+
+
+@federation.command("start-server")
+@click.argument("kit", type=KIT)
+def start_server_command(kit: Path) -> None:
+    """Run the server of KIT until Ctrl-C, and start it again when it dies."""
+    with _flare():
+        from fedbilevel.flare import processes
+    if processes.name_of(kit) != "server":
+        raise SettingError(f"{kit} is the kit of the site {processes.name_of(kit)!r}: use start-site.")
+    _keep(processes.Supervised(kit, say=_print))
+
+
+@federation.command("start-site")
+@click.argument("kit", type=KIT)
+@click.option("--data", type=click.Path(exists=True, path_type=Path), default=None, help="this site's data, instead of `data` in its site.toml")
+def start_site_command(kit: Path, data: Path | None) -> None:
+    """Run the site of KIT until Ctrl-C, and start it again when it dies. Where its data lie never leaves this machine."""
+    with _flare():
+        from fedbilevel.flare import processes
+    if processes.name_of(kit) == "server":
+        raise SettingError(f"{kit} is the kit of the server: use start-server.")
+    _keep(processes.Supervised(kit, environment={processes.DATA: str(data.resolve())} if data else {}, say=_print))
+
+
+def _keep(supervised: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: supervised.ask_to_stop())
+    supervised.start()
+    _print(f"{supervised.name} runs; its log is {supervised.kit / 'log.txt'}. Ctrl-C stops it.")
+    try:
+        while not supervised.wait(0.5):
+            pass
+    finally:
+        supervised.stop()
+    _print(f"{supervised.name} stopped.")
+
+
+def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--kit", type=KIT, required=True, help="the lead's startup kit")(command)
+
+
+@federation.command("submit")
+@click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@with_kit
+@click.option("--detach", is_flag=True, help="submit only; nobody then starts the run again after a fault: use resume")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=20, show_default=True, help="how often the run is started again after faults")
+def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> None:
+    """Start the run that RUN (a TOML file) describes, and follow it to its end, through faults."""
+    with _flare():
+        from fedbilevel.flare import control, kits
+    plan = read_plan(run, kits.sites_of(kit)).asdict()
+    if detach:
+        _print(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
+        return
+    _end(plan["name"], kit, control.watch(kit, plan, _show, job=control.submit(kit, plan), notice=_print, max_restarts=max_restarts))
+
+
+@federation.command("resume")
+@click.argument("name")
+@with_kit
+@click.option("--max-restarts", type=click.IntRange(min=0), default=20, show_default=True, help="how often the run is started again after faults")
+def resume_command(name: str, kit: Path, max_restarts: int) -> None:
+    """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
+    with _flare():
+        from fedbilevel.flare import control
+    _end(name, kit, control.resume(kit, name, _show, notice=_print, max_restarts=max_restarts))
+
+
+def _show(progress: dict[str, Any]) -> None:
+    _print(line(progress))
+
+
+def _end(name: str, kit: Path, outcome: str) -> None:
+    _print(f"{name} is finished." if outcome == "finished" else f"{name} stopped. To go on: fedbilevel federation resume {name} --kit {kit}")
+
+
+@federation.command("status")
+@with_kit
+def status_command(kit: Path) -> None:
+    """Which sites are connected, and how far the runs are."""
+    with _flare():
+        from fedbilevel.flare import control
+    found = control.status(kit)
+    _print(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
+    for name, entry in found["runs"].items():
+        _print(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
+
+
+@federation.command("stop")
+@click.argument("name")
+@with_kit
+def stop_command(name: str, kit: Path) -> None:
+    """Ask the run NAME to stop after its current outer iteration."""
+    with _flare():
+        from fedbilevel.flare import control
+    control.stop(kit, name)
+    _print(f"{name} stops after its current outer iteration.")
+
+
+@federation.command("try")
+@click.option("--sites", "num_sites", type=click.IntRange(min=1, max=20), default=3, show_default=True, help="number of sites")
+@click.option("--folder", type=click.Path(path_type=Path), default=None, help="folder for all of it, which stays (default: a temporary one)")
+def try_command(num_sites: int, folder: Path | None) -> None:
+    """All of it on this machine: kits, a server, sites as processes of their own, mutual TLS over loopback, and a small run."""
+    with _flare():
+        from fedbilevel.flare import local
+    from fedbilevel.sites.trial import prepare  # the plan of a small run, and data for every site
+
+    with tempfile.TemporaryDirectory(prefix="fedbilevel-") as temporary:
+        place = folder or Path(temporary)
+        plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
+        with local.Loopback(place, plan["sites"], data=data, say=_print) as federation_here:
+            _print(f"{num_sites} sites are connected to the server, in {place}.")
+            federation_here.watch(plan, _show, notice=_print)
+    _print("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))

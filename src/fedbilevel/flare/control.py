@@ -1,0 +1,380 @@
+"""What the lead does with a federation: submit a run, follow it through faults, ask how it is, stop it, go on with it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from nvflare.apis.fl_exception import FLCommunicationError
+from nvflare.fuel.flare_api import api_spec
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from nvflare.fuel.hci.proto import MetaStatusValue
+
+from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.flare.job import PROGRESS, RUNS, STOP, packed
+
+SERVER, CLIENT = "fedbilevel.flare.job.Server", "fedbilevel.flare.job.Client"
+TASK_INTERVAL = 0.5  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
+REJOIN, ASKED = "rejoin", "asked"  # why a job is asked to stop: to be followed by one with more sites, or by none
+GRACE = 15.0  # seconds for which a job may be listed as running without a process: while it starts and ends
+FRUITLESS = 3  # so many jobs in a row without one outer iteration, and it is no accident
+TROUBLE = (
+    ConnectionError, TimeoutError, FLCommunicationError, api_spec.SessionClosed, api_spec.AuthenticationError, api_spec.InternalError, api_spec.NoReply,
+    api_spec.JobNotRunning, RuntimeError,
+)  # fmt: skip
+REFUSED = (api_spec.AuthorizationError, api_spec.InvalidJobDefinition)  # which trying again does not mend
+T = TypeVar("T")
+
+logging.getLogger("nvflare").addHandler(logging.NullHandler())  # lost connections are told in our words
+
+
+def job_folder(folder: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> Path:
+    """A job that names installed classes and holds no code."""
+    place = folder / plan["name"]
+    controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
+    executor = {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}, "max_inbound_call_threads": 2}  # a second one answers while a phase runs
+    files: dict[str, Any] = {
+        "meta.json": {
+            "name": plan["name"], "resource_spec": {}, "min_clients": quorum(plan), "deploy_map": {"at_server": ["server"], "at_site": list(plan["sites"])}
+        },
+        "at_server/config/config_fed_server.json": {
+            "format_version": 2, "server": {"task_request_interval": TASK_INTERVAL},
+            "workflows": [{"id": "controller", "path": "nvflare.collab.runtime.controller.CollabController", "args": controller}],
+            "components": [{"id": "_server", "path": server, "args": {"plan": packed(plan)}}],
+            "task_data_filters": [], "task_result_filters": [],
+        },
+        "at_site/config/config_fed_client.json": {
+            "format_version": 2,
+            "executors": [{"tasks": ["*"], "executor": {"path": "nvflare.collab.runtime.executor.CollabExecutor", "args": executor}}],
+            "components": [{"id": "_client", "path": client, "args": {}}],
+            "task_data_filters": [], "task_result_filters": [],
+        },
+    }  # fmt: skip
+    for name, content in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(json.dumps(content))
+    return place
+
+
+def _opened(kit: Path, timeout: float = 10.0) -> Session:
+    settings = kit / "startup" / "fed_admin.json"
+    if not settings.is_file():
+        raise SettingError(f"{kit} is not the kit of a lead: there is no startup/fed_admin.json in it.")
+    user = json.loads(settings.read_text())["admin"]["username"]
+    with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints that it connects
+        return new_secure_session(user, str(kit.resolve()), timeout=timeout)
+
+
+@contextlib.contextmanager
+def session(kit: Path, timeout: float = 10.0) -> Iterator[Session]:
+    """For one question; a server that cannot be reached is an error."""
+    try:
+        opened = _opened(kit, timeout)
+    except TROUBLE as error:
+        raise FedBilevelError(f"the server of {kit} cannot be reached ({error}): is it started, and its port open?") from None
+    try:
+        yield opened
+    except REFUSED as error:
+        raise FedBilevelError(f"the server refused: {error}.") from None
+    finally:
+        _close(opened)
+
+
+def _close(opened: Session) -> None:
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):  # of a connection that is lost already
+        opened.close()
+
+
+class Link:
+    """A session that is opened again when it is lost: the server may be restarted while a run is followed."""
+
+    def __init__(self, kit: Path, say: Callable[[str], None]) -> None:
+        self._kit, self._say, self._session = kit, say, None  # type: Path, Callable[[str], None], Session | None
+        self._lost = False
+
+    def ask(self, question: Callable[..., T], *arguments: Any) -> T | None:
+        """The answer of `question(session, *arguments)`, or None where the server could not be reached."""
+        try:
+            if self._session is None:
+                self._session = _opened(self._kit, timeout=5.0)
+            answer = question(self._session, *arguments)
+        except REFUSED as error:
+            raise FedBilevelError(f"the server refused: {error}.") from None
+        except TROUBLE as error:
+            self.close()
+            if not self._lost:
+                self._say(f"no answer from the server ({error}); trying on.")
+            self._lost = True
+            return None
+        if self._lost:
+            self._say("the server answers again.")
+        self._lost = False
+        return answer
+
+    def close(self) -> None:
+        if self._session is not None:
+            _close(self._session)
+        self._session = None
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------------------
+
+
+class Entry:
+    """What the lead keeps of a run, in his kit: FLARE lists a job that died with its server as running for ever."""
+
+    def __init__(self, kit: Path, run: str) -> None:
+        self.path = kit / RUNS / f"{run}.json"
+
+    def read(self) -> dict[str, Any]:
+        if not self.path.is_file():
+            known = sorted(path.stem for path in self.path.parent.glob("*.json"))
+            raise UnknownNameError("run", self.path.stem, known) if known else SettingError(f"no run was submitted with {self.path.parent.parent} so far.")
+        return json.loads(self.path.read_text())
+
+    def write(self, **changes: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {**(json.loads(self.path.read_text()) if self.path.is_file() else {"jobs": []}), **changes}
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_text(json.dumps(content, indent=1))
+        unfinished.replace(self.path)
+
+
+def quorum(plan: dict[str, Any]) -> int:
+    return int(plan.get("quorum") or len(plan["sites"]))
+
+
+def _progress(opened: Session, run: str) -> dict[str, Any]:
+    """What the job of the run wrote last; empty before its first."""
+    text = opened.cat_target("server", file=f"{RUNS}/{run}/{PROGRESS}")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:  # `cat` says in words that there is no such file
+        return {}
+
+
+def _submit(opened: Session, kit: Path, plan: dict[str, Any], server: str, client: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        job = opened.submit_job(str(job_folder(Path(folder), plan, server=server, client=client)))
+    entry = Entry(kit, plan["name"])
+    jobs = entry.read()["jobs"] if entry.path.is_file() else []
+    entry.write(plan=plan, server=server, client=client, jobs=[*jobs, job], outcome="running")
+    return job
+
+
+def submit(kit: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> str:
+    """Hand a run to the server; the id of its job. `server` and `client` name the classes that run it, which must be installed and allowed there."""
+    with session(kit) as opened:
+        if _active(opened, kit, plan["name"]):
+            raise SettingError(f"the run {plan['name']!r} is running already: `fedbilevel federation resume` follows it, `stop` ends it.")
+        return _submit(opened, kit, plan, server, client)
+
+
+def _active(opened: Session, kit: Path, run: str) -> str | None:
+    """The job of the run that the server is working on, or is about to."""
+    entry = Entry(kit, run)
+    jobs = entry.read()["jobs"] if entry.path.is_file() else []
+    if not jobs:
+        return None
+    with contextlib.suppress(api_spec.JobNotFound):
+        running = {job.job_id for job in opened.get_system_info().job_info}
+        status = str(opened.get_job_status(jobs[-1]))
+        if jobs[-1] in running or (not status.startswith("FINISHED") and status != "RUNNING"):
+            return str(jobs[-1])
+    return None
+
+
+class Look(NamedTuple):
+    """One look at a job through the server."""
+
+    status: str  # as FLARE lists it
+    alive: bool  # whether the server has a process for it
+    connected: list[str]  # sites of the plan that send heart-beats
+    progress: dict[str, Any]  # of this job
+    server: str  # when the server was started
+
+    @classmethod
+    def at(cls, opened: Session, plan: dict[str, Any], job: str) -> Look:
+        info, progress = opened.get_system_info(), _progress(opened, plan["name"])
+        names = {client.name for client in info.client_info}
+        return cls(
+            str(opened.get_job_status(job)),
+            any(one.job_id == job for one in info.job_info),
+            [site for site in plan["sites"] if site in names],
+            progress if progress.get("job") == job else {},
+            str(info.server_info.start_time),
+        )
+
+
+def _left_out(opened: Session, look: Look, job: str) -> list[str]:
+    """Sites of the plan that are there and do not work on the job: restarted meanwhile, or too late for its start."""
+    if not look.connected:
+        return []
+    replies = opened.get_client_job_status(look.connected) or []
+    answered = {str(reply.get("client_name")) for reply in replies if "job_id" in reply or reply.get("status") == MetaStatusValue.NO_JOBS}
+    working = {str(reply.get("client_name")) for reply in replies if reply.get("job_id") == job}
+    return [site for site in look.connected if site in answered - working]
+
+
+def watch(
+    kit: Path, plan: dict[str, Any], say: Callable[[dict[str, Any]], None], *, job: str | None = None, notice: Callable[[str], None] = lambda _: None,
+    max_restarts: int = 20, poll: float = 0.5, check_every: float = 3.0, gather: float = 10.0, server: str = SERVER, client: str = CLIENT,
+) -> str:  # fmt: skip
+    """Follow a run to its end, with as many jobs as it takes: `finished`, or `stopped` where somebody asked for it.
+
+    `say` gets every progress of the run, `notice` a sentence for every fault. A job that failed, that went down with its server or that a site of the plan was
+    left out of is followed by another, which goes on where it was; after `gather` seconds with the quorum connected it does not wait for more sites.
+    """
+    link, restarts, fruitless, seen, checked = Link(kit, notice), 0, 0, 0, time.monotonic()
+    suspects: list[str] = []
+    rejoining = False
+    lost_since: float | None = None
+    born = ""  # when the server was started that works on the job
+    told, begun = "", Entry(kit, plan["name"])
+    try:
+        while True:
+            if job is None:
+                job = _start(link, kit, plan, notice, gather, server, client)
+                seen, checked, suspects, rejoining, lost_since, born = 0, time.monotonic(), [], False, None, ""
+            look = link.ask(Look.at, plan, job)
+            if look is None:
+                time.sleep(poll)
+                continue
+            fresh = look.progress.get("count", 0) - seen
+            for progress in look.progress.get("latest", [])[-fresh:] if fresh > 0 else []:
+                say(progress)
+            seen += max(fresh, 0)
+            if seen:
+                begun.write(begun=True)
+            waiting = look.progress.get("waiting", "")
+            if waiting and waiting != told:
+                notice(waiting)
+            told = waiting
+            outcome, why = look.progress.get("outcome", "running"), look.progress.get("why", "")
+            if outcome == "failed":
+                Entry(kit, plan["name"]).write(outcome="failed")
+                raise FedBilevelError(why)
+            if outcome == "finished" or (outcome == "stopped" and why != REJOIN):
+                Entry(kit, plan["name"]).write(outcome=outcome)
+                return str(outcome)
+            if look.status == "FINISHED:ABORTED":
+                notice("the job was ended through FLARE itself.")
+                Entry(kit, plan["name"]).write(outcome="stopped")
+                return "stopped"
+            born = born or look.server
+            lost_since = None if look.alive or look.status != "RUNNING" else lost_since or time.monotonic()
+            died_with_server = lost_since is not None and (look.server != born or time.monotonic() - lost_since > GRACE)
+            if look.status.startswith("FINISHED") or died_with_server:
+                restarts, fruitless = restarts + 1, 0 if seen else fruitless + 1
+                if outcome != "stopped":
+                    fault = _fault(link, look, job)
+                    if restarts > max_restarts or fruitless >= FRUITLESS:
+                        tried = f"{fruitless} times without one outer iteration" if fruitless >= FRUITLESS else f"{restarts} times"
+                        raise FedBilevelError(f"the run {plan['name']!r} was given up after it had been started {tried}: {fault}.")
+                    notice(f"{fault}; starting another job.")
+                job = None
+                continue
+            if outcome == "running" and look.progress and time.monotonic() - checked > check_every:
+                checked = time.monotonic()
+                found = link.ask(_left_out, look, job) or []
+                back = [site for site in found if site in suspects]  # seen twice: a job process may be starting or ending
+                suspects = found
+                if back and not rejoining:
+                    notice(f"{', '.join(back)} is connected again; the run goes on with it after this outer iteration.")
+                    rejoining = link.ask(Session.do_app_command, job, STOP, {"why": REJOIN}) is not None
+            time.sleep(poll)
+    finally:
+        link.close()
+
+
+def _fault(link: Link, look: Look, job: str) -> str:
+    """What ended a job, and at which site where the server knows."""
+    if not look.status.startswith("FINISHED"):
+        return "the server was started anew and the job went down with it"
+    if look.progress.get("outcome") == "interrupted":
+        return str(look.progress["why"])
+    log = link.ask(Session.grep_target, "server", "", job, "log.txt") or ""
+    meta = link.ask(Session.get_job_meta, job) or {}
+    blamed = {f"{site}: {why.strip()}" for site, why in re.findall(r"due to reported failure from (\S+): (.*)", log)}
+    refused = {str(detail) for detail in meta.get("job_deploy_detail") or [] if "ERROR" in str(detail)}
+    return f"the job ended with {look.status}" + (f" ({'; '.join(sorted(blamed | refused))}; the job's log there says more)" if blamed or refused else "")
+
+
+def _start(link: Link, kit: Path, plan: dict[str, Any], notice: Callable[[str], None], gather: float, server: str, client: str) -> str:
+    """The next job of the run, once all its sites are connected, or enough of them for a while; one that has not begun needs all."""
+    entry = Entry(kit, plan["name"])
+    needed = quorum(plan) if entry.path.is_file() and entry.read().get("begun") else len(plan["sites"])
+    enough_since: float | None = None
+    said = False
+    while True:
+        connected = link.ask(lambda opened: [one.name for one in opened.get_connected_client_list() if one.name in plan["sites"]])
+        if connected is not None and len(connected) >= needed:
+            enough_since = enough_since or time.monotonic()
+            if len(connected) == len(plan["sites"]) or time.monotonic() - enough_since > gather:
+                job = link.ask(_submit, kit, plan, server, client)
+                if job is not None:
+                    return job
+        elif connected is not None:
+            enough_since = None
+            if not said:
+                missing = [site for site in plan["sites"] if site not in connected]
+                notice(f"waiting for sites: {needed} are needed, {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not connected.")
+            said = True
+        time.sleep(0.5)
+
+
+def status(kit: Path) -> dict[str, Any]:
+    """The server, the sites connected to it, and every run submitted with this kit, with its last progress."""
+    with session(kit) as opened:
+        info = opened.get_system_info()
+        runs = {}
+        for path in sorted((kit / RUNS).glob("*.json")):
+            entry, progress = json.loads(path.read_text()), _progress(opened, path.stem)
+            is_last = bool(entry["jobs"]) and progress.get("job") == entry["jobs"][-1]
+            outcome = progress.get("outcome") if is_last and progress.get("outcome") != "running" else None
+            active = _active(opened, kit, path.stem)
+            runs[path.stem] = {
+                "outcome": outcome or ("running" if active else "interrupted"),
+                "jobs": len(entry["jobs"]),
+                "sites": progress.get("sites", []),
+                "latest": (progress.get("latest") or [None])[-1],
+            }
+        return {"sites": {client.name: client.last_connect_time for client in info.client_info}, "runs": runs}
+
+
+def stop(kit: Path, run: str) -> None:
+    """Ask a run to stop after its current outer iteration."""
+    Entry(kit, run).read()
+    with session(kit) as opened:
+        job = _active(opened, kit, run)
+        if job is None:
+            raise SettingError(f"the run {run!r} is not running.")
+        try:
+            opened.do_app_command(job, STOP, {"why": ASKED})
+        except TROUBLE as error:  # it has not begun yet, or has just ended
+            outcome = _progress(opened, run).get("outcome", "running")
+            if outcome != "running":
+                raise SettingError(f"the run {run!r} is not running: it is {outcome}.") from None
+            raise FedBilevelError(f"the run {run!r} could not be asked to stop ({error}): try again in a few seconds.") from None
+
+
+def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options: Any) -> str:
+    """Follow a run that is running, or go on with one that was stopped or interrupted."""
+    entry = Entry(kit, run).read()
+    with session(kit) as opened:
+        while True:
+            job, progress = _active(opened, kit, run), _progress(opened, run)
+            if progress.get("outcome") == "finished" and progress.get("job") in entry["jobs"]:
+                return "finished"
+            if job is None or progress.get("job") != job or progress.get("outcome") == "running":
+                break
+            time.sleep(0.5)  # it was stopped a moment ago, and its processes are still ending
+    return watch(kit, entry["plan"], say, job=job, server=entry["server"], client=entry["client"], **options)
