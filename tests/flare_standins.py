@@ -2,10 +2,15 @@
 
 import json
 import os
+import re
+import subprocess
 import time
 
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.flare.job import Client, Server
+from fedbilevel.sites import wire
+from fedbilevel.sites.serve import serve
+from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Reply
 
 
@@ -60,19 +65,44 @@ class Driven(Server):
         return "stopped"
 
 
-class Counting(Server):
-    """Outer iterations that are kept on disk, as those of a real run: each is one exchange with all sites of the job."""
+class Several(Server):
+    """Runs several plans one after the other, because starting a job takes longer than all of them. Whoever is told a port weighs what passes through it."""
 
     def serve(self, plan, transport, folder, say):
-        kept = folder / "iterations.jsonl"
-        done = len(kept.read_text().splitlines()) if kept.exists() else 0
-        for iteration in range(done, plan["iterations"]):
-            if transport.stop_asked():
-                return "stopped"
-            replies, failures = transport.exchange(dict.fromkeys(transport.sites, b"x"), deadline=plan["deadline"])
-            row = {"iteration": iteration, "sites": list(replies), "silent": [site for site, one in failures.items() if one.silent]}
-            with kept.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
-            say(row)
-            time.sleep(plan["pause"])
+        for one in plan["plans"]:
+            weights = folder / f"{one['name']}.weights.jsonl"
+
+            def weigh(line, weights=weights):
+                with weights.open("a") as file:
+                    file.write(json.dumps({"iteration": line["iteration"], "megabytes": line["megabytes"], "sockets": through(plan["port"])}) + "\n")
+
+            assert serve(one, transport, folder / one["name"], weigh) == "finished"
         return "finished"
+
+
+def through(port):
+    """Bytes up and down so far on all open connections to this port, TLS and all, as the kernel counts them."""
+    found = subprocess.run(["ss", "-tinH", f"dport = :{port}"], capture_output=True, text=True, check=True).stdout
+    return [sum(int(number) for number in re.findall(rf"\b{name}:(\d+)", found)) for name in ("bytes_sent", "bytes_received")]
+
+
+class Moody(Site):
+    """A site that raises, answers NaN or sleeps in the outer iterations that a file in its folder names."""
+
+    def _answer(self, header, arrays):
+        moods = json.loads((self.folder / "moods.json").read_text()) if (self.folder / "moods.json").exists() else {}
+        mood = moods.get(str(header.get("iteration"))) if header["kind"] == "phase" else None
+        if mood == "raise":
+            raise ValueError("patient 4711 has no label")
+        if isinstance(mood, float):
+            time.sleep(mood)
+        answer = super()._answer(header, arrays)
+        if mood == "nan":
+            head, found = wire.unpack(answer)
+            return wire.pack(head, [array * float("nan") for array in found])
+        return answer
+
+
+class MoodyClient(Client):
+    def site(self, name, folder):
+        return Moody(name, folder)

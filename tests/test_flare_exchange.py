@@ -1,10 +1,9 @@
-"""The transport's contract against a real federation over loopback, and runs that go on through killed processes."""
+"""The transport's contract against a real federation over loopback."""
 
 import json
 import os
 import signal
 import statistics
-import threading
 import time
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from fedbilevel.flare.local import Loopback
 SITES = ["site-1", "site-2"]
 HERE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(kits.__file__).parents[2])])}
 DRIVEN = {"server": "flare_standins.Driven", "client": "flare_standins.ToldClient"}
-COUNTING = {"server": "flare_standins.Counting", "client": "flare_standins.ToldClient"}
 
 
 @pytest.fixture(scope="module")
@@ -164,32 +162,3 @@ def test_a_run_stops_when_it_is_asked_to_and_resuming_it_starts_another_job(driv
         control.stop(driver.federation.lead, "drivn")
     monkeypatch.setattr(control, "watch", lambda _kit, _plan, _say, *, job, **_: job)
     assert control.resume(driver.federation.lead, "driven", print) is None  # not the one that is still ending
-
-
-def test_a_run_goes_on_through_a_killed_job_process_a_killed_site_and_a_killed_server(federation):
-    """Job processes of a site, then a whole site, then server and its job: no outer iteration is lost or made twice, and everyone takes part again."""
-    plan = {"name": "counting", "sites": SITES, "quorum": 1, "iterations": 60, "deadline": 1.0, "pause": 0.1}
-    faults = {5: ("site-2", "job"), 15: ("site-1", "all"), 30: ("server", "all")}
-    notices, heard, killed = [], [], []
-
-    def say(progress):
-        heard.append(progress["iteration"])
-        due = [at for at in faults if at <= progress["iteration"] and at not in killed]
-        if due and len(progress["sites"]) == len(SITES):  # the one before is mended
-            killed.append(due[0])
-            threading.Thread(target=federation.kill, args=faults[due[0]]).start()
-
-    assert federation.watch(plan, say, notice=notices.append, check_every=1.0, **COUNTING) == "finished"
-    rows = [json.loads(text) for text in (federation.kits["server"] / job.RUNS / "counting" / "iterations.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == list(range(60))
-    assert killed == [5, 15, 30]
-    assert sorted(set(heard)) == heard  # nothing told twice
-    assert rows[-1]["sites"] == SITES
-    assert {"site-1"} <= {site for row in rows for site in row["silent"]} <= {"site-1", "site-2"}  # site-2 until its job is ended for it
-    assert any("site-2" in text and "starting another job" in text for text in notices)
-    assert any(text.startswith("site-1 is connected again") for text in notices)
-    assert any("server was started anew" in text for text in notices)
-    assert control.status(federation.lead)["runs"]["counting"]["outcome"] == "finished"
-    assert control.resume(federation.lead, "counting", heard.append) == "finished"
-    jobs = json.loads((federation.lead / job.RUNS / "counting.json").read_text())["jobs"]
-    assert len(jobs) == 4

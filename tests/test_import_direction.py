@@ -1,6 +1,8 @@
 """Imports run one way: problem -> oracle -> algorithm -> engine -> run. Read from the source, so that lazy imports count too."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,28 @@ def test_an_algorithm_knows_no_engine_no_loop_and_no_task(path):
 @pytest.mark.parametrize("path", below("engines"), ids=dotted)
 def test_an_engine_names_no_algorithm_and_no_task(path):
     assert reaches(path, "algorithms", "tasks", "discovery", "run", "cli") == []
+
+
+@pytest.mark.parametrize("path", below("engines"), ids=dotted)
+def test_an_engine_knows_messages_but_no_site_no_plan_and_no_flare(path):
+    assert reaches(path, "flare", "sites.site", "sites.serve", "sites.plan", "sites.policy", "sites.trial") == []
+
+
+@pytest.mark.parametrize("path", below("algorithms", "tasks", "oracle", "problem", "data", "clients", "federation"), ids=dotted)
+def test_what_is_computed_knows_nothing_of_messages(path):
+    assert reaches(path, "sites", "flare") == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_one_package_alone_imports_flare_itself(path):
+    if not f"{dotted(path)}.".startswith("fedbilevel.flare."):
+        assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"nvflare", "psutil"})
+
+
+def test_flare_is_imported_only_by_those_who_use_it():
+    code = "import sys, fedbilevel.cli, fedbilevel.sites.serve, fedbilevel.sites.site; print([name for name in ('nvflare', 'psutil') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("path", below("oracle", "problem", "population", "hypergradient", "data", "draws", "settings", "errors", "ledger"), ids=dotted)

@@ -258,6 +258,8 @@ def resume_command(path: Path, iterations: int | None, engine: str | None, timeo
     group = _group(engine, "cpu", timeout)
     with group.together():
         config = group.told(Record(path).read_config)
+    if config.get("engine") == "federation":
+        raise CheckpointError(f"{path} is the server's part of a run between sites: go on with it by fedbilevel federation resume {path.name} --kit KIT.")
     try:
         task_name, task_settings, plan = config["task"], config["task_settings"], config["run"]
         options = {**DEFAULTS, **config["options"]}

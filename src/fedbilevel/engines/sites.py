@@ -80,7 +80,7 @@ class Sites(Server):
         self.seconds: dict[str, float] = {}  # what each site took in this outer iteration
         self.lost: dict[str, str] = {}  # who was left out of it, and why
         self._pending: list[dict[str, str]] = [{} for _ in range(n)]  # values that sites still have to place
-        self._asked = {place: (0.0, _APART[0]) for place in range(n)}  # when a missing site was last asked, and how long to leave it in peace
+        self._asked = {place: (-_APART[1], _APART[0]) for place in range(n)}  # when a missing site was last asked, and how long to leave it in peace
         self._at_fault: set[int] = set()  # of the missing, those that answered with an error
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Sites(Server):
         reason = failure.reason if not failure.silent else f"no answer within {failure.seconds:.3g} s"
         self.missing[place] = f"{what}: {reason}"
         self.lost[self.names[place]] = self.missing[place]
-        self._asked[place] = (time.monotonic(), _APART[0])
+        self._asked[place] = (time.monotonic() if failure.silent else -_APART[1], _APART[0])  # who answers at all is asked again soon
         self._held.forget(place)
         self._pending[place] = {}
         self.changed.discard(place)

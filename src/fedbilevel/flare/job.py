@@ -71,7 +71,9 @@ class FlareTransport:
         self.stopping: str = ""  # why, once somebody asked
 
     def stop_asked(self) -> bool:
-        return bool(self.stopping) or bool(self._context.is_aborted())
+        if self._context.is_aborted():
+            raise RunAborted("the job was ended from outside.")
+        return bool(self.stopping)
 
     def exchange(self, messages: Mapping[str, bytes], *, deadline: float) -> tuple[dict[str, Reply], dict[str, Failure]]:
         replies, failures, calls = {}, {}, {}

@@ -71,7 +71,7 @@ def _attempt(plan: Plan, transport: Transport, book: Record, say: Say) -> str:
     options = plan.keywords()
     result = run_between_sites(
         fed.settings, fed, num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"], record=book.path, resume=resume,
-        callbacks=[tell], describe={"plan": plan.asdict(), "task": {"name": plan.task["name"], "settings": plan.task}},
+        callbacks=[tell], describe={"plan": plan.asdict()},
     )  # fmt: skip
     return "stopped" if result.stopped == "interrupted" else "finished"
 

@@ -90,10 +90,8 @@ class Site:
             raise WireError(f"the message of turn {turn} came after that of turn {self._turn} was answered, so it is too late for it.")
         self._turn = turn
         if kind == "join":
-            if self._joined is not None:
-                self._joined.leave()
-            self._joined = None
-            self._joined = _Joined(self.name, self.folder, read_settings(self.folder), header)
+            before, self._joined = self._joined, None
+            self._joined = _Joined.again(before, self.name, self.folder, read_settings(self.folder), header)
             return self._joined.introduce()
         joined = self._joined
         if joined is None or joined.plan.name != header.get("run"):
@@ -111,19 +109,30 @@ class Site:
 class _Joined:
     """A run that the site takes part in."""
 
-    def __init__(self, name: str, folder: Path, settings: SiteSettings, header: Mapping[str, Any]) -> None:
+    @classmethod
+    def again(cls, before: _Joined | None, name: str, folder: Path, settings: SiteSettings, header: Mapping[str, Any]) -> _Joined:
+        """The same as before where it is the same run: data are read once, however often a server begins anew."""
         try:
-            self.plan: Plan = plan_of(header.get("plan", {}))
+            plan = plan_of(header.get("plan", {}))
         except FedBilevelError as error:  # about what the server sent
             raise WireError(str(error)) from error
-        self.name, self.settings = name, settings
-        if name not in self.plan.sites:
-            raise PolicyError(f"this site is not among those of the plan ({', '.join(self.plan.sites)}).")
-        settings.check_plan(self.plan)
+        finally:
+            if before is not None:
+                before.leave()
+        if name not in plan.sites:
+            raise PolicyError(f"this site is not among those of the plan ({', '.join(plan.sites)}).")
+        settings.check_plan(plan)
+        if before is None or (before.plan, before.settings) != (plan, settings):
+            return cls(name, folder, settings, plan)
+        before.own = _taken(before.folder / "lock")
+        return before
+
+    def __init__(self, name: str, folder: Path, settings: SiteSettings, plan: Plan) -> None:
+        self.plan, self.name, self.settings = plan, name, settings
         self.number = self.plan.sites.index(name)
         self.log, self.folder = folder / LEFT, folder / "runs" / self.plan.name
         make_folder(self.folder)
-        self._own = _taken(self.folder / "lock")
+        self.own = _taken(self.folder / "lock")
         try:
             self._prepare(settings)
         except BaseException:
@@ -147,9 +156,11 @@ class _Joined:
         self.iteration = -1
         self.base: int | None = None  # the version that the server would go back to
         self._saved = self._changes()
+        one = self.host.data.batch(ONLY, "train", torch.zeros(1, 1, dtype=torch.int64, device=self.host.device))
+        self.host.oracle.lower_grad(self.host.x0, self.host.y0, one)  # the first derivative in a process takes seconds, which no deadline should see
 
     def leave(self) -> None:
-        self._own.close()
+        self.own.close()
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
