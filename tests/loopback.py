@@ -17,7 +17,7 @@ from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Failure, InProcess, Reply
 
-Fault = Callable[[str, dict[str, Any]], str | None]  # site and header -> "silent", "late", "deaf", "nan", or nothing
+Fault = Callable[[str, dict[str, Any]], Any]  # site and header -> "silent", "late", "deaf", "nan", a function of an answer's header and arrays, or nothing
 
 
 class Faulty(InProcess):
@@ -53,9 +53,10 @@ class Faulty(InProcess):
                 self.answers_to_late.append(wire.unpack(self.federation.sites[name].handle(message))[0])
             if how == "deaf":
                 failures[name] = Failure(True, "no answer", deadline)
-            elif how == "nan":
+            elif how == "nan" or callable(how):
                 header, arrays = wire.unpack(reply.content)
-                replies[name] = Reply(wire.pack(header, [array * float("nan") for array in arrays]), reply.seconds)
+                changed = how(header, arrays) if callable(how) else (header, [array * float("nan") for array in arrays])
+                replies[name] = Reply(changed if isinstance(changed, bytes) else wire.pack(*changed), reply.seconds)
             else:
                 replies[name] = reply
         return replies, failures

@@ -170,6 +170,54 @@ def test_a_mean_is_that_of_the_survivors_and_what_a_site_did_not_finish_leaves_n
         assert all("too late" in answer["error"] for answer in federation.transport.answers_to_late)
 
 
+def longer(header, arrays):
+    return header, [torch.cat([array, array], dim=1) for array in arrays]
+
+
+CRAFTED = {
+    "negative calls": lambda header, arrays: ({**header, "calls": {"gy": -5}}, arrays),
+    "calls of bytes": lambda header, arrays: ({**header, "calls": {"bytes_up": 5}}, arrays),
+    "calls that are no number": lambda header, arrays: ({**header, "calls": {"gy": True}}, arrays),
+    "no calls": lambda header, arrays: ({**header, "calls": None}, arrays),
+    "no word about changes": lambda header, arrays: ({**header, "changed": 1}, arrays),
+    "no results": lambda header, arrays: ({**header, "results": []}, arrays),
+    "longer rows": longer,
+    "two rows": lambda header, arrays: (header, [torch.cat([array, array]) for array in arrays]),
+    "another type": lambda header, arrays: (header, [array.float() for array in arrays]),
+    "a name too many": lambda header, arrays: ({**header, "results": {**header["results"], "z": None}}, arrays),
+    "a name too few": lambda header, arrays: ({**header, "results": {name: kind for name, kind in header["results"].items() if name != "u"}}, arrays),
+    "kept, which is not": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"], "kept")}, arrays),
+    "nothing at all": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"])}, arrays),
+    "sparse, out of bounds": lambda header, arrays: (
+        {**header, "results": {**header["results"], "x": {"sparse": 4}}, "order": {"x": 2}}, [torch.tensor([9], dtype=torch.int32), arrays[0][0, :1]]
+    ),
+    "an order that is none": lambda header, arrays: ({**header, "order": {"x": 77}}, arrays),
+    "noise": lambda header, arrays: b"noise",
+    "an error that is no text": lambda header, arrays: ({"error": ["x"] * 3}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_an_answer_that_is_none_is_that_sites_fault_alone(tmp_path, what):
+    states = []
+    for place, how in (("crafted", CRAFTED[what]), ("silent", "silent")):
+        federation = Loopback(tmp_path / place)
+        fault = lambda name, header, how=how: how if name == "site-0" and header["kind"] == "phase" and header["iteration"] == 2 else None
+        assert federation.serve(federation.plan({"name": "fedbio"}, quorum=2, num_iterations=3), fault) == "finished"
+        assert set(federation.diary()[1]["missing"]) == {"site-0"}
+        assert set(federation.diary()[2]["sites"]) == set(federation.names)
+        states.append(federation.record.load()[0])
+    assert {part for part, value in differences(*states).items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
+
+
+@pytest.mark.parametrize("wrong", [{"weight": 0}, {"weight": -3}, {"weight": True}, {"weight": None}, {"stored": "x"}, {"stored": [None]}])
+def test_a_site_that_introduces_itself_badly_is_named(tmp_path, wrong):
+    federation = Loopback(tmp_path)
+    craft = lambda header, arrays: ({**header, **wrong}, arrays)
+    with pytest.raises(PlanError, match="site-1 did not introduce itself properly"):
+        federation.serve(federation.plan({"name": "fedbio"}), lambda name, header: craft if name == "site-1" and header["kind"] == "join" else None)
+
+
 class Crash(BaseException):
     """The server's process dies."""
 

@@ -17,7 +17,8 @@ from torch import Tensor
 _MOST_OPEN = 64  # kinds of messages that are counted before they are added up,
 _OPEN_CELLS = 2**25  # and entries of their matrices
 EDGES = ("messages", "floats", "bytes")
-COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", "gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
+CALLS = ("gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
+COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", *CALLS)
 
 
 @dataclass

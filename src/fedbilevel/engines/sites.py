@@ -8,6 +8,7 @@ did not finish leaves no trace there.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from fedbilevel.draws import Stream
 from fedbilevel.engines.server import Answers, Server
 from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError, WireError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.ledger import COLUMNS, Ledger
+from fedbilevel.ledger import CALLS, Ledger
 from fedbilevel.population import figures
 from fedbilevel.problem import Layout, Problem
 from fedbilevel.sites.desk import Answer, Desk, Message
@@ -113,22 +114,34 @@ class Sites(Server):
         self._check_quorum(len(places), len(self._positions), f"call {self.call} ({phase}) of outer iteration {self.iteration}")
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call, "scaled": self._scaled()}
         answers = self._exchange(head, broadcast, places.tolist(), f"{phase} of outer iteration {self.iteration}", self._rows, len(self._positions))
-        stay = torch.tensor([place in answers for place in places.tolist()])
-        first = next(iter(answers.values()))[1]
-        for place, (answer, rows) in answers.items():
-            if rows.keys() != first.keys():  # another version of the algorithm
-                raise WireError(f"{self.names[place]} answered {', '.join(rows)} to {phase}, another site {', '.join(first)}: install the same version at all.")
+        self._leave_out_odd_ones(answers, phase)
+        for place, (answer, _) in answers.items():
             for column, number in answer.header["calls"].items():
                 self.ledger.charge(column, torch.tensor([place]), number)
             if answer.header["changed"]:
                 self.changed.add(place)
+        stay = torch.tensor([place in answers for place in places.tolist()])
+        first = next(iter(answers.values()))[1]
         return {name: _stacked([rows[name] for _, rows in answers.values()]) for name in first}, places[stay], times[stay]
+
+    def _leave_out_odd_ones(self, answers: dict[int, tuple[Answer, Answers]], phase: str) -> None:
+        """Sites whose answers have other names or lengths than most: another version of the algorithm, or worse."""
+        forms = {place: tuple((name, _form(row)) for name, row in sorted(rows.items())) for place, (_, rows) in answers.items()}
+        [(usual, _)] = Counter(forms.values()).most_common(1)
+        for place, form in forms.items():
+            if form != usual:
+                del answers[place]
+                reason = "its answer has not the form of the others': install the same version of fedbilevel at all sites."
+                self._drop(place, Failure(False, reason, 0.0), f"{phase} of outer iteration {self.iteration}")
+        self._check_quorum(len(answers), len(self._positions), f"{phase} of outer iteration {self.iteration}")
 
     def _rows(self, answer: Answer) -> Answers:
         """What a site sent, looked at before anybody uses it."""
         results, calls = answer.header.get("results"), answer.header.get("calls")
-        if not isinstance(results, dict) or not isinstance(calls, dict) or not all(name in COLUMNS and isinstance(calls[name], int) for name in calls):
+        if not isinstance(results, dict) or not isinstance(calls, dict) or not isinstance(answer.header.get("changed"), bool):
             raise WireError("its answer does not say what it is.")
+        if not all(name in CALLS and type(number) is int and number >= 0 for name, number in calls.items()):
+            raise WireError("its answer does not say what it computed.")
         rows: Answers = {}
         for name, kind in results.items():
             if kind is None or kind == "kept":
@@ -138,15 +151,22 @@ class Sites(Server):
                 continue
             arrays = answer.arrays.get(name, [])
             if kind == "rows" and len(arrays) == 1 and name not in self.kept_names:
-                rows[name] = _finite(name, arrays[0], self.dtype)
+                rows[name] = _finite(name, arrays[0], self.dtype, self._expected(name))
             elif isinstance(kind, dict) and isinstance(kind.get("sparse"), int) and len(arrays) == 2 and name not in self.kept_names:
                 places, values = arrays[0].long(), _finite(name, arrays[1][None], self.dtype)[0]
+                if kind["sparse"] != (self._expected(name) or kind["sparse"]):
+                    raise WireError(f"its sparse {name} has {kind['sparse']} entries, expected {self._expected(name)}.")
                 if places.ndim != 1 or places.shape != values.shape or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < kind["sparse"]):
                     raise WireError(f"its sparse {name} has entries that lie nowhere.")
                 rows[name] = Sparse(torch.zeros(1, kind["sparse"], dtype=self.dtype).index_put_((torch.zeros_like(places), places), values), len(places))
             else:
                 raise WireError(f"its answer has {name} in a form that was not asked for.")
         return rows
+
+    def _expected(self, name: str) -> int | None:
+        """How long a row of that name is, where the algorithm says so."""
+        declared = name in (*self.algorithm.upper_space, *self.algorithm.lower_space)
+        return self.algorithm.lengths.get(name, self.width(name)) if declared else None
 
     def _absent(self) -> Iterable[int]:
         return self.missing
@@ -354,14 +374,24 @@ def _nothing(_answer: Answer) -> None:
 
 def _look(answer: Answer) -> tuple[list[str], Tensor]:
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
-    if not isinstance(names, list) or len(tables) != 1 or tables[0].shape != (1, len(names)) or tables[0].dtype != torch.float64:
+    if (
+        not isinstance(names, list)
+        or not isinstance(answer.header.get("changed"), bool)
+        or len(tables) != 1
+        or tables[0].shape != (1, len(names))
+        or tables[0].dtype != torch.float64
+    ):
         raise WireError("its measurement is not a row of figures.")
     return names, tables[0]
 
 
-def _finite(name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    if rows.ndim != 2 or len(rows) != 1 or rows.dtype != dtype:
-        raise WireError(f"it sent {name} as {rows.dtype} of shape {tuple(rows.shape)}, expected one row of {dtype}.")
+def _form(row: Any) -> Any:
+    return type(row), row.num_kept if isinstance(row, Sparse) else None if row is None else row.shape
+
+
+def _finite(name: str, rows: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
+    if rows.ndim != 2 or len(rows) != 1 or rows.dtype != dtype or rows.shape[1] != (width or rows.shape[1]):
+        raise WireError(f"it sent {name} as {rows.dtype} of shape {tuple(rows.shape)}, expected one row of {dtype}{f' of length {width}' if width else ''}.")
     if not bool(torch.isfinite(rows).all()):
         raise NonFiniteError(f"it sent a value of {name!r} that is not finite.")
     return rows

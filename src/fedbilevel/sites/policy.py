@@ -8,7 +8,7 @@
     min_samples = 10                  # fewer training samples than this, and the site takes no part
     tasks = ["data_cleaning"]         # nothing: all that are installed here
     algorithms = ["fedbio"]           # likewise
-    max_rounds = 10000                # answers with arrays that one run may have from this site
+    max_rounds = 10000                # answers with arrays or figures that one run may have from this site
 
 Nothing in it is a default of the server's, and no message changes it.
 """
@@ -41,7 +41,7 @@ device = "cpu"
 min_samples = 1                       # training samples that this site must have
 # tasks = ["data_cleaning"]           # the only ones that are allowed; without this line: all that are installed here
 # algorithms = ["fedbio"]             # likewise
-# max_rounds = 10000                  # answers with arrays that one run may have from this site
+# max_rounds = 10000                  # answers with arrays or figures that one run may have from this site
 """
 DATA = "FEDBILEVEL_SITE_DATA"
 _KINDS = {"data": "text", "loader": "text", "device": "text", "policy": "table"}

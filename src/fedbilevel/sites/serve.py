@@ -88,7 +88,9 @@ def _federation(plan: Plan, desk: Desk, *, everyone: bool) -> Sites:
     if len(answers) < needed:
         named = "; ".join(f"{name} ({reason})" for name, reason in why.items())
         raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}")
-    newer = [name for name, answer in answers.items() if everyone and max(answer.header.get("stored") or [0]) > 0]
+    for name, answer in answers.items():
+        _check_introduction(name, answer.header)
+    newer = [name for name, answer in answers.items() if everyone and max([0, *answer.header["stored"]]) > 0]
     if newer:
         raise PlanError(f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: give the run another name.")
     first, *others = answers.items()
@@ -101,6 +103,12 @@ def _federation(plan: Plan, desk: Desk, *, everyone: bool) -> Sites:
         warnings.warn(warning, stacklevel=2)
     members = [Member(name, answers[name].header["weight"] if name in answers else 1, why.get(name)) for name in plan.sites]
     return Sites(algorithm, problem, members, desk, layouts=about["layouts"], quorum=plan.quorum, deadline=plan.deadline, **plan.keywords())
+
+
+def _check_introduction(name: str, header: Mapping[str, Any]) -> None:
+    weight, stored = header.get("weight"), header.get("stored")
+    if type(weight) is not int or not 0 < weight < 2**40 or not isinstance(stored, list) or not all(type(version) is int for version in stored):
+        raise PlanError(f"{name} did not introduce itself properly: install the same version of fedbilevel there.")
 
 
 def _agree(plan: Plan, one: tuple[str, Answer], other: tuple[str, Answer]) -> None:

@@ -35,7 +35,7 @@ from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
 from fedbilevel.errors import FedBilevelError, NonFiniteError, PolicyError, WireError
 from fedbilevel.federation import Sparse
-from fedbilevel.ledger import COLUMNS
+from fedbilevel.ledger import CALLS
 from fedbilevel.options import torch_device
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.sites import wire
@@ -46,7 +46,6 @@ from fedbilevel.tasks.task import Shapes
 ONLY = torch.tensor([0])  # a site hosts one client
 LEFT = "left.jsonl"
 SAYABLE = (WireError, PolicyError, NonFiniteError)  # whose texts hold nothing of this site but names and shapes
-CALLS = COLUMNS[4:]  # what a site counts itself: calls of derivatives, and samples
 _WAIT = 30.0  # seconds for a job process of before to let go of the run's folder
 _VERSION = re.compile(r"version-(\d+)\.safetensors")
 log = logging.getLogger(__name__)
@@ -202,8 +201,7 @@ class _Joined:
                 sent[name] = [places.to(torch.int32), value.rows[0, places]]
             else:
                 results[name], sent[name] = "rows", [value]
-        self.rounds += bool(sent)
-        self.settings.check_rounds(self.rounds)
+        self._count_round(bool(sent))
         head = {"results": results, "calls": self._calls(), "changed": self._changes() != self._saved}
         return self._reply("phase", head, sent, phase=phase, iteration=iteration, call=call)
 
@@ -212,6 +210,7 @@ class _Joined:
         if values.keys() != {"x", "y"}:
             raise WireError("a message that asks for a measurement does not have x and y.")
         names, table = self.host.looked_at(values["x"], values["y"])
+        self._count_round(True)
         return self._reply("measure", {"names": names, "changed": self._changes() != self._saved}, {"figures": [table]}, iteration=self.iteration)
 
     def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> bytes:
@@ -327,6 +326,10 @@ class _Joined:
             columns[name].zero_()
         return {name: number for name, number in found.items() if number}
 
+    def _count_round(self, is_one: bool) -> None:
+        self.rounds += is_one
+        self.settings.check_rounds(self.rounds)
+
     def _changes(self) -> tuple[int, int]:
         return self.host.memory.changes, self.host.kept.changes
 
@@ -380,4 +383,4 @@ def _rounds_so_far(path: Path, run: str) -> int:
         return 0
     with open(path) as file:
         lines = [json.loads(line) for line in file if line.endswith("\n")]
-    return sum(1 for line in lines if line["run"] == run and line["kind"] == "phase" and line["arrays"])  # only phases count
+    return sum(1 for line in lines if line["run"] == run and line.get("arrays"))
