@@ -322,14 +322,11 @@ def test_rows_that_are_no_images_are_welcome_where_no_convolution_needs_one(task
     assert np.isfinite(fed.measure(fed.host.x0, fed.host.y0)["upper_loss"])
 
 
-def test_a_task_that_cannot_do_without_data_says_so_and_names_those_that_can():
+def test_a_task_that_cannot_do_without_data_says_so():
     class Bound(Task):
         @classmethod
         def name(cls) -> str:
             return "bound"
 
-    with pytest.raises(ProblemError) as caught:
+    with pytest.raises(ProblemError, match="the task bound makes its problem out of data, which a server does not have"):
         Bound().problem(Shapes({}))
-    named = str(caught.value).partition("use one of ")[2].rstrip(".").split(", ")
-    assert str(caught.value).startswith("the task bound makes its problem out of data, which a server does not have")
-    assert named == sorted(discovery.tasks())

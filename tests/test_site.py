@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedbilevel.data.folders import write_folder
+from fedbilevel.errors import PlanError
 from fedbilevel.sites import site as the_module
 from fedbilevel.sites import wire
 from fedbilevel.sites.site import Site
@@ -302,3 +303,21 @@ def test_a_loader_of_the_sites_own(tmp_path, monkeypatch):
     caller = Caller(tmp_path / "site", 'data = "here"\nloader = "hospital_loader:load"\n')
     assert "error" not in caller.join()
     caller.site.close()
+
+
+def test_sites_whose_data_look_different_are_told_apart_and_named(tmp_path):
+    clients = Quadratic(num_clients=3).build().clients
+    federation = Loopback(tmp_path)
+    for number, name in enumerate(federation.names):
+        own = {role: dict(fields) for role, fields in clients[number].items()}
+        if number == 1:
+            own["val"]["extra"] = own["val"]["t"]
+        if number == 2:
+            own["val"] = {name: value.astype("float32") for name, value in own["val"].items()}  # that is no difference: a run has its own type
+        write_folder(tmp_path / "data" / name, own)
+        (tmp_path / name / "site.toml").write_text(f'data = "{tmp_path / "data" / name}"\n')
+    with pytest.raises(PlanError, match="the data of site-0 do not look like those of site-1 in the run trial: there is no val/extra"):
+        federation.serve(federation.plan({"name": "fedbio"}, {"name": "quadratic"}))
+    plan = federation.plan({"name": "fedbio"}, {"name": "quadratic"}, sites=["site-0", "site-2"])
+    assert federation.serve(plan) == "finished"
+    Loopback.close_all()

@@ -113,8 +113,9 @@ class Sites(Server):
     def _ask(self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool) -> tuple[Answers, Tensor, Tensor]:
         self._check_quorum(len(places), len(self._positions), f"call {self.call} ({phase}) of outer iteration {self.iteration}")
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call, "scaled": self._scaled()}
-        answers = self._exchange(head, broadcast, places.tolist(), f"{phase} of outer iteration {self.iteration}", self._rows, len(self._positions))
-        self._leave_out_odd_ones(answers, phase)
+        asked, what = len(self._positions), f"{phase} of outer iteration {self.iteration}"
+        answers = self._exchange(head, broadcast, places.tolist(), what, self._rows, asked)
+        self._leave_out_odd_ones(answers, lambda rows: tuple((name, _form(row)) for name, row in sorted(rows.items())), asked, what)
         for place, (answer, _) in answers.items():
             for column, number in answer.header["calls"].items():
                 self.ledger.charge(column, torch.tensor([place]), number)
@@ -124,16 +125,14 @@ class Sites(Server):
         first = next(iter(answers.values()))[1]
         return {name: _stacked([rows[name] for _, rows in answers.values()]) for name in first}, places[stay], times[stay]
 
-    def _leave_out_odd_ones(self, answers: dict[int, tuple[Answer, Answers]], phase: str) -> None:
+    def _leave_out_odd_ones(self, answers: dict[int, tuple[Answer, Any]], form: Callable[[Any], Any], asked: int, what: str) -> None:
         """Sites whose answers have other names or lengths than most: another version of the algorithm, or worse."""
-        forms = {place: tuple((name, _form(row)) for name, row in sorted(rows.items())) for place, (_, rows) in answers.items()}
+        forms = {place: form(read) for place, (_, read) in answers.items()}
         [(usual, _)] = Counter(forms.values()).most_common(1)
-        for place, form in forms.items():
-            if form != usual:
-                del answers[place]
-                reason = "its answer has not the form of the others': install the same version of fedbilevel at all sites."
-                self._drop(place, Failure(False, reason, 0.0), f"{phase} of outer iteration {self.iteration}")
-        self._check_quorum(len(answers), len(self._positions), f"{phase} of outer iteration {self.iteration}")
+        for place in [place for place, one in forms.items() if one != usual]:
+            del answers[place]
+            self._drop(place, Failure(False, "its answer has not the form of the others': install the same version of fedbilevel at all sites.", 0.0), what)
+        self._check_quorum(len(answers), asked, what)
 
     def _rows(self, answer: Answer) -> Answers:
         """What a site sent, looked at before anybody uses it."""
@@ -192,9 +191,10 @@ class Sites(Server):
         here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
         self._check_quorum(len(here), self.num_clients, when)
         looks = self._exchange({"kind": "measure"}, {"x": x, "y": y}, here, when, _look, self.num_clients, charged=False)
+        self._leave_out_odd_ones(looks, lambda look: tuple(look[0]), self.num_clients, when)
         names = next(iter(looks.values()))[1][0]
         self.changed |= {place for place, (answer, _) in looks.items() if answer.header["changed"]}
-        table = torch.cat([rows for _, (found, rows) in looks.values() if found == names])
+        table = torch.cat([rows for _, (_, rows) in looks.values()])
         return {**figures(self.problem, names, table), "num_sites": float(len(table))}
 
     def trees(self, value: Any, *, upper: bool) -> Any:
@@ -374,13 +374,8 @@ def _nothing(_answer: Answer) -> None:
 
 def _look(answer: Answer) -> tuple[list[str], Tensor]:
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
-    if (
-        not isinstance(names, list)
-        or not isinstance(answer.header.get("changed"), bool)
-        or len(tables) != 1
-        or tables[0].shape != (1, len(names))
-        or tables[0].dtype != torch.float64
-    ):
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(answer.header.get("changed"), bool)
+    if not named or len(tables) != 1 or tables[0].shape != (1, len(names)) or tables[0].dtype != torch.float64:
         raise WireError("its measurement is not a row of figures.")
     return names, tables[0]
 

@@ -107,12 +107,17 @@ def _federation(plan: Plan, desk: Desk, *, everyone: bool) -> Sites:
 
 def _check_introduction(name: str, header: Mapping[str, Any]) -> None:
     weight, stored = header.get("weight"), header.get("stored")
+    Shapes.from_dict(header.get("shapes", {}))
     if type(weight) is not int or not 0 < weight < 2**40 or not isinstance(stored, list) or not all(type(version) is int for version in stored):
         raise PlanError(f"{name} did not introduce itself properly: install the same version of fedbilevel there.")
 
 
 def _agree(plan: Plan, one: tuple[str, Answer], other: tuple[str, Answer]) -> None:
-    for part, meaning in (("version", "version of fedbilevel"), ("shapes", "shape of samples"), ("layouts", "shape of x and y"), ("start", "initial point")):
+    for (here, about), (there, others) in ((one, other), (other, one)):
+        misfit = Shapes.from_dict(about.header["shapes"]).misfit(Shapes.from_dict(others.header["shapes"]))
+        if misfit is not None:
+            raise PlanError(f"the data of {there} do not look like those of {here} in the run {plan.name}: {misfit}.")
+    for part, meaning in (("version", "version of fedbilevel"), ("layouts", "shape of x and y"), ("start", "initial point")):
         mine, theirs = one[1].header.get(part), other[1].header.get(part)
         if mine != theirs:
             raise PlanError(f"{one[0]} and {other[0]} do not have the same {meaning} in the run {plan.name}: {mine!r:.200} and {theirs!r:.200}.")

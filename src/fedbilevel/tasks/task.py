@@ -7,8 +7,6 @@ what samples look like and nothing about what they are; `build()` goes the same 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -16,7 +14,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
-import fedbilevel.tasks
 from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem
@@ -141,10 +138,7 @@ class Task(Settings):
 
     def problem(self, shapes: Shapes) -> Problem:
         """The problem of these settings for clients whose samples look like that, the same at the server and at every site."""
-        raise ProblemError(
-            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes), or use one of "
-            f"{', '.join(sorted(kind.name() for kind in _own_tasks() if kind.problem is not Task.problem))}."
-        )
+        raise ProblemError(f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes).")
 
     def check(self, shapes: Shapes) -> None:
         """That all is there which this task needs."""
@@ -166,12 +160,6 @@ class Task(Settings):
     @classmethod
     def iterations(cls, algorithm: str) -> int:
         return cls.suggested_iterations.get(algorithm, cls.suggested_iterations["*"])
-
-
-def _own_tasks() -> list[type[Task]]:
-    for module in pkgutil.iter_modules(fedbilevel.tasks.__path__):
-        importlib.import_module(f"fedbilevel.tasks.{module.name}")
-    return [kind for kind in Task.__subclasses__() if kind.__module__.startswith("fedbilevel.tasks.")]
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
