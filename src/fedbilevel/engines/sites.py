@@ -374,10 +374,10 @@ def _nothing(_answer: Answer) -> None:
 
 def _look(answer: Answer) -> tuple[list[str], Tensor]:
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
-    named = isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(answer.header.get("changed"), bool)
-    if not named or len(tables) != 1 or tables[0].shape != (1, len(names)) or tables[0].dtype != torch.float64:
-        raise WireError("its measurement is not a row of figures.")
-    return names, tables[0]
+    if isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(answer.header.get("changed"), bool) and len(tables) == 1:
+        if tables[0].shape == (1, len(names)) and tables[0].dtype == torch.float64:
+            return names, tables[0]
+    raise WireError("its measurement is not a row of figures.")
 
 
 def _form(row: Any) -> Any:
