@@ -1,0 +1,213 @@
+"""The tutorial docs/three-hospitals.md, run as it is written: its files are made, its commands typed, and what it quotes is what comes out."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
+
+import psutil
+import torch
+
+import fedbilevel
+from fedbilevel.flare.local import THREADS, free_port
+
+PAGE = Path(__file__).parents[1] / "docs" / "three-hospitals.md"
+PORT = "port = 8002"
+SITES = {"north": 459, "south": 345, "west": 344}  # how many notes each has
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+CLOCK = re.compile(r'(?<="time": )\d+\.\d+|\d+\.\d\d(?= s\b)')  # moments and durations, which are nobody's promise
+PATIENCE = 120.0  # seconds for a command, and for the sites to be connected
+ROUNDING = 1e-5  # what a machine that rounds otherwise may add to a float32 run
+
+
+class Block(NamedTuple):
+    language: str
+    file: str  # empty: it is typed, or quoted
+    text: str
+
+
+def blocks(page):
+    return [Block(*found) for found in re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+
+
+def same(quoted, said):
+    """Word for word; decimals up to rounding, and counts of suspicious samples up to some at the threshold."""
+    quoted, said = CLOCK.sub("~", quoted), CLOCK.sub("~", said)
+    if NUMBER.sub("#", quoted) != NUMBER.sub("#", said):
+        return False
+    loose = 3 if "suspicious" in quoted else 0
+    return all(_close(one, other, loose) for one, other in zip(NUMBER.findall(quoted), NUMBER.findall(said), strict=True))
+
+
+def _close(quoted, said, loose):
+    a, b = float(quoted), float(said)
+    if "e" in quoted:
+        return abs(a - b) <= ROUNDING
+    return abs(a - b) <= (0.01 * a + 0.001 if "." in quoted else loose)
+
+
+def check_quoted(quoted, said):
+    """All lines of the quotation in that order; "..." stands for lines that are left out, and there may be more after the last."""
+    rest, gap = said.splitlines(), False
+    for line in quoted.splitlines():
+        if line == "...":
+            gap = True
+            continue
+        places = [place for place, other in enumerate(rest if gap else rest[:1]) if same(line, other)]
+        assert places, f"the page quotes\n    {line}\nbut the command said\n{said}"
+        rest, gap = rest[places[0] + 1 :], False
+
+
+class Terminal:
+    """Types commands in `folder`. What is typed with & at its end runs until `close`."""
+
+    def __init__(self, folder, environment):
+        self.folder, self.environment, self.running = folder, environment, []
+
+    def type(self, text):
+        said = ""
+        for command in filter(None, text.splitlines()):
+            if command.endswith(" &"):
+                with (self.folder / f"terminal-{len(self.running)}.txt").open("w") as screen:
+                    words = shlex.split(command.removesuffix("&"))
+                    self.running.append(subprocess.Popen(words, cwd=self.folder, env=self.environment, stdout=screen, stderr=screen))
+                continue
+            done = subprocess.run(["bash", "-c", command], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}\n{self.screens()}"
+            said += done.stdout
+        return said
+
+    def screens(self):
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("terminal-*.txt")))
+
+    def close(self):
+        for one in self.running:
+            one.send_signal(signal.SIGINT)  # Ctrl-C
+        for one in self.running:
+            try:
+                one.wait(30)
+            except subprocess.TimeoutExpired:
+                one.kill()
+                one.wait()
+
+
+def commands(folder):
+    """`fedbilevel` and `python` as words, standing for this Python and this checkout."""
+    place = folder / "bin"
+    place.mkdir()
+    for name, words in (("fedbilevel", f"{shlex.quote(sys.executable)} -m fedbilevel"), ("python", shlex.quote(sys.executable))):
+        (place / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (place / name).chmod(0o755)
+    source = str(Path(fedbilevel.__file__).parents[1])
+    return {**os.environ, **THREADS, "PATH": os.pathsep.join([str(place), os.environ["PATH"]]), "PYTHONPATH": source, "TMPDIR": str(folder)}
+
+
+def until_connected(folder):
+    """As a person would who reads that it takes some seconds; in the server's log, because asking costs seconds itself."""
+    end, log = time.monotonic() + PATIENCE, folder / "kits/server/log.txt"
+    while not all(f"New client {site}@" in _text(log) for site in SITES):
+        assert time.monotonic() < end, f"the sites are not connected:\n{_text(log)}"
+        time.sleep(0.2)
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """The page from its first block to its last: what every command said, and the folder in which all of it happened."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    terminal, said, page = Terminal(folder, commands(folder)), {}, blocks(PAGE.read_text())
+    try:
+        for block, after in zip(page, [*page[1:], Block("", "", "")], strict=True):
+            quoted = after.text if after.language == "text" else ""
+            if block.file:
+                (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / block.file).write_text(block.text.replace(PORT, f"port = {free_port()}"))
+            elif block.language == "bash":
+                command = block.text.strip()
+                if terminal.running:
+                    until_connected(folder)
+                said[command] = terminal.type(command)
+                check_quoted(quoted, said[command])
+        yield said, folder
+    finally:
+        terminal.close()
+    assert [one.returncode for one in terminal.running] == [0] * 4, terminal.screens()
+    left = [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])]
+    assert left == []
+
+
+def test_the_page_quotes_what_is_said(played):
+    """The fixture compares; here, that it had something to compare, and that all of it was typed on loopback."""
+    _, folder = played
+    page = PAGE.read_text()
+    kinds = [(block.language, bool(block.file)) for block in blocks(page)]
+    assert kinds.count(("text", False)) == 8
+    assert kinds.count(("bash", False)) == kinds.count(("text", False)) + 1  # those that run in the background say nothing
+    assert {kind for kind in kinds if kind[0] != "text"} == {("bash", False), ("python", True), ("toml", True)}
+    assert page.count("```") == 2 * len(kinds)  # none was overlooked
+    assert PORT in page
+    assert PORT not in (folder / "federation.toml").read_text()
+
+
+def test_the_accuracy_that_the_lead_sees_is_that_of_the_record_and_of_the_simulator(played):
+    said, folder = played
+    last = json.loads((folder / "kits/server/runs/cleaning/metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["iteration"], last["num_sites"]) == (10, 3)
+    submitted = next(text for command, text in said.items() if " submit " in command)
+    assert f"test_accuracy {last['test_accuracy']:.4g}," in submitted.splitlines()[-2]
+    assert f"test_accuracy {last['test_accuracy']:.4f} after {last['rounds']} rounds" in said["python simulate.py"]
+    assert not {"precision", "recall", "f1"} & last.keys()  # no hospital knows which labels are wrong
+    differences = [float(number) for number in NUMBER.findall(said["python simulate.py"].splitlines()[-1])]
+    assert len(differences) == 2
+    assert max(differences) <= ROUNDING
+
+
+def test_private_weights_are_at_their_hospital_alone(played):
+    from safetensors.torch import load_file
+
+    _, folder = played
+    for hospital, size in SITES.items():
+        own = load_file(folder / f"kits/{hospital}/site/runs/cleaning/solution.safetensors")
+        assert {name: tuple(value.shape) for name, value in own.items()} == {"x.logit": (size,)}
+        assert bool((own["x.logit"] != 0).any())
+        lines = [json.loads(line) for line in (folder / f"kits/{hospital}/site/left.jsonl").read_text().splitlines()]
+        assert {array["shape"][-1] for line in lines for array in line["arrays"]} == {5, 650}  # none has a number for each sample
+    assert {name: tuple(value.shape) for name, value in load_file(folder / "kits/server/runs/cleaning/solution.safetensors").items()} == {
+        "y.weight": (64, 10), "y.bias": (10,)
+    }  # fmt: skip
+    assert torch.sigmoid(load_file(folder / "kits/north/site/runs/cleaning/solution.safetensors")["x.logit"]).min() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("quoted", "said"),
+    [
+        ("accuracy 0.8864", "accuracy 0.8664"),
+        ("7 rounds", "8 rounds"),
+        ("a\nb", "a"),
+        ("a\nb", "a\nc\nb"),
+        ("...\nb", "a\nc"),
+        ("difference 0.0e+00", "difference 1.0e-04"),
+        ("128 of 459 notes are suspicious", "120 of 459 notes are suspicious"),
+        ("north 0.2 s", "south 0.2 s"),
+    ],
+)
+def test_a_quotation_that_is_not_what_was_said_is_noticed(quoted, said):
+    with pytest.raises(AssertionError, match="the page quotes"):
+        check_quoted(quoted, said)
+
+
+def test_a_quotation_that_is_what_was_said_up_to_clocks_and_rounding():
+    check_quoted("a 0.21 s\n...\naccuracy 0.8864, 1.0e-06\n", "a 7.99 s\nb\nc\naccuracy 0.8871, 2.0e-06\nand more\n")
