@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import growth, paths, problems, push_sum, ranks_section, results
+from benchmarks import federation, growth, paths, problems, push_sum, ranks_section, results, soak, sockets
 from benchmarks.clock import Setup, Timing, compare, rows_of
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
@@ -36,7 +37,7 @@ def test_the_whole_command_in_its_smallest_version(tmp_path, capsys):
         assert section["where"]["threads"] == 1
         assert {"machine", "versions", "commit", "time", "small"} <= set(section["where"])
         if "skipped" in section:
-            assert name == "ranks"
+            assert name in ("ranks", "federation")
             continue
         assert section["rows"], name
         for row in section["rows"]:
@@ -187,6 +188,131 @@ def test_ranks_take_turns_and_are_compared_with_a_perfect_division(monkeypatch):
     rows = ranks_section.rows(SMALL)
     assert calls == [1, 2, 1, 2]
     assert [(row["what"], row["seconds"], row["floor_seconds"], row["ratio"]) for row in rows] == [("1 rank", 8.0, 8.0, 1.0), ("2 ranks", 5.0, 4.0, 1.25)]
+
+
+# ---- federations: how figures are summed up; nothing here starts one -------------------------------------------------------------
+
+
+def test_a_federation_is_skipped_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(federation, "find_spec", lambda name: object())
+    assert federation.skipped(Setup()) is None
+    assert "small version" in (federation.skipped(SMALL) or "")
+    assert "GPU" in (federation.skipped(Setup(device="cuda")) or "")
+    monkeypatch.setattr(federation, "find_spec", lambda name: None)
+    assert "pip install 'fedbilevel[federation]'" in (federation.skipped(Setup()) or "")
+
+
+def test_message_rounds_are_compared_with_the_floor_and_shown_beside_the_aim():
+    seconds = {"flare": [0.1 * k for k in range(1, 12)], "tls": [0.02, 0.04, 0.06], "tcp": [0.001, 0.01, 0.5]}
+    part = {"floats": 160_000, "seconds": seconds, "load_before": 1.5, "load_after": 2.5}
+    flare, tls = federation.message_rows(5, "160k", part)
+    assert flare["seconds"] == pytest.approx(0.6)
+    assert (flare["p10"], flare["p90"], flare["max"], flare["rounds"]) == (pytest.approx(0.2), pytest.approx(1.0), pytest.approx(1.1), 11)
+    assert (flare["floor_seconds"], flare["ratio"], flare["aim"]) == (0.01, pytest.approx(60.0), 0.5)
+    assert (tls["seconds"], tls["ratio"], "aim" in tls) == (0.04, pytest.approx(4.0), False)
+    assert (flare["load_before"], flare["load_after"]) == (1.5, 2.5)
+    assert federation.message_rows(2, "160k", part)[0]["aim"] == 0.2
+    assert "aim" not in federation.message_rows(2, "2k", part)[0]
+
+
+def test_an_outer_iteration_lasts_from_one_last_answer_to_the_next():
+    line = lambda iteration, time, run="mine", kind="phase": {"run": run, "kind": kind, "iteration": iteration, "time": time}
+    left = [line(1, 10.0), line(1, 11.0), line(2, 11.5), line(2, 13.0), line(2, 13.5, kind="measure"), line(3, 14.0), line(9, 15.0, run="other")]
+    assert federation.gaps(left, "mine") == [2.0, 1.0]
+    assert federation.second_half([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 4.0, 5.0]
+    assert federation.slowest([{"sites": {"a": 1.0, "b": 2.0}}, {"sites": {}}, {"sites": {"a": 3.0, "b": 0.5}}]) == [2.0, 3.0]
+
+
+def test_an_outer_iteration_of_a_federation_is_compared_with_the_simulators():
+    real, simulated = federation.iteration_rows(3, [4.0, 6.0, 5.0], [3.0], [2.0], [2.0, 4.0, 1.0], {"load_before": 0.5, "load_after": 1.5})
+    assert (real["seconds"], real["floor_seconds"], real["ratio"]) == (5.0, 2.0, 2.5)
+    assert (real["slowest_answer"], real["at_the_slowest_site"], real["load_after"]) == (3.0, 2.0, 1.5)
+    assert (simulated["seconds"], simulated["ratio"]) == (2.0, 1.0)
+
+
+def test_sites_of_the_real_run_have_the_simulators_data_and_their_own_work_is_timed(tmp_path):
+    real = federation.real_run(tmp_path / "data", "small", 2, 3)
+    diary = federation._in_one_process(real, tmp_path / "here")
+    assert [(line["iteration"], line["rounds"], line["missing"]) for line in diary] == [(1, 1, {}), (2, 2, {}), (3, 3, {})]  # one round in each
+    assert all(set(line["sites"]) == {"site-1", "site-2"} and min(line["sites"].values()) > 0 for line in diary)
+    assert len(federation._simulated(real, tmp_path / "simulated")) == 1  # neither to the first nor to the one that is measured
+    last = lambda place: json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])["upper_loss"]
+    assert last(tmp_path / "here" / "record") == pytest.approx(last(tmp_path / "simulated"), rel=1e-5)
+
+
+def test_the_floor_of_a_message_round_goes_to_every_process_and_back():
+    messages = [b"one", bytes(range(256)) * 4096]
+    with sockets.Echoes([None, None]) as echoes:
+        lines = sockets.Lines([ports["tcp"] for ports in echoes.ports])
+        for message in messages:
+            assert [bytes(found) for found in lines.exchange(message)] == [message] * 2
+        lines.close()
+    assert len({ports["tcp"] for ports in echoes.ports}) == 2
+    assert all(process.returncode is not None for process in echoes._processes)
+
+
+def look(number, rss, logs, lists, rest, **more):
+    return {"round": number, "memory": {"site-1, job": {"rss": rss, **more}}, "disk": {"site-1": {"logs": logs, "lists": lists, "rest": rest}}}
+
+
+def test_growth_of_memory_and_disk_is_from_the_first_look_to_the_last():
+    looks = [look(100, 300.0, 1.0, 2.0, 3.0, pss=200.0), look(200, 450.0, 1.1, 3.0, 3.0, pss=0.0), look(300, 400.0, 1.2, 4.0, 3.0, pss=0.0)]
+    looks += [look(500, 420.0, 1.4, 5.0, 2.5, pss=230.0)]
+    (memory,), (disk,) = soak.memory_rows(looks), soak.disk_rows(looks)
+    assert (memory["rss_first"], memory["rss_last"], memory["rss_growth"], memory["rss_most"]) == (300.0, 420.0, 120.0, 450.0)
+    assert (memory["pss_growth"], memory["late"], memory["ceiling"]) == (30.0, pytest.approx(20.0 / 200 * 1000), 250.0)
+    assert (disk["first"], disk["last"], disk["per_thousand"]) == (6.0, pytest.approx(8.9), pytest.approx(2.9 / 400 * 1000))
+    assert (disk["growth"], disk["logs"], disk["lists"], disk["rest"]) == tuple(map(pytest.approx, (2.9, 0.4, 3.0, -0.5)))
+    assert soak.above([memory]) == []
+    assert soak.above([{**memory, "rss_growth": 250.0}]) == ["site-1, job"]
+    (alone,) = soak.memory_rows([look(100, 300.0, 0, 0, 0)])
+    assert (alone["rss_growth"], alone["late"], "pss_growth" in alone) == (0.0, None, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"diary": [{"iteration": 1, "missing": {}}, {"iteration": 2, "missing": {"b": "it did not answer."}}]}, "outer iteration 2 was without b"),
+        ({"diary": [{"iteration": 1, "missing": {}}]}, "1 outer iterations, 1 of them different, where 2"),
+        ({"diary": [{"iteration": 1, "missing": {}}] * 2}, "2 outer iterations, 1 of them different, where 2"),
+        ({"left": {"a": [{"kind": "error", "text": "too late"}]}}, "a answered with an error: too late"),
+        ({"notices": ["the server answers again."]}, "the server answers again."),
+        ({"jobs": 2}, "2 jobs"),
+        ({"replaced": ["b, parent"]}, "b, parent was replaced"),
+    ],
+)
+def test_every_kind_of_failure_of_a_soak_is_counted(changes, said):
+    fine = {"diary": [{"iteration": 1, "missing": {}}, {"iteration": 2, "missing": {}}], "left": {"a": [{"kind": "phase"}]}, "notices": [], "jobs": 1}
+    found = soak.failures_in(**{**fine, "num_iterations": 2, "replaced": [], **changes})
+    assert len(found) == (0 if said is None else 1)
+    assert said is None or said in found[0]
+
+
+def test_the_size_of_a_kit_is_told_by_what_grows(tmp_path):
+    for name, size in {"log.txt": 1000, "job/log.txt.1": 20, "audit.log": 300, "site/left.jsonl": 5000, "site/runs/one/version-1.safetensors": 70_000}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    assert soak.disk_of(tmp_path) == {"logs": pytest.approx(0.00132), "lists": pytest.approx(0.005), "rest": pytest.approx(0.07)}
+
+
+def test_looks_are_taken_at_every_hundred_rounds_and_name_every_process(tmp_path):
+    pytest.importorskip("psutil", reason="psutil comes with NVIDIA FLARE: pip install 'fedbilevel[federation]'")
+    mine = os.getpid()
+    fed = SimpleNamespace(sites=["a"], kits={"server": tmp_path, "a": tmp_path}, pids=lambda name: {"parent": [mine], "job": [mine] if name == "a" else []})
+    said = []
+    watch = soak.Watch(fed, 100, said.append)
+    for rounds in (1, 99, 103, 150, 199, 200, 201, 450, 460):
+        watch({"rounds": rounds})
+    assert [one["round"] for one in watch.looks] == [103, 200, 450]
+    assert [set(one["memory"]) for one in watch.looks] == [{"server, parent", "a, parent", "a, job"}] * 3
+    assert watch.looks[0]["memory"]["a, job"]["rss"] > 10
+    assert len(said) == 3
+    assert watch.replaced() == []
+    watch.pids["a, job"] = 2**22 + 1  # above the largest number of a process
+    watch({"rounds": 500})
+    assert len(watch.looks) == 3
+    assert watch.replaced() == ["a, job"]
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--rounds", "3"], "at least 5"), (["--only", "nothing"], "invalid choice")])
