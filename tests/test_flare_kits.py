@@ -1,10 +1,12 @@
 """Startup kits: what is in them, and that it is production mode."""
 
 import json
+import re
 import shutil
 import stat
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ from nvflare.collab import CollabCallError
 from fedbilevel.cli import cli
 from fedbilevel.errors import SettingError
 from fedbilevel.flare import control, job, kits, processes
+from fedbilevel.flare.local import LEAD
+from fedbilevel.sites import policy
 from test_import_direction import MODULES, dotted, imports
 
 SITES = ["north", "south", "south-2"]
@@ -81,10 +85,12 @@ def test_no_code_travels_and_nobody_reads_files_at_a_site(made):
 
 
 def test_a_site_has_settings_of_its_own_and_the_others_have_none(made):
-    settings = tomllib.loads((made["north"] / "local" / "site.toml").read_text())
-    assert settings == {"data": "", "loader": "folder", "policy": {"min_samples": 1, "tasks": [], "algorithms": [], "max_rounds": 0}}
-    assert not (made["server"] / "local" / "site.toml").exists()
-    assert not (made["lead@hospital.org"] / "local" / "site.toml").exists()
+    assert policy.read_settings(made["north"] / job.SITE) == policy.SiteSettings(policy={"min_samples": 1})
+    uncommented = re.sub(r"(?m)^# (?=\w+ = )", "", (made["north"] / job.SITE / policy.FILE).read_text())
+    assert set(tomllib.loads(uncommented)["policy"]) == {"min_samples", "tasks", "algorithms", "max_rounds"}  # all that there is
+    assert not (made["server"] / job.SITE).exists()
+    assert not (made["lead@hospital.org"] / job.SITE).exists()
+    assert kits.sites_of(made["lead@hospital.org"]) == list(SITES)
 
 
 def test_jobs_are_kept_in_the_kit_also_where_it_is_moved(made, tmp_path):
@@ -107,12 +113,18 @@ def test_a_site_that_comes_later_gets_a_kit_of_the_same_authority_and_the_others
     toml, out = tmp_path / "federation.toml", tmp_path / "out"
     kits.init(toml, sites=["a"])
     first = kits.provision(toml, out)
-    (first["a"] / "local" / "site.toml").write_text('data = "mine"\n')
+    (first["a"] / job.SITE / policy.FILE).write_text('data = "mine"\n')
     contents = lambda kit: {path.relative_to(kit): path.read_bytes() for path in kit.rglob("*") if path.is_file()}
     before = {name: contents(kit) for name, kit in first.items()}
     toml.write_text(toml.read_text() + '\n[[site]]\nname = "b"\norg = "b"\n')
     second = kits.provision(toml, out)
-    assert {name: contents(second[name]) for name in first} == before
+    after = {name: contents(second[name]) for name in first}
+    assert after[LEAD].pop(Path(kits.SITES)) == b'["a", "b"]'
+    assert before[LEAD].pop(Path(kits.SITES)) == b'["a"]'
+    assert after == before
+    toml.write_text(toml.read_text().replace("port = 8002", "port = 8003"))
+    with pytest.raises(SettingError, match=r"are for a server at localhost:8002, .* says localhost:8003: use another folder"):
+        kits.provision(toml, out)
     verified = subprocess.run(
         ["openssl", "verify", "-CAfile", first["server"] / "startup" / "rootCA.pem", second["b"] / "startup" / "client.crt"], capture_output=True, text=True
     )
@@ -208,13 +220,18 @@ def test_answers_that_are_messages():
 
 
 def test_progress_is_whole_at_every_moment_and_keeps_the_last(tmp_path):
+    (tmp_path / "run").mkdir()
     progress = job.Progress(tmp_path / "run", "job-1", ["a"])
     read = lambda: load(tmp_path / "run" / job.PROGRESS)
-    assert read() == {"job": "job-1", "sites": ["a"], "outcome": "running", "why": "", "count": 0, "latest": []}
+    assert read() == {"job": "job-1", "sites": ["a"], "outcome": "running", "why": "", "waiting": "", "warning": "", "count": 0, "latest": []}
     for iteration in range(job.KEPT + 5):
         progress.say({"iteration": iteration})
     assert read()["count"] == job.KEPT + 5
     assert [one["iteration"] for one in read()["latest"]] == list(range(5, job.KEPT + 5))
+    progress.say({"waiting": "for b"})
+    assert (read()["waiting"], read()["count"]) == ("for b", job.KEPT + 5)  # that is no outer iteration
+    progress.say({"iteration": 99})
+    assert read()["waiting"] == ""
     progress.end("stopped", "asked")
     assert (read()["outcome"], read()["why"]) == ("stopped", "asked")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [job.PROGRESS]

@@ -175,6 +175,7 @@ def longer(header, arrays):
 
 
 CRAFTED = {
+    "calls beyond counting": lambda header, arrays: ({**header, "calls": {"samples": 10**30}}, arrays),
     "negative calls": lambda header, arrays: ({**header, "calls": {"gy": -5}}, arrays),
     "calls of bytes": lambda header, arrays: ({**header, "calls": {"bytes_up": 5}}, arrays),
     "calls that are no number": lambda header, arrays: ({**header, "calls": {"gy": True}}, arrays),
@@ -190,6 +191,9 @@ CRAFTED = {
     "nothing at all": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"])}, arrays),
     "sparse, out of bounds": lambda header, arrays: (
         {**header, "results": {**header["results"], "x": {"sparse": 4}}, "order": {"x": 2}}, [torch.tensor([9], dtype=torch.int32), arrays[0][0, :1]]
+    ),
+    "sparse, as large as memory": lambda header, arrays: (
+        {**header, "results": {**header["results"], "x": {"sparse": 10**12}}, "order": {"x": 2}}, [torch.tensor([1], dtype=torch.int32), arrays[0][0, :1]]
     ),
     "an order that is none": lambda header, arrays: ({**header, "order": {"x": 77}}, arrays),
     "noise": lambda header, arrays: b"noise",
@@ -259,6 +263,96 @@ def test_killed_at_any_message_the_run_goes_on_to_the_same_end(tmp_path, algorit
             for version in (tmp_path / "quiet" / name / "runs" / "trial").glob("version-2.safetensors"):
                 mine = load_file(tmp_path / str(at) / name / "runs" / "trial" / version.name)
                 assert all(torch.equal(mine[part], value) for part, value in load_file(version).items()), at
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path, monkeypatch):
+    """It takes part, but its memory stays where it was; that must not look as if all were well."""
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2)
+    said = []
+
+    def fault(name, header):
+        return (lambda header, arrays: ({"error": "no space"}, [])) if name == "site-1" and header["kind"] == "commit" and header["version"] > 0 else None
+
+    assert federation.serve(plan, fault, said.append) == "finished"
+    assert [("saving after outer iteration" in line["missing"].get("site-1", "")) for line in federation.diary()] == [False, True, True, True]
+    assert federation.record.load()[0]["sites.version"].tolist() == [4, 0, 4]
+    assert "site-1 could not write the private part of the solution" in said[-1]["warning"]
+    assert not (tmp_path / "site-1" / "runs" / "trial" / "solution.safetensors").exists()
+    said.clear()
+    assert federation.serve(plan, say=said.append) == "finished"  # as `resume` does, when all are there
+    assert said == []
+    assert (tmp_path / "site-1" / "runs" / "trial" / "solution.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_a_new_process_of_a_site_joins_again_within_the_job(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2)
+    fault = lambda name, header: "killed" if name == "site-1" and header["kind"] == "phase" and header["iteration"] == 2 else None
+    assert federation.serve(plan, fault) == "finished"
+    assert [set(line["sites"]) for line in federation.diary()] == [set(federation.names), {"site-0", "site-2"}, set(federation.names), set(federation.names)]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_on_resume_a_site_that_refuses_is_left_out_and_asked_again(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, num_iterations=2, quorum=2)
+    federation.serve(plan)
+    federation.restart("site-1")
+    settings = tmp_path / "site-1" / "site.toml"
+    settings.write_text('data = "/not/mounted"\n')
+
+    def say(line):
+        if line["iteration"] == 3:
+            settings.write_text('loader = "simulated"\n')
+
+    assert federation.serve({**plan, "num_iterations": 5}, say=say) == "finished"
+    lines = federation.diary()
+    assert "it failed with DataError" in lines[2]["missing"]["site-1"]
+    assert [set(line["sites"]) for line in lines[3:]] == [set(federation.names)] * 2
+
+
+def test_sites_that_did_not_answer_a_ping_are_not_waited_for_to_join(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "fedbio"}, quorum=2)
+    asked, dead = [], []
+
+    def fault(name, header):
+        if header.get("iteration") == 2 and name != "site-0" and not dead:
+            dead.append("site-1")
+        if header["kind"] == "join":
+            asked.append(name)
+        if name == "site-2" and header.get("iteration") == 2 and len(asked) == 3:
+            return "silent"
+        return "silent" if name in dead else None
+
+    assert federation.serve(plan, fault) == "finished"
+    assert asked == [*federation.names, "site-0", "site-2"]
+
+
+def test_metrics_have_every_row_once_after_a_crash_in_the_first_outer_iteration(tmp_path):
+    federation = Loopback(tmp_path)
+    plan = federation.plan({"name": "fedbio"})
+
+    def fault(name, header):
+        if header.get("iteration") == 1 and header["kind"] == "phase":
+            raise Crash
+
+    with pytest.raises(Crash):
+        federation.serve(plan, fault)
+    federation.serve(plan)
+    assert [row["iteration"] for row in federation.record.rows()] == [0, 2, 4]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_of_a_cohort_the_same_share_must_answer(tmp_path):
+    federation = Loopback(tmp_path, 4)
+    plan = federation.plan({"name": "fedbio"}, quorum=2, options={"seed": 5, "fraction": 0.5, "dtype": "float64"}, patience=0.05)
+    gone = lambda name, header: "silent" if name == "site-3" and header.get("iteration", 0) >= 2 else None
+    assert federation.serve(plan, gone) == "finished"
+    assert any("site-3" in line["missing"] for line in federation.diary())
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
@@ -377,7 +471,7 @@ def test_sites_that_do_not_agree_are_named(tmp_path, monkeypatch):
             return old(message)
 
     monkeypatch.setattr(federation.sites["site-2"], "handle", other)
-    with pytest.raises(PlanError, match=r"site-0 and site-2 do not have the same version of fedbilevel .*'0\.0\.7'"):
+    with pytest.raises(PlanError, match=r"site-2 has fedbilevel '0\.0\.7', the server '.*': install the same version at both"):
         federation.serve(plan)
 
 

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from fedbilevel.errors import SettingError
+from fedbilevel.sites import policy
 from fedbilevel.sites.plan import read_plan
 
 console = Console()
@@ -66,7 +67,7 @@ def init_command(path: Path, sites: str, name: str, lead: str, host: str, port: 
     """Write a federation.toml to be edited."""
     with _flare():
         from fedbilevel.flare import kits
-    kits.init(path, sites=[part for part in sites.split(",") if part], name=name, lead=lead, host=host, port=port)
+    kits.init(path, sites=[part.strip() for part in sites.split(",") if part.strip()], name=name, lead=lead, host=host, port=port)
     _print(f"Written: {path}. Edit it, then: fedbilevel federation provision {path}")
 
 
@@ -102,10 +103,13 @@ def start_server_command(kit: Path) -> None:
 def start_site_command(kit: Path, data: Path | None) -> None:
     """Run the site of KIT until Ctrl-C, and start it again when it dies. Where its data lie never leaves this machine."""
     with _flare():
-        from fedbilevel.flare import processes
+        from fedbilevel.flare import job, processes
     if processes.name_of(kit) == "server":
         raise SettingError(f"{kit} is the kit of the server: use start-server.")
-    _keep(processes.Supervised(kit, environment={processes.DATA: str(data.resolve())} if data else {}, say=_print))
+    settings = policy.read_settings(kit / job.SITE)
+    if data or settings.data:
+        policy.check_data(settings, (data or Path(settings.data)).resolve())
+    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=_print))
 
 
 def _keep(supervised: Any) -> None:
@@ -134,11 +138,13 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> Non
     """Start the run that RUN (a TOML file) describes, and follow it to its end, through faults."""
     with _flare():
         from fedbilevel.flare import control, kits
+    control.check_lead(kit)
     plan = read_plan(run, kits.sites_of(kit)).asdict()
     if detach:
         _print(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
         return
-    _end(plan["name"], kit, control.watch(kit, plan, _show, job=control.submit(kit, plan), notice=_print, max_restarts=max_restarts))
+    control.check_free(kit, plan)
+    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=_print, max_restarts=max_restarts))
 
 
 @federation.command("resume")

@@ -236,7 +236,7 @@ def _go_through(
             book.add(row)
         return row
 
-    if start == 0:
+    if start == 0 and not rows:
         measure(0)
         save(0)
     saved = iteration = start

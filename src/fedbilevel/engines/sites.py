@@ -7,6 +7,7 @@ did not finish leaves no trace there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +43,8 @@ class Member(NamedTuple):
 class Sites(Server):
     """Implements `Federation`. Client i is members[i].
 
-    layouts: names and shapes of x and y. quorum: how many sites must answer, of the cohort. deadline: seconds for an answer.
+    layouts: names and shapes of x and y. quorum: how many sites must answer, of all. deadline: seconds for an answer. plan, welcome: what a site is told
+    that comes back, perhaps as a new process, and who looks at its introduction.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Sites(Server):
         layouts: Mapping[str, Any],
         quorum: int = 1,
         deadline: float = 60.0,
+        plan: Mapping[str, Any],
+        welcome: Callable[[str, Mapping[str, Any]], None],
         seed: int = 0,
         cohort: Cohort = Cohort(),
         batch_size: BatchSize = None,
@@ -66,6 +70,7 @@ class Sites(Server):
         weights = torch.tensor([member.weight for member in members])
         super().__init__(algorithm, problem, seed=seed, cohort=cohort, ids=torch.arange(n), weights=weights, ledger=Ledger(n), stream=Stream(seed))
         self.names, self.desk = [member.name for member in members], desk
+        self.plan, self.welcome = plan, welcome
         self.layouts, self.quorum, self.deadline = dict(layouts), n if algorithm.needs_everyone else quorum, deadline
         self.batch_size, self.sampling, self.dtype = batch_size, sampling, dtype
         self.layout_y = Layout(problem.y0)
@@ -78,8 +83,9 @@ class Sites(Server):
         self.versions: list[int | None] = [None] * n  # of what each site has on disk, and would go back to
         self.changed: set[int] = set()  # places whose sites have something newer
         self.ways: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}  # what each site took in this outer iteration
-        self.lost: dict[str, str] = {}  # who was left out of it, and why
+        self.seconds: dict[str, float] = {}  # what each site took for the phases of this outer iteration
+        self.lost: dict[str, str] = {}  # who was left out since somebody asked, and why
+        self.without_solution: list[str] = []
         self._pending: list[dict[str, str]] = [{} for _ in range(n)]  # values that sites still have to place
         self._asked = {place: (-_APART[1], _APART[0]) for place in range(n)}  # when a missing site was last asked, and how long to leave it in peace
         self._at_fault: set[int] = set()  # of the missing, those that answered with an error
@@ -139,7 +145,7 @@ class Sites(Server):
         results, calls = answer.header.get("results"), answer.header.get("calls")
         if not isinstance(results, dict) or not isinstance(calls, dict) or not isinstance(answer.header.get("changed"), bool):
             raise WireError("its answer does not say what it is.")
-        if not all(name in CALLS and type(number) is int and number >= 0 for name, number in calls.items()):
+        if not all(name in CALLS and type(number) is int and 0 <= number < 2**40 for name, number in calls.items()):
             raise WireError("its answer does not say what it computed.")
         rows: Answers = {}
         for name, kind in results.items():
@@ -153,8 +159,10 @@ class Sites(Server):
                 rows[name] = _finite(name, arrays[0], self.dtype, self._expected(name))
             elif isinstance(kind, dict) and isinstance(kind.get("sparse"), int) and len(arrays) == 2 and name not in self.kept_names:
                 places, values = arrays[0].long(), _finite(name, arrays[1][None], self.dtype)[0]
-                if kind["sparse"] != (self._expected(name) or kind["sparse"]):
-                    raise WireError(f"its sparse {name} has {kind['sparse']} entries, expected {self._expected(name)}.")
+                known = self._expected(name)
+                widths = [known] if known is not None else [len(self.y0), *([len(self.x0)] if self.problem.scopes.upper == "shared" else [])]
+                if kind["sparse"] not in widths:
+                    raise WireError(f"its sparse {name} has {kind['sparse']} entries, expected {' or '.join(map(str, widths))}.")
                 if places.ndim != 1 or places.shape != values.shape or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < kind["sparse"]):
                     raise WireError(f"its sparse {name} has entries that lie nowhere.")
                 rows[name] = Sparse(torch.zeros(1, kind["sparse"], dtype=self.dtype).index_put_((torch.zeros_like(places), places), values), len(places))
@@ -183,14 +191,14 @@ class Sites(Server):
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
         """Sites that were missing may come back here, at the version that was last agreed on."""
         super().begin(iteration, algorithm)
-        self.seconds, self.lost = {}, {}
+        self.seconds = {}
         self.readmit()
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Losses and metrics over the sites that answer, and how many those were. Not charged, as in a simulation."""
         here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
         self._check_quorum(len(here), self.num_clients, when)
-        looks = self._exchange({"kind": "measure"}, {"x": x, "y": y}, here, when, _look, self.num_clients, charged=False)
+        looks = self._exchange({"kind": "measure", "iteration": self.iteration}, {"x": x, "y": y}, here, when, _look, self.num_clients, charged=False)
         self._leave_out_odd_ones(looks, lambda look: tuple(look[0]), self.num_clients, when)
         names = next(iter(looks.values()))[1][0]
         self.changed |= {place for place, (answer, _) in looks.items() if answer.header["changed"]}
@@ -228,7 +236,9 @@ class Sites(Server):
     def finish(self, state: Any) -> None:
         """Sites write private parts of the solution."""
         kept = {part: value.name if isinstance(value := getattr(state, part), Kept) else None for part in ("x", "y")}
-        self._exchange({"kind": "finish", **kept}, {}, self._here(), "the end of the run", _nothing)
+        done = self._exchange({"kind": "finish", **kept}, {}, self._here(), "the end of the run", _nothing)
+        if any(kept.values()):
+            self.without_solution = [name for place, name in enumerate(self.names) if place not in done]
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """With the version that each site would go back to, and nothing of what is in it."""
@@ -268,9 +278,15 @@ class Sites(Server):
         back = [place for place in due if self.names[place] in answers and answers[self.names[place]].header.get("busy") is False]
         for place in due:
             self._asked[place] = (time.monotonic(), _APART[0] if place in back else min(2 * self._asked[place][1], _APART[1]))
-        reasons = {place: self.missing.pop(place) for place in back}
-        for place in set(back) - set(self.back_to_versions(back)):
-            self.missing.setdefault(place, reasons[place])
+        for place in back:
+            del self.missing[place]
+        joined = self._exchange({"kind": "join", "plan": self.plan}, {}, back, "joining again", lambda answer: answer.header)
+        for place, (_, about) in joined.items():
+            try:
+                self.welcome(self.names[place], about)
+            except FedBilevelError as error:
+                self._drop(place, Failure(False, str(error), 0.0), "joining again")
+        self.back_to_versions([place for place in back if place not in self.missing])
 
     def _drop(self, place: int, failure: Failure, what: str) -> None:
         """What a site held is gone: it will begin from its last version."""
@@ -283,15 +299,18 @@ class Sites(Server):
         self.changed.discard(place)
         (self._at_fault.discard if failure.silent else self._at_fault.add)(place)
 
-    def who_is_missing(self) -> dict[str, str]:
-        return {self.names[place]: why for place, why in sorted(self.missing.items())} | self.lost
+    def who_was_missing(self) -> dict[str, str]:
+        """Since somebody last asked: also those that failed when the last outer iteration was being saved, and are back."""
+        found, self.lost = {self.names[place]: why for place, why in sorted(self.missing.items())} | self.lost, {}
+        return found
 
     def _here(self) -> list[int]:
         return [place for place in range(self.num_clients) if place not in self.missing]
 
     def _needed(self, asked: int) -> int:
-        """How many of so many must answer. All, before the first outer iteration: what a site has then is what it goes back to later."""
-        return asked if self.iteration == 0 else min(self.quorum, asked)
+        """How many of so many must answer: of a cohort the same share as of all, rounded down. All, before the first outer iteration: what a site has then is
+        what it goes back to later."""
+        return asked if self.iteration == 0 else max(min(1, asked), self.quorum * asked // self.num_clients)
 
     def _check_quorum(self, num: int, asked: int, when: str) -> None:
         if num < self._needed(asked):
@@ -300,8 +319,8 @@ class Sites(Server):
     def _too_few(self, num: int, needed: int, when: str) -> FedBilevelError:
         """To be tried again when a site that was silent speaks. Where all that are missing answered with an error, it would end the same way."""
         named = "; ".join(f"{self.names[place]} ({why})" for place, why in sorted(self.missing.items()))
-        kind = FedBilevelError if self._at_fault >= self.missing.keys() else QuorumError
-        return kind(f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}")
+        text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}"
+        return FedBilevelError(text) if self._at_fault >= self.missing.keys() else QuorumError(text)
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
@@ -333,8 +352,10 @@ class Sites(Server):
                 except (WireError, NonFiniteError) as error:
                     failures[name] = Failure(False, str(error), answers[name].seconds)
                 else:
-                    self._pending[place] = {}
-                    self.seconds[name] = self.seconds.get(name, 0.0) + answers[name].seconds
+                    if head["kind"] in ("phase", "measure"):  # those place what they are told to
+                        self._pending[place] = {}
+                    if head["kind"] == "phase":
+                        self.seconds[name] = self.seconds.get(name, 0.0) + answers[name].seconds
             if name in failures:
                 self._drop(place, failures[name], what)
         self._check_quorum(len(good), asked, what)
@@ -354,6 +375,8 @@ class Sites(Server):
                 lacks = self._lacking(value, all_of_them) if charged else all_of_them[~self._held.mask(value)[all_of_them]]
                 for place in lacks.tolist():
                     brings[place].append((number, value if value.ndim == 1 else value[place : place + 1]))
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise NonFiniteError(f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes.")
             else:
                 values[name] = {"value": value}
         messages = {}
@@ -374,10 +397,13 @@ def _nothing(_answer: Answer) -> None:
 
 def _look(answer: Answer) -> tuple[list[str], Tensor]:
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
-    if isinstance(names, list) and all(isinstance(name, str) for name in names) and isinstance(answer.header.get("changed"), bool) and len(tables) == 1:
-        if tables[0].shape == (1, len(names)) and tables[0].dtype == torch.float64:
-            return names, tables[0]
-    raise WireError("its measurement is not a row of figures.")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not isinstance(answer.header.get("changed"), bool):
+        raise WireError("its measurement does not say what it is.")
+    if len(tables) != 1 or tables[0].shape != (1, len(names)) or tables[0].dtype != torch.float64 or names[:3] != ["upper", "lower", "weight"]:
+        raise WireError("its measurement is not a row of figures.")
+    if not 0 < float(tables[0][0, 2]) < 2**40:
+        raise WireError("its measurement has no weight.")
+    return names, tables[0]
 
 
 def _form(row: Any) -> Any:

@@ -19,11 +19,13 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaStatusValue
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.flare.job import PROGRESS, RUNS, STOP, packed
+from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed
+from fedbilevel.sites.plan import NAME
 
 SERVER, CLIENT = "fedbilevel.flare.job.Server", "fedbilevel.flare.job.Client"
 TASK_INTERVAL = 0.5  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
-REJOIN, ASKED = "rejoin", "asked"  # why a job is asked to stop: to be followed by one with more sites, or by none
+REJOIN = "rejoin"  # why a job is asked to stop: to be followed by one with more sites
+APART = 30.0  # seconds between two jobs for the sake of sites that were left out; twice as many each time
 GRACE = 15.0  # seconds for which a job may be listed as running without a process: while it starts and ends
 FRUITLESS = 3  # so many jobs in a row without one outer iteration, and it is no accident
 TROUBLE = (
@@ -36,14 +38,15 @@ T = TypeVar("T")
 logging.getLogger("nvflare").addHandler(logging.NullHandler())  # lost connections are told in our words
 
 
-def job_folder(folder: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> Path:
-    """A job that names installed classes and holds no code."""
+def job_folder(folder: Path, plan: dict[str, Any], *, needed: int = 0, server: str = SERVER, client: str = CLIENT) -> Path:
+    """A job that names installed classes and holds no code. needed: sites without which it does not begin."""
     place = folder / plan["name"]
     controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
     executor = {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}, "max_inbound_call_threads": 2}  # a second one answers while a phase runs
     files: dict[str, Any] = {
         "meta.json": {
-            "name": plan["name"], "resource_spec": {}, "min_clients": quorum(plan), "deploy_map": {"at_server": ["server"], "at_site": list(plan["sites"])}
+            "name": plan["name"], "resource_spec": {}, "min_clients": needed or quorum(plan),
+            "deploy_map": {"at_server": ["server"], "at_site": list(plan["sites"])},
         },
         "at_server/config/config_fed_server.json": {
             "format_version": 2, "server": {"task_request_interval": TASK_INTERVAL},
@@ -64,10 +67,15 @@ def job_folder(folder: Path, plan: dict[str, Any], *, server: str = SERVER, clie
     return place
 
 
-def _opened(kit: Path, timeout: float = 10.0) -> Session:
+def check_lead(kit: Path) -> Path:
     settings = kit / "startup" / "fed_admin.json"
     if not settings.is_file():
         raise SettingError(f"{kit} is not the kit of a lead: there is no startup/fed_admin.json in it.")
+    return settings
+
+
+def _opened(kit: Path, timeout: float = 10.0) -> Session:
+    settings = check_lead(kit)
     user = json.loads(settings.read_text())["admin"]["username"]
     with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints that it connects
         return new_secure_session(user, str(kit.resolve()), timeout=timeout)
@@ -100,8 +108,8 @@ class Link:
         self._kit, self._say, self._session = kit, say, None  # type: Path, Callable[[str], None], Session | None
         self._lost = False
 
-    def ask(self, question: Callable[..., T], *arguments: Any) -> T | None:
-        """The answer of `question(session, *arguments)`, or None where the server could not be reached."""
+    def ask(self, question: Callable[..., T], *arguments: Any, quietly: bool = False) -> T | None:
+        """The answer of `question(session, *arguments)`, or None where the server could not be reached. quietly: a site may be the reason."""
         try:
             if self._session is None:
                 self._session = _opened(self._kit, timeout=5.0)
@@ -110,6 +118,8 @@ class Link:
             raise FedBilevelError(f"the server refused: {error}.") from None
         except TROUBLE as error:
             self.close()
+            if quietly:
+                return None
             if not self._lost:
                 self._say(f"no answer from the server ({error}); trying on.")
             self._lost = True
@@ -132,6 +142,8 @@ class Entry:
     """What the lead keeps of a run, in his kit: FLARE lists a job that died with its server as running for ever."""
 
     def __init__(self, kit: Path, run: str) -> None:
+        if not NAME.fullmatch(run):
+            raise SettingError(f"{run!r} is not the name of a run: letters, digits, - and _.")
         self.path = kit / RUNS / f"{run}.json"
 
     def read(self) -> dict[str, Any]:
@@ -163,18 +175,34 @@ def _progress(opened: Session, run: str) -> dict[str, Any]:
 
 def _submit(opened: Session, kit: Path, plan: dict[str, Any], server: str, client: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        job = opened.submit_job(str(job_folder(Path(folder), plan, server=server, client=client)))
+        job = opened.submit_job(str(job_folder(Path(folder), plan, needed=_needed(kit, plan), server=server, client=client)))
     entry = Entry(kit, plan["name"])
     jobs = entry.read()["jobs"] if entry.path.is_file() else []
     entry.write(plan=plan, server=server, client=client, jobs=[*jobs, job], outcome="running")
     return job
 
 
-def submit(kit: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> str:
-    """Hand a run to the server; the id of its job. `server` and `client` name the classes that run it, which must be installed and allowed there."""
+def _needed(kit: Path, plan: dict[str, Any]) -> int:
+    """A run that has begun needs a quorum, a new one all its sites."""
+    entry = Entry(kit, plan["name"])
+    return quorum(plan) if entry.path.is_file() and entry.read().get("begun") else len(plan["sites"])
+
+
+def check_free(kit: Path, plan: dict[str, Any]) -> None:
+    """That the run is not running, and that there is something to do."""
     with session(kit) as opened:
         if _active(opened, kit, plan["name"]):
             raise SettingError(f"the run {plan['name']!r} is running already: `fedbilevel federation resume` follows it, `stop` ends it.")
+    entry = Entry(kit, plan["name"])
+    before = entry.read() if entry.path.is_file() else {}
+    if before.get("outcome") == "finished" and before["plan"].get("num_iterations", 0) >= plan.get("num_iterations", 0):
+        raise SettingError(f"the run {plan['name']!r} is finished: give the new one another name, or this one more outer iterations.")
+
+
+def submit(kit: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> str:
+    """Hand a run to the server; the id of its job. `server` and `client` name the classes that run it, which must be installed and allowed there."""
+    check_free(kit, plan)
+    with session(kit) as opened:
         return _submit(opened, kit, plan, server, client)
 
 
@@ -238,11 +266,15 @@ def watch(
     rejoining = False
     lost_since: float | None = None
     born = ""  # when the server was started that works on the job
-    told, begun = "", Entry(kit, plan["name"])
+    told, begun, quiet_until, apart = "", Entry(kit, plan["name"]), 0.0, APART
+    begun.write(stop=False)
     try:
         while True:
             if job is None:
                 job = _start(link, kit, plan, notice, gather, server, client)
+                if job is None:
+                    begun.write(outcome="stopped")
+                    return "stopped"
                 seen, checked, suspects, rejoining, lost_since, born = 0, time.monotonic(), [], False, None, ""
             look = link.ask(Look.at, plan, job)
             if look is None:
@@ -263,6 +295,8 @@ def watch(
                 Entry(kit, plan["name"]).write(outcome="failed")
                 raise FedBilevelError(why)
             if outcome == "finished" or (outcome == "stopped" and why != REJOIN):
+                if look.progress.get("warning"):
+                    notice(look.progress["warning"])
                 Entry(kit, plan["name"]).write(outcome=outcome)
                 return str(outcome)
             if look.status == "FINISHED:ABORTED":
@@ -284,12 +318,13 @@ def watch(
                 continue
             if outcome == "running" and look.progress and time.monotonic() - checked > check_every:
                 checked = time.monotonic()
-                found = link.ask(_left_out, look, job) or []
+                found = link.ask(_left_out, look, job, quietly=True) or []
                 back = [site for site in found if site in suspects]  # seen twice: a job process may be starting or ending
                 suspects = found
-                if back and not rejoining:
-                    notice(f"{', '.join(back)} is connected again; the run goes on with it after this outer iteration.")
-                    rejoining = link.ask(Session.do_app_command, job, STOP, {"why": REJOIN}) is not None
+                if back and not rejoining and time.monotonic() > quiet_until:
+                    quiet_until, apart = time.monotonic() + apart, 2 * apart
+                    notice(f"{', '.join(back)} is connected but not part of the job; another job with all follows after this outer iteration.")
+                    rejoining = link.ask(Session.do_app_command, job, STOP, {"why": REJOIN}, quietly=True) is not None
             time.sleep(poll)
     finally:
         link.close()
@@ -308,18 +343,20 @@ def _fault(link: Link, look: Look, job: str) -> str:
     return f"the job ended with {look.status}" + (f" ({'; '.join(sorted(blamed | refused))}; the job's log there says more)" if blamed or refused else "")
 
 
-def _start(link: Link, kit: Path, plan: dict[str, Any], notice: Callable[[str], None], gather: float, server: str, client: str) -> str:
-    """The next job of the run, once all its sites are connected, or enough of them for a while; one that has not begun needs all."""
-    entry = Entry(kit, plan["name"])
-    needed = quorum(plan) if entry.path.is_file() and entry.read().get("begun") else len(plan["sites"])
+def _start(link: Link, kit: Path, plan: dict[str, Any], notice: Callable[[str], None], gather: float, server: str, client: str) -> str | None:
+    """The next job of the run, once all its sites are connected, or enough of them for a while; one that has not begun needs all. Another follower's, where
+    there is one; none where somebody asked to stop."""
+    needed = _needed(kit, plan)
     enough_since: float | None = None
     said = False
     while True:
+        if Entry(kit, plan["name"]).read().get("stop"):
+            return None
         connected = link.ask(lambda opened: [one.name for one in opened.get_connected_client_list() if one.name in plan["sites"]])
         if connected is not None and len(connected) >= needed:
             enough_since = enough_since or time.monotonic()
             if len(connected) == len(plan["sites"]) or time.monotonic() - enough_since > gather:
-                job = link.ask(_submit, kit, plan, server, client)
+                job = link.ask(_active, kit, plan["name"]) or link.ask(_submit, kit, plan, server, client)
                 if job is not None:
                     return job
         elif connected is not None:
@@ -356,6 +393,9 @@ def stop(kit: Path, run: str) -> None:
     with session(kit) as opened:
         job = _active(opened, kit, run)
         if job is None:
+            if Entry(kit, run).read().get("outcome") == "running":  # somebody follows it, and waits for sites
+                Entry(kit, run).write(stop=True)
+                return
             raise SettingError(f"the run {run!r} is not running.")
         try:
             opened.do_app_command(job, STOP, {"why": ASKED})
@@ -372,8 +412,10 @@ def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options
     with session(kit) as opened:
         while True:
             job, progress = _active(opened, kit, run), _progress(opened, run)
-            if progress.get("outcome") == "finished" and progress.get("job") in entry["jobs"]:
+            if progress.get("outcome") == "finished" and progress.get("job") in entry["jobs"] and not progress.get("warning"):
                 return "finished"
+            if progress.get("warning"):
+                break
             if job is None or progress.get("job") != job or progress.get("outcome") == "running":
                 break
             time.sleep(0.5)  # it was stopped a moment ago, and its processes are still ending

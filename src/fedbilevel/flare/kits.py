@@ -15,6 +15,7 @@ from typing import Any
 from fedbilevel.errors import SettingError
 from fedbilevel.flare.job import SITE
 from fedbilevel.sites import policy
+from fedbilevel.sites.plan import NAME
 
 PORT = 8002
 AUTHORITY = "authority"  # folder beside the kits: the key that signs them, and with it who may take part
@@ -22,7 +23,7 @@ SERVER = "server"
 SITES = "sites.json"  # in the lead's kit: who takes part in a run that does not say
 ALLOWED = ["fedbilevel.flare.job.", "nvflare.collab.runtime."]  # the only classes that a job may name
 BEAT_TIMEOUT = 30  # seconds after which the server takes a site that sends no heart-beat for gone; FLARE's own: 600
-_NAME, _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*"), re.compile(r"[A-Za-z0-9_]+")
+_ORG = re.compile(r"[A-Za-z0-9_]+")
 _HOST, _MAIL = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*"), re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+")
 
 TEMPLATE = """\
@@ -56,15 +57,29 @@ def init(path: Path, *, sites: list[str], name: str = "federation", lead: str = 
     if path.exists():
         raise SettingError(f"{path} exists: edit it, or give another name.")
     entries = "".join(SITE_TEMPLATE.format(name=site, org=re.sub(r"\W", "_", site)) for site in sites)
-    path.write_text(TEMPLATE.format(name=name, lead=lead, host=host, port=port, sites=entries))
-    read(path)
+    text = TEMPLATE.format(name=name, lead=lead, host=host, port=port, sites=entries)
+    for value in (name, lead, host, *sites):
+        if set(value) & set('"\\\n'):
+            raise SettingError(f"{value!r} cannot be a name: leave out quotes and line breaks.")
+    _parsed(text, path)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise SettingError(f"{path} cannot be written ({error.strerror}): name another place.") from None
 
 
 def read(path: Path) -> Federation:
     try:
-        content = tomllib.loads(path.read_text())
+        return _parsed(path.read_text(), path)
     except FileNotFoundError:
         raise SettingError(f"there is no {path}: write one with `fedbilevel federation init`.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} cannot be read as a federation.toml ({error}).") from None
+
+
+def _parsed(text: str, path: Path) -> Federation:
+    try:
+        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"{path} is not TOML: {error}.") from None
     _known(content, {"name", "lead", "server", "site"}, f"{path}")
@@ -78,17 +93,17 @@ def read(path: Path) -> Federation:
     for number, entry in enumerate(entries, start=1):
         place = f"[[site]] number {number} of {path}"
         _known(entry, {"name", "org"}, place)
-        site = _text(entry, "name", None, _NAME, "letters, digits, - and _", place)
+        site = _text(entry, "name", None, NAME, "letters, digits, - and _", place)
         if site in sites:
             raise SettingError(f"{path} names the site {site!r} twice: every site needs a name of its own.")
-        if site.lower() in (SERVER, AUTHORITY, "localhost"):
+        if site.lower() in (SERVER, AUTHORITY, "localhost", str(server.get("host", "")).lower()):
             raise SettingError(f"{place} is named {site!r}, which is taken: choose another name.")
         sites[site] = _text(entry, "org", None, _ORG, "letters, digits and _", place)
     port = server.get("port", PORT)
     if type(port) is not int or not 0 < port < 65536:
         raise SettingError(f"port in [server] of {path} is {port!r}, expected a whole number from 1 to 65535.")
     return Federation(
-        name=_text(content, "name", None, _NAME, "letters, digits, - and _", f"{path}"),
+        name=_text(content, "name", None, NAME, "letters, digits, - and _", f"{path}"),
         lead=_text(content, "lead", None, _MAIL, "an e-mail address", f"{path}"),
         host=_text(server, "host", "localhost", _HOST, "the name of a host", f"[server] of {path}"),
         port=port,
@@ -118,9 +133,15 @@ def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[
     """
     federation = read(toml)
     authority = out / AUTHORITY
-    authority.mkdir(parents=True, exist_ok=True)
+    try:
+        authority.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"the folder {authority} cannot be made ({error.strerror}): name another place.") from None
     authority.chmod(0o700)
     project = authority / "project.yml"
+    if project.exists() and (before := json.loads(project.read_text())["participants"][0]) != _project(federation)["participants"][0]:
+        old, new = f"{before['name']}:{before['fed_learn_port']}", f"{federation.host}:{federation.port}"
+        raise SettingError(f"the kits in {out} are for a server at {old}, {toml} says {new}: use another folder.")
     project.write_text(json.dumps(_project(federation), indent=2))  # JSON is YAML
     done = subprocess.run(
         [sys.executable, "-m", "nvflare.lighter.provision", "-p", str(project), "-w", str(authority), "--force"], capture_output=True, text=True, check=False

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.flare import control, kits, processes
+from fedbilevel.sites import policy
 
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 LEAD = "lead@example.org"
@@ -62,7 +63,7 @@ class Loopback:
             one.stop()
 
     def start(self, name: str) -> None:
-        mine = {processes.DATA: str(self._data[name].resolve())} if name in self._data else {}
+        mine = {policy.DATA: str(self._data[name].resolve())} if name in self._data else {}
         self.supervised[name] = processes.Supervised(self.kits[name], environment={**self._environment, **mine}, pause=self._pause, say=self._say)
         self.supervised[name].start()
 

@@ -20,7 +20,6 @@ from fedbilevel.flare import kits
 
 CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
 PATIENCE = 5.0  # seconds that a process is given to end by itself
-DATA = "FEDBILEVEL_SITE_DATA"  # environment variable of a site's processes: where its data lie, instead of `data` in its site.toml
 SHORT_LIFE = 10.0  # a child that lived for less is waited for longer and longer before the next start
 BEAT = 4  # seconds between heart-beats of a site, by which it notices that the server was restarted; FLARE's own: 10
 _PARENT = ("server_train", "client_train")

@@ -12,6 +12,8 @@ from fedbilevel.errors import WireError
 from fedbilevel.sites import wire
 from fedbilevel.sites.transport import Failure, Transport
 
+LONGEST = 500  # letters of a reason
+
 
 class Answer(NamedTuple):
     header: dict[str, Any]
@@ -70,7 +72,7 @@ class Desk:
 def _read(content: bytes, seconds: float) -> Answer:
     header, arrays = wire.unpack(content)
     if "error" in header:
-        raise WireError(str(header["error"]))
+        raise WireError(" ".join(str(header["error"]).split())[:LONGEST])
     if "busy" in header:
         return Answer(header, {}, seconds)
     order = header.get("order")

@@ -24,12 +24,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fedbilevel import discovery
+from fedbilevel.clients import Sampling
 from fedbilevel.errors import PlanError, UnknownNameError
 from fedbilevel.federation import ServerAlgorithm
 from fedbilevel.options import BETWEEN_PEERS, keywords
+from fedbilevel.oracle import Strategy
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
@@ -139,8 +141,15 @@ def _check(plan: Plan, known: Sequence[str] | None) -> None:
     for name in SECONDS:
         if not 0 < getattr(plan, name) < float("inf"):
             raise PlanError(f"{name} is {getattr(plan, name)}, expected seconds above 0.")
-    plan.keywords()["cohort"].checked()
-    plan.built_algorithm()
+    options = plan.keywords()
+    options["cohort"].checked()
+    options["schedule"].checked()
+    for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):
+        if options[name] not in choices:
+            raise PlanError(f"{name} of the plan is {options[name]!r}, expected {' or '.join(map(repr, choices))}.")
+    for name, value in plan.built_algorithm().asdict().items():
+        if isinstance(value, tuple) and len(value) != len(plan.sites):
+            raise PlanError(f"{name} of the plan has {len(value)} numbers for {len(plan.sites)} sites: give one number, or one per site.")
 
 
 def _without_name(table: Mapping[str, Any]) -> dict[str, Any]:

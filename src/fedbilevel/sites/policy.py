@@ -25,7 +25,7 @@ from typing import Any
 
 from fedbilevel.data.clients import Holdings
 from fedbilevel.data.folders import read_folder
-from fedbilevel.errors import PlanError, PolicyError, UnknownNameError
+from fedbilevel.errors import DataError, PlanError, PolicyError, UnknownNameError
 from fedbilevel.settings import check_plain
 from fedbilevel.sites.plan import Plan
 
@@ -64,7 +64,7 @@ class SiteSettings:
     def check_samples(self, num_samples: int) -> None:
         least = self.policy.get("min_samples", 1)
         if num_samples < least:
-            raise PolicyError(f"this site has fewer than the {least} training samples that its policy asks for.")  # how many is not said
+            raise PolicyError(f"this site has fewer than the {least} training samples that its policy asks for.")
 
     def check_rounds(self, num_rounds: int) -> None:
         """num_rounds: with the one that is asked for."""
@@ -101,6 +101,12 @@ def read_settings(folder: Path) -> SiteSettings:
                 raise UnknownNameError(what, name, kinds)
             check_plain(f"{name} in {FILE}", value, kinds[name], PlanError)
     return SiteSettings(**content)
+
+
+def check_data(settings: SiteSettings, place: Path) -> None:
+    """When a site is started: that there is something to read, so that nobody finds out in the middle of a run."""
+    if settings.loader == "folder" and (not place.is_dir() or not any(path.stem == "train" for path in place.iterdir())):
+        raise DataError(f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or .safetensors).")
 
 
 def _function(name: str) -> Callable[[str], Holdings]:

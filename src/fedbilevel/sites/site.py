@@ -1,7 +1,8 @@
 """A site: one client with its own data, memory and disk. It answers messages about phases that its own installed version knows, and nothing else.
 
 Below its folder:  site.toml                     its settings and policy, never sent
-                   left.jsonl                    one line for everything that left, never shortened
+                   left.jsonl                    one line for everything that left but answers to "are you there", never shortened
+                   log.txt                       what went wrong here, in full
                    runs/NAME/version-K           memory and private values after outer iteration K, the last two
                    runs/NAME/solution            private parts of the solution
 
@@ -11,6 +12,7 @@ the server has given up on, and carrying it out now would spoil what has been ag
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -21,6 +23,7 @@ import math
 import re
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +36,7 @@ from torch import Tensor
 import fedbilevel
 from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
-from fedbilevel.errors import FedBilevelError, NonFiniteError, PolicyError, WireError
+from fedbilevel.errors import NonFiniteError, PlanError, PolicyError, SettingError, UnknownNameError, WireError
 from fedbilevel.federation import Sparse
 from fedbilevel.ledger import CALLS
 from fedbilevel.options import torch_device
@@ -44,7 +47,7 @@ from fedbilevel.sites.policy import SiteSettings, read_settings
 from fedbilevel.tasks.task import Shapes
 
 ONLY = torch.tensor([0])  # a site hosts one client
-LEFT = "left.jsonl"
+LEFT, LOG = "left.jsonl", "log.txt"
 SAYABLE = (WireError, PolicyError, NonFiniteError)  # whose texts hold nothing of this site but names and shapes
 _WAIT = 30.0  # seconds for a job process of before to let go of the run's folder
 _VERSION = re.compile(r"version-(\d+)\.safetensors")
@@ -69,21 +72,30 @@ class Site:
                 return self._answer(header, arrays)
         except SAYABLE as error:
             return self._refusal(str(error))
-        except Exception as error:  # a loss or a loader may raise anything
-            log.exception("a message could not be answered")
+        except Exception as error:  # noqa: BLE001 - a loss or a loader may raise anything; it is written down
+            self._note(traceback.format_exc())
             return self._refusal(f"it failed with {type(error).__name__}; its own log says more.")
+
+    def _note(self, text: str) -> None:
+        """For the people of this site."""
+        log.error("a message could not be answered:\n%s", text)
+        with contextlib.suppress(OSError), open(self.folder / LOG, "a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n")
 
     def _refusal(self, reason: str) -> bytes:
         message = wire.pack({"error": reason})
         try:
-            _write_down(self.folder / LEFT, {"run": self._joined.plan.name if self._joined else None, "kind": "error", "text": reason, "bytes": len(message)})
+            _write_down(
+                self.folder / LEFT,
+                {"run": self._joined.plan.name if self._joined else None, "kind": "error", "text": reason, "bytes": len(message), "arrays": []},
+            )
         except OSError:
             return wire.pack({"error": "it cannot write down what leaves it, so nothing does."})
         return message
 
     def _answer(self, header: Mapping[str, Any], arrays: list[Tensor]) -> bytes:
         kind, turn = header.get("kind"), header.get("turn")
-        if not isinstance(turn, list) or len(turn) != 3 or not all(isinstance(part, int) for part in turn):
+        if not isinstance(turn, list) or len(turn) != 3 or not all(type(part) is int for part in turn):
             raise WireError(f"a message says that its turn is {turn!r:.40}, expected three whole numbers.")
         if turn <= self._turn:
             raise WireError(f"the message of turn {turn} came after that of turn {self._turn} was answered, so it is too late for it.")
@@ -113,8 +125,8 @@ class _Joined:
         """The same as before where it is the same run: data are read once, however often a server begins anew."""
         try:
             plan = plan_of(header.get("plan", {}))
-        except FedBilevelError as error:  # about what the server sent
-            raise WireError(str(error)) from error
+        except (PlanError, SettingError, UnknownNameError) as error:  # about what the server sent; what else is installed here is not said
+            raise WireError(str(error).partition(" Known:")[0]) from error
         finally:
             if before is not None:
                 before.leave()
@@ -143,10 +155,11 @@ class _Joined:
         self.shapes = Shapes.of(holdings, self.plan.num_classes)
         self.algorithm = self.plan.built_algorithm()
         options = {name: value for name, value in self.plan.keywords().items() if name not in ("cohort", "schedule", "device")}
-        self.host = Host(
-            self.algorithm, self.plan.built_task().problem(self.shapes), [holdings], ids=[self.number], num_clients=len(self.plan.sites),
-            device=torch_device(settings.device), **options,
-        )  # fmt: skip
+        device, problem = torch_device(settings.device), self.plan.built_task().problem(self.shapes)
+        try:
+            self.host = Host(self.algorithm, problem, [holdings], ids=[self.number], num_clients=len(self.plan.sites), device=device, **options)
+        except SettingError as error:  # about options of the plan
+            raise WireError(str(error)) from error
         settings.check_samples(int(self.host.data.sizes["train"][0]))
         self.kept_names = self.algorithm.kept_names(self.host.problem.scopes)
         self.data = digest(self.host.data, 0).hex()  # stays here
@@ -164,7 +177,7 @@ class _Joined:
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def introduce(self) -> bytes:
-        """What the server must know of a client: nothing about single samples, and their number only where it weighs."""
+        """What the server must know of a client before it begins: nothing about single samples, and their number only where it weighs."""
         host = self.host
         shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
         start = hashlib.blake2b(b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).hexdigest()
@@ -211,12 +224,12 @@ class _Joined:
             raise WireError("a message that asks for a measurement does not have x and y.")
         names, table = self.host.looked_at(values["x"], values["y"])
         self._count_round(True)
-        return self._reply("measure", {"names": names, "changed": self._changes() != self._saved}, {"figures": [table]}, iteration=self.iteration)
+        return self._reply("measure", {"names": names, "changed": self._changes() != self._saved}, {"figures": [table]}, iteration=header.get("iteration"))
 
     def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> bytes:
         """Memory and private values are on disk before the server writes that it counts on them. What it counted on before stays beside them."""
         version = header.get("version")
-        if not isinstance(version, int) or version < 0:
+        if type(version) is not int or version < 0:
             raise WireError(f"a message asks to save version {version!r:.40}, expected a whole number.")
         stores = (("memory", self.host.memory), ("kept", self.host.kept))
         tensors = {f"{label}.{name}": store.own(name, ONLY).cpu().contiguous().clone() for label, store in stores for name in store.written}
@@ -233,9 +246,9 @@ class _Joined:
         self.arrays.clear()
         for store in (self.host.memory, self.host.kept, self.host.scratch):
             store.clear()
-        self.iteration, self.base = -1, version
+        self.iteration = -1
         if version is not None:
-            if version not in self._stored():
+            if type(version) is not int or version not in self._stored():
                 have = ", ".join(map(str, self._stored())) or "none"
                 raise WireError(f"this site has no version {version} of the run (it has {have}): start a new run.")
             try:
@@ -249,7 +262,7 @@ class _Joined:
             for name, row in tensors.items():
                 label, _, key = name.partition(".")
                 (self.host.memory if label == "memory" else self.host.kept).write(key, ONLY, row.to(self.host.device))
-        self._saved = self._changes()
+        self.base, self._saved = version, self._changes()
         self._calls()
         return self._reply("load", {}, {})
 
@@ -283,17 +296,22 @@ class _Joined:
             raise WireError("a message does not say which arrays it brings.")
         self.arrays = {number: self.arrays[number] for number in live if number in self.arrays}
         self.arrays.update({number: array.to(self.host.device) for number, array in zip(numbers, arrays, strict=True)})
-        return {name: self._value(name, entry) for name, entry in values.items()}
+        found = {name: self._value(name, entry, measuring=header["kind"] == "measure") for name, entry in values.items()}
+        if not {*numbers} <= {entry.get("array") for entry in values.values()}:
+            self.arrays.clear()
+            raise WireError("a message brings arrays that it does not use.")
+        return found
 
-    def _value(self, name: str, entry: Any) -> Any:
+    def _value(self, name: str, entry: Any, measuring: bool) -> Any:
+        """What is kept here may only stand for what is kept here, or a phase would send it away under another name; a measurement sends figures."""
         match entry:
             case {"array": number}:
                 if number not in self.arrays:
                     raise WireError(f"a message refers to array {number!r:.40} for {name}, which this site does not hold.")
                 return self._checked(name, self.arrays[number])
             case {"kept": str(kept)}:
-                if kept not in self.kept_names:
-                    raise WireError(f"a message takes {kept!r:.40} for kept at this site, which it is not.")
+                if kept not in self.kept_names or not (measuring or name in self.kept_names):
+                    raise WireError(f"a message gives {kept!r:.40} as {name}, but not both are kept at this site.")
                 return self.host.kept.read(kept, ONLY, torch.zeros(1, self.host.width(kept), dtype=self.host.dtype, device=self.host.device))
             case {"value": None | bool() | int() | str() as plain}:
                 return plain
@@ -354,8 +372,9 @@ class _Joined:
 
 def _write_down(path: Path, line: dict[str, Any]) -> None:
     """Everything that leaves. A site that cannot write it down lets nothing out."""
-    with open(path, "a") as file:
-        file.write(json.dumps({"time": round(time.time(), 3), **line}) + "\n")
+    with open(path, "ab+") as file:
+        torn = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"  # the disk was full, or the power went
+        file.write((b"\n" if torn else b"") + json.dumps({"time": round(time.time(), 3), **line}).encode() + b"\n")
 
 
 def _finite(value: Any) -> bool:
@@ -381,6 +400,11 @@ def _rounds_so_far(path: Path, run: str) -> int:
     """From the log of what left, which no rollback shortens."""
     if not path.exists():
         return 0
-    with open(path) as file:
-        lines = [json.loads(line) for line in file if line.endswith("\n")]
-    return sum(1 for line in lines if line["run"] == run and line.get("arrays"))
+    rounds = 0
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:  # torn: nothing left then
+            continue
+        rounds += line["run"] == run and bool(line.get("arrays"))
+    return rounds

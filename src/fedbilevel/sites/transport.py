@@ -32,7 +32,7 @@ class InProcess:
     """Sites as functions in this process, one after the other: to learn, and to test without an engine."""
 
     def __init__(self, sites: Mapping[str, Callable[[bytes], bytes]]) -> None:
-        self.sites = sorted(sites)
+        self.sites: Sequence[str] = sorted(sites)
         self._handle = dict(sites)
 
     def exchange(self, messages: Mapping[str, bytes], *, deadline: float) -> tuple[dict[str, Reply], dict[str, Failure]]:

@@ -59,7 +59,14 @@ def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def _size(entry: Any) -> tuple[str, list[int], int]:
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in DTYPES or not isinstance(entry[1], list) or len(entry[1]) > 2:
+    if (
+        not isinstance(entry, list)
+        or len(entry) != 2
+        or not isinstance(entry[0], str)
+        or entry[0] not in DTYPES
+        or not isinstance(entry[1], list)
+        or len(entry[1]) > 2
+    ):
         raise WireError(f"a message describes an array as {entry!r:.80}, expected a type and at most two lengths.")
     dtype, shape = entry
     if not all(isinstance(length, int) and not isinstance(length, bool) and 0 <= length < 2**40 for length in shape):
