@@ -87,7 +87,10 @@ REFUSED = {
     "an undeclared name": (
         lambda c: c.phase(values={"secret": {"array": 0}}), "an array named secret, which fedbio does not declare"
     ),
-    "too few values": (lambda c: c.say("phase", phase="local_steps", iteration=1, call=1, live=[0], values={"x": {"array": 0}}), "phase local_steps of this site takes x, y, u, but the message has x"),
+    "too few values": (
+        lambda c: c.say("phase", phase="local_steps", iteration=1, call=1, live=[0], values={"x": {"array": 0}}),
+        "phase local_steps of this site takes x, y, u, but the message has x",
+    ),
     "too many values": (
         lambda c: c.phase(values={**{name: {"array": number} for number, name in enumerate("xyu")}, "z": {"value": 1}}), "takes x, y, u, but the message has x"
     ),
