@@ -1,39 +1,30 @@
 """Processes that are really killed and frozen, and sites that fail: the run goes on by itself, every outer iteration counts once, the culprit is named."""
 
 import json
-import os
 import re
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-import psutil
-
-from fedbilevel.flare import control, job, kits
-from fedbilevel.flare.local import Loopback as RealLoopback
+from fedbilevel.flare import control, job
 from fedbilevel.record import Record
 from fedbilevel.sites.plan import plan_of
 from loopback import Loopback, differences, simulated
+from real_loopback import federation_of
 
 SITES = ["site-0", "site-1", "site-2"]
-HERE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(kits.__file__).parents[2])])}
 pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
-    with RealLoopback(folder, SITES, environment=HERE, allow=["flare_standins."]) as running:
-        for site in SITES:
-            (running.kits[site] / job.SITE / "site.toml").write_text('loader = "simulated"\n')
+    with federation_of(tmp_path_factory.mktemp("faults"), SITES, allow=["flare_standins."]) as running:
         yield running
-    assert [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])] == []
 
 
 def plan(name, num_iterations, quorum):

@@ -1,33 +1,27 @@
 """The transport's contract against a real federation over loopback."""
 
 import json
-import os
 import signal
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-import psutil
 
 from fedbilevel.errors import SettingError, UnknownNameError
-from fedbilevel.flare import control, job, kits
-from fedbilevel.flare.local import Loopback
+from fedbilevel.flare import control, job
+from real_loopback import federation_of
 
 SITES = ["site-1", "site-2"]
-HERE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(kits.__file__).parents[2])])}
 DRIVEN = {"server": "flare_standins.Driven", "client": "flare_standins.ToldClient"}
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exchange")
-    with Loopback(folder, SITES, environment=HERE, allow=["flare_standins."]) as running:
+    with federation_of(tmp_path_factory.mktemp("exchange"), SITES, allow=["flare_standins."]) as running:
         yield running
-    assert [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])] == []
 
 
 def until(condition, seconds=60.0):

@@ -1,7 +1,6 @@
 """Who gets nowhere: without our certificate, with another authority's, without TLS; with code in the job, or with a class that a site does not list."""
 
 import json
-import os
 import shutil
 import socket
 import ssl
@@ -17,18 +16,16 @@ from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.flare import control, kits, processes
-from fedbilevel.flare.local import LEAD, Loopback
+from fedbilevel.flare.local import LEAD
+from real_loopback import HERE, federation_of
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the first words of a gRPC client
-HERE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(kits.__file__).parents[2])])}
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("refusals")
-    with Loopback(folder, ["site-1"], environment=HERE) as running:
+    with federation_of(tmp_path_factory.mktemp("refusals"), ["site-1"]) as running:
         yield running
-    assert [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])] == []
 
 
 @pytest.fixture(scope="module")
