@@ -384,3 +384,9 @@ def test_a_package_that_cannot_be_imported_is_not_quoted(tmp_path, monkeypatch):
     assert "patients" not in error
     assert "PluginError" in error
     caller.site.close()
+
+
+def test_a_plan_without_the_number_of_classes_is_told_so(tmp_path):
+    caller = Caller(tmp_path / "site", task={"name": "data_cleaning", "num_clients": 2})
+    assert "num_classes is not given, but labels are classes" in caller.join()["error"]
+    caller.site.close()

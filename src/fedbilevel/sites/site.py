@@ -36,7 +36,7 @@ from torch import Tensor
 import fedbilevel
 from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
-from fedbilevel.errors import NonFiniteError, PlanError, PolicyError, SettingError, UnknownNameError, WireError
+from fedbilevel.errors import NonFiniteError, PlanError, PolicyError, ProblemError, SettingError, UnknownNameError, WireError
 from fedbilevel.federation import Sparse
 from fedbilevel.ledger import CALLS
 from fedbilevel.options import torch_device
@@ -155,7 +155,11 @@ class _Joined:
         self.shapes = Shapes.of(holdings, self.plan.num_classes)
         self.algorithm = self.plan.built_algorithm()
         options = {name: value for name, value in self.plan.keywords().items() if name not in ("cohort", "schedule", "device")}
-        device, problem = torch_device(settings.device), self.plan.built_task().problem(self.shapes)
+        device = torch_device(settings.device)
+        try:
+            problem = self.plan.built_task().problem(self.shapes)
+        except ProblemError as error:  # about names and shapes, of which the server is told anyway
+            raise WireError(str(error)) from error
         try:
             self.host = Host(self.algorithm, problem, [holdings], ids=[self.number], num_clients=len(self.plan.sites), device=device, **options)
         except SettingError as error:  # about options of the plan
