@@ -42,13 +42,18 @@ class Story:
     def __init__(self, federation, faults):
         self.federation, self.faults, self.happened = federation, dict(faults), []
         self.heard, self.notices = [], []
+        self.mended = lambda: None  # once all is over
 
     def say(self, line):
         self.heard.append(line["iteration"])
         due = [at for at in self.faults if at <= line["iteration"] and at not in self.happened]
-        if due and len(line["sites"]) == len(SITES) and not line["missing"]:
+        if len(line["sites"]) < len(SITES) or line["missing"]:
+            return
+        if due:
             self.happened.append(due[0])
             threading.Thread(target=self.faults[due[0]]).start()
+        elif len(self.happened) == len(self.faults) and line["iteration"] > self.happened[-1] + 5:
+            self.mended()
 
     def kill(self, name, which):
         return lambda: self.federation.kill(name, which)
@@ -68,12 +73,12 @@ def diary(federation, name):
 
 def test_where_all_sites_are_needed_killed_and_frozen_processes_change_nothing(federation, tmp_path):
     """The job process of a site, a frozen site, the server with its job: the end is that of the simulator."""
-    ours = plan("all", 100, 3)
+    ours = plan("all", 150, 3)
     story = Story(federation, {})
     story.faults = {5: story.kill("site-2", "job"), 30: story.freeze("site-1", 4.0), 60: story.kill("server", "all")}
     assert federation.watch(ours, story.say, notice=story.notices.append) == "finished"
     assert story.happened == [5, 30, 60]
-    assert [line["iteration"] for line in diary(federation, "all")] == list(range(1, 101))
+    assert [line["iteration"] for line in diary(federation, "all")] == list(range(1, 151))
     assert all(set(line["sites"]) == set(SITES) and line["missing"] == {} for line in diary(federation, "all"))
     found, _ = Record(federation.kits["server"] / job.RUNS / "all").load()
     result, wanted = simulated(ours, tmp_path / "simulated")
@@ -92,22 +97,24 @@ def test_where_all_sites_are_needed_killed_and_frozen_processes_change_nothing(f
 
 def test_where_a_quorum_is_enough_the_survivors_go_on_and_everybody_comes_back(federation, tmp_path):
     """A site that raises, one that answers NaN, one that is slow, one that is killed as a whole, and the server's job process."""
-    ours = plan("quorum", 120, 2)
+    ours = plan("quorum", 300, 2)
     story = Story(federation, {})
-    story.faults = {40: story.kill("site-1", "all"), 80: story.kill("server", "job")}
-    for site, moods in zip(SITES, ({"5": "raise"}, {"8": "nan"}, {"11": 3.0}), strict=True):
-        (federation.kits[site] / job.SITE / "moods.json").write_text(json.dumps(moods))
+    story.faults = {20: story.kill("site-1", "all"), 70: story.kill("server", "job")}
+    places = [federation.kits[site] / job.SITE / "moods.json" for site in SITES]
+    for place, moods in zip(places, ({"5": "raise"}, {"8": "nan"}, {"11": 3.0}), strict=True):
+        place.write_text(json.dumps({**moods, "pace": 0.1}))  # so that the run does not end before a site is back
+    story.mended = lambda: [place.unlink(missing_ok=True) for place in places]
     assert federation.watch(ours, story.say, notice=story.notices.append, check_every=1.0, client="flare_standins.MoodyClient") == "finished"
-    assert story.happened == [40, 80]
+    assert story.happened == [20, 70]
     lines = diary(federation, "quorum")
-    assert [line["iteration"] for line in lines] == list(range(1, 121))
+    assert [line["iteration"] for line in lines] == list(range(1, 301))
     assert "it failed with ValueError; its own log says more" in lines[4]["missing"]["site-0"]
     assert "site-1 (" not in json.dumps(lines[4])
     assert "it sent a value of" in lines[7]["missing"]["site-1"]
     assert "that is not finite" in lines[7]["missing"]["site-1"]
     assert "no answer within 2" in lines[10]["missing"]["site-2"]
-    assert "4711" not in json.dumps([lines, story.notices, story.heard])
-    missing = {site for line in lines[39:] for site in line["missing"]}
+    assert "patient" not in json.dumps([lines, story.notices])  # what the site said when it raised
+    missing = {site for line in lines[19:] for site in line["missing"]}
     assert "site-1" in missing
     assert set(lines[-1]["sites"]) == set(SITES)  # everybody is back
     assert any("site-1 is connected but not part of the job" in text for text in story.notices)

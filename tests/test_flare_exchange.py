@@ -3,6 +3,7 @@
 import json
 import signal
 import statistics
+import threading
 import time
 
 import pytest
@@ -139,6 +140,27 @@ def test_the_same_run_is_not_submitted_twice_and_status_tells_of_it(driver):
     assert set(found["sites"]) == set(SITES)
     assert found["runs"]["driven"]["outcome"] == "running"
     assert found["runs"]["driven"]["latest"] == {"iteration": 0, "sites": SITES}
+
+
+def test_a_second_follower_takes_the_job_that_is_there(driver):
+    link = control.Link(driver.federation.lead, print)
+    jobs = control.Entry(driver.federation.lead, "driven").read()["jobs"]
+    plan = {"name": "driven", "sites": SITES, "quorum": 2}
+    assert control._start(link, driver.federation.lead, plan, print, 1.0, **DRIVEN) == jobs[-1]
+    assert control.Entry(driver.federation.lead, "driven").read()["jobs"] == jobs
+    link.close()
+
+
+def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
+    notices, outcomes = [], []
+    plan = {"name": "waiting", "sites": [*SITES, "site-9"], "quorum": 2}
+    follower = threading.Thread(target=lambda: outcomes.append(control.watch(driver.federation.lead, plan, print, notice=notices.append, **DRIVEN)))
+    follower.start()
+    until(lambda: notices)
+    assert notices == ["waiting for sites: 3 are needed, site-9 is not connected."]  # a run that has not begun needs all
+    control.stop(driver.federation.lead, "waiting")
+    follower.join(20)
+    assert outcomes == ["stopped"]
 
 
 def test_logs_do_not_grow_with_messages(driver):

@@ -214,6 +214,15 @@ def test_an_answer_that_is_no_message_is_a_failure_and_no_crash(answer):
     assert "a answered with something that is no message" in failure.reason
 
 
+@pytest.mark.parametrize("order", [("asked", "rejoin"), ("rejoin", "asked")])
+def test_what_a_person_asked_for_is_not_overruled(order):
+    transport = object.__new__(job.FlareTransport)
+    transport.stopping = ""
+    for why in order:
+        transport.ask_to_stop(why)
+    assert transport.stopping == "asked"
+
+
 def test_answers_that_are_messages():
     assert job.outcome_of("a", {"content": b""}, 1.0) == job.Reply(b"", 1.0)
     assert job.outcome_of("a", {"refusal": "no" * 1000}, 1.0) == job.Failure(False, "no" * 250, 1.0)

@@ -267,7 +267,7 @@ def watch(
     lost_since: float | None = None
     born = ""  # when the server was started that works on the job
     told, begun, quiet_until, apart = "", Entry(kit, plan["name"]), 0.0, APART
-    begun.write(stop=False)
+    begun.write(plan=plan, server=server, client=client, outcome="running", stop=False)
     try:
         while True:
             if job is None:

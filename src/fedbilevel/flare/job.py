@@ -98,6 +98,11 @@ class FlareTransport:
             raise RunAborted("the job was ended from outside.")
         return bool(self.stopping)
 
+    def ask_to_stop(self, why: str) -> None:
+        """What a person asked for is not overruled."""
+        if self.stopping != ASKED:
+            self.stopping = why
+
     def exchange(self, messages: Mapping[str, bytes], *, deadline: float) -> tuple[dict[str, Reply], dict[str, Failure]]:
         replies, failures, calls = {}, {}, {}
         for name in sorted(messages):
@@ -214,8 +219,7 @@ class Server:
         progress = Progress(folder, collab.fl_ctx.get_job_id(), list(transport.sites))
 
         def stop(_topic: str, data: Any, _context: Any) -> dict[str, Any]:
-            if transport.stopping != ASKED:  # what a person asked for is not overruled
-                transport.stopping = str((data or {}).get("why") or ASKED)
+            transport.ask_to_stop(str((data or {}).get("why") or ASKED))
             return {"stopping": transport.stopping}
 
         collab.fl_ctx.get_engine().register_app_command(STOP, stop)
