@@ -390,3 +390,18 @@ def test_a_plan_without_the_number_of_classes_is_told_so(tmp_path):
     caller = Caller(tmp_path / "site", task={"name": "data_cleaning", "num_clients": 2})
     assert "num_classes is not given, but labels are classes" in caller.join()["error"]
     caller.site.close()
+
+
+def test_what_a_given_up_phase_computed_is_not_on_the_next_bill(caller, monkeypatch):
+    wanted = caller.phase()[0]["calls"]
+    host = caller.site._joined.host
+
+    def breaks(*args, **kwargs):
+        host.ledger.charge("gy", torch.tensor([1]), 1000)
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "run_phase", breaks)
+        assert "error" in caller.phase()[0]
+    caller.say("load", version=None)
+    assert caller.phase()[0]["calls"] == wanted

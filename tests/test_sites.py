@@ -287,6 +287,25 @@ def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize("kind", ["phase", "measure", "commit"])
+def test_before_the_first_outer_iteration_everybody_is_needed_whatever_the_quorum(tmp_path, kind):
+    """What a site has then is what it goes back to later: a run that began without it would go back to nothing."""
+    federation, missed = Loopback(tmp_path), []
+
+    def fault(name, header):
+        if name == "site-1" and header["kind"] == kind and header.get("iteration", header.get("version")) == 0 and not missed:
+            missed.append(name)
+            return "silent"
+        return None
+
+    plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2)
+    assert federation.serve(plan, fault) == "finished"
+    assert missed == ["site-1"]
+    assert all(line["missing"] == {} for line in federation.diary())
+    assert differences(federation.record.load()[0], simulated(plan, tmp_path / "simulated")[1])["state.y"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 def test_a_new_process_of_a_site_joins_again_within_the_job(tmp_path):
     federation = Loopback(tmp_path)
     plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2)
