@@ -620,6 +620,17 @@ def even(built):
     return built._replace(clients=[{role: {name: value[:2] for name, value in fields.items()} for role, fields in one.items()} for one in built.clients])
 
 
+def after_first_derivatives(built, **options):
+    """One derivative of each level at a shared point, so that features are known, and what the loop says of all of them."""
+    loop, auto = meet(built, strategy="loop"), meet(built, **options)
+    x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)
+    shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    rows = derivatives(loop, x, y, v, whole(loop, "train"), whole(loop, "val"))
+    auto.oracle.lower_grad(x, y, whole(auto, "train"), shares=shares)
+    auto.oracle.upper_grad_y(x, y, whole(auto, "val"), shares=shares)
+    return loop, auto, rows, shares, (x, y, v)
+
+
 @pytest.mark.parametrize("often", [{"cpu": 10**9}, {"cpu": 1}], ids=["plain", "traced"])
 def test_the_way_through_known_features_is_not_gone_again(often):
     """x enters through the features and, as `tilt`, beside them."""
@@ -627,13 +638,8 @@ def test_the_way_through_known_features_is_not_gone_again(often):
     built = even(representation_in_dicts(cached=True))
     inner = built.problem.features
     built = built._replace(problem=dataclasses.replace(built.problem, features=lambda x, batch: calls.append(1) or inner(x, batch)))
-    loop, auto = meet(built, strategy="loop"), meet(built, often=often)
-    x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)
-    shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    rows = derivatives(loop, x, y, v, whole(loop, "train"), whole(loop, "val"))
+    loop, auto, rows, shares, (x, y, v) = after_first_derivatives(built, often=often)
     o, train, val = auto.oracle, whole(auto, "train"), whole(auto, "val")
-    o.lower_grad(x, y, train, shares=shares)
-    o.upper_grad_y(x, y, val, shares=shares)
     calls.clear()
     for _ in range(2):
         torch.testing.assert_close(o.jacobian_product(x, y, v, train, shares=shares)[0], shares @ rows["jv"], **CLOSE)
@@ -741,13 +747,8 @@ def test_only_a_few_shapes_of_a_derivative_are_measured():
 def test_the_way_back_through_features_is_the_means_even_where_nothing_is_pooled(against, monkeypatch):
     """Measuring, or the memory budget, may have every client evaluated by itself."""
     built = even(representation_in_dicts(cached=True))
-    loop, auto = meet(built, strategy="loop"), meet(built)
-    x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)
-    shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    rows = derivatives(loop, x, y, v, whole(loop, "train"), whole(loop, "val"))
+    _, auto, rows, shares, (x, y, v) = after_first_derivatives(built)
     o, train, val = auto.oracle, whole(auto, "train"), whole(auto, "val")
-    o.lower_grad(x, y, train, shares=shares)
-    o.upper_grad_y(x, y, val, shares=shares)
     assert set(o._features.backs) == {"train", "val"}
     if against == "memory":
         monkeypatch.setattr("fedbilevel.oracle.BUDGET", 1)

@@ -38,6 +38,12 @@ def write_whole(path: Path, content: bytes) -> None:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}): make room or name another folder.") from error
 
 
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Labels and tensors of a safetensors file."""
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+
 def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -98,9 +104,7 @@ class Record:
         if not self.checkpoint.exists():
             raise CheckpointError(f"there is no checkpoint in {self.path}: give the folder of a run that wrote one.")
         try:
-            with safe_open(self.checkpoint, framework="pt") as file:
-                labels = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            labels, tensors = read_tensors(self.checkpoint)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.checkpoint} is damaged or not a checkpoint ({error}): restore it from a copy or start a new run.") from error
         if labels.get("format") != FORMAT:

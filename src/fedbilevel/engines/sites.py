@@ -111,7 +111,7 @@ class Sites(Server):
     def _placed(self, name: str, how: str, value: Callable[[], Tensor]) -> Any:
         if name not in self.kept_names:
             return value()
-        here = [place for place in range(self.num_clients) if place not in self.missing]
+        here = self._here()
         for place in here:
             self._pending[place][name] = how
         return self._keep(name, torch.tensor(here, dtype=torch.int64))
@@ -259,14 +259,12 @@ class Sites(Server):
 
     # ---- who is there --------------------------------------------------------------------------------------------------
 
-    def back_to_versions(self, places: Sequence[int]) -> list[int]:
-        """Sites that are now at the version that was last agreed on."""
-        done: list[int] = []
+    def back_to_versions(self, places: Sequence[int]) -> None:
+        """Each of these sites goes to the version that was last agreed on with it."""
         for version in dict.fromkeys(self.versions[place] for place in places):
             some = [place for place in places if self.versions[place] == version]
-            done += self._exchange({"kind": "load", "version": version}, {}, some, f"going back to version {version}", _nothing)
-        self.changed -= set(done)
-        return done
+            done = self._exchange({"kind": "load", "version": version}, {}, some, f"going back to version {version}", _nothing)
+            self.changed -= done.keys()
 
     def readmit(self) -> None:
         """Ask those that are missing whether they are there, less and less often; whoever is begins from its last version."""

@@ -20,6 +20,7 @@ from nvflare.fuel.hci.proto import MetaStatusValue
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed
+from fedbilevel.record import make_folder, write_whole
 from fedbilevel.sites.plan import NAME
 
 SERVER, CLIENT = "fedbilevel.flare.job.Server", "fedbilevel.flare.job.Client"
@@ -153,11 +154,9 @@ class Entry:
         return json.loads(self.path.read_text())
 
     def write(self, **changes: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         content = {**(json.loads(self.path.read_text()) if self.path.is_file() else {"jobs": []}), **changes}
-        unfinished = self.path.with_suffix(".new")
-        unfinished.write_text(json.dumps(content, indent=1))
-        unfinished.replace(self.path)
+        write_whole(self.path, json.dumps(content, indent=1).encode())
 
 
 def quorum(plan: dict[str, Any]) -> int:
@@ -266,14 +265,14 @@ def watch(
     rejoining = False
     lost_since: float | None = None
     born = ""  # when the server was started that works on the job
-    told, begun, quiet_until, apart = "", Entry(kit, plan["name"]), 0.0, APART
-    begun.write(plan=plan, server=server, client=client, outcome="running", stop=False)
+    told, entry, quiet_until, apart = "", Entry(kit, plan["name"]), 0.0, APART
+    entry.write(plan=plan, server=server, client=client, outcome="running", stop=False)
     try:
         while True:
             if job is None:
                 job = _start(link, kit, plan, notice, gather, server, client)
                 if job is None:
-                    begun.write(outcome="stopped")
+                    entry.write(outcome="stopped")
                     return "stopped"
                 seen, checked, suspects, rejoining, lost_since, born = 0, time.monotonic(), [], False, None, ""
             look = link.ask(Look.at, plan, job)
@@ -281,27 +280,27 @@ def watch(
                 time.sleep(poll)
                 continue
             fresh = look.progress.get("count", 0) - seen
+            if fresh > 0 and seen == 0:
+                entry.write(begun=True)
             for progress in look.progress.get("latest", [])[-fresh:] if fresh > 0 else []:
                 say(progress)
             seen += max(fresh, 0)
-            if seen:
-                begun.write(begun=True)
             waiting = look.progress.get("waiting", "")
             if waiting and waiting != told:
                 notice(waiting)
             told = waiting
             outcome, why = look.progress.get("outcome", "running"), look.progress.get("why", "")
             if outcome == "failed":
-                Entry(kit, plan["name"]).write(outcome="failed")
+                entry.write(outcome="failed")
                 raise FedBilevelError(why)
             if outcome == "finished" or (outcome == "stopped" and why != REJOIN):
                 if look.progress.get("warning"):
                     notice(look.progress["warning"])
-                Entry(kit, plan["name"]).write(outcome=outcome)
+                entry.write(outcome=outcome)
                 return str(outcome)
             if look.status == "FINISHED:ABORTED":
                 notice("the job was ended through FLARE itself.")
-                Entry(kit, plan["name"]).write(outcome="stopped")
+                entry.write(outcome="stopped")
                 return "stopped"
             born = born or look.server
             lost_since = None if look.alive or look.status != "RUNNING" else lost_since or time.monotonic()

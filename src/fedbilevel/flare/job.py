@@ -19,6 +19,7 @@ from nvflare.collab import CollabCallError, collab
 from nvflare.collab.api.exceptions import RunAborted
 
 from fedbilevel.errors import FedBilevelError, QuorumError
+from fedbilevel.record import write_whole
 from fedbilevel.sites.transport import Failure, Reply, Transport
 
 RUNS = "runs"  # folder of a kit: records of the runs on the server, plans of the runs with the lead
@@ -175,9 +176,7 @@ class Progress:
             self._write()
 
     def _write(self) -> None:
-        unfinished = self._path.with_suffix(".new")
-        unfinished.write_text(json.dumps({**self._content, "latest": list(self._latest)}))
-        unfinished.replace(self._path)  # a reader sees the old one or the new one, never half
+        write_whole(self._path, json.dumps({**self._content, "latest": list(self._latest)}).encode())  # a reader sees the old one or the new one, never half
 
 
 def packed(plan: dict[str, Any]) -> str:

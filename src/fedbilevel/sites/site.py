@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
@@ -40,7 +40,7 @@ from fedbilevel.errors import NonFiniteError, PlanError, PolicyError, ProblemErr
 from fedbilevel.federation import Sparse
 from fedbilevel.ledger import CALLS
 from fedbilevel.options import torch_device
-from fedbilevel.record import make_folder, write_whole
+from fedbilevel.record import make_folder, read_tensors, write_whole
 from fedbilevel.sites import wire
 from fedbilevel.sites.plan import Plan, plan_of
 from fedbilevel.sites.policy import SiteSettings, read_settings
@@ -256,9 +256,7 @@ class _Joined:
                 have = ", ".join(map(str, self._stored())) or "none"
                 raise WireError(f"this site has no version {version} of the run (it has {have}): start a new run.")
             try:
-                with safe_open(self._place(version), framework="pt") as file:
-                    labels = file.metadata() or {}
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+                labels, tensors = read_tensors(self._place(version))
             except (SafetensorError, OSError) as error:
                 raise WireError(f"version {version} of the run at this site is damaged: start a new run.") from error
             if labels.get("data") != self.data:
