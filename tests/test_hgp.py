@@ -22,7 +22,7 @@ from by_hand import Samples, fx, fy, gy, hessian, jacobian
 from fedbilevel.algorithms.hgp import HGP
 from fedbilevel.averaging import Averaging
 from fedbilevel.data.clients import Batch
-from fedbilevel.engines import peer_simulation
+from fedbilevel.engines import peering
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.hypergradient import hypergradient, lower_solution, start_vector
@@ -237,7 +237,7 @@ def test_on_a_directed_network_the_error_follows_the_measured_contraction():
 def test_without_division_by_the_weights_the_error_does_not_fall(monkeypatch):
     point = Point(bent().build())
     right = [point.network_error(DIRECTED, Averaging(num_steps=S), 15) for S in (4, 16)]
-    monkeypatch.setattr(peer_simulation, "debiased", lambda rows, weights: rows)
+    monkeypatch.setattr(peering, "debiased", lambda rows, weights: rows)
     wrong = [point.network_error(DIRECTED, Averaging(num_steps=S), 15) for S in (4, 16)]
     assert right[1] < 1e-2 * right[0]
     assert min(wrong) > 0.02

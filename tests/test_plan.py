@@ -40,7 +40,7 @@ def test_all_sites_of_the_federation_unless_some_are_named():
         ({"task": {"name": "quadratics"}}, "Did you mean 'quadratic'"),
         ({"task": {}}, "the table task of the plan does not say which one"),
         ({"task": {"name": "quadratic", "dim_uper": 3}}, "Did you mean 'dim_upper'"),
-        ({"task": {"name": "data_cleaning", "data_dir": "/secret"}}, "where data lie is each site's own affair"),
+        ({"task": {"name": "data_cleaning", "data_dir": "/secret"}}, "where data lie is each participant's own affair"),
         ({"algorithm": {"name": "hgp"}}, "hgp runs between peers without a server"),
         ({"algorithm": {"name": "fedbio", "lr_upper": -1}}, "lr_upper is -1"),
         ({"algorithm": {"name": "clustered_fl"}, "options": {"fraction": 0.5}}, None),

@@ -86,6 +86,13 @@ class RunningSums:
             messages.append(Message(self.number, receiver, *self.sent[receiver]))
         return messages
 
+    def reclaim(self, peer: int) -> None:
+        """As if that peer had never taken part: take back all that was ever pushed to it, give back all that came from it. When all who are left have done so,
+        their masses sum to what they began with. The weight may be near zero or negative until a few messages have passed."""
+        for book, sign in ((self.sent, 1), (self.got, -1)):
+            if peer in book:
+                self.mass = self.mass + sign * book.pop(peer)[1]
+
     def receive(self, message: Message) -> bool:
         """False for a message that is not newer than the newest seen from that sender."""
         count, total = self.got.get(message.sender, (0, torch.zeros_like(self.mass)))

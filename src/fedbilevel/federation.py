@@ -220,6 +220,24 @@ class PeerAlgorithm(Algorithm):
     def round(self, peers: Peers, state: Any) -> Any:
         raise NotImplementedError
 
+    def regrouped(self, peers: Peers, state: Any) -> Any:
+        """The state with which another group of peers goes on: a new one from where each of them is, because weights and corrections that others hold, or
+        have taken with them, count no more."""
+        return self.init(_At(peers, state.x, state.y))
+
+
+class _At:
+    """Peers whose initial point is where they are."""
+
+    def __init__(self, peers: Peers, x: Tensor, y: Tensor) -> None:
+        self._peers, self._point = peers, (x, y)
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        return self._point
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._peers, name)
+
 
 def debiased(rows: Tensor, weights: Tensor) -> Tensor:
     """What Push-Sum rows stand for: rows divided by their weights, which are kept in float64."""

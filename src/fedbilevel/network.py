@@ -165,6 +165,17 @@ class Mixing:
     def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
         """One row per peer; with `receivers`, only what these receive. `into`: where to write, not `rows` themselves; a new matrix otherwise, whose
         pages cost more than the sums."""
+        return self._product(rows, receivers, into, divides=True)
+
+    def message(self, row: Tensor, sender: int) -> Tensor:
+        """What `sender` sends of its row."""
+        return (row.double() * float(self.send[sender])).to(row.dtype)
+
+    def received(self, messages: Tensor, receivers: Tensor | None = None) -> Tensor:
+        """What a call makes of messages, one row per sender; those that nobody asked for receives may be left at zero."""
+        return self._product(messages, receivers, None, divides=False)
+
+    def _product(self, rows: Tensor, receivers: Tensor | None, into: Tensor | None, *, divides: bool) -> Tensor:
         if rows.device not in self._on:
             self._on[rows.device] = (self._receive.to(rows.device), _moved(self._factor, rows.device), _moved(self._partner, rows.device))
         receive, factor, partner = self._on[rows.device]
@@ -179,7 +190,7 @@ class Mixing:
         for part, place in zip(rows.split(width, dim=1), new.split(width, dim=1), strict=True):
             shapes = (part.shape, place.shape, part.shape, place.shape)
             wide, total, narrow, other = (memory[: shape.numel()].view(shape) for memory, shape in zip(room, shapes, strict=True))
-            if factor is None:
+            if factor is None or not divides:
                 messages = part
             elif factor.dtype == rows.dtype or factor.dtype == torch.float32:
                 messages = torch.mul(part, factor, out=narrow)

@@ -52,12 +52,18 @@ def make_folder(path: Path) -> None:
 
 
 class Record:
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    """keeps_before: the checkpoint before the last stays, too, for peers that may have to go back to it."""
+
+    def __init__(self, path: Path | str, *, keeps_before: bool = False) -> None:
+        self.path, self.keeps_before = Path(path), keeps_before
 
     @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.safetensors"
+
+    @property
+    def before(self) -> Path:
+        return self.path / "checkpoint-before.safetensors"
 
     @property
     def metrics(self) -> Path:
@@ -94,23 +100,35 @@ class Record:
 
     def save(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        if self.keeps_before and self.checkpoint.exists():
+            self._keep(self.checkpoint, self.before)
         write_whole(self.checkpoint, save(dense, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)}))
+
+    def go_back(self) -> None:
+        """To the checkpoint before the last."""
+        self._keep(self.before, self.checkpoint)
+
+    def _keep(self, there: Path, here: Path) -> None:
+        """A second name for a file, which is whole at any moment; what is written later does not change it."""
+        beside = here.with_name(here.name + ".part")
+        beside.unlink(missing_ok=True)
+        os.link(there, beside)
+        os.replace(beside, here)
 
     def save_solution(self, tensors: Mapping[str, Tensor]) -> None:
         write_whole(self.path / "solution.safetensors", save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}))
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The checkpoint. Changes nothing on disk."""
-        if not self.checkpoint.exists():
+    def load(self, place: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The checkpoint, or the one before. Changes nothing on disk."""
+        place = place or self.checkpoint
+        if not place.exists():
             raise CheckpointError(f"there is no checkpoint in {self.path}: give the folder of a run that wrote one.")
         try:
-            labels, tensors = read_tensors(self.checkpoint)
+            labels, tensors = read_tensors(place)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.checkpoint} is damaged or not a checkpoint ({error}): restore it from a copy or start a new run.") from error
+            raise CheckpointError(f"{place} is damaged or not a checkpoint ({error}): restore it from a copy or start a new run.") from error
         if labels.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{self.checkpoint} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it."
-            )
+            raise CheckpointError(f"{place} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it.")
         about: dict[str, Any] = json.loads(labels["about"])
         return tensors, about
 

@@ -29,6 +29,7 @@ from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
 from fedbilevel.engines.group import Engine, Group
 from fedbilevel.engines.peer_simulation import PeerSimulation
+from fedbilevel.engines.peers import Peer
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.engines.sites import Sites
 from fedbilevel.errors import CheckpointError, NonFiniteError, RankLostError, SettingError
@@ -146,23 +147,26 @@ def run(
         return _go_through(algorithm, fed, Record(record) if record is not None else None, config, resume, plan, schedule, callbacks)
 
 
-def run_between_sites(
+def run_between(
     algorithm: Algorithm,
-    fed: Sites,
+    fed: Sites | Peer,
     *,
+    engine: str,
     num_iterations: int,
     measure_every: int | None,
     schedule: Schedule,
-    record: Path,
+    record: Record,
     resume: bool,
+    begin_at: int = 0,
     callbacks: Sequence[Callback],
     describe: Mapping[str, Any],
 ) -> Result:
-    """The same outer iterations with a server that has no data, and a checkpoint after each of them."""
+    """The same outer iterations at a server that has no data, or at one peer of many, with a checkpoint after each of them. begin_at: the number of outer
+    iterations that count as done for one that comes new to others who have done them."""
     plan = _plan(num_iterations, measure_every, 0.0, 1)
     identity = {**_identity(fed, fed.batch_size, fed.dtype), "schedule": schedule.checked()._asdict()}
-    config = {"identity": identity, "run": plan._asdict(), "versions": versions(), "engine": "federation", "ranks": 1, **describe}
-    return _go_through(algorithm, fed, Record(record), config, resume, plan, schedule, callbacks)
+    config = {"identity": identity, "run": plan._asdict(), "versions": versions(), "engine": engine, "ranks": 1, **describe}
+    return _go_through(algorithm, fed, record, config, resume, plan, schedule, callbacks, begin_at)
 
 
 class _Plan(NamedTuple):
@@ -182,13 +186,21 @@ def _plan(num_iterations: int, measure_every: int | None, measure_growth: float,
 
 
 def _go_through(
-    algorithm: Algorithm, fed: Any, book: Record | None, config: dict[str, Any], resume: bool, plan: _Plan, schedule: Schedule, callbacks: Sequence[Callback]
+    algorithm: Algorithm,
+    fed: Any,
+    book: Record | None,
+    config: dict[str, Any],
+    resume: bool,
+    plan: _Plan,
+    schedule: Schedule,
+    callbacks: Sequence[Callback],
+    begin_at: int = 0,
 ) -> Result:
     """The outer iterations. Of several ranks, the first alone has to do with files and callbacks."""
     group, identity, num_iterations = fed.group, config["identity"], plan.num_iterations
     due = _due(plan.measure_every, plan.measure_growth, num_iterations)
     rows: list[dict[str, Any]] = []
-    start, spent = 0, 0.0
+    start, spent = begin_at, 0.0
     if resume and book is not None:
         tensors: Mapping[str, Tensor] = {}
 
@@ -236,9 +248,9 @@ def _go_through(
             book.add(row)
         return row
 
-    if start == 0 and not rows:
-        measure(0)
-        save(0)
+    if start == begin_at and not rows:
+        measure(start)
+        save(start)
     saved = iteration = start
     stopped = "finished"
     with _interrupts(group) as interrupted, _left(lambda: (iteration, saved), book, config):
@@ -303,7 +315,7 @@ def versions() -> dict[str, str]:
             "platform": platform.system(), "machine": platform.machine()}  # fmt: skip
 
 
-def _identity(fed: Simulation | PeerSimulation | Sites, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
+def _identity(fed: Simulation | PeerSimulation | Sites | Peer, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that reads it. The number of outer iterations may change."""
     problem, algorithm = fed.problem, fed.algorithm
     return {

@@ -53,11 +53,13 @@ class HGP(PeerAlgorithm):
     lower_solver: Literal["push", "mix"] = setting("push", "stochastic gradient push, or a whole average after every lower step")
     warm_start: bool = setting(True, "lower steps go on from the last y instead of from the start")
     minibatches: Literal["independent", "shared"] = setting("independent", "two minibatches for J u and H u as in Algorithm 2, or one")
-    optimiser: Literal["sgd", "adam"] = setting("sgd", "of x; adam: with 0.9, 0.999 and per-entry steps of about lr_upper")
+    optimiser: Literal["sgd", "adam", "none"] = setting(
+        "sgd", "of x; adam: with 0.9, 0.999 and per-entry steps of about lr_upper; none: x stays, and h is what is asked for"
+    )
     num_curvature_products: int = setting(20, "products H v to measure the stable range of lr_system with, once; 0: do not", least=0)
 
     decays = ("lr_upper", "lr_lower")  # eta is the step of a series, not of a descent
-    upper_space = ("x", "v", "first", "second")
+    upper_space = ("x", "v", "first", "second", "h")
     lower_space = ("y", "z", "u")
 
     class State(NamedTuple):
@@ -66,6 +68,7 @@ class HGP(PeerAlgorithm):
         w: Tensor
         first: Tensor  # Adam's moments
         second: Tensor
+        h: Tensor  # the last estimate of the hypergradient
 
         @property
         def y(self) -> Tensor:
@@ -76,18 +79,22 @@ class HGP(PeerAlgorithm):
 
     def init(self, peers: Peers) -> State:
         x, y = peers.initial()
-        return self.State(x, y * peers.weights.to(y.dtype), peers.weights, torch.zeros_like(x), torch.zeros_like(x))
+        return self.State(x, y * peers.weights.to(y.dtype), peers.weights, torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x))
 
     def round(self, peers: Peers, state: State) -> State:
         z, w = (state.z, state.w) if self.warm_start else self.init(peers)[1:3]
         z, w = self.lower_steps(peers, state.x, z, w)
         v, _ = self.blocks(peers, state.x, debiased(z, w))
         h, x = peers.mix(v=v, x=state.x)
-        if self.optimiser == "sgd":
-            return self.State(x - self.lr_upper * h, z, w, state.first, state.second)
+        if self.optimiser != "adam":
+            return self.State(x if self.optimiser == "none" else x - self.lr_upper * h, z, w, state.first, state.second, h)
         first, second = 0.9 * state.first + 0.1 * h, 0.999 * state.second + 0.001 * h**2
         step = (first / (1 - 0.9**peers.iteration)) / ((second / (1 - 0.999**peers.iteration)).sqrt() + 1e-8)
-        return self.State(x - self.lr_upper * step, z, w, first, second)
+        return self.State(x - self.lr_upper * step, z, w, first, second, h)
+
+    def regrouped(self, peers: Peers, state: State) -> State:
+        """Adam's moments are each peer's own, and go on."""
+        return super().regrouped(peers, state)._replace(first=state.first, second=state.second, h=state.h)
 
     def lower_steps(self, peers: Peers, x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         if self.lower_solver == "push":

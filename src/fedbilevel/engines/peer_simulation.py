@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread, waiting
-from fedbilevel.clients import BatchSize, Clients, Step
+from fedbilevel.clients import BatchSize
 from fedbilevel.data.clients import Holdings
-from fedbilevel.engines.group import Group, Hosting, hosted
-from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, SettingError
-from fedbilevel.federation import Algorithm, PeerAlgorithm, debiased
+from fedbilevel.engines.group import Group, hosted
+from fedbilevel.engines.peering import COUNT, WEIGHT, Peering
+from fedbilevel.errors import NetworkError, SettingError
+from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.network import AnyNetwork, Network
 from fedbilevel.population import total
 from fedbilevel.problem import Problem, Scopes
 
-_WEIGHT = 8  # bytes of a Push-Sum weight: always float64
-_COUNT = 8  # bytes of the number of a running sum
 _FEW = 64  # peers up to which a process computes the whole product of a step, although it needs only some of its rows
 
 
-class PeerSimulation(Hosting):
-    """n peers and the network between them. The steps of the network are counted through the whole run, so that it is the same after a resume.
+class PeerSimulation(Peering):
+    """n peers and the network between them.
 
     With a group of several processes every one hosts some of the peers, and values have rows for those. Who sends to whom is known everywhere.
 
@@ -51,102 +50,36 @@ class PeerSimulation(Hosting):
         self.group = group
         in_order = torch.equal(self.roster.place_of, torch.arange(self.host.num_clients))
         self._order = None if in_order else (self.roster.place_of.to(self.host.device), self.host.ids.to(self.host.device))
-        self.algorithm: Algorithm = algorithm
+        self.algorithm = algorithm
         self.problem, self.scopes, self.seed = problem, problem.scopes, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.network, self.links = network, network.between(self.num_clients)
         self.averaging = averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
         self._check_verbs(algorithm.verbs())
+        if "mix" in algorithm.verbs() and self.averaging.kind == "robust" and group.size > 1:
+            raise SettingError(
+                "robust averaging follows single messages, which only the engine 'simulation' does: use that, or a network without faults and averaging "
+                "'push_sum'."
+            )
         if check_connected:
             _ = self.links.connected_within
         self.kept_names = algorithm.kept_names(problem.scopes)
         share = self.roster.weights.double()
         self._mine = slice(self.roster.first, self.roster.first + len(self.host))  # places of those hosted here
         self.weights = (share / share.mean())[self._mine, None].to(self.host.device)
-        self.push_weights = self.weights  # of Push-Sum, where averages keep them
-        self.iteration = self.call = self.time = 0
+        self.push_weights = self.weights
+        self.unequal = bool((self.roster.weights != self.roster.weights[0]).any())
         self.ledger.charge_edges(torch.zeros(self.num_clients, self.num_clients), 0, 0)  # so that a bill without messages says so
-
-    def _check_verbs(self, verbs: Sequence[str]) -> None:
-        name = self.algorithm.name()
-        if "mix" in verbs:
-            self.averaging.check(self.network, self.links)
-            if self.averaging.kind == "robust" and self.group.size > 1:
-                raise SettingError(
-                    "robust averaging follows single messages, which only the engine 'simulation' does: use that, or a network without faults and averaging "
-                    "'push_sum'."
-                )
-        if "push" in verbs and self.network.faulty:
-            raise SettingError(
-                f"{name} pushes without running sums, so a lost message would be lost for good: use a network without faults, or settings that average instead."
-            )
-        if "gossip" in verbs and (self.network.faulty or not self.links.doubly_stochastic):
-            raise SettingError(
-                f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: use exchange='push' elsewhere."
-            )
-
-    # ---- verbs ---------------------------------------------------------------------------------------------------
-
-    @property
-    def clients(self) -> Clients:
-        return Clients(self.host, self.host.data.positions, self.iteration, self.call)
-
-    def travels(self, name: str) -> bool:
-        return name not in self.kept_names
-
-    def initial(self) -> tuple[Tensor, Tensor]:
-        return tuple(v.expand(len(self.host), -1) if v.ndim == 1 else v for v in (self.host.x0, self.host.y0))  # type: ignore[return-value]
-
-    def zeros(self, name: str) -> Tensor:
-        return torch.zeros(len(self.host), self.host.width(name), dtype=self.host.dtype, device=self.host.device)
-
-    def steps(self, num: int) -> list[Step]:
-        self.call += 1
-        return self.clients.steps(num)
-
-    def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
-        together = self._travelling(rows)
-        if together is None:
-            return (weights, *rows.values())
-        together, weights = self._exchange(together, weights, sends_weights=True)
-        return (weights, *self._apart(together, rows))
-
-    def gossip(self, **rows: Tensor) -> Any:
-        together = self._travelling(rows)
-        if together is not None:
-            together, _ = self._exchange(together, self.weights, sends_weights=False)
-        return _one(self._apart(together, rows))
-
-    def mix(self, **rows: Tensor) -> Any:
-        together = self._travelling(rows)
-        return _one(self._apart(None if together is None else self._averaged(together), rows))
 
     # ---- averaging -------------------------------------------------------------------------------------------------
 
-    def _averaged(self, rows: Tensor) -> Tensor:
-        kind = self.averaging.kind
-        counts = bool((self.roster.weights != self.roster.weights[0]).any())  # equal weights need not be sent, and stay one under gossip
-        if kind == "exact":
-            everybody = ~torch.eye(self.num_clients, dtype=torch.bool)
-            self.ledger.charge_edges(everybody, rows.shape[1] + counts, rows.shape[1] * rows.element_size() + counts * _WEIGHT)
-            self.ledger.rounds += 1
-            weights = self.roster.weights
-            [summed] = self.group.sum([total(rows, weights[self._mine])])
-            return (summed / float(weights.sum())).to(rows.dtype).expand_as(rows)
-        if kind == "robust":
-            return self._robust(rows)
-        kept = kind == "push_sum" and self.averaging.weights == "kept"
-        z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
-        spare: Tensor | None = None
-
-        def advance() -> None:
-            nonlocal z, w, spare
-            (z, w), spare = self._exchange(z, w, sends_weights=counts or kind == "push_sum", into=spare), z  # two matrices in turn: nobody else has seen them
-
-        self._until_agreed(advance, lambda: debiased(z, w), rows)
-        if kept:
-            self.push_weights = w
-        return debiased(z, w)
+    def _exact(self, rows: Tensor) -> Tensor:
+        everybody = ~torch.eye(self.num_clients, dtype=torch.bool)
+        self.ledger.charge_edges(everybody, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT)
+        self.ledger.rounds += 1
+        weights = self.roster.weights
+        [summed] = self.group.sum([total(rows, weights[self._mine])])
+        return (summed / float(weights.sum())).to(rows.dtype).expand_as(rows)
 
     def _robust(self, rows: Tensor) -> Tensor:
         places = self.roster.place_of.to(rows.device)
@@ -155,7 +88,7 @@ class PeerSimulation(Hosting):
         floats = rows.shape[1] + 1
 
         def charge(sent: Tensor) -> None:
-            self.ledger.charge_edges(sent, floats, floats * _WEIGHT + _COUNT)
+            self.ledger.charge_edges(sent, floats, floats * WEIGHT + COUNT)
             self.ledger.rounds += 1
             self.time += 1
 
@@ -186,12 +119,6 @@ class PeerSimulation(Hosting):
 
     # ---- what the run loop uses --------------------------------------------------------------------------------------
 
-    def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        if algorithm is not None:
-            self.algorithm = self.host.algorithm = algorithm
-        self.iteration, self.call = iteration, 0
-        self.host.scratch.clear()
-
     def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
         """Every peer at its own point; `disagreement` is the largest relative distance of a peer's y from the mean."""
         figures, diagnostics = self.host.measure(x, y, self.roster.rows), self.problem.diagnostics
@@ -204,80 +131,24 @@ class PeerSimulation(Hosting):
             figures.update(diagnostics(*middle))
         return figures
 
-    def collect(self, value: Tensor) -> Tensor:
-        return value
-
-    def place(self, name: str, value: Tensor) -> Tensor:
-        return value.expand(len(self.host), -1) if value.ndim == 1 else value
-
     def trees(self, value: Tensor, *, upper: bool) -> Any:
         return self.roster.trees(value, upper=upper)
 
-    def client_of(self, row: int) -> int:
-        """Whose row it is, in a matrix of the state."""
-        return int(self.host.ids[row])
+    def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
+        """In the order of peer numbers, private ones without their padding."""
+        return self.roster.stored(rows, upper=upper)
 
-    def identity(self) -> dict[str, Any]:
-        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict()}
-
-    # ---- checkpoint ----------------------------------------------------------------------------------------------------
-
-    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Rows in the order of peer numbers, private ones without their padding."""
-        tensors: dict[str, Tensor] = {"push_weights": self.roster.stored(self.push_weights.cpu(), upper=False)}
-        plain: dict[str, Any] = {"time": {"value": self.time}}
-        for name, value in state._asdict().items():
-            if isinstance(value, Tensor):
-                tensors[f"state.{name}"] = self.roster.stored(value, upper=name in self.algorithm.upper_space)
-            else:
-                plain[f"state.{name}"] = {"value": value}
-        tensors.update({f"ledger.{name}": value for name, value in self.roster.bill().state_dict().items()})
-        return tensors, plain
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
-        device = self.host.device
-        self.push_weights, self.time = self.roster.restored(tensors["push_weights"], upper=False)[1].to(device), plain["time"]["value"]
-        self.ledger.load_state_dict({name.removeprefix("ledger."): value for name, value in tensors.items() if name.startswith("ledger.")})
-        values: dict[str, Any] = {name.removeprefix("state."): entry["value"] for name, entry in plain.items() if name.startswith("state.")}
-        for name, stored in tensors.items():
-            if name.startswith("state."):
-                name = name.removeprefix("state.")
-                values[name] = self.roster.restored(stored, upper=name in self.algorithm.upper_space)[1].to(device)
-        if set(values) != set(state_type._fields):
-            raise CheckpointError(
-                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
-            )
-        return state_type(**values)
+    def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
+        return self.roster.restored(stored, upper=upper)[1]
 
     # ---- inside --------------------------------------------------------------------------------------------------------
 
-    def _travelling(self, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """What may leave its peer, side by side."""
-        sums = torch.stack([value.sum() for value in rows.values()])  # one pass in the good case; rows are looked at only when something is wrong
-        for name, value in () if bool(torch.isfinite(sums).all()) else rows.items():
-            bad = ~torch.isfinite(value).all(1)
-            if bool(bad.any()):
-                peer = int(self.host.ids[bad.cpu()][0])
-                raise NonFiniteError(
-                    f"client {peer} has a value of {name!r} that is not finite in outer iteration {self.iteration}: "
-                    "the steps are too long (lower the step sizes) or the data of that client are extreme."
-                )
-        parts = [value for name, value in rows.items() if self.travels(name)]
-        return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _apart(self, together: Tensor | None, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        if together is None:
-            return tuple(rows.values())
-        widths = [value.shape[1] for name, value in rows.items() if self.travels(name)]
-        parts = iter(together.split(widths, dim=1))
-        return tuple(next(parts) if self.travels(name) else value for name, value in rows.items())
-
     def _exchange(self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One step of the network, paid for. It knows peers by number; the order in memory is the host's. `into`: rows that nobody needs any more."""
+        """The network knows peers by number; the order in memory is the host's."""
         mixing = self.links.mixing(self.time)
         self.time += 1
         floats, size = rows.shape[1], rows.shape[1] * rows.element_size()
-        self.ledger.charge_edges(mixing.sent, floats + sends_weights, size + sends_weights * _WEIGHT)
+        self.ledger.charge_edges(mixing.sent, floats + sends_weights, size + sends_weights * WEIGHT)
         self.ledger.rounds += 1
         if self.group.size == 1:
             if self._order is None:
@@ -308,7 +179,3 @@ class PeerSimulation(Hosting):
             all_rows[where] = content[:, :width].contiguous().view(rows.dtype)
             all_weights[where] = content[:, width:].contiguous().view(weights.dtype)
         return all_rows, all_weights
-
-
-def _one(values: tuple[Tensor, ...]) -> Any:
-    return values if len(values) > 1 else values[0]

@@ -63,10 +63,10 @@ class Plan:
         return {**vars(self), "sites": list(self.sites)}
 
     def built_task(self) -> Task:
-        return made(discovery.task(self.task["name"]), _without_name(self.task))
+        return made(discovery.task(self.task["name"]), without_name(self.task))
 
     def built_algorithm(self) -> ServerAlgorithm:
-        algorithm = made(discovery.algorithm(self.algorithm["name"]), _without_name(self.algorithm))
+        algorithm = made(discovery.algorithm(self.algorithm["name"]), without_name(self.algorithm))
         if not isinstance(algorithm, ServerAlgorithm):
             raise PlanError(f"{algorithm.name()} runs between peers without a server, so there is nothing for sites to answer: choose another algorithm.")
         return algorithm
@@ -75,15 +75,16 @@ class Plan:
         return keywords(self.options)
 
 
-def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
-    """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
+def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence[str]) -> dict[str, Any]:
+    """What a plan says that has nothing to do with who takes part: name, task, algorithm with what the task suggests for it, options and so on. `kinds`: of
+    its entries. `own`: options that are each participant's own affair, or mean nothing here."""
     if not isinstance(content, Mapping):
         raise PlanError("a plan is a table with name, task and algorithm.")
     for name, value in content.items():
-        if name not in _KINDS:
-            raise UnknownNameError("entry of a plan", name, _KINDS)
+        if name not in kinds:
+            raise UnknownNameError("entry of a plan", name, kinds)
         if value is not None:
-            check_plain(f"{name} of the plan", value, _KINDS[name], PlanError)
+            check_plain(f"{name} of the plan", value, kinds[name], PlanError)
     for name in ("name", "task", "algorithm"):
         if content.get(name) is None:
             raise PlanError(f"the plan has no {name}: give one.")
@@ -96,32 +97,40 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
     known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
     suggested = {name: value for name, value in task.suggestions(algorithm.name()).items() if name in known_settings}
     options = dict(content.get("options") or {})
-    for name in _NOT_AT_SITES:
+    for name in own:
         if name in options:
-            raise PlanError(f"the plan sets {name}, which is each site's own affair or means nothing with a server: leave it out.")
+            raise PlanError(f"the plan sets {name}, which is each participant's own affair or means nothing here: leave it out.")
     if content["task"].get("data_dir") is not None:
-        raise PlanError("the plan sets data_dir, but where data lie is each site's own affair and does not travel: leave it out.")
+        raise PlanError("the plan sets data_dir, but where data lie is each participant's own affair and does not travel: leave it out.")
+    return {
+        "name": content["name"],
+        "num_iterations": content.get("num_iterations") or task.iterations(algorithm.name()),
+        "task": {"name": task.name(), **_plain(made(task, without_name(content["task"])).asdict())},
+        "algorithm": {"name": algorithm.name(), **_plain(made(algorithm, {**suggested, **without_name(content["algorithm"])}).asdict())},
+        "options": options,
+        "measure_every": content.get("measure_every"),
+        "num_classes": content.get("num_classes"),
+    }
+
+
+def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
+    """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
+    parts = parts_of(content, _KINDS, _NOT_AT_SITES)
+    seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
     quorum = content.get("quorum")
-    plan = Plan(
-        name=content["name"],
-        sites=sites,
-        num_iterations=content.get("num_iterations") or task.iterations(algorithm.name()),
-        task={"name": task.name(), **_plain(made(task, _without_name(content["task"])).asdict())},
-        algorithm={"name": algorithm.name(), **_plain(made(algorithm, {**suggested, **_without_name(content["algorithm"])}).asdict())},
-        options=options,
-        measure_every=content.get("measure_every"),
-        quorum=len(sites) // 2 + 1 if quorum is None else quorum,
-        **{name: float(value) for name in SECONDS if (value := content.get(name)) is not None},
-        num_classes=content.get("num_classes"),
-    )
+    plan = Plan(**parts, sites=sites, quorum=len(sites) // 2 + 1 if quorum is None else quorum, **seconds)
     _check(plan, known)
     return plan
 
 
 def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
+    return plan_of(read_toml(path), known)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return plan_of(tomllib.loads(path.read_text()), known)
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -138,21 +147,29 @@ def _check(plan: Plan, known: Sequence[str] | None) -> None:
             raise UnknownNameError("site of this federation", site, known)
     if plan.quorum > len(plan.sites):
         raise PlanError(f"the quorum is {plan.quorum}, but there are {len(plan.sites)} sites: lower it.")
-    for name in SECONDS:
-        if not 0 < getattr(plan, name) < float("inf"):
-            raise PlanError(f"{name} is {getattr(plan, name)}, expected seconds above 0.")
-    options = plan.keywords()
-    options["cohort"].checked()
-    options["schedule"].checked()
-    for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):
-        if options[name] not in choices:
-            raise PlanError(f"{name} of the plan is {options[name]!r}, expected {' or '.join(map(repr, choices))}.")
+    check_seconds(plan, SECONDS)
+    check_options(plan.keywords())
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != len(plan.sites):
             raise PlanError(f"{name} of the plan has {len(value)} numbers for {len(plan.sites)} sites: give one number, or one per site.")
 
 
-def _without_name(table: Mapping[str, Any]) -> dict[str, Any]:
+def check_seconds(plan: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if not 0 < getattr(plan, name) < float("inf"):
+            raise PlanError(f"{name} is {getattr(plan, name)}, expected seconds above 0.")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """As `run` takes them."""
+    options["cohort"].checked()
+    options["schedule"].checked()
+    for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):
+        if options[name] not in choices:
+            raise PlanError(f"{name} of the plan is {options[name]!r}, expected {' or '.join(map(repr, choices))}.")
+
+
+def without_name(table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name != "name"}
 
 

@@ -13,7 +13,7 @@ import fedbilevel
 from fedbilevel.engines.sites import Member, Sites
 from fedbilevel.errors import PlanError, QuorumError
 from fedbilevel.record import Record, write_whole
-from fedbilevel.run import Progress, run_between_sites
+from fedbilevel.run import Progress, run_between
 from fedbilevel.sites.desk import Desk, Message
 from fedbilevel.sites.plan import Plan, plan_of
 from fedbilevel.sites.transport import Transport
@@ -71,9 +71,9 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
         return False
 
     options = plan.keywords()
-    result = run_between_sites(
-        fed.settings, fed, num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"], record=book.path, resume=resume,
-        callbacks=[tell], describe={"plan": plan.asdict()},
+    result = run_between(
+        fed.settings, fed, engine="federation", num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"], record=book,
+        resume=resume, callbacks=[tell], describe={"plan": plan.asdict()},
     )  # fmt: skip
     if result.stopped == "interrupted":
         return "stopped"

@@ -1,0 +1,156 @@
+"""One peer's part in a run: read its own data, find the others, run with them, and begin again with those who are there whenever that changes.
+
+Below its folder is a record like that of any run, with the last two checkpoints, and
+
+    peers.jsonl                 one line per outer iteration: who took part, in every average where that changed, and what was refused
+    hypergradient.safetensors   this peer's part of the last estimate, where the algorithm has one
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+import fedbilevel
+from fedbilevel.clients import Host
+from fedbilevel.data.clients import Holdings
+from fedbilevel.engines.peers import Peer
+from fedbilevel.errors import CheckpointError
+from fedbilevel.ledger import Ledger
+from fedbilevel.options import torch_device
+from fedbilevel.peers.office import Formation, Office, Regrouped, mark
+from fedbilevel.peers.plan import PeerPlan
+from fedbilevel.peers.transport import Faults, Lossy, Transport
+from fedbilevel.peers.wire import Introduction, Version
+from fedbilevel.record import Record, make_folder, write_whole
+from fedbilevel.run import Callback, Progress, Result, run_between
+from fedbilevel.tasks.task import Shapes
+
+DIARY, HYPERGRADIENT = "peers.jsonl", "hypergradient.safetensors"
+_ONLY = torch.tensor([0])
+Say = Callable[[str], None]
+
+
+def take_part(
+    plan: PeerPlan,
+    names: Sequence[str],
+    me: int,
+    transport: Transport,
+    holdings: Holdings,
+    folder: Path,
+    *,
+    roster: bytes = bytes(16),
+    device: str = "cpu",
+    say: Say = lambda line: None,
+    callbacks: Sequence[Callback] = (),
+    beat: float = 0.5,
+    interval: float = 0.05,
+) -> Result:
+    """Run, or go on with what is in `folder`. roster: a digest of who the peers are. interval: longest time between two wakes of a robust average."""
+    options = plan.keywords()
+    algorithm, shapes = plan.built_algorithm(), Shapes.of(holdings, plan.num_classes)
+    problem = plan.built_task().problem(shapes)
+    for warning in algorithm.check_scopes(problem.scopes):
+        warnings.warn(warning, stacklevel=2)
+    own = {name: value for name, value in options.items() if name not in ("cohort", "schedule", "device", "network", "averaging")}
+    host = Host(algorithm, problem, [holdings], ids=[me], num_clients=len(names), device=torch_device(device), **own)
+    one = host.data.batch(_ONLY, "train", torch.zeros(1, 1, dtype=torch.int64, device=host.device))
+    host.oracle.lower_grad(host.x0, host.y0, one)  # the first derivative in a process takes seconds
+    book = Record(folder, keeps_before=True)
+    make_folder(folder)
+    if options["network"].loss:
+        transport = Lossy(transport, me, len(names), Faults(loss=options["network"].loss, seed=options["network"].seed))
+    most = 8 * (4 * host.x0.shape[-1] + 8 * len(host.y0)) + 4096  # longer than what any verb sends together
+    office = Office(
+        transport, me, names, plan.name, quorum=plan.quorum, goes_on=plan.on_change == "continue", suspect=plan.suspect, beat=beat, max_bytes=most, say=say
+    )
+    describe = {"plan": plan.asdict(), "peers": list(names), "peer": names[me], "shapes": shapes.asdict()}
+    with office.opened():
+        while True:
+            formation = office.form(_introduction(plan, host, book, roster), deadline=plan.join_deadline)
+            say(_begins(formation, names))
+            resume = _ready(book, formation)
+            host.ledger = Ledger(len(names))
+            fed = Peer(
+                algorithm, host, office, formation, network=options["network"], averaging=options["averaging"], on_crash=plan.on_crash, interval=interval
+            )
+            try:
+                result = run_between(
+                    algorithm, fed, engine="peers", num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"],
+                    record=book, resume=resume, begin_at=0 if resume else max(0, formation.iteration), describe=describe,
+                    callbacks=[_diary(book.path / DIARY, fed, names, transport), *callbacks],
+                )  # fmt: skip
+            except Regrouped:
+                say("who takes part has changed: the outer iteration begins again.")
+                continue
+            office.goes = result.stopped == "interrupted"
+            break
+    if hasattr(result.state, "h"):
+        tree = fed.trees(result.state.h, upper=True)
+        write_whole(folder / HYPERGRADIENT, save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.items()}))
+    return result
+
+
+def _introduction(plan: PeerPlan, host: Host, book: Record, roster: bytes) -> Introduction:
+    shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
+    form = json.dumps([fedbilevel.__version__, host.layout_y.describe(), host.layout_x.describe() if host.x_sizes is None else None], default=str)
+    start = hashlib.blake2b(form.encode() + b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).digest()
+    return Introduction(float(host.weights(_ONLY)[0]), plan.digest(), roster, start, 0, versions(book))
+
+
+def versions(book: Record) -> tuple[Version, Version]:
+    """Stored states, the newest first."""
+    found = []
+    for place in (book.checkpoint, book.before):
+        if place.exists():
+            about = book.load(place)[1]
+            found.append(Version(about["iteration"], mark(about["state"]["members"]["value"])))
+    newest, before, *_ = [*found, Version(), Version()]
+    return newest, before if before.iteration < newest.iteration else Version()
+
+
+def _ready(book: Record, formation: Formation) -> bool:
+    """The stored state that all go on from. False where there is none, and this peer begins where the problem does."""
+    newest, before = versions(book)
+    if formation.iteration < 0:
+        for place in (book.checkpoint, book.before):
+            place.unlink(missing_ok=True)
+    elif newest.iteration > formation.iteration:
+        if before.iteration != formation.iteration:
+            raise CheckpointError(
+                f"the others go on from outer iteration {formation.iteration}, and {book.path} holds {newest.iteration} and {before.iteration}: "
+                "was the folder copied? Start this peer with another one."
+            )
+        book.go_back()
+    elif 0 <= newest.iteration < formation.iteration:  # the others went on meanwhile: this peer's own state joins them
+        tensors, about = book.load()
+        book.save(tensors, {**about, "iteration": formation.iteration})
+    return formation.iteration >= 0 and newest.iteration >= 0
+
+
+def _begins(formation: Formation, names: Sequence[str]) -> str:
+    who = ", ".join(names[peer] for peer in formation.members)
+    where = "at the start" if formation.iteration < 0 else f"after outer iteration {formation.iteration}"
+    return f"{len(formation.members)} of {len(names)} peers begin {where}: {who}."
+
+
+def _diary(path: Path, fed: Peer, names: Sequence[str], transport: Transport) -> Callback:
+    def write(now: Progress) -> bool:
+        averages = fed.members_by_averaging
+        line: dict[str, Any] = {"iteration": now.iteration, "members": [names[peer] for peer in fed.members.tolist()]}
+        if any(members != averages[0] for members in averages):
+            line["averages"] = [[names[peer] for peer in members] for members in averages]
+        refused: Mapping[str, int] = {**transport.refused(), **fed.office.counts}
+        line["refused"] = {reason: number for reason, number in refused.items() if number}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return False
+
+    return write

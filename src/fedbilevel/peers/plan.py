@@ -1,0 +1,120 @@
+"""A run between peers as a file, the same one at all of them. Nothing in it is a path, and nothing is code.
+
+name = "influence"                # also that of its folder at every peer
+num_iterations = 1                # nothing: what the task suggests
+measure_every = 5                 # outer iterations between measurements
+num_classes = 10                  # where labels are classes: a peer may lack some
+quorum = 3                        # peers without which the run does not go on; nothing: more than half
+suspect = 10.0                    # seconds of silence after which a peer is gone
+join_deadline = 300.0             # seconds to wait for the others at the start
+on_change = "restart"             # somebody came or went: "restart" the outer iteration, or "continue" it (robust averages only)
+on_crash = "reclaim"              # with "continue": what a robust average makes of a peer that is lost in it: reclaim, absorb or restart
+[task]                            # name and settings; those of the data do not matter, as every peer has its own
+[algorithm]                       # name and settings, of an algorithm between peers
+[options]                         # seed, batch_size, dtype ..., as of a run in one process
+[options.network]                 # who sends to whom; loss: share of messages that the peers lose on purpose, to try things out
+[options.averaging]               # kind: push_sum, gossip, exact or robust
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from fedbilevel import discovery
+from fedbilevel.averaging import Averaging
+from fedbilevel.engines.peers import OnCrash
+from fedbilevel.errors import PlanError
+from fedbilevel.federation import PeerAlgorithm
+from fedbilevel.network import Network
+from fedbilevel.options import keywords
+from fedbilevel.settings import made
+from fedbilevel.sites.plan import check_options, check_seconds, parts_of, read_toml, without_name
+from fedbilevel.tasks.task import Task
+
+_KINDS = {
+    "name": "text", "num_iterations": "whole", "measure_every": "maybe", "num_classes": "maybe", "quorum": "maybe", "suspect": "number",
+    "join_deadline": "number", "on_change": "text", "on_crash": "text", "task": "table", "algorithm": "table", "options": "table",
+}  # fmt: skip
+_NOT_HERE = ("device", "chunk_size", "fraction", "replacement", "redraw")
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    name: str
+    num_iterations: int
+    task: dict[str, Any]  # with its name
+    algorithm: dict[str, Any]
+    options: dict[str, Any]
+    measure_every: int | None = None
+    num_classes: int | None = None
+    quorum: int = 1
+    suspect: float = 10.0
+    join_deadline: float = 300.0
+    on_change: str = "restart"
+    on_crash: OnCrash = "reclaim"
+
+    def asdict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(json.dumps(self.asdict(), sort_keys=True).encode(), digest_size=16).digest()
+
+    def built_task(self) -> Task:
+        return made(discovery.task(self.task["name"]), without_name(self.task))
+
+    def built_algorithm(self) -> PeerAlgorithm:
+        algorithm = made(discovery.algorithm(self.algorithm["name"]), without_name(self.algorithm))
+        if not isinstance(algorithm, PeerAlgorithm):
+            known = ", ".join(name for name, kind in discovery.algorithms().items() if issubclass(kind, PeerAlgorithm))
+            raise PlanError(f"{algorithm.name()} has a server, and peers have none: choose one of {known}.")
+        return algorithm
+
+    def keywords(self) -> dict[str, Any]:
+        return {"network": Network(), "averaging": None, **keywords(self.options)}
+
+
+def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
+    """Checked, with what is left out filled in."""
+    parts = parts_of(content, _KINDS, _NOT_HERE)
+    given = {name: value for name in ("on_change", "on_crash") if (value := content.get(name)) is not None}
+    seconds: dict[str, Any] = {name: float(value) for name in ("suspect", "join_deadline") if (value := content.get(name)) is not None}
+    quorum = content.get("quorum")
+    plan = PeerPlan(**parts, **given, **seconds, quorum=num_peers // 2 + 1 if quorum is None else quorum)
+    _check(plan, num_peers)
+    return plan
+
+
+def read_plan(path: Path, num_peers: int) -> PeerPlan:
+    return plan_of(read_toml(path), num_peers)
+
+
+def _check(plan: PeerPlan, num_peers: int) -> None:
+    if plan.quorum > num_peers:
+        raise PlanError(f"the quorum is {plan.quorum}, but there are {num_peers} peers: lower it.")
+    check_seconds(plan, ("suspect", "join_deadline"))
+    for name, choices in (("on_change", ("restart", "continue")), ("on_crash", get_args(OnCrash))):
+        if getattr(plan, name) not in choices:
+            raise PlanError(f"{name} of the plan is {getattr(plan, name)!r}, expected {' or '.join(map(repr, choices))}.")
+    options, verbs = plan.keywords(), plan.built_algorithm().verbs()
+    check_options(options)
+    network, averaging = options["network"], options["averaging"] or Averaging(kind="robust" if options["network"].faulty else "push_sum")
+    if network.max_delay or network.activity < 1:
+        raise PlanError("the network of the plan delays messages or lets peers sleep, which a simulation does and a real network does by itself: leave it out.")
+    if network.kind == "file":
+        raise PlanError("the network of the plan is a file, and nothing in a plan may be a path: use another kind.")
+    given = plan.options.get("averaging", {})
+    if averaging.kind == "robust" and "num_steps" in given:
+        raise PlanError("a robust average between peers ends when all agree, not after a number of steps: give a tolerance instead of num_steps, or neither.")
+    if averaging.kind != "robust" and averaging.tolerance is not None:
+        raise PlanError(f"with {averaging.kind} averages nobody sees whether all agree: give num_steps instead of a tolerance, or use kind 'robust'.")
+    if plan.on_change == "continue" and (averaging.kind != "robust" or set(verbs) != {"mix"}):
+        raise PlanError(
+            f"on_change is 'continue', but {plan.algorithm['name']} with these settings exchanges rows step by step, which does not survive a loss: "
+            "use 'restart', or settings that only average, and kind 'robust'."
+        )
+    averaging.check(network, network.between(num_peers))
