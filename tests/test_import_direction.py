@@ -86,6 +86,18 @@ def test_flare_is_imported_only_by_those_who_use_it():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_only_sockets_and_keys_of_peers_import_zeromq(path):
+    if dotted(path) not in ("fedbilevel.peers.sockets", "fedbilevel.peers.roster"):
+        assert "zmq" not in {name.split(".")[0] for name in imports(path)}
+
+
+def test_zeromq_is_imported_only_by_those_who_use_it():
+    code = "import sys, fedbilevel.cli, fedbilevel.peers.roster; print('zmq' in sys.modules); import fedbilevel.peers.sockets; print('zmq' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 @pytest.mark.parametrize("path", below("oracle", "problem", "population", "hypergradient", "data", "draws", "settings", "errors", "ledger"), ids=dotted)
 def test_mathematics_and_data_know_nothing_of_a_federation(path):
     assert reaches(path, *FRONT, "federation", "clients", "algorithms", "tasks", "discovery") == []

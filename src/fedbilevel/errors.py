@@ -78,5 +78,9 @@ class QuorumError(FedBilevelError, ConnectionError):
     """Too few sites answered."""
 
 
+class RosterError(FedBilevelError, ValueError):
+    """A roster of peers, or a key of one, that cannot be used."""
+
+
 class PluginError(FedBilevelError, ImportError):
     """A task or an algorithm of another package that cannot be used."""
