@@ -33,10 +33,10 @@ class Threads:
         def work() -> None:
             try:
                 self.results[number] = take_part(
-                    ours, self.names, number, self.network.transport(number), self.clients[number], self.folder / self.names[number],
+                    ours, self.names, number, lambda _: self.network.transport(number), self.clients[number], self.folder / self.names[number],
                     say=lambda line: self.lines.append(f"{self.names[number]}: {line}"), callbacks=callbacks, **self.options,
                 )  # fmt: skip
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - join raises it
                 self.errors[number] = error
 
         self.errors.pop(number, None)

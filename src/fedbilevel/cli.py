@@ -33,6 +33,7 @@ from fedbilevel.hypergradient import SOLVERS
 from fedbilevel.network import Network
 from fedbilevel.options import BETWEEN_PEERS, DEFAULTS, DTYPES, keywords, torch_device
 from fedbilevel.oracle import Strategy
+from fedbilevel.peer_cli import peer
 from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
 from fedbilevel.record import Record
 from fedbilevel.run import Progress as RunProgress
@@ -578,6 +579,7 @@ def tune_command(name: str, panels: str, rows: str, processes: int, device: str,
 
 
 cli.add_command(federation)
+cli.add_command(peer)
 
 
 def _parts(text: str) -> list[str]:

@@ -34,9 +34,9 @@ _FEW = 64  # peers up to which the whole product of a step is computed, as a sim
 class Peer(Peering):
     """host: of this one client, with its number and that of all. formation: with whom it begins.
 
-    on_crash: what a robust average makes of a peer that is lost in the middle of it: as if it had never taken part; whatever of it has arrived stays in; the
-    average begins again. It matters where the office goes on after a loss; otherwise the outer iteration begins again. interval: longest time between two
-    wakes of a robust average, seconds.
+    on_crash: what a robust average makes of a peer that is lost in the middle of it. reclaim: as if it had never taken part. absorb: all go on from the values
+    they have by then, in which some of the lost one's is. restart: the average begins again. It matters where the office goes on after a loss; otherwise the
+    outer iteration begins again. interval: longest time between two wakes of a robust average, seconds.
     """
 
     group = Group()
@@ -136,10 +136,12 @@ class Peer(Peering):
                 before = set(self.members.tolist())
                 if self._without_lost():
                     break
-                if self.on_crash == "restart":
-                    sums = RunningSums(self.me, row, weight)
-                for peer in before - set(self.members.tolist()) if self.on_crash == "reclaim" else ():
-                    sums.reclaim(peer)
+                lost = before - set(self.members.tolist())
+                if self.on_crash == "reclaim":
+                    for peer in lost:
+                        sums.reclaim(peer)
+                elif lost:  # new sums, of a new epoch: those of before hold what went to the lost one
+                    sums = RunningSums(self.me, row if self.on_crash == "restart" else sums.value * weight, weight)
                 watch = _Settling(self.num_clients)
             receivers = self.links.adjacency(self.wakes)[self.rank].index_fill(0, torch.tensor([self.rank]), False)
             self.wakes += 1

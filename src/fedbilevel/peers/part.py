@@ -42,7 +42,7 @@ def take_part(
     plan: PeerPlan,
     names: Sequence[str],
     me: int,
-    transport: Transport,
+    connect: Callable[[int], Transport],
     holdings: Holdings,
     folder: Path,
     *,
@@ -53,7 +53,11 @@ def take_part(
     beat: float = 0.5,
     interval: float = 0.05,
 ) -> Result:
-    """Run, or go on with what is in `folder`. roster: a digest of who the peers are. interval: longest time between two wakes of a robust average."""
+    """Run, or go on with what is in `folder`.
+
+    connect: gives what carries messages of up to so many bytes. roster: a digest of who the peers are. interval: longest time between two wakes of a robust
+    average.
+    """
     options = plan.keywords()
     algorithm, shapes = plan.built_algorithm(), Shapes.of(holdings, plan.num_classes)
     problem = plan.built_task().problem(shapes)
@@ -65,9 +69,10 @@ def take_part(
     host.oracle.lower_grad(host.x0, host.y0, one)  # the first derivative in a process takes seconds
     book = Record(folder, keeps_before=True)
     make_folder(folder)
+    most = longest(host, len(names))
+    transport = connect(most)
     if options["network"].loss:
         transport = Lossy(transport, me, len(names), Faults(loss=options["network"].loss, seed=options["network"].seed))
-    most = 8 * (4 * host.x0.shape[-1] + 8 * len(host.y0)) + 4096  # longer than what any verb sends together
     office = Office(
         transport, me, names, plan.name, quorum=plan.quorum, goes_on=plan.on_change == "continue", suspect=plan.suspect, beat=beat, max_bytes=most, say=say
     )
@@ -96,6 +101,12 @@ def take_part(
         tree = fed.trees(result.state.h, upper=True)
         write_whole(folder / HYPERGRADIENT, save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in tree.items()}))
     return result
+
+
+def longest(host: Host, num_peers: int) -> int:
+    """Bytes of a message that is longer than any that a verb or a view of so many peers needs."""
+    shared = 0 if host.x_sizes is not None else len(host.x0)
+    return 8 * (4 * shared + 8 * len(host.y0)) + 64 * num_peers + 4096
 
 
 def _introduction(plan: PeerPlan, host: Host, book: Record, roster: bytes) -> Introduction:
@@ -139,6 +150,12 @@ def _begins(formation: Formation, names: Sequence[str]) -> str:
     who = ", ".join(names[peer] for peer in formation.members)
     where = "at the start" if formation.iteration < 0 else f"after outer iteration {formation.iteration}"
     return f"{len(formation.members)} of {len(names)} peers begin {where}: {who}."
+
+
+def say_how_far(now: Progress, headline: Sequence[str]) -> str:
+    """One outer iteration, for people."""
+    figures = [f"{name} {value:.4g}" for name, value in (now.row or {}).items() if name in headline]
+    return ", ".join([f"outer iteration {now.iteration}/{now.num_iterations}", f"{now.rounds} rounds", f"{now.megabytes:.2f} MB sent", *figures])
 
 
 def _diary(path: Path, fed: Peer, names: Sequence[str], transport: Transport) -> Callback:
