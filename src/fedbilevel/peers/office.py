@@ -124,6 +124,8 @@ class Office:
         self._reformed = False
         self._banned: set[int] = set()
         self._about: Introduction | None = None  # while a group is being formed
+        self._reforming = False
+        self._since = [0.0] * self.num_peers  # when a peer was last found to be there
         self._frozen: tuple[tuple[int, ...], tuple[bytes, bytes | memoryview]] | None = None  # what was said with `ready`, and for which view
         self._readies: dict[int, Letter] = {}
         self._repeated: dict[int, float] = {}
@@ -173,24 +175,32 @@ class Office:
     def reform(self) -> bool:
         """In the middle of an averaging: agree with those of the group who are left on who that is, and go on. True where the averaging that this peer is in
         was over for somebody already: its value then stands."""
-        assert self.formed is not None
         with self._changed:
-            while True:
-                here = [peer for peer in self.formed.members if self._alive(peer)]
-                if len(here) < self.quorum:
-                    raise Regrouped
-                self._say_ready_again()
-                others = {peer: letter for peer, letter in self._readies.items() if peer in here and letter.view == tuple(self.view)}
-                if self.called_back():
-                    raise Regrouped
-                if all(peer in others for peer in here if peer != self.me):
-                    latest = max([self.averaging, *(letter.averaging for letter in others.values())])
-                    weights = tuple(w for peer, w in zip(self.formed.members, self.formed.weights, strict=True) if peer in here)
-                    epoch = max([self.epoch, *(letter.introduction.epoch for letter in others.values() if letter.introduction)]) + 1
-                    self.epoch, self._formed_view, self._reformed = epoch, tuple(self.view), True
-                    self.formed = replace(self.formed, members=tuple(here), weights=weights, epoch=epoch)
-                    return latest > self.averaging
-                self._changed.wait(_LOOK)
+            self._reforming = True
+            try:
+                while (over := self._reformed_now()) is None:
+                    self._changed.wait(_LOOK)
+                return over
+            finally:
+                self._reforming = False
+
+    def _reformed_now(self) -> bool | None:
+        assert self.formed is not None
+        here = [peer for peer in self.formed.members if self._alive(peer)]
+        if len(here) < self.quorum:
+            raise Regrouped
+        self._say_ready_again()
+        others = {peer: letter for peer, letter in self._readies.items() if peer in here and letter.view == tuple(self.view)}
+        if self.called_back():
+            raise Regrouped
+        if not all(peer in others for peer in here if peer != self.me):
+            return None
+        latest = max([self.averaging, *(letter.averaging for letter in others.values())])
+        weights = tuple(w for peer, w in zip(self.formed.members, self.formed.weights, strict=True) if peer in here)
+        self.epoch = max([self.epoch, *(letter.introduction.epoch for letter in others.values() if letter.introduction)]) + 1
+        self._formed_view, self._reformed = tuple(self.view), True
+        self.formed = replace(self.formed, members=tuple(here), weights=weights, epoch=self.epoch)
+        return latest > self.averaging
 
     def regrouped(self) -> bool:
         """Whether who takes part has changed since the group began, so that something must be done now."""
@@ -388,13 +398,13 @@ class Office:
             self._last_tick = now
             for peer in range(self.num_peers):
                 watched = peer != self.me and self._alive(peer) and peer not in self.left
-                if watched and min(self.transport.quiet(peer), now - self._awake) > self.suspect:
+                if watched and min(self.transport.quiet(peer), now - self._awake, now - self._since[peer]) > self.suspect:
                     self.view[peer] += 1
                     self._say(f"{self.names[peer]} is gone: no sign of life for {self.suspect:g} s.")
                     self._changed.notify_all()
             if now - self._last_beat >= self.beat:
                 self._last_beat = now
-                if self._about is not None and self._frozen is not None:
+                if (self._about is not None or self._reforming) and self._frozen is not None:
                     for peer in range(self.num_peers):
                         if peer != self.me:
                             self.transport.send(peer, *self._frozen[1], newest="beat")
@@ -421,6 +431,7 @@ class Office:
             elif status % 2 == 0 and self.view[peer]:
                 self._say(f"{self.names[peer]} is there again.")
             self.view[peer] = status
+            self._since[peer] = time.monotonic()
             self.left.discard(peer)
 
     def _renew(self, above: int) -> None:
@@ -498,7 +509,7 @@ class Office:
 
     def _repeat_ready(self, sender: int, letter: Letter) -> None:
         """To one that has not heard that this peer was ready. Not more often than beats: two that both have begun would answer each other for ever."""
-        begun = self.formed is not None and self._about is None and letter.view == self._formed_view
+        begun = self.formed is not None and self._about is None and not self._reforming and letter.view == self._formed_view
         if begun and self._frozen is not None and time.monotonic() - self._repeated.get(sender, -1e9) > self.beat:
             self._repeated[sender] = time.monotonic()
             self.transport.send(sender, *self._frozen[1])
