@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fedbilevel import discovery
 from fedbilevel.errors import FedBilevelError, PlanError, UnknownNameError
 from fedbilevel.sites.plan import plan_of, read_plan
 from fedbilevel.tasks.quadratic import Quadratic
@@ -22,6 +23,12 @@ def test_what_is_left_out_is_filled_in_from_the_task():
 
 def test_a_plan_that_was_sent_is_the_same_plan():
     plan = plan_of({**GOOD, "quorum": 3, "options": {"seed": 4, "batch_size": {"train": 3, "val": "all"}}, "num_classes": 4})
+    assert plan_of(json.loads(json.dumps(plan.asdict()))) == plan
+
+
+@pytest.mark.parametrize("task", discovery.tasks())
+def test_a_plan_of_any_task_can_be_sent(task):
+    plan = plan_of({**GOOD, "task": {"name": task}})
     assert plan_of(json.loads(json.dumps(plan.asdict()))) == plan
 
 

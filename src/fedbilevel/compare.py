@@ -174,4 +174,4 @@ def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None
 
 def figures_of(row: Mapping[str, Any]) -> list[str]:
     """What was measured, without what was paid."""
-    return [name for name in row if name not in ("iteration", "messages", *COSTS, *COLUMNS)]
+    return [name for name in row if name not in ("iteration", "messages", "members", "num_peers", "seen", *COSTS, *COLUMNS)]

@@ -9,9 +9,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from fedbilevel import report
 from fedbilevel.data.folders import read_folder
 from fedbilevel.errors import RosterError
 from fedbilevel.peers import roster as rosters
+from fedbilevel.peers.collect import Collected, collect
 from fedbilevel.peers.part import say_how_far, take_part
 from fedbilevel.peers.plan import read_plan
 from fedbilevel.run import Progress
@@ -105,6 +107,29 @@ def run_command(
     _print(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
 
 
+@peer.command("collect")
+@click.argument("records", nargs=-1, required=True, type=click.Path(file_okay=False, path_type=Path), metavar="RECORD...")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="folder of the record of all, which must not hold a run yet")
+@click.option("--num-listed", type=click.IntRange(min=0), default=10, show_default=True, help="instances shown of those that harm and of those that help most")
+def collect_command(records: tuple[Path, ...], out: Path, num_listed: int) -> None:
+    """Put the records of the peers of one run, each copied from its own machine, together as one record like that of a simulation."""
+    _show(collect(records, out), num_listed)
+
+
+def _show(done: Collected, num_listed: int) -> None:
+    last, task = done.rows[-1], done.plan.built_task()
+    title = f"{done.plan.name}: {task.name()}, {len(done.peers)} peers after outer iteration {last['iteration']}"
+    console.print(report.outcomes(title, {done.plan.algorithm["name"]: last}, task.headline))
+    if num_listed and done.removals is not None:
+        for kind, does, some in (("harmful", "lowers", done.harmful), ("helpful", "raises", done.helpful)):
+            console.print(report.removals(f"Most {kind}: removal {does} the summed validation loss", some(num_listed)))
+    if done.missing:
+        _print(f"Without {', '.join(done.missing)}, whose records were not given.")
+    for name, iteration in done.behind.items():
+        _print(f"The record of {name} ends with outer iteration {iteration}, before those of the others: there is no solution of all.")
+    _print(f"Written: {done.path}")
+
+
 @peer.command("try")
 @click.option("--peers", "num_peers", type=click.IntRange(min=2, max=16), default=3, show_default=True, help="number of peers")
 @click.option("--folder", type=click.Path(path_type=Path), default=None, help="folder for all of it, which stays (default: a temporary one)")
@@ -121,4 +146,5 @@ def try_command(num_peers: int, folder: Path | None) -> None:
                 peers.start(name)
             _print(f"{num_peers} peers run as processes {', '.join(str(process.pid) for process in peers.processes.values())}, in {place}.")
             peers.wait(600.0)
-            _print(f"All have finished after {time.monotonic() - began:.0f} s.")
+            _print(f"All have finished after {time.monotonic() - began:.0f} s. Their records, put together:")
+            _show(collect([peers.record(name) for name in peers.names], place / "together"), 5)

@@ -13,6 +13,7 @@ from rich.table import Table
 from fedbilevel.compare import Comparison, Spread
 from fedbilevel.experiment import Experiment
 from fedbilevel.influence import PAPER, Instance, Study
+from fedbilevel.peers.collect import Removal
 from fedbilevel.reproduce import Figure
 from fedbilevel.tune import Chosen
 
@@ -211,4 +212,14 @@ def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tu
             theirs = paper.get(name, {}).get(network)
             cells.append(("{:.1f} / {:.1f}".format(*figures) + (f"\n({theirs[0]} / {theirs[1]})" if theirs else "")) if mine else "-")
         table.add_row(name, *cells, f"{sum(one.seconds for one in outcomes if one.method == name):.0f}")
+    return table
+
+
+def removals(title: str, rows: Sequence[Removal]) -> Table:
+    """Instances of peers: whose, which of its training samples, and what removing it is predicted to do."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("peer", "sample", "predicted change"):
+        table.add_column(name, justify="left" if name == "peer" else "right")
+    for one in rows:
+        table.add_row(one.peer, str(one.sample), f"{one.change:+.3e}")
     return table

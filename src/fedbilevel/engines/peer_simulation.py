@@ -12,7 +12,7 @@ from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread, w
 from fedbilevel.clients import BatchSize
 from fedbilevel.data.clients import Holdings
 from fedbilevel.engines.group import Group, hosted
-from fedbilevel.engines.peering import COUNT, WEIGHT, Peering
+from fedbilevel.engines.peering import COUNT, WEIGHT, Peering, check_verbs
 from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.network import AnyNetwork, Network
@@ -55,7 +55,7 @@ class PeerSimulation(Peering):
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.network, self.links = network, network.between(self.num_clients)
         self.averaging = averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
-        self._check_verbs(algorithm.verbs())
+        check_verbs(algorithm, network, self.links, self.averaging)
         if "mix" in algorithm.verbs() and self.averaging.kind == "robust" and group.size > 1:
             raise SettingError(
                 "robust averaging follows single messages, which only the engine 'simulation' does: use that, or a network without faults and averaging "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,24 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.clients import Clients, Step
 from fedbilevel.engines.group import Hosting
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
-from fedbilevel.federation import Algorithm, debiased
+from fedbilevel.federation import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.network import AnyNetwork, Links
 
 WEIGHT = 8  # bytes of a Push-Sum weight: always float64
 COUNT = 8  # bytes of the number of a running sum
+
+
+def check_verbs(algorithm: PeerAlgorithm, network: AnyNetwork, links: Links, averaging: Averaging) -> None:
+    """Whether the network offers what the algorithm uses."""
+    name, verbs = algorithm.name(), algorithm.verbs()
+    if "mix" in verbs:
+        averaging.check(network, links)
+    if "push" in verbs and network.faulty:
+        raise SettingError(
+            f"{name} pushes without running sums, so a lost message would be lost for good: use a network without faults, or settings that average instead."
+        )
+    if "gossip" in verbs and (network.faulty or not links.doubly_stochastic):
+        raise SettingError(f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: use exchange='push' elsewhere.")
 
 
 class Peering(Hosting):
@@ -55,19 +68,6 @@ class Peering(Hosting):
 
     def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
         raise NotImplementedError
-
-    def _check_verbs(self, verbs: Sequence[str]) -> None:
-        name = self.algorithm.name()
-        if "mix" in verbs:
-            self.averaging.check(self.network, self.links)
-        if "push" in verbs and self.network.faulty:
-            raise SettingError(
-                f"{name} pushes without running sums, so a lost message would be lost for good: use a network without faults, or settings that average instead."
-            )
-        if "gossip" in verbs and (self.network.faulty or not self.links.doubly_stochastic):
-            raise SettingError(
-                f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: use exchange='push' elsewhere."
-            )
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 

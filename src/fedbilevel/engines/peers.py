@@ -17,7 +17,7 @@ from fedbilevel.averaging import Averaging, Message, RunningSums
 from fedbilevel.clients import Host
 from fedbilevel.draws import Stream
 from fedbilevel.engines.group import Group, digest
-from fedbilevel.engines.peering import COUNT, WEIGHT, Peering
+from fedbilevel.engines.peering import COUNT, WEIGHT, Peering, check_verbs
 from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.ledger import Ledger
@@ -64,7 +64,7 @@ class Peer(Peering):
         self.changed = formation.changed
         self.members_by_averaging: list[list[int]] = []  # of this outer iteration
         self._meet(formation)
-        self._check_verbs(algorithm.verbs())
+        check_verbs(algorithm, network, self.links, self.averaging)
         if office.goes_on and (self.averaging.kind != "robust" or set(algorithm.verbs()) != {"mix"}):
             raise SettingError(f"{algorithm.name()} exchanges rows step by step, which does not survive the loss of a peer: use on_change 'restart'.")
         self.wakes = self._steps = 0  # wakes of robust averages in the whole run; exchanges of rows with these members

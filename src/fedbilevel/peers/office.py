@@ -160,7 +160,7 @@ class Office:
                 while True:
                     self._say_ready()
                     members = self._present()
-                    self._check_alike(members)
+                    self._check_alike()
                     unknown = [peer for peer, status in enumerate(self.view) if status == 0]
                     if not unknown and self._all_ready(members, self._readies) and len(members) >= self.quorum:
                         return self._begin(members, self._readies)
@@ -468,11 +468,10 @@ class Office:
         view = tuple(self.view)
         return all(peer in readies and readies[peer].view == view and readies[peer].averaging == 0 for peer in members if peer != self.me)
 
-    def _check_alike(self, members: Sequence[int]) -> None:
+    def _check_alike(self) -> None:
         assert self._about is not None
-        for peer in members:
-            letter = self._readies.get(peer)
-            if letter is None or letter.introduction is None or letter.averaging:
+        for peer, letter in self._readies.items():  # of one that is gone, too: that may be why it went
+            if letter.introduction is None or letter.averaging:
                 continue
             for part, what in (
                 ("roster", "another roster: give all peers the same file"),

@@ -27,6 +27,7 @@ from typing import Any, get_args
 
 from fedbilevel import discovery
 from fedbilevel.averaging import Averaging
+from fedbilevel.engines.peering import check_verbs
 from fedbilevel.engines.peers import OnCrash
 from fedbilevel.errors import PlanError
 from fedbilevel.federation import PeerAlgorithm
@@ -117,4 +118,4 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
             f"on_change is 'continue', but {plan.algorithm['name']} with these settings exchanges rows step by step, which does not survive a loss: "
             "use 'restart', or settings that only average, and kind 'robust'."
         )
-    averaging.check(network, network.between(num_peers))
+    check_verbs(plan.built_algorithm(), network, network.between(num_peers), averaging)

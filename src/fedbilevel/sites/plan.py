@@ -100,7 +100,7 @@ def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence
     for name in own:
         if name in options:
             raise PlanError(f"the plan sets {name}, which is each participant's own affair or means nothing here: leave it out.")
-    if content["task"].get("data_dir") is not None:
+    if content["task"].get("data_dir"):  # some tasks say "" for nowhere
         raise PlanError("the plan sets data_dir, but where data lie is each participant's own affair and does not travel: leave it out.")
     return {
         "name": content["name"],

@@ -1,0 +1,296 @@
+"""Peers in one process, each with its own row, disk and office: the simulator's numbers, and what happens when somebody goes or comes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fedbilevel.algorithms.sparkle import Sparkle
+from fedbilevel.engines.peer_simulation import PeerSimulation
+from fedbilevel.errors import NonFiniteError, PlanError, QuorumError, SettingError
+from fedbilevel.hypergradient import lower_solution
+from fedbilevel.network import Network
+from fedbilevel.peers.plan import plan_of
+from fedbilevel.peers.transport import Faults
+from fedbilevel.population import Population
+from fedbilevel.record import Record
+from fedbilevel.run import Result, run
+from fedbilevel.tasks.influence import Influence
+from fedbilevel.tasks.personalisation import Personalisation
+from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.task import Task
+from peer_threads import Threads
+from yardstick import relative
+
+DIRECTED = {"kind": "random_directed", "seed": 1}
+SMALL = {"num_clients": 4, "dim_upper": 2, "dim_lower": 3}
+HGP = {"name": "hgp", "num_terms": 3, "num_lower_steps": 2}
+
+
+def content(algorithm: dict[str, Any], task: Task | None = None, **more: Any) -> dict[str, Any]:
+    task = task or Quadratic(**SMALL)
+    options = {"strategy": "loop", "dtype": "float64", "network": DIRECTED, **more.pop("options", {})}
+    settings = {name: value for name, value in task.asdict().items() if value not in (None, "")}
+    return {"name": "t", "task": {"name": task.name(), **settings}, "algorithm": algorithm, "num_iterations": 3, "measure_every": 1, "options": options,
+            "suspect": 3.0, "join_deadline": 10.0, **more}  # fmt: skip
+
+
+def simulated(threads: Threads, built: Any) -> Result:
+    own = {name: value for name, value in threads.plan.keywords().items() if value is not None}
+    return run(threads.plan.built_algorithm(), built.problem, built.clients, num_iterations=threads.plan.num_iterations, measure_every=1, **own)
+
+
+def check_same(threads: Threads, result: Result) -> None:
+    for number, mine in threads.results.items():
+        for name, rows in result.state._asdict().items():
+            own = rows[number][: mine.state._asdict()[name].shape[1]]  # private rows are padded where clients live together
+            assert torch.equal(mine.state._asdict()[name][0], own), (number, name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ({"name": "sgp"}, {}),
+        (HGP, {"averaging": {"num_steps": 3}}),
+        ({**HGP, "optimiser": "adam", "lower_solver": "mix"}, {"averaging": {"num_steps": 3, "weights": "kept"}}),
+        ({**HGP, "minibatches": "shared"}, {"batch_size": 2, "averaging": {"kind": "exact"}}),
+        ({**HGP, "lower_solver": "mix"}, {"network": {"kind": "torus"}, "averaging": {"kind": "gossip", "num_steps": 3}, "dtype": "float32"}),
+        ({"name": "sparkle"}, {"network": {"kind": "ring"}}),
+        ({"name": "sparkle", "correction": "extra"}, {"network": {"kind": "erdos_renyi", "probability": 0.9}, "batch_size": 3}),
+        ({"name": "sparkle", "exchange": "push", "correction": "none"}, {"network": {"kind": "exponential"}, "dtype": "float32"}),
+    ],
+    ids=["sgp", "push_sum", "kept", "exact", "gossip", "ring", "extra", "exponential"],
+)  # fmt: skip
+def test_synchronous_peers_are_the_simulator_bit_for_bit(tmp_path, algorithm, options):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content(algorithm, options=options), built.clients)
+    results, reference = threads.run(), simulated(threads, built)
+    check_same(threads, reference)
+    for name, total in reference.ledger.items():
+        assert (max if name == "rounds" else sum)(result.ledger[name] for result in results) == total, name
+
+
+@pytest.mark.parametrize(
+    ("task", "algorithm", "num_classes"),
+    [
+        (Influence(num_clients=3), {"name": "hgp", "optimiser": "none", "num_lower_steps": 5, "num_terms": 4}, 2),
+        (Personalisation(num_clients=3, share=0.05, width=0.2), {"name": "hgp", "num_lower_steps": 3, "num_terms": 2, "lr_system": 0.05}, 10),
+        (Quadratic(**SMALL, weights="by_samples"), HGP, None),
+        (Quadratic(**SMALL, upper="private"), HGP, None),
+        (Quadratic(**SMALL, lower="local"), HGP, None),
+    ],
+    ids=["influence", "personalisation", "weighted", "private", "local"],
+)  # fmt: skip
+def test_tasks_and_scopes_run_through_peers(tmp_path, task, algorithm, num_classes):
+    built = task.build()
+    threads = Threads(tmp_path, content(algorithm, task, num_iterations=2, num_classes=num_classes), built.clients)
+    threads.run()
+    check_same(threads, simulated(threads, built))
+
+
+def test_lost_doubled_and_late_rows_change_nothing(tmp_path):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content({"name": "sgp"}), built.clients, Faults(loss=0.02, doubled=0.2, delay=0.02, seed=3))
+    threads.run()
+    check_same(threads, simulated(threads, built))
+
+
+def test_robust_averages_end_when_all_agree_whatever_is_lost(tmp_path):
+    built = Quadratic(**SMALL).build()
+    plan = content({**HGP, "lower_solver": "mix"}, num_iterations=1, options={"averaging": {"kind": "robust"}})
+    threads = Threads(tmp_path, plan, built.clients, Faults(loss=0.3, doubled=0.2, delay=0.02))
+    results = threads.run()
+    exact = {**plan, "options": {**plan["options"], "averaging": {"kind": "exact"}}}
+    own = {name: value for name, value in plan_of(exact, 4).keywords().items() if value is not None}
+    reference = run(threads.plan.built_algorithm(), built.problem, built.clients, num_iterations=1, **own)
+    for number, result in enumerate(results):
+        assert relative(result.state.h[0], reference.state.h[number]) < 1e-10
+
+
+# ---- coming and going ------------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def dies(threads: Threads, victim: int, *, after: int) -> None:
+    """Nothing goes out of the victim or in after so many messages of data."""
+    make, left = threads.network.transport, [after]
+
+    def transport(peer: int) -> Any:
+        made = make(peer)
+        send = made.send
+
+        def counted(to: int, head: bytes, body: Any = b"", **marks: Any) -> None:
+            left[0] -= head[4] == 2 and peer == victim
+            if left[0] == 0 and peer == victim:
+                threads.network.gone.add(victim)
+                left[0] = -1
+            send(to, head, body, **marks)
+
+        made.send = counted
+        return made
+
+    threads.network.transport = transport  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("after", [3, 17, 40])
+def test_one_that_is_started_again_at_once_goes_on_and_the_run_is_the_simulators(tmp_path, after):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content({"name": "sgp", "num_lower_steps": 4}, num_iterations=8), built.clients)
+    dies(threads, 2, after=after)
+    for number in range(4):
+        threads.start(number)
+    until(lambda: 2 in threads.network.gone)
+    threads.start(2)
+    threads.join()
+    check_same(threads, simulated(threads, built))
+    for number in range(4):  # every outer iteration once, although some were begun twice
+        assert [row["iteration"] for row in Record(tmp_path / f"p{number}").rows()] == list(range(9))
+
+
+def test_all_that_are_stopped_go_on_together_where_they_were(tmp_path):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content(HGP, num_iterations=4), built.clients)
+    for number in range(4):
+        threads.start(number, content(HGP, num_iterations=2))  # another plan: refused when they go on with it below
+    threads.join()
+    threads.start(0)
+    threads.start(1, content(HGP, num_iterations=5))
+    with pytest.raises(PlanError, match="p1 has another plan"):
+        threads.join([0])
+    with pytest.raises(PlanError, match="p0 has another plan"):
+        threads.join([1])
+    for number in range(4):
+        threads.start(number)
+    threads.join()
+    check_same(threads, simulated(threads, built))
+
+
+def test_one_that_is_gone_for_longer_joins_those_who_went_on_without_it(tmp_path):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content({"name": "sgp", "num_lower_steps": 2}, num_iterations=120, suspect=0.8), built.clients)
+    dies(threads, 1, after=20)
+    for number in range(4):
+        threads.start(number)
+    until(lambda: any("3 of 4 peers begin" in line for line in threads.lines))
+    done = lambda: len(Record(tmp_path / "p0").rows())
+    before = done()
+    until(lambda: done() > before + 3)
+    threads.start(1)
+    threads.join(timeout=90)
+    rows = Record(tmp_path / "p0").rows()
+    members = [row["members"] for row in rows]
+    assert set(members) == {3, 4}
+    assert members[0] == members[-1] == 4
+    assert [row["iteration"] for row in rows] == list(range(121))
+    late = Record(tmp_path / "p1").rows()
+    assert late[-1]["iteration"] == 120
+    assert len(late) < 121  # it was not there
+    named = [json.loads(line)["members"] for line in (tmp_path / "p0" / "peers.jsonl").read_text().splitlines()]
+    assert ["p0", "p2", "p3"] in named
+    assert named[-1] == ["p0", "p1", "p2", "p3"]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["regrouped", "as if nothing had been"])
+def test_survivors_find_the_solution_of_their_own_problem_only_as_a_new_group(again):
+    """Weights and tracked directions that the lost one took along leave a bias for good."""
+    built = Quadratic(**SMALL).build()
+    sparkle = Sparkle(exchange="push", lr_upper=0.05, lr_lower=0.1, lr_system=0.1)
+    directed = Network(**DIRECTED)
+    all_four = run(sparkle, built.problem, built.clients, num_iterations=30, network=directed, dtype=torch.float64)
+    left = built.clients[:3]
+    peers = PeerSimulation(sparkle, built.problem, left, network=directed, dtype=torch.float64)
+    state = sparkle.State(*(rows[:3] for rows in all_four.state))
+    with torch.no_grad():
+        state = sparkle.regrouped(peers, state) if again else state
+        for iteration in range(2000):
+            peers.begin(iteration)
+            state = sparkle.round(peers, state)
+    population = Population(built.problem, left, dtype=torch.float64)
+    off = relative(state.y[0], lower_solution(population, state.x[0]))
+    assert off < 1e-10 if again else off > 1e-3
+
+
+def test_too_few_stop_and_keep_what_they_have(tmp_path):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content({"name": "sgp"}, num_iterations=200, quorum=4, suspect=0.8, join_deadline=1.5), built.clients)
+    dies(threads, 1, after=60)
+    for number in range(4):
+        threads.start(number)
+    with pytest.raises(QuorumError, match=r"4 of 4 are needed; missing: .*p1.*: start them"):
+        threads.join([0], timeout=30)
+    assert 0 < Record(tmp_path / "p0").load()[1]["iteration"] < 200
+
+
+def test_a_peer_that_fails_says_so_and_the_others_go_on_at_once(tmp_path):
+    built = Quadratic(**SMALL).build()
+    threads = Threads(tmp_path, content({"name": "sgp"}, num_iterations=30, suspect=60.0), built.clients)
+
+    def fails(now: Any) -> None:
+        if now.iteration == 5:
+            raise NonFiniteError("its own trouble")
+
+    for number in range(4):
+        threads.start(number, callbacks=[fails] if number == 2 else [])
+    began = time.monotonic()
+    threads.join([0, 1, 3])
+    assert time.monotonic() - began < 30  # not after a minute of silence
+    with pytest.raises(NonFiniteError, match="its own trouble"):
+        threads.join([2])
+    assert threads.results[0].rows[-1]["members"] == 3
+
+
+def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
+    clients = Quadratic(**SMALL).build().clients
+    wide = Quadratic(**{**SMALL, "dim_lower": 5})
+    threads = Threads(tmp_path, content({"name": "sgp"}, join_deadline=5.0), [*clients[:3], wide.build().clients[3]])
+    for number in range(3):
+        threads.start(number)
+    threads.start(3, content({"name": "sgp"}, wide, join_deadline=5.0))
+    with pytest.raises(PlanError, match="has another plan"):
+        threads.join()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"algorithm": {"name": "fedbio"}}, "fedbio has a server, and peers have none: choose one of hgp"),
+        ({"quorum": 5}, "the quorum is 5, but there are 4 peers"),
+        ({"suspect": 0.0}, "suspect is 0.0, expected seconds above 0"),
+        ({"on_change": "stop"}, "on_change of the plan is 'stop', expected 'restart' or 'continue'"),
+        ({"on_crash": "pray"}, "on_crash of the plan is 'pray'"),
+        ({"on_change": "continue"}, "exchanges rows step by step, which does not survive a loss"),
+        ({"options": {"averaging": {"kind": "robust", "num_steps": 5}}}, "ends when all agree, not after a number of steps"),
+        ({"options": {"averaging": {"tolerance": 1e-3}}}, "nobody sees whether all agree"),
+        ({"options": {"network": {"max_delay": 3}}}, "delays messages or lets peers sleep"),
+        ({"options": {"network": {"kind": "file", "file": "a.json"}}}, "nothing in a plan may be a path"),
+        ({"options": {"device": "cuda"}}, "the plan sets device, which is each participant's own affair"),
+        ({"options": {"fraction": 0.5}}, "the plan sets fraction"),
+        ({"option": {}}, "There is no entry of a plan named 'option'. Did you mean 'options'?"),
+        ({"options": {"averaging": {"kind": "gossip"}}}, "gossip needs shares that sum to one at the receiver too"),
+        ({"options": {"network": {"loss": 0.3}}}, "pushes without running sums"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_is_refused_in_a_sentence(change, text):
+    plan = content(HGP)
+    plan = {**plan, **change, "options": {**plan["options"], **change.get("options", {})}}
+    with pytest.raises((PlanError, SettingError, LookupError), match=text.replace("(", r"\(").replace("?", r"\?")):
+        plan_of(plan, 4)
+
+
+def test_the_engine_of_one_peer_is_no_second_implementation():
+    """Verbs, averages by steps and checkpoints are those of the simulator."""
+    from fedbilevel.engines.peers import Peer
+
+    for name in ("push", "gossip", "mix", "steps", "initial", "zeros", "travels", "_averaged", "_travelling", "_apart"):
+        assert getattr(Peer, name) is getattr(PeerSimulation, name), name
