@@ -480,7 +480,7 @@ def test_nothing_is_written_over(quadratic: Both, copied: Copied, tmp_path: Path
 
 def test_tables_can_be_made_of_it(each: Both) -> None:
     last = Record(each.collected.path).rows()[-1]
-    assert {name for name in figures_of(last) if not isinstance(last[name], float)} == {"num_peers"}
+    assert {name for name in figures_of(last) if not isinstance(last[name], float)} == set()
     headline = each.collected.plan.built_task().headline
     screen = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
     screen.print(report.outcomes("trial", {"hgp": last}, headline))

@@ -261,6 +261,9 @@ def resume_command(path: Path, iterations: int | None, engine: str | None, timeo
         config = group.told(Record(path).read_config)
     if config.get("engine") == "federation":
         raise CheckpointError(f"{path} is the server's part of a run between sites: go on with it by fedbilevel federation resume {path.name} --kit KIT.")
+    if config.get("engine") == "peers":
+        how = "it was collected from those of several peers" if "collected" in config else "it is one peer's part of a run between peers"
+        raise CheckpointError(f"{path} cannot be gone on with alone, as {how}: start the peers again with fedbilevel peer run PLAN, each with its own record.")
     try:
         task_name, task_settings, plan = config["task"], config["task_settings"], config["run"]
         options = {**DEFAULTS, **config["options"]}
