@@ -45,11 +45,11 @@ def simulated(threads: Threads, built: Any) -> Result:
     return run(threads.plan.built_algorithm(), built.problem, built.clients, num_iterations=threads.plan.num_iterations, measure_every=1, **own)
 
 
-def check_same(threads: Threads, result: Result) -> None:
+def check_same(threads: Threads, result: Result, *, rounding: float = 0.0) -> None:
     for number, mine in threads.results.items():
         for name, rows in result.state._asdict().items():
             own = rows[number][: mine.state._asdict()[name].shape[1]]  # private rows are padded where clients live together
-            assert torch.equal(mine.state._asdict()[name][0], own), (number, name)
+            assert torch.allclose(mine.state._asdict()[name][0], own, rtol=0, atol=rounding * float(own.abs().max())), (number, name)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,8 @@ def test_tasks_and_scopes_run_through_peers(tmp_path, task, algorithm, num_class
     built = task.build()
     threads = Threads(tmp_path, content(algorithm, task, num_iterations=2, num_classes=num_classes), built.clients)
     threads.run()
-    check_same(threads, simulated(threads, built))
+    # a simulation pads clients to the same number of samples, with which some products of matrices round otherwise
+    check_same(threads, simulated(threads, built), rounding=1e-13 if isinstance(task, Personalisation) else 0.0)
 
 
 def test_lost_doubled_and_late_rows_change_nothing(tmp_path):

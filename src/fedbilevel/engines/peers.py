@@ -96,7 +96,7 @@ class Peer(Peering):
     def _exact(self, rows: Tensor) -> Tensor:
         everybody = torch.ones(len(self.members), dtype=torch.bool).index_fill(0, torch.tensor([self.rank]), False)
         self._charge(everybody, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT)
-        messages, _ = self._swapped(rows, 1.0, everybody, everybody)
+        messages, _ = self._swapped(rows.clone(), 1.0, everybody, everybody)  # a row may have to be sent again when its owner has gone on
         return (total(messages, self.shares) / float(self.shares.sum())).to(rows.dtype)[None].to(rows.device)
 
     def _swapped(self, message: Tensor, weight: float, receivers: Tensor, senders: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """One peer's desk: who is there, who is gone, what arrived, and when all may begin.
 
-**View.** Everybody keeps one number per peer: 0 for one never heard of, an even incarnation for one that is there, one more for one that is gone. Views travel
+**View.** Everybody keeps one number per peer: 0 for one never heard of, an even incarnation for one that is there, one more for one that is gone, and the
+largest there is for one that sent what does not fit. Views travel
 with every beat and are merged by taking the larger number, so that they only grow and all come to agree. Whoever is silent for longer than `suspect`
 seconds is gone; beats are sent by the thread of the transport, so a peer that computes for long is not silent. One that finds itself gone, or
 whose process was started again, takes a higher incarnation and is there again.
@@ -34,6 +35,8 @@ _HISTORY, _HISTORY_BYTES = 256, 2**28  # rows that can be sent again
 _AGAIN = 0.3  # seconds after which a row that must have been sent is asked for again; twice as many the next time
 _AHEAD = 4096  # steps that a peer may be ahead of this one
 _LOOK = 0.5  # seconds between looks at what else happened
+_GOODBYES = 5  # beats for which one that has finished says so: who misses it would think that it is gone, and begin again
+_NEVER = 2**64 - 1  # in a view: turned away for good
 
 
 class Regrouped(Exception):
@@ -78,10 +81,11 @@ def mark(members: Sequence[int]) -> int:
 
 def agreed(introductions: Mapping[int, Introduction]) -> tuple[int, bool]:
     """From which outer iteration to go on, and whether as a new group. Everybody who was there at the end has finished the last or the last but one; whoever is
-    farther behind was not, and joins those."""
-    newest = {peer: one.versions[0].iteration for peer, one in introductions.items()}
-    most = max(newest.values())
-    iteration = min(value for value in newest.values() if value >= most - 1)
+    farther behind was not, and joins those. So does one that is behind by one where somebody cannot go back: it came, or has gone back, just now."""
+    newest = [one.versions[0].iteration for one in introductions.values()]
+    most = max(newest)
+    can_go_back = all(most - 1 in (version.iteration for version in one.versions) for one in introductions.values() if one.versions[0].iteration == most)
+    iteration = most - 1 if most >= 0 and most - 1 in newest and can_go_back else most
     wanted = Version(iteration, mark(sorted(introductions)))
     return iteration, iteration >= 0 and not all(wanted in one.versions for one in introductions.values())
 
@@ -147,26 +151,30 @@ class Office:
     # ---- forming a group -------------------------------------------------------------------------------------------------
 
     def form(self, about: Introduction, *, deadline: float) -> Formation:
-        """Begin with everybody who is there. A new run needs all; one that goes on takes those who have come after `deadline` seconds."""
+        """Begin with everybody who is there. What nobody has begun before needs all; a run that goes on, those who have come after `deadline` seconds."""
         until = time.monotonic() + deadline
         with self._changed:
-            for peer in self.left:
-                self.view[peer] += self._alive(peer)
-            self.left.clear()
+            self._without_left()
             if tuple(self.view) == self._formed_view:  # what is said for a view is said once: a second group of the same peers needs another
                 self._renew(self._incarnation)
             self._about, self._frozen = replace(about, epoch=self.epoch), None
             try:
                 while True:
+                    self._without_left()
                     self._say_ready()
                     members = self._present()
-                    self._check_alike()
+                    unlike = self._unlike(members)
+                    if unlike and self.formed is None:
+                        raise PlanError(unlike)
                     unknown = [peer for peer, status in enumerate(self.view) if status == 0]
-                    if not unknown and self._all_ready(members, self._readies) and len(members) >= self.quorum:
+                    enough = len(members) >= (self.num_peers if self._is_new(members) else self.quorum)
+                    if not unknown and not unlike and enough and self._all_ready(members, self._readies):
                         return self._begin(members, self._readies)
                     left = until - time.monotonic()
                     if left <= 0:
-                        self._give_up(members, unknown, new=about.versions[0].iteration < 0, deadline=deadline)
+                        if unlike:
+                            raise PlanError(unlike)
+                        self._give_up(members, unknown, new=self._is_new(members), deadline=deadline)
                         until = time.monotonic() + deadline
                     self._changed.wait(max(0.0, min(left, _LOOK)))
             finally:
@@ -213,17 +221,24 @@ class Office:
         return self.formed is not None and any(self._alive(peer) and peer not in self.formed.members for peer in range(self.num_peers))
 
     def called_back(self) -> bool:
-        """Whether somebody of the group begins anew."""
+        """Whether somebody of the group begins anew, or this peer must, which the others went on without."""
         members = self.formed.members if self.formed is not None else ()
+        if self.formed is not None and self.view[self.me] != self._formed_view[self.me]:
+            return True
         fellows = [letter for peer, letter in self._readies.items() if peer in members and letter.averaging == 0 and self._alive(peer)]
         return any(sum(letter.view) + self._reformed > sum(self._formed_view) for letter in fellows)
 
     def leave(self, *, finished: bool) -> None:
-        """Say goodbye: at the end, or as one that is gone."""
+        """Say goodbye: at the end, until all have said so or for a while, or as one that is gone."""
+        alone = lambda: all(peer in self.left or not self._alive(peer) for peer in range(self.num_peers) if peer != self.me)
         with self._changed:
             if not finished:
                 self.view[self.me] = self._incarnation + 1
-            self._broadcast("bye" if finished else "beat")
+                self._broadcast("beat")
+            for _ in range(_GOODBYES * finished):
+                self._broadcast("bye")
+                if self._changed.wait_for(alone, self.beat):
+                    break
         self.transport.close()
 
     # ---- one outer iteration ----------------------------------------------------------------------------------------------
@@ -354,8 +369,10 @@ class Office:
                 self._refuse(sender, "banned", "its sender was found to send what does not fit.")
             elif sender == self.me or letter.incarnation % 2 or letter.incarnation < self.view[sender]:
                 self.counts["outdated"] += 1  # from a process that is gone, or from before its sender knew that it was thought to be
-            elif letter.view and (letter.view[sender] not in (letter.incarnation, letter.incarnation + 1) or letter.incarnation > _latest()):
+            elif letter.view and letter.view[sender] not in (letter.incarnation, letter.incarnation + 1):
                 self._refuse(sender, "malformed", "it says two things about its sender.")
+            elif any(_latest() < status != _NEVER for status in letter.view):
+                self._refuse(sender, "malformed", "it is of a time more than a year from now: compare the clocks.")
             else:
                 self._accept(sender, letter)
             self._changed.notify_all()
@@ -378,7 +395,7 @@ class Office:
                 self._send_again(sender, letter)
             case "data" if letter.averaging == 0:
                 now = (self.epoch, self._awaited)
-                if now <= (letter.epoch, letter.step) and (letter.epoch > self.epoch or letter.step < self.step + _AHEAD):
+                if now <= (letter.epoch, letter.step) and letter.step < _AHEAD + (self.step if letter.epoch == self.epoch else 0):
                     self._rows.setdefault((letter.epoch, letter.step), {})[sender] = letter
             case "data":
                 before = self._sums.get(sender)
@@ -393,7 +410,7 @@ class Office:
     def _tick(self) -> None:
         now = time.monotonic()
         with self._changed:
-            if now - self._last_tick > 1.0 + self.beat:  # this process itself was stopped: what waits for it must be read before anybody is suspected
+            if now - self._last_tick > min(1.0 + self.beat, self.suspect / 2):  # stopped itself: what waits must be read before anybody is suspected
                 self._awake = now
             self._last_tick = now
             for peer in range(self.num_peers):
@@ -421,10 +438,13 @@ class Office:
 
     def _merge(self, view: Sequence[int]) -> None:
         for peer, status in enumerate(view):
-            if status <= self.view[peer] or status > _latest():
+            if status <= self.view[peer]:
                 continue
             if peer == self.me:  # somebody thinks that this peer is gone, or remembers a process with a later clock
-                self._renew(status)
+                if status == _NEVER:
+                    self.view[peer] = status
+                else:
+                    self._renew(status)
                 continue
             if status % 2 and self._alive(peer):
                 self._say(f"{self.names[peer]} is gone, as another peer says.")
@@ -432,7 +452,20 @@ class Office:
                 self._say(f"{self.names[peer]} is there again.")
             self.view[peer] = status
             self._since[peer] = time.monotonic()
+            if status % 2 == 0:
+                self._forget(peer)
             self.left.discard(peer)
+
+    def _without_left(self) -> None:
+        """Who has finished and went is not one to begin with, and will not say so again."""
+        for peer in self.left:
+            self.view[peer] += self._alive(peer)
+        self.left.clear()
+
+    def _forget(self, peer: int) -> None:
+        """What an earlier process of that peer said: it may have been in another epoch of the same number."""
+        for book in (self._far, self._readies, self._sums, self._statuses, *self._rows.values()):
+            book.pop(peer, None)  # type: ignore[attr-defined]
 
     def _renew(self, above: int) -> None:
         self._incarnation = self.view[self.me] = _even(max(above + 1, time.time_ns() // 1_000_000))
@@ -448,6 +481,8 @@ class Office:
                 self.transport.send(peer, *packed, newest=kind)
 
     def _say_ready(self, averaging: int = 0) -> None:
+        if self.view[self.me] == _NEVER:
+            raise PlanError("another peer turns away what this one sends, as it does not fit: compare versions and data, then start all peers again.")
         view = tuple(self.view)
         if self._frozen is None or self._frozen[0] != view:
             self._frozen = (view, pack(self._letter("ready", averaging=averaging, step=self.step, view=view, introduction=self._about)))
@@ -468,10 +503,17 @@ class Office:
         view = tuple(self.view)
         return all(peer in readies and readies[peer].view == view and readies[peer].averaging == 0 for peer in members if peer != self.me)
 
-    def _check_alike(self) -> None:
+    def _is_new(self, members: Sequence[int]) -> bool:
+        """Whether nobody has begun before: then all are needed."""
+        letters = [self._readies[peer].introduction for peer in members if peer in self._readies]
+        return all(one.versions[0].iteration < 0 and one.epoch == 0 for one in (self._about, *letters) if one is not None)
+
+    def _unlike(self, members: Sequence[int]) -> str:
+        """Who cannot take part, and why. It finds the same and goes: those who had begun without it need not. At the beginning one that is gone counts, too:
+        that may be why it went."""
         assert self._about is not None
-        for peer, letter in self._readies.items():  # of one that is gone, too: that may be why it went
-            if letter.introduction is None or letter.averaging:
+        for peer, letter in self._readies.items():
+            if letter.introduction is None or letter.averaging or (self.formed is not None and peer not in members):
                 continue
             for part, what in (
                 ("roster", "another roster: give all peers the same file"),
@@ -479,7 +521,8 @@ class Office:
                 ("start", "another version of fedbilevel, data of another form, or another start of x and y: compare them"),
             ):
                 if getattr(letter.introduction, part) != getattr(self._about, part):
-                    raise PlanError(f"{self.names[peer]} has {what}.")
+                    return f"{self.names[peer]} has {what}."
+        return ""
 
     def _begin(self, members: Sequence[int], readies: Mapping[int, Letter]) -> Formation:
         assert self._about is not None
@@ -500,9 +543,11 @@ class Office:
         """After the deadline: whoever has never been heard of is gone, if the run can do without."""
         silent = [peer for peer in members if peer != self.me and (peer not in self._readies or self._readies[peer].view != tuple(self.view))]
         missing = ", ".join(self.names[peer] for peer in range(self.num_peers) if peer not in members) or ", ".join(self.names[peer] for peer in silent)
-        if len(members) < self.quorum or (new and unknown):
-            needed = f"all {self.num_peers}" if new and unknown else f"{self.quorum} of {self.num_peers}"
+        if len(members) < (self.num_peers if new else self.quorum):
+            needed = f"all {self.num_peers}" if new else f"{self.quorum} of {self.num_peers}"
             raise QuorumError(f"{len(members)} peers are there after {deadline:g} s, {needed} are needed; missing: {missing}: start them, then this one again.")
+        if not unknown:
+            self._say(f"still waiting for {missing} to be ready: can it be reached from here, and this peer from there?")
         for peer in unknown:
             self.view[peer] = 1
 
@@ -519,14 +564,14 @@ class Office:
         packed = self._history.get((letter.epoch, letter.step))
         if packed is not None:
             self.transport.send(sender, *packed)
-        else:  # too long ago: begin the outer iteration again with everybody
+        elif tuple(self.view) == self._formed_view:  # too long ago: begin the outer iteration again with everybody, once
             self._renew(self._incarnation)
 
     def _ban(self, peer: int, why: str) -> None:
-        """One of the group that sends what cannot be used counts as gone."""
+        """One of the group that sends what cannot be used counts as gone, for everybody and for good: others would take it in again, and wait for this one."""
         self._banned.add(peer)
         self._refuse(peer, "misfit", f"it {why}.")
-        self.view[peer] += self._alive(peer)
+        self.view[peer] = _NEVER
 
     def _refuse(self, sender: int, reason: str, why: str) -> None:
         self.counts[reason] += 1

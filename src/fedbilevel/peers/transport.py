@@ -68,6 +68,7 @@ class MemoryNetwork:
         self.halted: set[int] = set()  # as if stopped: what is for them waits
         self._changed = threading.Condition()
         self._due: list[_Due] = []
+        self._kept: list[_Due] = []  # for those who are halted, in the order in which it is handed over later
         self._order = count()
         self._there: dict[int, MemoryTransport] = {}
         self._thread: threading.Thread | None = None
@@ -108,13 +109,12 @@ class MemoryNetwork:
                     self._thread = None
                     return
                 now = time.monotonic()
-                ready: list[_Due] = []
-                waiting: list[_Due] = []
+                due, self._kept = self._kept, []
                 while self._due and self._due[0][0] <= now:
-                    entry = heapq.heappop(self._due)
-                    (waiting if entry[3] in self.halted else ready).append(entry)
-                for entry in waiting:
-                    heapq.heappush(self._due, (now + TICK, *entry[1:]))
+                    due.append(heapq.heappop(self._due))
+                ready: list[_Due] = []
+                for entry in due:
+                    (self._kept if entry[3] in self.halted else ready).append(entry)
                 there = {peer: one for peer, one in self._there.items() if peer not in self.gone}
             for _, _, sender, receiver, head, body in ready:
                 if receiver in there:
@@ -129,7 +129,7 @@ class MemoryNetwork:
 class MemoryTransport:
     def __init__(self, network: MemoryNetwork, peer: int) -> None:
         self.network, self.peer = network, peer
-        self._sent = [0] * network.num_peers
+        self._numbers = [count(1) for _ in range(network.num_peers)]  # of messages to everybody; two threads never get the same
         self._heard = [time.monotonic()] * network.num_peers
 
     def start(self, take: Take, tick: Callable[[], None]) -> None:
@@ -142,8 +142,7 @@ class MemoryTransport:
         self._take(sender, head, body)
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
-        self._sent[to] += 1
-        self.network.post(self.peer, to, head, body, self.network.faults.delays(self.peer, to, self._sent[to]))
+        self.network.post(self.peer, to, head, body, self.network.faults.delays(self.peer, to, next(self._numbers[to])))
 
     def quiet(self, peer: int) -> float:
         return time.monotonic() - self._heard[peer]
@@ -160,10 +159,9 @@ class Lossy:
 
     def __init__(self, transport: Transport, me: int, num_peers: int, faults: Faults) -> None:
         self.transport, self.me, self.faults = transport, me, faults
-        self._sent = [0] * num_peers
+        self._numbers = [count(1) for _ in range(num_peers)]
         self.start, self.quiet, self.refused, self.close = transport.start, transport.quiet, transport.refused, transport.close
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
-        self._sent[to] += 1
-        if self.faults.delays(self.me, to, self._sent[to]):
+        if self.faults.delays(self.me, to, next(self._numbers[to])):
             self.transport.send(to, head, body, newest=newest)

@@ -35,6 +35,7 @@ _CODES = {dtype: code for code, dtype in _TYPES.items()}
 _INTRODUCTION = struct.Struct("<d16s16s16sIqQqQ")
 MOST_PEERS = 1000
 MOST = 2**31  # bytes of a body
+_HIGHEST = 2**31  # epochs and outer iterations stay below, so that the next one still fits into a head
 
 
 class Version(NamedTuple):
@@ -110,16 +111,19 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
         raise WireError(f"it says that {length} bytes follow, and {len(body)} do.")
     if length > max_bytes:
         raise WireError(f"it has {length} bytes, more than the {max_bytes} that any message here needs.")
-    if not math.isfinite(weight):
-        raise WireError("its weight is not finite.")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise WireError(f"its weight is {weight}, expected a finite number that is not negative.")
+    if max(epoch, finished) >= _HIGHEST:
+        raise WireError(f"it is of epoch {epoch} after {finished} outer iterations, and no run comes that far.")
     name = KINDS[kind]
     if code not in ((1, 2) if name == "data" else (0,)):
         raise WireError(f"its array is of the unknown type {code}.")
     expected = {
         "beat": 8 * num_peers, "bye": 8 * num_peers, "ready": 8 * num_peers + _INTRODUCTION.size, "want": 0, "status": 8 * num_peers + 8 * SKETCH,
     }.get(name)  # fmt: skip
-    if expected is not None and (length != expected or peers != (0 if name == "want" else num_peers)):
-        raise WireError(f"it is a {name} of {length} bytes about {peers} peers, expected {expected} bytes about {num_peers}.")
+    about = 0 if name in ("want", "data") else num_peers
+    if peers != about or (expected is not None and length != expected):
+        raise WireError(f"it is a {name} of {length} bytes about {peers} peers, expected {'any' if expected is None else expected} bytes about {about}.")
     parts: dict[str, object] = {}
     if name in ("beat", "ready", "bye"):
         parts["view"] = tuple(np.frombuffer(body, "<u8", num_peers).tolist())
@@ -129,7 +133,7 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
         parts["numbers"], parts["sketch"] = (counts[:num_peers], counts[num_peers:]), _finite(np.frombuffer(body, "<f8", SKETCH, 8 * num_peers))
     elif name == "data":
         dtype = _TYPES[code]
-        if length == 0 or length % dtype.itemsize or peers:
+        if length == 0 or length % dtype.itemsize:
             raise WireError(f"its array of {length} bytes has no whole number of entries of {dtype.itemsize} bytes.")
         parts["array"] = _finite(np.frombuffer(body, dtype))
     return Letter(name, run, incarnation, epoch, finished, averaging, step, weight, **parts)  # type: ignore[arg-type]
@@ -140,7 +144,7 @@ def _introduction(body: bytes) -> Introduction:
     if not (math.isfinite(weight) and weight > 0):
         raise WireError(f"it introduces a peer that counts {weight}, expected more than nothing.")
     newest, before = Version(*versions[:2]), Version(*versions[2:])
-    if not -1 <= before.iteration <= newest.iteration < 2**32:
+    if epoch >= _HIGHEST or not -1 <= before.iteration <= newest.iteration < _HIGHEST:
         raise WireError("it introduces a peer with impossible versions.")
     return Introduction(weight, plan, roster, start, epoch, (newest, before))
 
