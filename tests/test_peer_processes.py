@@ -60,7 +60,7 @@ def averages(num: int, members: list[int] | None = None) -> torch.Tensor:
 
 
 def test_robust_averages_are_exact_through_lost_messages_and_a_peer_that_is_stopped(tmp_path):
-    content = settings(algorithm={"name": "hgp"}, num_iterations=2, options={"network": {**DIRECTED, "loss": 0.3}})
+    content = settings(algorithm={"name": "hgp", "lower_solver": "mix"}, options={"network": {**DIRECTED, "loss": 0.3}})
     with Processes(tmp_path, wide_plan(content, 8, 5000, averages=True), 8) as peers:
         peers.start(*range(8))
         peers.wait_for("begin", 3)
@@ -109,10 +109,11 @@ def test_what_survivors_of_a_kill_have_is_what_the_policy_says(tmp_path, policy)
 
 @pytest.mark.parametrize("averaging", ["robust", "exact"])
 def test_after_a_kill_the_hypergradient_is_that_of_the_survivors(tmp_path, averaging):
-    steps = {"num_lower_steps": 3, "num_terms": 3} if averaging == "robust" else {"num_lower_steps": 150, "num_terms": 150}
+    steps = {"num_lower_steps": 3, "num_terms": 3} if averaging == "robust" else {"num_lower_steps": 100, "num_terms": 100}
+    limit = {"tolerance": 1e-9} if averaging == "robust" else {}
     content = settings(
         algorithm={"name": "hgp", "optimiser": "none", "lower_solver": "mix", **steps}, num_iterations=1, suspect=2.0,
-        options={"dtype": "float64", "network": {**DIRECTED, "loss": 0.3 if averaging == "robust" else 0.0}, "averaging": {"kind": averaging}},
+        options={"dtype": "float64", "network": {**DIRECTED, "loss": 0.3 if averaging == "robust" else 0.0}, "averaging": {"kind": averaging, **limit}},
     )  # fmt: skip
     plan = wide_plan(content, 4)
     with Processes(tmp_path, plan, 4) as peers:
@@ -122,13 +123,13 @@ def test_after_a_kill_the_hypergradient_is_that_of_the_survivors(tmp_path, avera
     left = [built.clients[number] for number in survivors]
     simulated = run(plan.built_algorithm(), built.problem, left, num_iterations=1, averaging=Averaging(kind="exact"), network=Network(), dtype=torch.float64)
     for number, state in enumerate(states):
-        assert relative(state["h"][0], simulated.state.h[number]) < 1e-9
+        assert relative(state["h"][0], simulated.state.h[number]) < (1e-7 if limit else 1e-12)
     if averaging == "exact":  # which is the right one, not only the simulator's
         population = Population(built.problem, left, dtype=torch.float64)
         exact = hypergradient(population, population.x0, lower_solution(population, population.x0), method="exact").value
         everybody = Population(built.problem, built.clients, dtype=torch.float64)
         other = hypergradient(everybody, everybody.x0, lower_solution(everybody, everybody.x0), method="exact").value
-        assert relative(states[0]["h"][0], exact) < 1e-6 < 1e-3 < relative(other, exact)
+        assert relative(states[0]["h"][0], exact) < 1e-4 < 1e-2 < relative(other, exact)
 
 
 def test_a_peer_that_is_killed_and_started_again_goes_on_from_its_own_disk_as_if_nothing_had_been(tmp_path):
