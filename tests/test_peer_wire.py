@@ -27,7 +27,7 @@ KIND, TYPE, RUN, INCARNATION, EPOCH, FINISHED, AVERAGING, STEP, WEIGHT, LENGTH, 
 def introductions(draw):
     before, newest = sorted(draw(st.tuples(st.integers(-1, 2**31 - 1), st.integers(-1, 2**31 - 1))))
     weight = draw(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
-    return Introduction(weight, *(draw(DIGESTS) for _ in range(3)), draw(WAY), (Version(newest, draw(U64)), Version(before, draw(U64))))
+    return Introduction(weight, *(draw(DIGESTS) for _ in range(3)), draw(WAY), draw(U64), (Version(newest, draw(U64)), Version(before, draw(U64))))
 
 
 @st.composite
@@ -58,7 +58,7 @@ def flat(letter):
 def example(kind, **parts):
     view = {"view": (2, 4, 6, 8)} if kind in ("beat", "ready", "bye") else {}
     if kind == "ready":
-        view["introduction"] = Introduction(1.5, b"p" * 16, b"r" * 16, b"s" * 16, 3, (Version(5, 77), Version(4, 78)))
+        view["introduction"] = Introduction(1.5, b"p" * 16, b"r" * 16, b"s" * 16, 3, 99, (Version(5, 77), Version(4, 78)))
     if kind == "data":
         view["array"] = np.array([1.0, -2.0, 3.5])
     if kind == "status":
@@ -110,12 +110,12 @@ def test_an_array_is_not_copied_and_may_come_in_any_order_of_bytes():
 # ---- every refusal -----------------------------------------------------------------------------------------------------------
 
 BEAT, READY, DATA, STATUS, WANT, BYE = (pack(example(kind)) for kind in KINDS)
-_INTRODUCED = struct.Struct("<d16s16s16sIqQqQ")
+_INTRODUCED = struct.Struct("<d16s16s16sIQqQqQ")
 
 
 def introduced(**parts):
     parts = {"weight": 1.0, "epoch": 0, "newest": 5, "before": 4, **parts}
-    body = _INTRODUCED.pack(parts["weight"], b"", b"", b"", parts["epoch"], parts["newest"], 1, parts["before"], 1)
+    body = _INTRODUCED.pack(parts["weight"], b"", b"", b"", parts["epoch"], 9, parts["newest"], 1, parts["before"], 1)
     return READY[0], bytes(READY[1])[: 8 * PEERS] + body
 
 
@@ -143,7 +143,7 @@ REFUSALS = {
     "beat of other size": (planted((BEAT[0], bytes(BEAT[1])[8:]), LENGTH, "I", 24), "it is a beat of 24 bytes about 4 peers, expected 32 bytes about 4"),
     "beat of other count": (planted(BEAT, COUNT, "H", 3), "it is a beat of 32 bytes about 3 peers, expected 32 bytes about 4"),
     "bye that is a beat": (planted(planted(BYE, COUNT, "H", 5), KIND, "B", 5), "it is a bye of 32 bytes about 5 peers, expected 32"),
-    "ready without introduction": (planted(BEAT, KIND, "B", KINDS.index("ready")), "it is a ready of 32 bytes about 4 peers, expected 124 bytes about 4"),
+    "ready without introduction": (planted(BEAT, KIND, "B", KINDS.index("ready")), "it is a ready of 32 bytes about 4 peers, expected 132 bytes about 4"),
     "status without sketch": (planted(BEAT, KIND, "B", KINDS.index("status")), "it is a status of 32 bytes about 4 peers, expected 544 bytes about 4"),
     "want with body": (planted((WANT[0], b"x"), LENGTH, "I", 1), "it is a want of 1 bytes about 0 peers, expected 0 bytes about 0"),
     "want about peers": (planted(WANT, COUNT, "H", 4), "it is a want of 0 bytes about 4 peers, expected 0 bytes about 0"),
@@ -295,7 +295,7 @@ def busy_office():
         for kind in KINDS[1:4] if peer < 3 else ():
             office._take(peer, *pack(fitting(example(kind, step=5, averaging=int(kind == "status")), nobody, peer)))
         office._take(peer, *pack(fitting(example("data", step=5, averaging=1), nobody, peer)))
-    office.formed, office._formed_view = Formation((0, 1, 2, 3), (1.0,) * 4, 3, 2, False), tuple(office.view)
+    office.formed, office._formed_view = Formation((0, 1, 2, 3), (1.0,) * 4, 3, 2, False, 7), tuple(office.view)
     office.send_row(4, np.ones(3), 1.0, ())
     office.transport.sent.clear()
     office.counts.clear()
@@ -448,7 +448,7 @@ def test_rows_and_sums_before_the_first_beat_of_a_process_wait_for_it():
 
 def test_rows_far_ahead_are_not_kept():
     """Whoever sends without end must not fill the memory."""
-    for epoch, step, kept in ((3, 5 + 4095, True), (3, 5 + 4096, False), (4, 4095, True), (4, 4096, False), (3, 3, False), (2, 9, False)):
+    for epoch, step, kept in ((3, 5 + 255, True), (3, 5 + 256, False), (4, 255, True), (4, 256, False), (3, 3, False), (2, 9, False)):
         office = busy_office()
         office._take(1, *pack(fitting(example("data", averaging=0, epoch=epoch, step=step), office.view, 1)))
         assert (1 in office._rows.get((epoch, step), {})) == kept
@@ -461,3 +461,15 @@ def test_a_flood_is_said_once():
         office._take(1, b"", memoryview(b""))
     assert len(lines) == 1
     assert office.counts == {"malformed": 50}
+
+
+def test_rows_of_one_later_epoch_are_kept_and_averages_that_cannot_have_begun_are_refused():
+    office = busy_office()
+    for epoch in (7, 9, 8):
+        office._take(1, *pack(fitting(example("data", averaging=0, epoch=epoch, step=0), office.view, 1)))
+    assert [key[0] for key, rows in office._rows.items() if 1 in rows and key[0] > office.epoch] == [9]
+    ahead = office.averaging + 2
+    for kind in ("data", "status"):
+        office._take(1, *pack(fitting(example(kind, averaging=ahead, epoch=office.epoch), office.view, 1)))
+    assert office.counts["ahead"] == 2
+    assert not office.overtaken()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from fedbilevel.algorithms.sparkle import Sparkle
 from fedbilevel.engines.peer_simulation import PeerSimulation
-from fedbilevel.errors import NonFiniteError, PlanError, QuorumError, SettingError
+from fedbilevel.errors import CheckpointError, NonFiniteError, PlanError, QuorumError, SettingError
+from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.hypergradient import lower_solution
 from fedbilevel.network import Network
-from fedbilevel.peers.plan import plan_of
+from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.peers.transport import Faults
 from fedbilevel.population import Population
 from fedbilevel.record import Record
@@ -295,3 +297,106 @@ def test_the_engine_of_one_peer_is_no_second_implementation():
 
     for name in ("push", "gossip", "mix", "steps", "initial", "zeros", "travels", "_averaged", "_travelling", "_apart"):
         assert getattr(Peer, name) is getattr(PeerSimulation, name), name
+
+
+# ---- records that do not belong --------------------------------------------------------------------------------------------------
+
+
+def finished(folder: Any, algorithm: dict[str, Any], **more: Any) -> Threads:
+    threads = Threads(folder, content(algorithm, **more), Quadratic(**SMALL).build().clients)
+    threads.run()
+    return threads
+
+
+def test_an_old_record_of_one_peer_is_not_taken_for_the_state_of_all(tmp_path):
+    threads = finished(tmp_path, {"name": "sgp"}, num_iterations=2)
+    for number in (0, 1, 2):
+        shutil.rmtree(tmp_path / f"p{number}")
+        threads.start(number)
+    threads.start(3)
+    for number in range(4):
+        with pytest.raises(PlanError, match=r"p3 goes on with a run of which .* have no record"):
+            threads.join([number])
+
+
+def test_records_of_two_runs_of_the_same_plan_are_not_mixed(tmp_path):
+    finished(tmp_path / "old", {"name": "sgp"}, num_iterations=2)
+    threads = finished(tmp_path / "new", {"name": "sgp"}, num_iterations=2)
+    shutil.rmtree(tmp_path / "new" / "p3")
+    shutil.copytree(tmp_path / "old" / "p3", tmp_path / "new" / "p3")
+    for number in range(4):
+        threads.start(number)
+    with pytest.raises(PlanError, match="the records of p0, p1, p2, p3 are of different runs of the same plan"):
+        threads.join()
+
+
+def test_the_record_of_somebody_else_is_refused_before_anybody_counts_on_it(tmp_path):
+    threads = finished(tmp_path, {"name": "sgp"}, num_iterations=1)
+    (tmp_path / "p0").rename(tmp_path / "aside")
+    shutil.copytree(tmp_path / "p1", tmp_path / "p0")
+    before = {path: path.read_bytes() for path in (tmp_path / "p0").iterdir()}
+    threads.start(0)
+    with pytest.raises(CheckpointError, match="is the record of p1, not of p0: name this peer's own folder"):
+        threads.join([0])
+    assert {path: path.read_bytes() for path in (tmp_path / "p0").iterdir()} == before
+    shutil.rmtree(tmp_path / "p0")
+    built = Quadratic(**SMALL).build()
+    run(threads.plan.built_algorithm(), built.problem, built.clients, num_iterations=1, record=tmp_path / "p0")
+    threads.start(0)
+    with pytest.raises(CheckpointError, match="holds a run that was not between peers"):
+        threads.join([0])
+    shutil.rmtree(tmp_path / "p0")
+    (tmp_path / "aside").rename(tmp_path / "p0")
+    threads.clients = [threads.clients[1], *threads.clients[1:]]
+    threads.start(0)
+    with pytest.raises(CheckpointError, match="is the record of a run with other data"):
+        threads.join([0])
+
+
+# ---- what a robust average can be trusted with ----------------------------------------------------------------------------------
+
+
+def averaged(tmp_path: Any, rows: torch.Tensor, *, seed: int = 0, **faults: Any) -> torch.Tensor:
+    """What every peer has after one robust average of these rows."""
+
+    class Given(PeerAlgorithm):
+        uses = ("mix",)
+        lower_space = ("y",)
+
+        class State(NamedTuple):
+            x: torch.Tensor
+            y: torch.Tensor
+
+        def init(self, peers: Any) -> State:
+            return self.State(*peers.initial())
+
+        def round(self, peers: Any, state: State) -> State:
+            return self.State(state.x, peers.mix(y=rows[peers.clients.ids]))
+
+    task = Quadratic(num_clients=len(rows), dim_upper=1, dim_lower=rows.shape[1])
+    plan = content({**HGP, "lower_solver": "mix"}, task, num_iterations=1, options={"seed": seed, "averaging": {"kind": "robust"}})
+    threads = Threads(tmp_path, plan, task.build().clients, Faults(**faults))
+
+    class GivenPlan(PeerPlan):
+        def built_algorithm(self) -> PeerAlgorithm:
+            return Given()
+
+    threads.plan = GivenPlan(**vars(threads.plan))
+    return torch.cat([result.state.y for result in threads.run()])
+
+
+@pytest.mark.parametrize("kind", ["one large", "one row alone", "all zero"])
+def test_rows_of_very_different_size_are_averaged_as_quickly(tmp_path, kind):
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = rows * {"one large": 1e-6, "one row alone": 0.0, "all zero": 0.0}[kind]
+    rows[0] = 0.0 if kind == "all zero" else torch.arange(1.0, 5.0)
+    found = averaged(tmp_path, rows, loss=0.2)
+    assert float((found - rows.mean(0)).abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("width", [2, 90])
+def test_differences_that_would_cancel_in_a_sum_are_seen(tmp_path, width):
+    """Two entries that fall into the same bucket with opposite signs: seed 48 hid (1, -1) in a sketch with one table."""
+    rows = torch.zeros(4, width, dtype=torch.float64)
+    rows[:, 0], rows[:, -1] = torch.arange(1.0, 5.0), -torch.arange(1.0, 5.0)
+    assert float((averaged(tmp_path, rows, seed=48) - rows.mean(0)).abs().max()) < 1e-11

@@ -44,6 +44,13 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 
 
+def shorten(path: Path, iteration: int) -> None:
+    """Of a file with a line of JSON for each outer iteration: lines of later ones, which will be run again, go, and so does one that was cut off."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
+        write_whole(path, "".join(kept).encode())
+
+
 def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from fedbilevel.population import total
 
 OnCrash = Literal["reclaim", "absorb", "restart"]
 TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of robust averages, relative to the largest row
+_TABLES, _BUCKETS = 7, (SKETCH - 1) // 7  # of a sketch
 _FEW = 64  # peers up to which the whole product of a step is computed, as a simulation does
 
 
@@ -61,14 +62,14 @@ class Peer(Peering):
         self.network, self.on_crash, self.interval = network, on_crash, interval
         self.averaging = averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
         self.kept_names = algorithm.kept_names(self.scopes)
-        self.changed = formation.changed
+        self.changed, self.run = formation.changed, formation.run
         self.members_by_averaging: list[list[int]] = []  # of this outer iteration
         self._meet(formation)
         check_verbs(algorithm, network, self.links, self.averaging)
         if office.goes_on and (self.averaging.kind != "robust" or set(algorithm.verbs()) != {"mix"}):
             raise SettingError(f"{algorithm.name()} exchanges rows step by step, which does not survive the loss of a peer: use on_change 'restart'.")
         self.wakes = self._steps = 0  # wakes of robust averages in the whole run; exchanges of rows with these members
-        self._buckets: tuple[Tensor, Tensor] | None = None
+        self._places: Tensor | None = None  # buckets of sketches
         self.ledger.charge_edges(torch.zeros(self.num_clients, self.num_clients), 0, 0)
 
     def _meet(self, formation: Formation) -> None:
@@ -130,13 +131,15 @@ class Peer(Peering):
         office, weight, width = self.office, float(self.weights), rows.shape[1] + 1
         row, limit = rows[0].double().cpu() * weight, self.averaging.tolerance or TOLERANCE[rows.dtype]
         size = float(torch.linalg.vector_norm(rows[0].double()))
-        sums, watch = RunningSums(self.me, row, weight), _Settling(self.num_clients)
+        sums, watch, members = RunningSums(self.me, row, weight), _Settling(self.num_clients), self.members.tolist()
         for _ in range(self.averaging.max_steps):
             if office.regrouped():
-                before = set(self.members.tolist())
+                before = self.members.tolist()
                 if self._without_lost():
+                    members = before
                     break
-                lost = before - set(self.members.tolist())
+                members = self.members.tolist()
+                lost = set(before) - set(members)
                 if self.on_crash == "reclaim":
                     for peer in lost:
                         sums.reclaim(peer)
@@ -145,6 +148,7 @@ class Peer(Peering):
                 watch = _Settling(self.num_clients)
             receivers = self.links.adjacency(self.wakes)[self.rank].index_fill(0, torch.tensor([self.rank]), False)
             self.wakes += 1
+            size = max([size, *(float(status.sketch[-1]) for status in office.statuses().values())])  # what counts as still must not depend on one's own row
             own = watch.look(sums, self._sketch(sums.value, size), limit)
             for message in sums.wake(self.members[receivers].tolist()):
                 office.send_sums(message.receiver, message.number, message.total.numpy())
@@ -159,7 +163,7 @@ class Peer(Peering):
             raise NetworkError(
                 f"after {self.averaging.max_steps} wakes the peers do not agree up to {limit:.1e}: raise the tolerance or max_steps, or look at the network."
             )
-        self.members_by_averaging.append(self.members.tolist())
+        self.members_by_averaging.append(members)
         office.next_averaging()
         return sums.value.to(rows.dtype)[None].to(rows.device)
 
@@ -187,13 +191,19 @@ class Peer(Peering):
         return all(statuses[b].got[a] >= statuses[a].settled[b] for a in members for b in members if a != b)
 
     def _sketch(self, value: Tensor, size: float) -> np.ndarray:
-        """A few sums with signs, whose distance is that of the values up to a few per cent, and the length of the row at the start."""
-        if self._buckets is None or len(self._buckets[0]) != len(value):
-            words = Stream(self.seed).bits("peers/sketch", torch.tensor([0]), iteration=0, call=0, steps=range(1), width=len(value))[0, 0]
-            self._buckets = (words >> 1) % (SKETCH - 1), (words & 1).double() * 2 - 1
-        where, signs = self._buckets
-        found = torch.zeros(SKETCH, dtype=torch.float64).index_add_(0, where, signs * value)
+        """A short row is itself. A long one is summed, with signs, into a few buckets, several times over with other signs and buckets, so that hardly any
+        difference cancels everywhere; the length of a difference comes out right up to a third or so. The last number is the largest row at the start."""
+        found = torch.zeros(SKETCH, dtype=torch.float64)
         found[-1] = size
+        if len(value) < SKETCH:
+            found[: len(value)] = value
+        else:
+            if self._places is None or self._places.shape[1] != len(value):
+                words = Stream(self.seed).bits("peers/sketch", torch.tensor([0]), iteration=0, call=0, steps=range(_TABLES), width=len(value))[0]
+                self._places = ((words * (2 * _BUCKETS)) >> 32).to(torch.int32)  # the second half of them stands for the other sign
+            for table, places in enumerate(self._places):
+                sums = torch.bincount(places, value, 2 * _BUCKETS)
+                found[table * _BUCKETS : (table + 1) * _BUCKETS] = (sums[:_BUCKETS] - sums[_BUCKETS:]) / _TABLES**0.5
         return torch.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).numpy()
 
     # ---- what the run loop uses --------------------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ class Peer(Peering):
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, plain = super().state_dict(state)
-        return tensors, {**plain, "wakes": {"value": self.wakes}, "members": {"value": self.members.tolist()}}
+        return tensors, {**plain, "wakes": {"value": self.wakes}, "members": {"value": self.members.tolist()}, "run": {"value": self.run}}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
         weights = self.push_weights

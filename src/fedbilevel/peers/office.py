@@ -33,7 +33,7 @@ from fedbilevel.peers.wire import MOST, Introduction, Letter, Version, pack, unp
 
 _HISTORY, _HISTORY_BYTES = 256, 2**28  # rows that can be sent again
 _AGAIN = 0.3  # seconds after which a row that must have been sent is asked for again; twice as many the next time
-_AHEAD = 4096  # steps that a peer may be ahead of this one
+_AHEAD = 256  # steps that a peer may be ahead of this one; what it sends beyond is asked for again
 _LOOK = 0.5  # seconds between looks at what else happened
 _GOODBYES = 5  # beats for which one that has finished says so: who misses it would think that it is gone, and begin again
 _NEVER = 2**64 - 1  # in a view: turned away for good
@@ -62,21 +62,20 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class Formation:
-    """Those who begin together. iteration: from which stored state, -1 for the start. changed: whether it was others who made that state."""
+    """Those who begin together. iteration: from which stored state, -1 for the start. changed: whether it was others who made that state. run: a mark of this
+    run, which tells it from another of the same plan."""
 
     members: tuple[int, ...]
     weights: tuple[float, ...]
     epoch: int
     iteration: int
     changed: bool
-
-    @property
-    def mark(self) -> int:
-        return mark(self.members)
+    run: int
 
 
-def mark(members: Sequence[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(np.array(members, "<u4").tobytes(), digest_size=8).digest(), "little")
+def mark(numbers: Sequence[int]) -> int:
+    """Of members, or of a view; never 0."""
+    return int.from_bytes(hashlib.blake2b(np.array(numbers, "<u8").tobytes(), digest_size=8).digest(), "little") | 1
 
 
 def agreed(introductions: Mapping[int, Introduction]) -> tuple[int, bool]:
@@ -128,7 +127,7 @@ class Office:
         self._reformed = False
         self._banned: set[int] = set()
         self._about: Introduction | None = None  # while a group is being formed
-        self._reforming = False
+        self._reforming = self._waited = self._leaving = False
         self._since = [0.0] * self.num_peers  # when a peer was last found to be there
         self._frozen: tuple[tuple[int, ...], tuple[bytes, bytes | memoryview]] | None = None  # what was said with `ready`, and for which view
         self._readies: dict[int, Letter] = {}
@@ -157,7 +156,7 @@ class Office:
             self._without_left()
             if tuple(self.view) == self._formed_view:  # what is said for a view is said once: a second group of the same peers needs another
                 self._renew(self._incarnation)
-            self._about, self._frozen = replace(about, epoch=self.epoch), None
+            self._about, self._frozen, self._waited = replace(about, epoch=self.epoch), None, False
             try:
                 while True:
                     self._without_left()
@@ -232,6 +231,7 @@ class Office:
         """Say goodbye: at the end, until all have said so or for a while, or as one that is gone."""
         alone = lambda: all(peer in self.left or not self._alive(peer) for peer in range(self.num_peers) if peer != self.me)
         with self._changed:
+            self._leaving = True
             if not finished:
                 self.view[self.me] = self._incarnation + 1
                 self._broadcast("beat")
@@ -339,7 +339,7 @@ class Office:
         """Whether somebody of the group is in a later averaging, so that this one is over."""
         with self._changed:
             letters = [(one.epoch, one.averaging) for one in (*self._sums.values(), *self._statuses.values())]
-            return any(epoch == self.epoch and number > self.averaging for epoch, number in (*letters, *((far[0], far[2]) for far in self._far.values())))
+            return (self.epoch, self.averaging + 1) in [*letters, *((far[0], far[2]) for far in self._far.values())]  # nobody can be farther ahead
 
     def next_averaging(self) -> None:
         """This one is over, here and so for everybody."""
@@ -394,9 +394,9 @@ class Office:
             case "want":
                 self._send_again(sender, letter)
             case "data" if letter.averaging == 0:
-                now = (self.epoch, self._awaited)
-                if now <= (letter.epoch, letter.step) and letter.step < _AHEAD + (self.step if letter.epoch == self.epoch else 0):
-                    self._rows.setdefault((letter.epoch, letter.step), {})[sender] = letter
+                self._take_row(sender, letter)
+            case "data" | "status" if letter.epoch == self.epoch and letter.averaging > self.averaging + 1:
+                self._refuse(sender, "ahead", "it is of an average that cannot have begun.")
             case "data":
                 before = self._sums.get(sender)
                 if before is None or (before.epoch, before.averaging, before.step) < (letter.epoch, letter.averaging, letter.step):
@@ -406,6 +406,20 @@ class Office:
                 before = self._statuses.get(sender)
                 if before is None or (before.epoch, before.averaging, before.step) <= (letter.epoch, letter.averaging, letter.step):
                     self._statuses[sender] = letter
+
+    def _take_row(self, sender: int, letter: Letter) -> None:
+        """Of this epoch, or of the latest one that its sender is in: an earlier one will not be needed any more."""
+        when = (letter.epoch, letter.step)
+        if when < (self.epoch, self._awaited) or letter.step >= _AHEAD + (self.step if letter.epoch == self.epoch else 0):
+            return
+        latest = max((epoch for (epoch, _), rows in self._rows.items() if sender in rows), default=0)
+        if letter.epoch < latest:
+            return
+        if letter.epoch > latest > self.epoch:
+            for (epoch, _), rows in self._rows.items():
+                if epoch == latest:
+                    rows.pop(sender, None)
+        self._rows.setdefault(when, {})[sender] = letter
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -443,7 +457,7 @@ class Office:
             if peer == self.me:  # somebody thinks that this peer is gone, or remembers a process with a later clock
                 if status == _NEVER:
                     self.view[peer] = status
-                else:
+                elif not self._leaving:
                     self._renew(status)
                 continue
             if status % 2 and self._alive(peer):
@@ -495,7 +509,7 @@ class Office:
         assert self.formed is not None
         nothing = bytes(16)
         weight = self.formed.weights[self.formed.members.index(self.me)]
-        about, self._about = self._about, Introduction(weight, nothing, nothing, nothing, self.epoch, (Version(), Version()))
+        about, self._about = self._about, Introduction(weight, nothing, nothing, nothing, self.epoch, 0, (Version(), Version()))
         self._say_ready(self.averaging)
         self._about = about
 
@@ -528,26 +542,45 @@ class Office:
         assert self._about is not None
         introductions = {peer: one for peer, letter in readies.items() if peer in members and (one := letter.introduction) is not None}
         introductions[self.me] = self._about
+        self._check_one_run(introductions)
         iteration, changed = agreed(introductions)
         self.epoch = max(one.epoch for one in introductions.values()) + 1
         self.finished, self.step, self._awaited = max(iteration, 0), 0, 0
         weights = tuple(introductions[peer].weight for peer in members)
-        self.formed, self._formed_view = Formation(tuple(members), weights, self.epoch, iteration, changed), tuple(self.view)
+        run = max(one.mark for one in introductions.values()) if iteration >= 0 else mark(self.view)  # whose incarnations no other run has
+        self.formed, self._formed_view = Formation(tuple(members), weights, self.epoch, iteration, changed, run), tuple(self.view)
         self._reformed, self.averaging = False, 1
         self._history.clear()
         self._history_bytes = 0
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] >= self.epoch}
         return self.formed
 
+    def _check_one_run(self, introductions: Mapping[int, Introduction]) -> None:
+        """Stored states of different runs of the same plan must not be mixed, nor an old record be taken for the state of all."""
+        have = {peer: one.mark for peer, one in sorted(introductions.items()) if one.versions[0].iteration >= 0}
+        named = ", ".join(self.names[peer] for peer in have)
+        if all(one.versions[0].iteration <= 0 for one in introductions.values()):
+            return
+        if len(set(have.values())) > 1:
+            raise PlanError(f"the records of {named} are of different runs of the same plan: remove those that do not belong, or name other folders.")
+        if len(have) < self.quorum:
+            others = ", ".join(self.names[peer] for peer in introductions if peer not in have)
+            raise PlanError(f"{named} goes on with a run of which {others} have no record: remove that one, put the others back, or lower the quorum.")
+
     def _give_up(self, members: Sequence[int], unknown: Sequence[int], *, new: bool, deadline: float) -> None:
         """After the deadline: whoever has never been heard of is gone, if the run can do without."""
-        silent = [peer for peer in members if peer != self.me and (peer not in self._readies or self._readies[peer].view != tuple(self.view))]
-        missing = ", ".join(self.names[peer] for peer in range(self.num_peers) if peer not in members) or ", ".join(self.names[peer] for peer in silent)
+        named = lambda peers: ", ".join(self.names[peer] for peer in peers)
         if len(members) < (self.num_peers if new else self.quorum):
             needed = f"all {self.num_peers}" if new else f"{self.quorum} of {self.num_peers}"
-            raise QuorumError(f"{len(members)} peers are there after {deadline:g} s, {needed} are needed; missing: {missing}: start them, then this one again.")
-        if not unknown:
-            self._say(f"still waiting for {missing} to be ready: can it be reached from here, and this peer from there?")
+            there = "1 peer is" if len(members) == 1 else f"{len(members)} peers are"
+            missing = named(peer for peer in range(self.num_peers) if peer not in members)
+            raise QuorumError(f"{there} there after {deadline:g} s, {needed} are needed; missing: {missing}: start them, then this one again.")
+        silent = named(peer for peer in members if peer != self.me and (peer not in self._readies or self._readies[peer].view != tuple(self.view)))
+        if silent and not unknown and self._waited:
+            raise QuorumError(f"{silent} gives signs of life but was not ready within {2 * deadline:g} s: look at its log, and whether all reach each other.")
+        if silent and not unknown:
+            self._waited = True
+            self._say(f"still waiting for {silent} to be ready: can it be reached from here, and this peer from there?")
         for peer in unknown:
             self.view[peer] = 1
 

@@ -21,15 +21,16 @@ from safetensors.torch import save
 import fedbilevel
 from fedbilevel.clients import Host
 from fedbilevel.data.clients import Holdings
+from fedbilevel.engines.group import digest
 from fedbilevel.engines.peers import Peer
-from fedbilevel.errors import CheckpointError
+from fedbilevel.errors import CheckpointError, QuorumError
 from fedbilevel.ledger import Ledger
 from fedbilevel.options import torch_device
 from fedbilevel.peers.office import Formation, Office, Regrouped, mark
 from fedbilevel.peers.plan import PeerPlan
 from fedbilevel.peers.transport import Faults, Lossy, Transport
 from fedbilevel.peers.wire import Introduction, Version
-from fedbilevel.record import Record, make_folder, write_whole
+from fedbilevel.record import Record, make_folder, shorten, write_whole
 from fedbilevel.run import Callback, Progress, Result, run_between
 from fedbilevel.tasks.task import Shapes
 
@@ -76,12 +77,14 @@ def take_part(
     office = Office(
         transport, me, names, plan.name, quorum=plan.quorum, goes_on=plan.on_change == "continue", suspect=plan.suspect, beat=beat, max_bytes=most, say=say
     )
+    _check_own(book, host, me, names)
     describe = {"plan": plan.asdict(), "peers": list(names), "peer": names[me], "shapes": shapes.asdict()}
     with office.opened():
         while True:
-            formation = office.form(_introduction(plan, host, book, roster), deadline=plan.join_deadline)
+            formation = _formed(office, _introduction(plan, host, book, roster), plan)
             say(_begins(formation, names))
             resume = _ready(book, formation)
+            shorten(book.path / DIARY, max(0, formation.iteration))
             host.ledger = Ledger(len(names))
             fed = Peer(
                 algorithm, host, office, formation, network=options["network"], averaging=options["averaging"], on_crash=plan.on_crash, interval=interval
@@ -103,6 +106,17 @@ def take_part(
     return result
 
 
+def _formed(office: Office, about: Introduction, plan: PeerPlan) -> Formation:
+    try:
+        return office.form(about, deadline=plan.join_deadline)
+    except QuorumError as error:
+        if about.versions[0].iteration < plan.num_iterations:
+            raise
+        raise QuorumError(
+            f"{error} This one has done all {plan.num_iterations} outer iterations, so perhaps all have: peer collect takes its record as it is."
+        ) from None
+
+
 def longest(host: Host, num_peers: int) -> int:
     """Bytes of a message that is longer than any that a verb or a view of so many peers needs."""
     shared = 0 if host.x_sizes is not None else len(host.x0)
@@ -113,18 +127,37 @@ def _introduction(plan: PeerPlan, host: Host, book: Record, roster: bytes) -> In
     shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
     form = json.dumps([fedbilevel.__version__, host.layout_y.describe(), host.layout_x.describe() if host.x_sizes is None else None], default=str)
     start = hashlib.blake2b(form.encode() + b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).digest()
-    return Introduction(float(host.weights(_ONLY)[0]), plan.digest(), roster, start, 0, versions(book))
+    return Introduction(float(host.weights(_ONLY)[0]), plan.digest(), roster, start, 0, run_of(book), versions(book))
 
 
 def versions(book: Record) -> tuple[Version, Version]:
     """Stored states, the newest first."""
-    found = []
-    for place in (book.checkpoint, book.before):
-        if place.exists():
-            about = book.load(place)[1]
-            found.append(Version(about["iteration"], mark(about["state"]["members"]["value"])))
+    found = [Version(about["iteration"], mark(about["state"]["members"]["value"])) for about in _stored(book)]
     newest, before, *_ = [*found, Version(), Version()]
     return newest, before if before.iteration < newest.iteration else Version()
+
+
+def run_of(book: Record) -> int:
+    """The mark of the run that the stored states belong to."""
+    return next((int(about["state"]["run"]["value"]) for about in _stored(book)), 0)
+
+
+def _stored(book: Record) -> list[dict[str, Any]]:
+    found = [book.load(place)[1] for place in (book.checkpoint, book.before) if place.exists()]
+    if any(part not in about["state"] for about in found for part in ("members", "run")):
+        raise CheckpointError(f"{book.path} holds a run that was not between peers: name another folder for this one's record.")
+    return found
+
+
+def _check_own(book: Record, host: Host, me: int, names: Sequence[str]) -> None:
+    """Before anybody counts on it: that the record is this peer's own."""
+    for about in _stored(book)[:1]:
+        theirs = about["identity"]
+        if theirs["peer"] != me:
+            whose = names[theirs["peer"]] if 0 <= theirs["peer"] < len(names) else f"number {theirs['peer']}"
+            raise CheckpointError(f"{book.path} is the record of {whose}, not of {names[me]}: name this peer's own folder.")
+        if theirs["data"] != digest(host.data, 0).hex():
+            raise CheckpointError(f"{book.path} is the record of a run with other data: use the same, or name another folder.")
 
 
 def _ready(book: Record, formation: Formation) -> bool:
@@ -142,7 +175,8 @@ def _ready(book: Record, formation: Formation) -> bool:
         book.go_back()
     elif 0 <= newest.iteration < formation.iteration:  # the others went on meanwhile: this peer's own state joins them
         tensors, about = book.load()
-        book.save(tensors, {**about, "iteration": formation.iteration})
+        state = {**about["state"], "members": {"value": []}, "run": {"value": formation.run}}  # which no group has made
+        book.save(tensors, {**about, "iteration": formation.iteration, "state": state})
     return formation.iteration >= 0 and newest.iteration >= 0
 
 

@@ -32,7 +32,7 @@ _HEAD = struct.Struct("<4sBB2x16sQIIIIdIH2x")
 HEAD = _HEAD.size
 _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _TYPES.items()}
-_INTRODUCTION = struct.Struct("<d16s16s16sIqQqQ")
+_INTRODUCTION = struct.Struct("<d16s16s16sIQqQqQ")
 MOST_PEERS = 1000
 MOST = 2**31  # bytes of a body
 _HIGHEST = 2**31  # epochs and outer iterations stay below, so that the next one still fits into a head
@@ -54,6 +54,7 @@ class Introduction:
     roster: bytes
     start: bytes  # of the version installed, the form of x and y, and where they start
     epoch: int  # the last one it was part of
+    mark: int  # of the run that its stored states belong to; 0: it has none
     versions: tuple[Version, Version]
 
 
@@ -81,7 +82,7 @@ def pack(letter: Letter) -> tuple[bytes, bytes | memoryview]:
         body = np.array(letter.view, "<u8").tobytes()
         if letter.introduction is not None:
             me = letter.introduction
-            body += _INTRODUCTION.pack(me.weight, me.plan, me.roster, me.start, me.epoch, *me.versions[0], *me.versions[1])
+            body += _INTRODUCTION.pack(me.weight, me.plan, me.roster, me.start, me.epoch, me.mark, *me.versions[0], *me.versions[1])
     elif letter.kind == "data":
         assert letter.array is not None
         array = np.ascontiguousarray(letter.array)
@@ -140,13 +141,13 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
 
 
 def _introduction(body: bytes) -> Introduction:
-    weight, plan, roster, start, epoch, *versions = _INTRODUCTION.unpack(body)
+    weight, plan, roster, start, epoch, run, *versions = _INTRODUCTION.unpack(body)
     if not (math.isfinite(weight) and weight > 0):
         raise WireError(f"it introduces a peer that counts {weight}, expected more than nothing.")
     newest, before = Version(*versions[:2]), Version(*versions[2:])
     if epoch >= _HIGHEST or not -1 <= before.iteration <= newest.iteration < _HIGHEST:
         raise WireError("it introduces a peer with impossible versions.")
-    return Introduction(weight, plan, roster, start, epoch, (newest, before))
+    return Introduction(weight, plan, roster, start, epoch, run, (newest, before))
 
 
 def _finite(array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import fedbilevel
 from fedbilevel.engines.sites import Member, Sites
 from fedbilevel.errors import PlanError, QuorumError
-from fedbilevel.record import Record, write_whole
+from fedbilevel.record import Record, shorten
 from fedbilevel.run import Progress, run_between
 from fedbilevel.sites.desk import Desk, Message
 from fedbilevel.sites.plan import Plan, plan_of
@@ -52,10 +52,8 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     if not resume:
         fed.back_to_versions(range(len(plan.sites)))
     diary = book.path / "sites.jsonl"
-    if resume and diary.exists():  # lines of outer iterations that will be run again go
-        last = book.load()[1]["iteration"]
-        kept = [line for line in diary.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["iteration"] <= last]
-        write_whole(diary, "".join(kept).encode())
+    if resume:
+        shorten(diary, book.load()[1]["iteration"])
 
     headline = ("upper_loss", *plan.built_task().headline)
 
