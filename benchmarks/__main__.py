@@ -16,7 +16,7 @@ from benchmarks import results
 from benchmarks.clock import Setup
 from fedbilevel.errors import FedBilevelError
 
-SECTIONS = ("paths", "iteration", "algorithms", "growth", "push_sum", "ranks", "federation", "hgp_paper")
+SECTIONS = ("paths", "iteration", "algorithms", "growth", "push_sum", "ranks", "federation", "peers", "hgp_paper")
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import federation, growth, paths, problems, push_sum, ranks_section, results, soak, sockets
+from benchmarks import federation, growth, paths, peers, problems, push_sum, ranks_section, results, soak, sockets
 from benchmarks.clock import Setup, Timing, compare, rows_of
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
@@ -37,7 +37,7 @@ def test_the_whole_command_in_its_smallest_version(tmp_path, capsys):
         assert section["where"]["threads"] == 1
         assert {"machine", "versions", "commit", "time", "small"} <= set(section["where"])
         if "skipped" in section:
-            assert name in ("ranks", "federation")
+            assert name in ("ranks", "federation", "peers")
             continue
         assert section["rows"], name
         for row in section["rows"]:
@@ -313,6 +313,117 @@ def test_looks_are_taken_at_every_hundred_rounds_and_name_every_process(tmp_path
     watch({"rounds": 500})
     assert len(watch.looks) == 3
     assert watch.replaced() == ["a, job"]
+
+
+# ---- peers ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_skipped_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    assert peers.skipped(SMALL) is None
+    assert "GPU" in (peers.skipped(Setup(device="cuda")) or "")
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert "pip install 'fedbilevel[peers]'" in (peers.skipped(SMALL) or "")
+
+
+def test_costs_of_peers_are_for_a_byte_of_the_engines_ledger():
+    spent = lambda cpu, wire, ledger: {"cpu": cpu, "wire": wire, "ledger": ledger}
+    first, last = [spent(1, 10, 5), spent(2, 0, 0)], [spent(4, 40, 15), spent(3, 50, 30)]
+    assert peers.spent_between(first, last) == {"cpu": 4, "wire": 80, "ledger": 40}
+    assert peers.lasted([{"begin": 3.0, "end": 9.0}, {"begin": 4.0, "end": 11.0}]) == 8.0
+    used = {"engine": [spent(4, 80, 40)] * 2, "office": [spent(2, 88, 0)] * 2, "floor": [spent(1, 40, 0)] * 2}
+    assert peers.costs("engine", used) == {"wire": 2.0, "cpu_per_gb": pytest.approx(1e8), "floor_cpu_per_gb": pytest.approx(2.5e7)}
+    assert peers.costs("office", used)["wire"] == pytest.approx(2.2)
+    assert peers.costs("simulator", used) == {}
+    used["engine"] = [spent(4, math.nan, 40)]
+    assert "wire" not in peers.costs("engine", used), "a system that does not say"
+
+
+def test_the_floor_between_peers_brings_the_rows_of_its_senders_in_order(tmp_path):
+    pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
+    from benchmarks.peer_steps import Bare
+    from fedbilevel.peers.local import free_ports
+    from fedbilevel.peers.roster import assemble, keygen, read_secret
+
+    ports = free_ports(2)
+    publics = [keygen(tmp_path / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{port}") for peer, port in enumerate(ports)]
+    roster = assemble(publics, tmp_path / "roster.toml")
+    one, other = (Bare(roster, peer, read_secret(tmp_path / f"p{peer}.key"), ports) for peer in range(2))
+    rows = torch.arange(6.0).reshape(2, 3)
+    for row in rows:
+        one.exchange(row.numpy(), [1], [])
+    for row in rows:
+        [found] = other.exchange(-row.numpy(), [0], [0])
+        assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), row)
+    assert [len(one.exchange(rows[0].numpy(), [], [1])) for _ in rows] == [1, 1]
+    one._arrived[1].extend([SimpleNamespace(buffer="next"), SimpleNamespace(buffer="last")])  # of one that is ahead
+    assert [one.exchange(rows[0].numpy(), [], [1]) for _ in rows] == [["next"], ["last"]]
+    one.close()
+    other.close()
+
+
+def test_a_value_is_known_by_whose_mean_it_is():
+    pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
+    from benchmarks.peer_soak import nearest, row_of
+
+    rows = [row_of(peer, 50, 7).double() for peer in range(4)]
+    group, error = nearest((rows[0] + 3 * rows[2] + 4 * rows[3]) / 8, 4, 7)  # a peer counts as one more than its number
+    assert (group, error < 1e-12) == ([0, 2, 3], True)
+    assert nearest((rows[0] + rows[2] + rows[3]) / 3, 4, 7)[1] > 1e-2
+    assert not torch.equal(row_of(1, 50, 7), row_of(1, 50, 8))
+
+
+def value(iteration, group, error=1e-8):
+    return {"iteration": iteration, "group": group, "members": group, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"values": [[value(1, [0]), value(1, [0, 1]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]}, None),  # begun again
+        ({"records": [[0, 1, 2], [0, 2]]}, None),  # one that was away
+        ({"records": [[0, 2], [0, 1, 2]]}, "p0, which was always there, lacks or repeats outer iterations [1]"),
+        ({"records": [[0, 1, 2], [0, 1]]}, "p1 does not grow to outer iteration 2"),
+        ({"records": [[0, 1, 2], [0, 1, 1, 2]]}, "p1 does not grow to outer iteration 2"),
+        ({"records": [[0, 1, 2], []]}, "p1 does not grow to outer iteration 2"),
+        ({"values": [[value(1, [0], 1e-3), value(2, [0, 1])], [value(2, [0, 1])]]}, "1 values of p0 are no mean of any group"),
+        ({"values": [[value(1, [0]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]}, None),  # p0 does not count p1 in
+        ({"values": [[value(2, [0, 1])], [value(2, [1])]]}, "last average of p1 is that of [1]"),
+        ({"values": [[value(1, [0, 1]), value(2, [0, 1, 2])], [value(1, [0, 1, 2]), value(2, [0, 1, 2])], [value(2, [0, 1, 2])]]}, "p0 has the mean of [0, 1]"),
+    ],
+)
+def test_every_kind_of_failure_of_a_soak_of_peers_is_counted(changes, said):
+    pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
+    from benchmarks.peer_soak import failures_in
+
+    fine = {"values": [[value(1, [0, 1]), value(2, [0, 1])]] * 2, "records": [[0, 1, 2], [0, 1, 2]], "spared": 0, "num_iterations": 2}
+    found = failures_in(**{**fine, **changes})
+    assert len(found) == (0 if said is None else 1), found
+    assert said is None or said in found[0]
+
+
+def test_memory_of_peers_is_of_processes_that_lived_long_enough(tmp_path):
+    pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
+    from benchmarks.peer_soak import memory_rows, peer_row, resident
+
+    [row] = memory_rows({(0, 11): [(100.0, 50.0), (110.0, 90.0), (120.0, 60.0)], (1, 12): [(100.0, 50.0), (109.0, 51.0)]})
+    assert (row["name"], row["growth"], row["per_minute"], row["lived"]) == ("p0, process 11", 10.0, 30.0, 20.0)
+    assert (resident(os.getpid()) or 0) > 10
+    assert resident(2**22 + 1) is None
+    (tmp_path / "run0").mkdir()
+    (tmp_path / "p0.log").write_text("1.0 4 of 4 peers begin at the start: a.\n2.0 p1 is gone\n3.0 3 of 4 peers begin after outer iteration 1: a.\n")
+    diary = [
+        (1, {"outdated": 2}),
+        (2, {"outdated": 5}),
+        (2, {}),
+        (3, {"outdated": 1, "key": 2}),
+        (4, {"outdated": 1, "key": 2}),
+    ]  # a new process after the second
+    (tmp_path / "run0" / "peers.jsonl").write_text("".join(json.dumps({"iteration": number, "refused": refused}) + "\n" for number, refused in diary))
+    row = peer_row(tmp_path, 0, [value(1, [0], 0.5), {**value(2, [0]), "members": [0, 1]}], [{"peer": 0, "kind": "kill"}, {"peer": 1, "kind": "stop"}])
+    assert (row["formations"], row["iterations"], row["repeated"], row["other_members"], row["error"]) == (2, 4, 1, 1, 0.5)
+    assert (row["kills"], row["stops"], row["refused"]) == (1, 0, "key 2, outdated 6")
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--rounds", "3"], "at least 5"), (["--only", "nothing"], "invalid choice")])

@@ -797,16 +797,18 @@ def test_one_that_begins_anew_with_the_view_of_those_who_are_left_calls_them_bac
         t.offices[0].reform()
 
 
-def test_one_of_the_group_that_is_started_again_at_once_calls_all_back(team):
+def test_one_of_the_group_that_is_started_again_at_once_is_a_newcomer(team):
     t = team(2, goes_on=True, quorum=1)
     t.form(0, 1)
     t.open(1)
     t.forming(1)
     until(t.offices[0].regrouped)
-    with pytest.raises(Regrouped):
-        t.offices[0].reform()
+    assert t.offices[0].reform() is False
+    assert t.offices[0].formed.members == (0,)
+    assert t.offices[0].newcomers()
     t.forming(0)
     assert len(set(t.done(0, 1))) == 1
+    assert t.results[0].members == (0, 1)
 
 
 def test_waiting_for_news_ends_with_news_or_in_time(team):
@@ -818,3 +820,26 @@ def test_waiting_for_news_ends_with_news_or_in_time(team):
     t.begin(1, lambda: t.offices[1].wait_for_news(60.0, 1))
     t.offices[0].send_sums(1, 1, np.ones(2))
     t.done(1)
+
+
+def test_one_of_the_group_that_is_back_before_the_others_have_agreed_does_not_hold_them_up(team):
+    """0 thinks that 1 is gone and waits for 2, which has not heard of it; 1 comes back meanwhile. None of them may wait for another for ever."""
+    t = team(3, goes_on=True, quorum=2)
+    t.form(0, 1, 2)
+    t.network.halted.add(2)
+    with t.offices[0]._changed:
+        t.offices[0].view[1] += 1
+    t.begin(0, t.offices[0].reform)
+    until(t.offices[1].regrouped)  # it has heard that it is thought to be gone
+    t.network.halted.discard(2)
+    until(t.offices[2].regrouped)
+    with pytest.raises(Regrouped):
+        t.offices[1].reform()
+    t.forming(1)
+    assert t.offices[2].reform() is False
+    assert t.done(0) == [False]
+    assert t.offices[0].formed == t.offices[2].formed
+    assert t.offices[0].formed.members == (0, 2)
+    assert t.offices[0].newcomers()
+    t.forming(0, 2)
+    assert len(set(t.done(0, 1, 2))) == 1

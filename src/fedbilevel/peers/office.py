@@ -163,7 +163,10 @@ class Office:
                     self._say_ready()
                     members = self._present()
                     unlike = self._unlike(members)
+                    if self.formed is None and len(self._readies) == self.num_peers - 1:
+                        self._check_one_run(self._introductions())
                     if unlike and self.formed is None:
+                        self._broadcast_ready()  # so that the other knows, too
                         raise PlanError(unlike)
                     unknown = [peer for peer, status in enumerate(self.view) if status == 0]
                     enough = len(members) >= (self.num_peers if self._is_new(members) else self.quorum)
@@ -193,7 +196,7 @@ class Office:
 
     def _reformed_now(self) -> bool | None:
         assert self.formed is not None
-        here = [peer for peer in self.formed.members if self._alive(peer)]
+        here = [peer for peer in self.formed.members if self._stayed(peer)]
         if len(here) < self.quorum:
             raise Regrouped
         self._say_ready_again()
@@ -213,7 +216,7 @@ class Office:
         """Whether who takes part has changed since the group began, so that something must be done now."""
         if self.formed is None or not self.goes_on:
             return self.formed is not None and tuple(self.view) != self._formed_view
-        return not all(self._alive(peer) for peer in self.formed.members) or self.called_back()
+        return not all(self._stayed(peer) for peer in self.formed.members) or self.called_back()
 
     def newcomers(self) -> bool:
         """Whether somebody waits to be taken in."""
@@ -224,7 +227,7 @@ class Office:
         members = self.formed.members if self.formed is not None else ()
         if self.formed is not None and self.view[self.me] != self._formed_view[self.me]:
             return True
-        fellows = [letter for peer, letter in self._readies.items() if peer in members and letter.averaging == 0 and self._alive(peer)]
+        fellows = [letter for peer, letter in self._readies.items() if peer in members and letter.averaging == 0 and self._stayed(peer)]
         return any(sum(letter.view) + self._reformed > sum(self._formed_view) for letter in fellows)
 
     def leave(self, *, finished: bool) -> None:
@@ -436,9 +439,7 @@ class Office:
             if now - self._last_beat >= self.beat:
                 self._last_beat = now
                 if (self._about is not None or self._reforming) and self._frozen is not None:
-                    for peer in range(self.num_peers):
-                        if peer != self.me:
-                            self.transport.send(peer, *self._frozen[1], newest="beat")
+                    self._broadcast_ready()
                 else:
                     self._broadcast("beat")
 
@@ -446,6 +447,10 @@ class Office:
 
     def _alive(self, peer: int) -> bool:
         return self.view[peer] > 0 and self.view[peer] % 2 == 0
+
+    def _stayed(self, peer: int) -> bool:
+        """Whether it is there as the process that the group began with: one that was gone and came back knows nothing of the average any more."""
+        return self._alive(peer) and self.view[peer] == self._formed_view[peer]
 
     def _present(self) -> list[int]:
         return [peer for peer in range(self.num_peers) if self._alive(peer)]
@@ -500,9 +505,12 @@ class Office:
         view = tuple(self.view)
         if self._frozen is None or self._frozen[0] != view:
             self._frozen = (view, pack(self._letter("ready", averaging=averaging, step=self.step, view=view, introduction=self._about)))
-            for peer in range(self.num_peers):
-                if peer != self.me:
-                    self.transport.send(peer, *self._frozen[1], newest="beat")
+            self._broadcast_ready()
+
+    def _broadcast_ready(self) -> None:
+        for peer in range(self.num_peers):
+            if peer != self.me and self._frozen is not None:
+                self.transport.send(peer, *self._frozen[1], newest="beat")
 
     def _say_ready_again(self) -> None:
         """In the middle of an averaging, whose number travels along."""
@@ -555,6 +563,12 @@ class Office:
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] >= self.epoch}
         return self.formed
 
+    def _introductions(self) -> dict[int, Introduction]:
+        """All that were heard at the beginning, also of those who have gone since: perhaps because of what they found."""
+        assert self._about is not None
+        heard = {peer: one for peer, letter in self._readies.items() if letter.averaging == 0 and (one := letter.introduction) is not None}
+        return {**heard, self.me: self._about}
+
     def _check_one_run(self, introductions: Mapping[int, Introduction]) -> None:
         """Stored states of different runs of the same plan must not be mixed, nor an old record be taken for the state of all."""
         have = {peer: one.mark for peer, one in sorted(introductions.items()) if one.versions[0].iteration >= 0}
@@ -563,12 +577,14 @@ class Office:
             return
         if len(set(have.values())) > 1:
             raise PlanError(f"the records of {named} are of different runs of the same plan: remove those that do not belong, or name other folders.")
-        if len(have) < self.quorum:
+        if len(have) < self.quorum <= len(introductions):
             others = ", ".join(self.names[peer] for peer in introductions if peer not in have)
             raise PlanError(f"{named} goes on with a run of which {others} have no record: remove that one, put the others back, or lower the quorum.")
 
     def _give_up(self, members: Sequence[int], unknown: Sequence[int], *, new: bool, deadline: float) -> None:
         """After the deadline: whoever has never been heard of is gone, if the run can do without."""
+        if self.formed is None:
+            self._check_one_run(self._introductions())
         named = lambda peers: ", ".join(self.names[peer] for peer in peers)
         if len(members) < (self.num_peers if new else self.quorum):
             needed = f"all {self.num_peers}" if new else f"{self.quorum} of {self.num_peers}"
