@@ -6,19 +6,25 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from fedbilevel.algorithms.sparkle import Sparkle
+from fedbilevel.averaging import Message, RunningSums, parked
 from fedbilevel.engines.peer_simulation import PeerSimulation
+from fedbilevel.engines.peers import Peer, _Settling
 from fedbilevel.errors import CheckpointError, NonFiniteError, PlanError, QuorumError, SettingError
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.hypergradient import lower_solution
 from fedbilevel.network import Network
+from fedbilevel.peers.office import Status
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.peers.transport import Faults
+from fedbilevel.peers.wire import SKETCH
 from fedbilevel.population import Population
 from fedbilevel.record import Record
 from fedbilevel.run import Result, run
@@ -293,8 +299,6 @@ def test_a_plan_that_cannot_be_is_refused_in_a_sentence(change, text):
 
 def test_the_engine_of_one_peer_is_no_second_implementation():
     """Verbs, averages by steps and checkpoints are those of the simulator."""
-    from fedbilevel.engines.peers import Peer
-
     for name in ("push", "gossip", "mix", "steps", "initial", "zeros", "travels", "_averaged", "_travelling", "_apart"):
         assert getattr(Peer, name) is getattr(PeerSimulation, name), name
 
@@ -400,3 +404,55 @@ def test_differences_that_would_cancel_in_a_sum_are_seen(tmp_path, width):
     rows = torch.zeros(4, width, dtype=torch.float64)
     rows[:, 0], rows[:, -1] = torch.arange(1.0, 5.0), -torch.arange(1.0, 5.0)
     assert float((averaged(tmp_path, rows, seed=48) - rows.mean(0)).abs().max()) < 1e-11
+
+
+def test_an_average_has_not_ended_while_something_pushed_before_is_under_way():
+    group = SimpleNamespace(members=torch.tensor([0, 2]))
+    sketch = np.append(np.ones(SKETCH - 1), 10.0)
+    status = lambda got, settled, values=sketch: Status(np.array(got), np.array(settled), values)
+    ended = lambda one, other, limit=1e-6: Peer._agreed(group, {0: one, 2: other, 1: status([0, 0, 0], [9, 9, 9])}, limit)
+    assert ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0]))  # 1 is not of the group
+    assert not ended(status([0, 0, 5], [0, 7, 3]), status([2, 0, 0], [5, 7, 0]))  # the third message of 0 to 2 has not arrived
+    assert not ended(status([0, 0, 4], [0, 7, 3]), status([3, 0, 0], [5, 7, 0]))
+    off = sketch.copy()
+    off[0] += 1e-4
+    assert not ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0], off))
+    assert ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0], off), 1e-5)  # of the largest row, which is 10
+    assert not Peer._agreed(group, {0: status([0, 0, 5], [0, 7, 3])}, 1.0)  # nothing was heard of 2
+
+
+def test_a_value_stands_still_from_the_wake_on_at_which_it_last_moved():
+    sums, watch = RunningSums(0, torch.tensor([1.0])), _Settling(3)
+    at = lambda value: watch.look(sums, np.append(np.full(SKETCH - 1, value), 1.0), 1e-3)
+    sums.wake([1])
+    assert at(1.0).settled.tolist() == [0, 1, 0]
+    sums.wake([1, 2])
+    assert at(1.0 + 1e-5).settled.tolist() == [0, 1, 0]
+    assert at(1.1).settled.tolist() == [0, 2, 1]
+    sums.wake([2])
+    assert at(1.1).settled.tolist() == [0, 2, 1]
+    assert at(1.1 + 1e-3).settled.tolist() == [0, 2, 2]  # far from where it stood, although not from where it was last
+    sums.mass[-1] = -0.5  # after a reclaim: no value to speak of
+    assert (at(1.1).settled > 2**30).all()
+    sums.receive(Message(1, 0, 4, torch.tensor([1.0, 2.0], dtype=torch.float64)))
+    assert at(1.1).got.tolist() == [0, 4, 0]
+
+
+def test_what_is_reclaimed_is_as_if_the_lost_one_had_never_been_there():
+    """Whatever was lost on the way: the masses of the survivors, and what is parked between them, are what they began with."""
+    rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    peers, draw = [RunningSums(number, row) for number, row in enumerate(rows)], np.random.default_rng(0)
+    for _ in range(30):
+        for peer in peers:
+            for message in peer.wake([other for other in range(4) if other != peer.number and draw.random() < 0.6]):
+                if draw.random() < 0.7:
+                    peers[message.receiver].receive(message)
+    for peer in peers[:3]:
+        peer.reclaim(3)
+    left = peers[:3]
+    total = sum(peer.mass for peer in left) + parked(left)
+    assert relative(total[:-1], rows[:3].sum(0)) < 1e-12
+    assert abs(float(total[-1]) - 3) < 1e-12
+    for peer in left:
+        assert 3 not in peer.sent
+        assert 3 not in peer.got

@@ -67,7 +67,7 @@ class WireError(FedBilevelError, ValueError):
 
 
 class PlanError(FedBilevelError, ValueError):
-    """A plan of a run between sites, or a site's own settings, that cannot be used."""
+    """A plan of a run between sites or peers, or a site's own settings, that cannot be used."""
 
 
 class PolicyError(FedBilevelError, PermissionError):
@@ -75,7 +75,7 @@ class PolicyError(FedBilevelError, PermissionError):
 
 
 class QuorumError(FedBilevelError, ConnectionError):
-    """Too few sites answered."""
+    """Too few sites or peers are there."""
 
 
 class RosterError(FedBilevelError, ValueError):

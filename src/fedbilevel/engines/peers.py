@@ -24,7 +24,7 @@ from fedbilevel.ledger import Ledger
 from fedbilevel.network import AnyNetwork, Links
 from fedbilevel.peers.office import Formation, Office, Regrouped, Status
 from fedbilevel.peers.wire import SKETCH
-from fedbilevel.population import total
+from fedbilevel.population import figures, total
 
 OnCrash = Literal["reclaim", "absorb", "restart"]
 TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of robust averages, relative to the largest row
@@ -231,7 +231,7 @@ class Peer(Peering):
     def measure(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         """Of this peer alone, at its own point; `seen` is what a look at all of them adds up."""
         names, table = self.host.looked_at(x, y)
-        return {**self.host.measure(x, y), "members": len(self.members), "seen": dict(zip(names, table[0].tolist(), strict=True))}
+        return {**figures(self.problem, names, table), "members": len(self.members), "seen": dict(zip(names, table[0].tolist(), strict=True))}
 
     def finish(self, state: Any) -> None:
         """Nobody goes before all are through: until then one that is lost may send the others back to the outer iteration before."""

@@ -1,10 +1,9 @@
 """One peer's desk: who is there, who is gone, what arrived, and when all may begin.
 
 **View.** Everybody keeps one number per peer: 0 for one never heard of, an even incarnation for one that is there, one more for one that is gone, and the
-largest there is for one that sent what does not fit. Views travel
-with every beat and are merged by taking the larger number, so that they only grow and all come to agree. Whoever is silent for longer than `suspect`
-seconds is gone; beats are sent by the thread of the transport, so a peer that computes for long is not silent. One that finds itself gone, or
-whose process was started again, takes a higher incarnation and is there again.
+largest there is for one that sent what does not fit. Views travel with every beat and are merged by taking the larger number, so that they only grow and all
+come to agree. Whoever is silent for longer than `suspect` seconds is gone; beats are sent by the thread of the transport, so a peer that computes for long is
+not silent. One that finds itself gone, or whose process was started again, takes a higher incarnation and is there again.
 
 **Formation.** A group begins when all of its peers have said `ready` with the same view. More than one view cannot begin with peers in common, and a quorum of
 more than half lets only one of several parts of a broken network begin. What is said with `ready` for a view is said once and repeated as it was.

@@ -70,6 +70,7 @@ def take_part(
     host.oracle.lower_grad(host.x0, host.y0, one)  # the first derivative in a process takes seconds
     book = Record(folder, keeps_before=True)
     make_folder(folder)
+    _check_own(book, host, me, names)
     most = longest(host, len(names))
     transport = connect(most)
     if options["network"].loss:
@@ -77,7 +78,6 @@ def take_part(
     office = Office(
         transport, me, names, plan.name, quorum=plan.quorum, goes_on=plan.on_change == "continue", suspect=plan.suspect, beat=beat, max_bytes=most, say=say
     )
-    _check_own(book, host, me, names)
     describe = {"plan": plan.asdict(), "peers": list(names), "peer": names[me], "shapes": shapes.asdict()}
     with office.opened():
         while True:
