@@ -21,9 +21,9 @@ from fedbilevel.errors import CheckpointError, NonFiniteError, PlanError, Quorum
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.hypergradient import lower_solution
 from fedbilevel.network import Network
-from fedbilevel.peers.office import Status
+from fedbilevel.peers.office import Office, Status
 from fedbilevel.peers.plan import PeerPlan, plan_of
-from fedbilevel.peers.transport import Faults
+from fedbilevel.peers.transport import Faults, MemoryNetwork
 from fedbilevel.peers.wire import SKETCH
 from fedbilevel.population import Population
 from fedbilevel.record import Record
@@ -100,6 +100,20 @@ def test_tasks_and_scopes_run_through_peers(tmp_path, task, algorithm, num_class
     threads.run()
     # a simulation pads clients to the same number of samples, with which some products of matrices round otherwise
     check_same(threads, simulated(threads, built), rounding=1e-13 if isinstance(task, Personalisation) else 0.0)
+
+
+def test_nobody_begins_an_outer_iteration_before_all_have_stored_the_one_before(tmp_path, monkeypatch):
+    """Two stored states are enough to go back to only because of this."""
+    waited, wait = [], Office.all_finished
+
+    def noted(office: Office, iteration: int, stop: Callable[[], bool]) -> None:
+        wait(office, iteration, stop)
+        stored = [Record(tmp_path / f"p{number}").load()[1]["iteration"] for number in range(4)]
+        waited.append((office.me, iteration, min(stored) >= iteration))
+
+    monkeypatch.setattr(Office, "all_finished", noted)
+    Threads(tmp_path, content({"name": "sgp"}), Quadratic(**SMALL).build().clients).run()
+    assert sorted(waited) == sorted((me, iteration, True) for me in range(4) for iteration in range(4))
 
 
 def test_lost_doubled_and_late_rows_change_nothing(tmp_path):
@@ -179,6 +193,7 @@ def test_all_that_are_stopped_go_on_together_where_they_were(tmp_path):
         threads.join([0])
     with pytest.raises(PlanError, match="p0 has another plan"):
         threads.join([1])
+    threads.network = MemoryNetwork(4)  # what they said is not for those who come now
     for number in range(4):
         threads.start(number)
     threads.join()
@@ -202,6 +217,8 @@ def test_one_that_is_gone_for_longer_joins_those_who_went_on_without_it(tmp_path
     assert set(members) == {3, 4}
     assert members[0] == members[-1] == 4
     assert [row["iteration"] for row in rows] == list(range(121))
+    weights = sum(float(threads.results[number].state.w) for number in range(4))
+    assert abs(weights - 4) < 1e-9  # none is missing of those that the lost one held: both groups began with new ones
     late = Record(tmp_path / "p1").rows()
     assert late[-1]["iteration"] == 120
     assert len(late) < 121  # it was not there
