@@ -237,11 +237,15 @@ class Hosting:
         """Nobody can ask from outside."""
         return False
 
+    def fingerprint(self) -> str:
+        """Of all data that are at hand."""
+        return self.roster.fingerprint()
+
     def of_data(self) -> dict[str, Any]:
         """What tells this problem and these data from others."""
         host = self.host
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
-        return {**layouts, "data": self.roster.fingerprint(), "losses": host.losses_away()}
+        return {**layouts, "data": self.fingerprint(), "losses": host.losses_away()}
 
 
 def digest(data: ClientData, position: int) -> bytes:

@@ -253,10 +253,11 @@ class Peer(Peering):
     def bill(self) -> Ledger:
         return self.host.ledger
 
+    def fingerprint(self) -> str:
+        return digest(self.host.data, 0).hex()
+
     def of_data(self) -> dict[str, Any]:
-        host = self.host
-        layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
-        return {**layouts, "data": digest(host.data, 0).hex(), "losses": host.losses_away(), "peer": self.me}
+        return {**super().of_data(), "peer": self.me}
 
     # ---- checkpoint ----------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ HEAD = _HEAD.size
 _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _TYPES.items()}
 _INTRODUCTION = struct.Struct("<d16s16s16sIQqQqQ")
-MOST_PEERS = 1000
 MOST = 2**31  # bytes of a body
 _HIGHEST = 2**31  # epochs and outer iterations stay below, so that the next one still fits into a head
 
