@@ -1,14 +1,24 @@
 """Every test runs with one thread: two processes with two threads each on two cores crawl."""
 
+import os
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from fedbilevel.data import places
 
+pytest_plugins = ["provoked"]
 torch.set_num_threads(1)
+os.fsync = lambda _file: None  # no test can see what a power cut would leave
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+
+def pytest_runtest_setup(item):
+    """A shell that starts the tests in the background lets them ignore Ctrl-C, and what a test called may have left a handler of its own."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedbilevel.ledger import COLUMNS
 from fedbilevel.record import Record
 from fedbilevel.run import Result, run
 from fedbilevel.sites import wire
@@ -114,9 +115,18 @@ def simulated(plan: Mapping[str, Any], folder: Path, **more: Any) -> tuple[Resul
     return result, Record(folder).load()[0]
 
 
+def _columns(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    whole = {name: value for name, value in tensors.items() if not name.startswith("ledger.phase-")}
+    phases = {name.removeprefix("ledger.phase-"): value for name, value in tensors.items() if name.startswith("ledger.phase-")}
+    for number, column in enumerate(("rounds", *COLUMNS)):
+        whole[f"ledger.{column}"] = torch.cat([whole[f"ledger.{column}"].reshape(-1), *(phases[name][number : number + 1] for name in sorted(phases))])
+    return whole
+
+
 def differences(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Largest relative difference of what a server keeps: state and ledger."""
+    """Largest relative difference of what a server keeps: state and ledger, with what every phase cost behind what every client paid."""
     found = {}
+    one, other = _columns(one), _columns(other)
     for name, value in other.items():
         if name.startswith(("state.", "ledger.")):
             mine, theirs = one[name].double(), value.double()

@@ -59,7 +59,7 @@ def test_a_missing_file_names_every_form_it_may_have(alone):
     ("arrays", "says"),
     [
         ({"X_test": TRUTH["X_test"][:, :122]}, "hold features of shape (2, 122)"),
-        ({"y_test": np.array([1, 0])}, "labels [0 1], expected 123 features and labels -1 and 1"),
+        ({"y_test": np.array([1, 0])}, "labels [0, 1], expected 123 features and labels -1 and 1"),
         ({"y_train": np.array([1, 1])}, "hold features of shape (3, 123)"),
     ],
     ids=["columns", "labels", "lengths"],

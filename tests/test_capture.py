@@ -22,7 +22,7 @@ from fedbilevel.federation import Cohort, ServerAlgorithm, phase
 from fedbilevel.oracle import one_row
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
-from yardstick import drive
+from yardstick import brief, drive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVER = {name: owner for name, owner in discovery.algorithms().items() if issubclass(owner, ServerAlgorithm)}
@@ -78,13 +78,16 @@ def images(**settings):
 @pytest.mark.parametrize("name", sorted(SERVER))
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 def test_every_algorithm_goes_the_same_way_captured_or_not(name):
-    algorithm = SERVER[name]()
+    algorithm = brief(SERVER[name])
     cohort = Cohort() if algorithm.needs_everyone else Cohort(0.5)
     kept = assert_same_run(algorithm, Quadratic(num_clients=6, num_samples=8).build(), cohort=cohort, batch_size=3)
     assert bool(kept._kept) == (name not in ALONE), kept.refused
 
 
-@pytest.mark.parametrize("algorithm", [FedNest(num_local_steps=3), FBOAggITD(num_local_steps=4, num_upper_steps=2), FedBiO(num_local_steps=3)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [FedNest(num_local_steps=3, num_terms=2), FBOAggITD(num_local_steps=4, num_upper_steps=2, num_lower_rounds=2), FedBiO(num_local_steps=3)],
+)
 @pytest.mark.parametrize("split", ["iid", "shards"])
 def test_features_minibatches_and_whole_batches_of_other_cohorts(algorithm, split):
     """Cohorts of half the clients, who have equal or unequal numbers of images, on minibatches and on all of them."""

@@ -1,22 +1,37 @@
 import dataclasses
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
+from rich.console import Console
 
-from fedbilevel import discovery
+from fedbilevel import discovery, terminal
 from fedbilevel.cli import cli, main
+from fedbilevel.record import Record
 
 CALL = "import torch; torch.set_num_threads(1); from fedbilevel.cli import main; main()"
 
 
 def call(*args, cwd):
-    return subprocess.run([sys.executable, "-c", CALL, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300)
+    """As a process of its own would, whose start takes longer than what it does here; `test_ctrl_c_...` starts a real one."""
+    said, complained = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(complained):
+        warnings.simplefilter("default")
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["fedbilevel", *map(str, args)])
+        with pytest.raises(SystemExit) as end:
+            main()
+    return SimpleNamespace(returncode=end.value.code, stdout=said.getvalue(), stderr=complained.getvalue())
 
 
 def test_run_resume_and_the_record(tmp_path):
@@ -265,3 +280,30 @@ def test_check_offers_no_network_because_it_would_use_none():
     result = CliRunner().invoke(cli, ["check", "quadratic", "-a", "hgp", "--network", "ring"])
     assert result.exit_code == 2
     assert "No such option '--network'" in result.output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_what_a_shell_reads(shell):
+    said = CliRunner().invoke(cli, ["completion", shell])
+    assert said.exit_code == 0
+    assert "_FEDBILEVEL_COMPLETE" in said.output
+
+
+def test_tasks_algorithms_commands_and_flags_are_completed():
+    suggested = lambda args, begun: [item.value for item in ShellComplete(cli, {}, "fedbilevel", "_FEDBILEVEL_COMPLETE").get_completions(args, begun)]
+    assert suggested([], "comp") == ["compare", "completion"]
+    assert suggested(["run"], "quad") == ["quadratic"]
+    assert suggested(["run", "quadratic", "--algorithm"], "fedbioacc") == ["fedbioacc", "fedbioacc_local"]
+    assert suggested(["run", "quadratic", "--algorithm", "fedbio"], "--lr-u") == ["--lr-upper"]
+
+
+def test_progress_on_a_terminal_shows_what_people_care_about(tmp_path, monkeypatch):
+    """Rounds, megabytes, figures, residual and the time that is left, in one line."""
+    screen = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=screen, force_terminal=True, width=200))
+    result = CliRunner().invoke(cli, ["run", "quadratic", "-a", "fedbio", "--rounds", "8", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.exception
+    rows = Record(tmp_path / "run").rows()
+    seen = screen.getvalue()
+    for part in ("8, 8 rounds, 0.0 MB", f"distance {rows[-1]['distance']:.4g}", f"residual {rows[-1]['residual']:.4g}", "ETA"):
+        assert part in seen, part

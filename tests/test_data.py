@@ -1,10 +1,13 @@
 """Ragged client data: what comes out of a batch, what is refused, and how samples are split and spoiled."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 
 from fedbilevel.data.clients import ClientData
 from fedbilevel.data.corruption import flip_labels
@@ -210,6 +213,19 @@ def test_a_flipped_label_is_uniform_over_the_other_classes():
     noisy, _ = flip_labels(np.full(9000, 3), 1.0, 10, np.random.default_rng(0))
     counts = np.delete(np.bincount(noisy, minlength=10), 3)
     assert ((counts - 1000) ** 2 / 1000).sum() < 26.12  # 99.9 % of chi-square with 8 degrees of freedom
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_digits_are_those_of_scikit_learn_which_is_imported_only_where_its_file_has_moved(monkeypatch, moved):
+    theirs = load_digits()
+    if moved:
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    else:
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    images, labels = digits()
+    assert images.tolist() == (theirs.data / 16.0).astype(np.float32).tolist()
+    assert labels.tolist() == theirs.target.tolist()
+    assert (images.dtype, labels.dtype) == (np.float32, np.int64)
 
 
 def test_digits_are_the_embedded_images_in_the_unit_interval():

@@ -83,11 +83,17 @@ def compare(ours, theirs, *, exact):
         else:
             torch.testing.assert_close(tensors[name], value, rtol=1e-12, atol=1e-12, msg=name)
     assert about["state"] == wanted_about["state"]
+    assert (ours / "clients.json").read_bytes() == (theirs / "clients.json").read_bytes()
+    assert json.loads((ours / "ledger.json").read_text()) == json.loads((theirs / "ledger.json").read_text())
     assert {**about["identity"], "losses": 0} == {**wanted_about["identity"], "losses": 0}
     figures, expected = untimed(Record(ours).rows()), untimed(Record(theirs).rows())
     assert [row["iteration"] for row in figures] == [row["iteration"] for row in expected]
     for row, wanted_row in zip(figures, expected, strict=True):
-        assert row == (wanted_row if exact else pytest.approx(wanted_row, rel=1e-9, abs=1e-12))
+        # sums of squares, which are not exact; a system that is solved up to 1e-6
+        near = {"lower_gradient": 1e-12, "residual": 1e-12, "hypergradient": 1e-6}
+        looked = {name: pytest.approx(wanted_row[name], rel=far, abs=1e-12) for name, far in near.items() if name in wanted_row}
+        rest = {name: pytest.approx(value, rel=1e-9, abs=1e-12) for name, value in wanted_row.items() if name != "hypergradient" and not exact}
+        assert row == {**wanted_row, **looked, **rest}
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in dict.fromkeys(case for case, *_ in compared(size))])
@@ -179,7 +185,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence(worlds):
     assert failures["few"] == ["SettingError", "there are 4 ranks for 3 clients, and every rank hosts at least one: start 3 ranks or fewer."]
     assert failures["robust"][1].startswith("robust averaging follows single messages")
     assert "the ranks were not given the same run" in failures["elsewhere"][1]
-    assert failures["timeout"] == ["SettingError", "timeout is 0, expected seconds above 0."]
+    assert failures["timeout"] == ["SettingError", "timeout is 0, expected seconds above 0, at most 1e+09."]
     assert [one["failures"]["data"] for one in seen(worlds, 4)] == 4 * [failures["data"]]
     assert failures["data"][1].startswith("client 1 has no 'train' samples")
     assert "hosts the clients from 5 on" in failures["data"][1]
@@ -211,12 +217,13 @@ def test_a_rank_holds_its_own_clients_and_talks_once_per_round(worlds, size):
 def test_a_frozen_rank_is_given_up_after_the_timeout_and_the_checkpoint_is_good(worlds, tmp_path):
     status = json.loads((worlds / "status.json").read_text())
     assert status["frozen"] == [0, 0, -signal.SIGKILL]
-    (text, speaks), (again, repeats) = (json.loads((worlds / "frozen" / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    (text, speaks, later, _), (again, repeats, *_) = (json.loads((worlds / "frozen" / f"rank{rank}.json").read_text()) for rank in (0, 1))
     place = worlds / "frozen" / "run"
     assert text == (
         f"rank 2 of 3 no longer answers (no word within 1.5 s) in outer iteration 2; the last checkpoint, of outer iteration 1, is in {place}: "
-        "go on with the same call and resume=True"
+        "go on with the same call and resume=True."
     )
+    assert later == "a rank of 3 was lost before, so the others can exchange nothing any more: start all of them again."
     assert again == text
     assert (speaks, repeats) == (True, False)
     assert rank_cases.spoilt("freeze", record=place, resume=True, strategy="loop") == ["finished", "4"]
@@ -289,6 +296,7 @@ def test_rank_0_speaks_for_all(worlds, tmp_path):
     assert first["again"] == [2, f"Error: {place} already holds a run: resume it, or name another folder.\n"]
     config = Record(place).read_config()
     assert (config["engine"], config["ranks"], config["task"]) == ("distributed", 2, "quadratic")
+    assert (place / "log.jsonl").read_bytes() == (place / "metrics.jsonl").read_bytes()  # once, though every rank was asked to write it
     command("run", "quadratic", "-a", "fedbio", "--num-clients", 3, "--strategy", "loop", "--iterations", 3, "--out", tmp_path / "alone")
     assert (place / "solution.safetensors").read_bytes() == (tmp_path / "alone" / "solution.safetensors").read_bytes()
 

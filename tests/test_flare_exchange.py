@@ -1,27 +1,36 @@
-"""The transport's contract against a real federation over loopback."""
+"""A real federation over loopback: who gets nowhere (without our certificate, with another authority's, without TLS; with code in the job, or with a class
+that a site does not list), and the transport's contract."""
 
 import json
+import shutil
 import signal
+import socket
+import ssl
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
+import psutil
+from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
-from fedbilevel.errors import SettingError, UnknownNameError
-from fedbilevel.flare import control, job
-from real_loopback import federation_of
+from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.flare import control, job, kits, processes
+from fedbilevel.flare.local import LEAD
+from real_loopback import HERE, federation_of
 
 SITES = ["site-1", "site-2"]
 DRIVEN = {"server": "flare_standins.Driven", "client": "flare_standins.ToldClient"}
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the first words of a gRPC client
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    with federation_of(tmp_path_factory.mktemp("exchange"), SITES, allow=["flare_standins."]) as running:
+    with federation_of(tmp_path_factory.mktemp("exchange"), SITES, allow=list(DRIVEN.values())) as running:
         yield running
 
 
@@ -30,6 +39,122 @@ def until(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+# ---- who gets nowhere --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def foreign(federation):
+    """Kits for the same names and the same port, signed by somebody else."""
+    other = federation.folder / "foreign"
+    other.mkdir()
+    toml = shutil.copy(federation.folder / "federation.toml", other)
+    with Path(toml).open("a") as lines:
+        lines.write('\n[[site]]\nname = "site-9"\norg = "other"\n')
+    return kits.provision(Path(toml), other / "kits")
+
+
+def first_words(federation, kit, *, tls=True):
+    """What the server answers to a client with this kit's certificate, or with none."""
+    port = kits.read(federation.folder / "federation.toml").port
+    with socket.create_connection(("localhost", port), timeout=10) as connection:
+        try:
+            if tls:
+                context = ssl.create_default_context(cafile=federation.kits["site-1"] / "startup" / "rootCA.pem")
+                context.set_alpn_protocols(["h2"])
+                if kit is not None:
+                    context.load_cert_chain(kit / "startup" / "client.crt", kit / "startup" / "client.key")
+                with context.wrap_socket(connection, server_hostname="localhost") as secured:
+                    secured.sendall(HELLO)
+                    return secured.recv(9)
+            connection.sendall(HELLO)
+            return connection.recv(9)
+        except (ssl.SSLError, ConnectionError):
+            return b""
+
+
+def test_our_certificate_is_let_in(federation):
+    assert first_words(federation, federation.kits["site-1"])[3:4] == b"\x04"  # settings of HTTP/2
+
+
+def test_a_client_without_certificate_without_tls_or_of_another_authority_hears_nothing(federation, foreign):
+    assert first_words(federation, None) == b""
+    assert first_words(federation, foreign["site-1"]) == b""
+    assert first_words(federation, None, tls=False) == b""
+
+
+@pytest.fixture(scope="module")
+def refused(federation, tmp_path_factory):
+    """Two jobs that the site does not run, handed in together: what others ask the server meanwhile need not wait for their ends."""
+    folder = tmp_path_factory.mktemp("refused")
+    code = control.job_folder(folder, {"name": "code", "sites": ["site-1"]})
+    (code / "at_site" / "custom").mkdir()
+    (code / "at_site" / "custom" / "ours.py").write_text("import os\n")
+    other = control.job_folder(folder, {"name": "other-class", "sites": ["site-1"]}, client="flare_standins.MoodyClient")
+    with control.session(federation.lead) as opened:
+        return {one.name: opened.submit_job(str(one)) for one in (code, other)}
+
+
+def ended(federation, submitted):
+    with control.session(federation.lead) as opened:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            status = opened.get_job_status(submitted)
+            if status.startswith("FINISHED"):
+                return status, " ".join(map(str, opened.get_job_meta(submitted).get("job_deploy_detail") or []))
+            time.sleep(0.1)
+    raise AssertionError("the job did not end")
+
+
+def test_all_ports_are_on_loopback(federation):
+    for name in ("server", *SITES):
+        for pid in processes.running(federation.kits[name]):
+            listening = [one.laddr.ip for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+            assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+            assert listening or name != "server"
+
+
+def test_a_whole_site_of_another_authority_is_never_connected_and_its_lead_not_heard(federation, foreign, refused):
+    intruder = processes.Supervised(foreign["site-9"], environment=HERE)
+    intruder.start()
+    try:
+        with pytest.raises(FedBilevelError, match="cannot be reached"), control.session(foreign[LEAD], timeout=2.0):
+            pass
+        log = foreign["site-9"] / "log.txt"
+        until(lambda: log.exists() and log.read_text().count("finished connection") >= 2, 20)  # it was turned away, tried again and was turned away again
+        assert intruder.pid is not None
+        assert set(control.status(federation.lead)["sites"]) == set(SITES)
+    finally:
+        intruder.stop()
+
+
+def test_the_lead_reads_no_files_at_a_site_and_cannot_end_it(federation):
+    with control.session(federation.lead) as opened:
+        with pytest.raises(AuthorizationError):
+            opened.ls_target("site-1")
+        with pytest.raises(AuthorizationError):
+            opened.cat_target("site-1", file="local/resources.json")
+        assert json.loads(opened.cat_target("server", file="local/resources.json"))  # his own server he may read
+    assert federation.pids("site-1")["parent"]
+
+
+def test_a_job_with_code_in_it_is_refused_by_the_site(federation, refused):
+    status, detail = ended(federation, refused["code"])
+    assert status == "FINISHED:FAILED_TO_RUN"
+    assert "site-1" in detail
+    assert "BYOC not permitted" in detail
+
+
+def test_a_class_that_the_site_does_not_list_does_not_run_there(federation, refused):
+    status, _ = ended(federation, refused["other-class"])
+    assert status.startswith("FINISHED:")
+    assert status != "FINISHED:COMPLETED"
+    logs = " ".join(path.read_text() for path in federation.kits["site-1"].glob("*/error_log.txt"))
+    assert "'flare_standins.MoodyClient' at config path 'components.#1' is not in allow_list" in logs
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------------------
 
 
 class Driver:

@@ -151,7 +151,7 @@ def test_other_files_and_an_empty_role_that_only_measures_do_no_harm(site):
 def test_a_folder_that_is_not_there_or_lacks_a_role(tmp_path, site):
     refused(tmp_path / "none", "is no folder: name the one that holds this client's train.npz")
     (site / "train.npz").rename(site / "training.npz")
-    refused(site, r"holds training\.npz, val\.npz, but nothing for the role 'train': add train\.npz, \.csv or \.safetensors")
+    refused(site, r"holds training\.npz, val\.npz, but nothing for the role 'train': add train\.npz, \.csv, \.parquet or \.safetensors")
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(empty, "holds no file of data, but nothing for the role 'train'")

@@ -1,5 +1,6 @@
 """The exact hypergradient against closed forms, dense algebra and finite differences of Phi(x) = mean f(x, y*(x))."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbilevel import population as populations
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.hypergradient import (
     SOLVERS,
     hypergradient,
     largest_curvature,
     lower_solution,
+    measured,
     project,
     solve_cg,
     solve_exact,
@@ -21,6 +24,7 @@ from fedbilevel.hypergradient import (
     solve_neumann,
 )
 from fedbilevel.population import Population
+from fedbilevel.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
@@ -42,6 +46,96 @@ def point(population, seed=0):
 
 def task(lower, upper, weights, **more):
     return Quadratic(**{"num_clients": 4, "dim_upper": 3, "dim_lower": 4, "lower": lower, "upper": upper, "weights": weights, **more})
+
+
+# ---- its length, for a look at a run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lower", "upper", "weights"), SCOPES)
+@pytest.mark.parametrize("at_once", [1, 2**27])
+def test_the_measured_length_is_that_of_the_closed_form(lower, upper, weights, at_once, monkeypatch):
+    """From any y, however many clients are looked at together. The oracle of the run is left alone."""
+    monkeypatch.setattr(populations, "_LOOK", at_once)
+    made = task(lower, upper, weights)
+    built, closed = made.build(), made.closed_form()
+    population = meet(built)
+    x = point(population)
+    y = torch.randn((4, 4) if lower == "local" else (4,), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    value = np.asarray(closed.hypergradient(x.numpy()))
+    share = np.array([len(one["train"]["A"]) for one in built.clients], float) if weights == "by_samples" else np.ones(4)
+    wanted = np.sqrt((share / share.sum() * (value**2).sum(1)).sum()) if upper == "private" else np.linalg.norm(value)
+    assert measured(population, x, y) == pytest.approx(wanted, rel=1e-6)
+    assert not population.oracle._plans
+
+
+@pytest.mark.parametrize("lower", ["global", "local"])
+def test_where_every_client_has_its_own_point_the_mean_is_over_those(lower):
+    """As between peers that do not agree: H, J, f_x and f_y of every client at its own x and at the solution of all or its own, by dense algebra."""
+    built = task(lower, "shared", "by_samples", cross=0.3).build()
+    population = meet(built)
+    rng = torch.Generator().manual_seed(1)
+    x, begin = (torch.randn(4, d, generator=rng, dtype=torch.float64) for d in (3, 4))
+    share = np.array([len(one["train"]["A"]) for one in built.clients], float)
+    share /= share.sum()
+    mean = lambda rows: np.tensordot(share, np.array(rows), 1)
+    oracle, units = population.oracle, torch.eye(4, dtype=torch.float64)
+    batch = lambda i, role: population.data.batch(torch.tensor([i]), role)
+    H = [torch.cat([oracle.hessian_product(x[i], begin[i], unit, batch(i, "train")) for unit in units]).numpy() for i in range(4)]
+    g = [oracle.lower_grad(x[i], torch.zeros(4, dtype=torch.float64), batch(i, "train"))[0].numpy() for i in range(4)]
+    own = [-np.linalg.solve(H[i], g[i]) for i in range(4)] if lower == "local" else [-np.linalg.solve(mean(H), mean(g))] * 4
+    J, fx, fy, y = [], [], [], torch.tensor(np.array(own))
+    for i in range(4):
+        train, val = batch(i, "train"), batch(i, "val")
+        J.append(torch.cat([oracle.jacobian_product(x[i], y[i], unit, train) for unit in units]).numpy().T)
+        fx.append(oracle.upper_grad_x(x[i], y[i], val)[0].numpy())
+        fy.append(oracle.upper_grad_y(x[i], y[i], val)[0].numpy())
+    if lower == "local":
+        wanted = mean([fx[i] - J[i] @ np.linalg.solve(H[i], fy[i]) for i in range(4)])
+    else:
+        wanted = mean(fx) - mean(J) @ np.linalg.solve(mean(H), mean(fy))
+    assert measured(population, x, begin) == pytest.approx(np.linalg.norm(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-3)])
+@pytest.mark.parametrize("condition", [10.0, 1e4])
+def test_the_length_is_found_for_badly_conditioned_lower_levels_in_either_precision(dtype, near, condition):
+    """g = y'Hy/2 - x'y and f = |y - b|^2/2: the gradient at x is H^-1 (H^-1 x - b)."""
+    eigenvalues = torch.logspace(0, -np.log10(condition), 40, dtype=torch.float64)
+    problem = Problem(
+        upper=lambda x, y, batch: (batch["weight"] * ((y["y"] - batch["b"]) ** 2).sum(-1)).sum() / 2,
+        lower=lambda x, y, batch: (batch["weight"] * (batch["h"] * y["y"] ** 2).sum(-1)).sum() / 2 - (x["x"] * y["y"]).sum(),
+        x0={"x": torch.ones(40)}, y0={"y": torch.zeros(40)},
+    )  # fmt: skip
+    clients = [{"train": {"h": (eigenvalues * scale)[None]}, "val": {"b": torch.full((1, 40), scale)}} for scale in (0.5, 1.5)]
+    population = Population(problem, clients, dtype=dtype)
+    wanted = torch.linalg.vector_norm((1 / eigenvalues - 1) / eigenvalues)
+    assert measured(population, population.x0, population.y0) == pytest.approx(float(wanted), rel=near)
+
+
+def test_a_length_is_not_zero_because_nothing_was_found():
+    """A lower level without x has J = 0, whatever u is."""
+    fit = lambda y, batch: (batch["weight"] * (batch["a"] @ y["y"] - 1) ** 2).sum()
+    made = lambda sign: Problem(
+        upper=lambda x, y, batch: fit(y, batch) + 0 * x["x"].sum(),
+        lower=lambda x, y, batch: sign * fit(y, batch),
+        x0={"x": torch.ones(2)},
+        y0={"y": torch.zeros(2)},
+    )
+    clients = [{role: {"a": torch.tensor([[1.0, 0.0], [0.3, 2.0 + i]])} for role in ("train", "val")} for i in range(2)]
+    lengths = [measured(population, population.x0, population.y0) for sign in (1, -1) for population in [Population(made(sign), clients)]]
+    assert lengths[0] == 0
+    assert np.isnan(lengths[1])
+
+
+@pytest.mark.parametrize("lower", ["global", "local"])
+def test_a_length_that_is_not_determined_is_not_a_number(lower, monkeypatch):
+    problem, clients = task(lower, "shared", "mean").build()
+    bent = dataclasses.replace(problem, lower=lambda x, y, batch: problem.lower(x, y, batch) - 50 * (y["y"] ** 2).sum())
+    population = meet(Built(bent, clients))
+    assert np.isnan(measured(population, population.x0, torch.ones(4, dtype=torch.float64)))
+    population = meet(task(lower, "shared", "mean").build())
+    monkeypatch.setattr("fedbilevel.hypergradient._SOON", 1)
+    assert np.isnan(measured(population, point(population), torch.ones(4, dtype=torch.float64)))
 
 
 # ---- closed form ---------------------------------------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort, ServerAlgorithm, phase
-from fedbilevel.ledger import EDGES, Ledger
+from fedbilevel.ledger import COLUMNS, EDGES, Ledger
 from fedbilevel.network import Network
 from fedbilevel.tasks.quadratic import Quadratic
 from test_fbo_aggitd import Drawing
+from yardstick import drive
 
 DX, DY, ITERATIONS = 3, 4, 2
 BATCH = {"train": 3, "val": 2}
@@ -495,3 +496,50 @@ def test_what_is_not_added_up_yet_stays_within_bounds(monkeypatch):
     ledger.charge_edges(fixed, 2, 8)
     ledger.load_state_dict(state)
     assert torch.equal(ledger.edges["messages"], state["edges-messages"])
+
+
+def test_phases_add_up_to_the_totals_and_each_pays_for_its_own():
+    """FBO-AggITD with N lower rounds: what each phase costs follows from what it asks for."""
+    task, N, tau = Quadratic(num_clients=4, dim_upper=DX, dim_lower=DY), 3, 2
+    algorithm = FBOAggITD(num_lower_rounds=N, num_local_steps=tau, estimator="sum")
+    fed, _ = drive(algorithm, task.build(), 2)
+    phases, totals = fed.ledger.totals().phases, fed.ledger.totals()
+    for column in ("rounds", *COLUMNS):
+        assert sum(paid[column] for paid in phases.values()) == totals[column]
+    assert phases["hypergradient"]["jvp"] == totals["jvp"] == 4 * 2
+    assert phases["lower_steps"]["gy"] == 4 * 2 * 2 * N * tau
+    assert phases["lower_steps"]["floats_up"] == 4 * 2 * N * DY
+    assert phases["upper_steps"]["floats_up"] == 4 * 2 * DX
+    assert phases["upper_steps"]["rounds"] == 2
+    assert set(phases) == {"aggregate", "lower_steps", "hypergradient", "upper_steps"}
+
+
+def test_what_peers_pay_is_kept_under_what_travels():
+    fed = between_peers(HGP(num_terms=3, num_lower_steps=2, lr_system=0.01, lr_lower=0.01), RANDOM)
+    totals = fed.ledger.totals()
+    assert set(totals.phases) == {"local", "push y", "mix u", "mix v, x"}
+    assert totals.phases["local"]["hvp"] == totals["hvp"] > 0
+    assert totals.phases["local"]["rounds"] == totals.phases["local"]["floats_up"] == 0
+    assert all(sum(paid[column] for paid in totals.phases.values()) == totals[column] for column in ("rounds", *COLUMNS))
+    content = fed.ledger.asdict()
+    assert content["phases"] == totals.phases
+    assert [sum(row) for row in content["edges"]["bytes"]] == content["clients"]["bytes_up"]
+
+
+def test_phases_survive_a_round_trip_and_what_an_older_checkpoint_did_not_divide_has_a_name():
+    fed, _ = drive(FedBiO(lr_lower=0.1), Quadratic(num_clients=3).build(), 2)
+    state = fed.ledger.state_dict()
+    copy, older = Ledger(3), Ledger(3)
+    copy.load_state_dict(state)
+    assert copy.totals().phases == fed.ledger.totals().phases
+    with copy.during("another"):
+        copy.count_round()
+    assert copy.totals().phases["another"]["rounds"] == 1
+    assert copy.totals().phases["local_steps"] == fed.ledger.totals().phases["local_steps"]
+    older.load_state_dict({name: value for name, value in state.items() if not name.startswith("phase-")})
+    assert older.totals().phases == {"earlier": {name: older.totals()[name] for name in ("rounds", *COLUMNS)}}
+
+
+def test_totals_say_what_they_are():
+    fed, _ = drive(FedBiO(num_local_steps=2), Quadratic(num_clients=3, dim_upper=2, dim_lower=3).build(), 1)
+    assert repr(fed.ledger.totals()).startswith("<1 rounds, 0.000384 MB (24 floats up, 24 down); gy 6, fx 6, fy 6, hvp 6, jvp 6, samples ")

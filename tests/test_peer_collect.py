@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 
 from fedbilevel import influence, report
-from fedbilevel.compare import figures_of
 from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import CheckpointError, FedBilevelError, PlanError
 from fedbilevel.ledger import EDGES
@@ -24,7 +23,7 @@ from fedbilevel.peers.collect import Collected, collect, is_mask
 from fedbilevel.peers.plan import plan_of
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.record import Record, read_tensors
-from fedbilevel.run import Result, run
+from fedbilevel.run import Result, figures_of, run
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic

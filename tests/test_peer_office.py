@@ -477,6 +477,15 @@ def test_the_smaller_part_of_a_broken_network_ends_and_the_larger_goes_on(team):
     assert str(alone) == "1 peer is there after 0.7 s, 2 of 3 are needed; missing: p0, p1: start them, then this one again."
 
 
+def test_one_that_lives_but_is_never_ready_is_not_waited_for_longer_than_twice(team):
+    t = team(2)
+    until(lambda: t.offices[0]._alive(1))
+    t.forming(0, deadline=0.4)
+    [error] = t.done(0)
+    assert isinstance(error, QuorumError)
+    assert str(error) == "p1 gives signs of life but was not ready within 0.8 s: look at its log, and whether all reach each other."
+
+
 def test_one_known_by_hearsay_is_given_time(team):
     """p1 hears of p2 from p0 long after it began to listen, and p2's own messages come later still."""
     t = team(3, opened=False, suspect=SUSPECT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from fedbilevel.algorithms.sparkle import Sparkle
 from fedbilevel.averaging import Message, RunningSums, parked
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.peers import Peer, _Settling
-from fedbilevel.errors import CheckpointError, NonFiniteError, PlanError, QuorumError, SettingError
+from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, PlanError, QuorumError, SettingError
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.hypergradient import lower_solution
 from fedbilevel.network import Network
@@ -283,8 +284,14 @@ def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
     for number in range(3):
         threads.start(number)
     threads.start(3, content({"name": "sgp"}, wide, join_deadline=5.0))
-    with pytest.raises(PlanError, match="has another plan"):
-        threads.join()
+    for thread in threads.threads.values():
+        thread.join(60)
+    # Whoever is the first to meet the other leaves; one that has not been woken by then only sees that it is alone.
+    kinds = {PlanError: "has another plan", QuorumError: "all 4 are needed; missing"}
+    assert sorted(threads.errors) == [0, 1, 2, 3]
+    for error in threads.errors.values():
+        assert re.search(kinds[type(error)], str(error))
+    assert PlanError in map(type, threads.errors.values())
 
 
 @pytest.mark.parametrize(
@@ -372,6 +379,49 @@ def test_the_record_of_somebody_else_is_refused_before_anybody_counts_on_it(tmp_
     threads.start(0)
     with pytest.raises(CheckpointError, match="is the record of a run with other data"):
         threads.join([0])
+
+
+def test_one_that_has_done_everything_says_so_when_it_is_alone(tmp_path):
+    threads = finished(tmp_path, {"name": "sgp"}, num_iterations=1, join_deadline=1.0)
+    threads.start(0)
+    with pytest.raises(QuorumError, match=r"missing: p1, p2, p3: .*; this one has done all 1 outer iterations, so perhaps all have: peer collect"):
+        threads.join([0])
+
+
+def test_a_folder_that_somebody_else_writes_into_is_noticed(tmp_path):
+    """p3 would have to go back to a state that was there when it said so."""
+    threads = finished(tmp_path, {"name": "sgp"}, num_iterations=3, join_deadline=2.0)
+    Record(tmp_path / "p0", keeps_before=True).go_back()
+
+    class Lines(list):
+        def append(self, line):
+            if line.startswith("p3: "):  # the first thing it says is who begins
+                shutil.copy(tmp_path / "p3" / "checkpoint.safetensors", tmp_path / "p3" / "checkpoint-before.safetensors")
+
+    threads.lines = Lines()
+    for number in range(4):
+        threads.start(number)
+    with pytest.raises(CheckpointError, match=r"the others go on from outer iteration 2, and .*p3 holds 3 and -1: start this peer with another folder"):
+        threads.join([3])
+    threads.join([0, 1, 2])
+
+
+def test_peers_that_never_agree_say_so(tmp_path):
+    plan = content({**HGP, "lower_solver": "mix"}, num_iterations=1, join_deadline=4.0, options={"averaging": {"kind": "robust", "max_steps": 1}})
+    threads = Threads(tmp_path, plan, Quadratic(**SMALL).build().clients)
+    for number in range(4):
+        threads.start(number)
+    for thread in threads.threads.values():
+        thread.join(60)
+    # Whoever is the first to see it leaves; one that has not been woken by then only sees that too few are left.
+    kinds = {
+        NetworkError: r"after 1 wakes the peers do not agree up to .*: raise the tolerance or max_steps",
+        QuorumError: r"there after 4 s, 3 of 4 are needed",
+    }
+    assert sorted(threads.errors) == [0, 1, 2, 3]
+    for error in threads.errors.values():
+        assert re.search(kinds[type(error)], str(error))
+    assert NetworkError in map(type, threads.errors.values())
 
 
 # ---- what a robust average can be trusted with ----------------------------------------------------------------------------------

@@ -119,5 +119,5 @@ def test_early_stopping_waits_and_keeps_the_first_of_equals():
     for i, a in enumerate([2, 3, 3]):
         other(Progress(i, 9, 0, 0.0, {"iteration": i, "a": a}))
     assert other.best["iteration"] == 1
-    with pytest.raises(SettingError, match="watches 'b', which this problem does not measure"):
+    with pytest.raises(SettingError, match="watches 'b', which this run does not measure"):
         EarlyStopping("b", patience=1)(Progress(1, 1, 0, 0.0, {"a": 1}))

@@ -259,3 +259,32 @@ def test_rows_of_a_few_clients_are_padded_as_wide_as_those_of_all():
     population = Population(cleaning(), clients(), dtype=torch.float64)
     few = torch.tensor([3, 1])
     assert torch.equal(population.pad(population.unpad(population.x0[few], few), few), population.x0[few])
+
+
+@pytest.mark.parametrize("lower", ["global", "local"])
+@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("at_once", [1, 2**27])
+def test_residuals_are_those_of_dense_algebra(lower, weights, at_once, monkeypatch):
+    """Every client at its own point, a few at a time, equal weights or not; the oracle of the run is left alone."""
+    monkeypatch.setattr(module, "_LOOK", at_once)
+    task = Quadratic(num_clients=3, lower=lower, weights=weights, cross=0.3)
+    built = task.build()
+    population = Population(built.problem, built.clients, dtype=torch.float64)
+    rng = np.random.default_rng(0)
+    x, y, u = (rng.standard_normal((3, d)) for d in (4, 6, 6))
+    share = np.array([len(one["train"]["A"]) for one in built.clients], float) if weights == "by_samples" else np.ones(3)
+    share /= share.sum()
+    g, right, system = [], [], []
+    for i, one in enumerate(built.clients):
+        train, val = ({name: np.asarray(value).mean(0) for name, value in one[role].items()} for role in ("train", "val"))
+        g.append(train["A"] @ y[i] - train["B"] @ x[i] - train["c"])
+        right.append(
+            np.mean([np.asarray(D) @ (y[i] - np.asarray(t)) for D, t in zip(one["val"]["D"], one["val"]["t"], strict=True)], 0) + 0.3 * val["E"] @ x[i]
+        )
+        system.append(train["A"] @ u[i] - right[-1])
+    size = lambda rows: np.sqrt((share * (np.array(rows) ** 2).sum(1)).sum()) if lower == "local" else np.linalg.norm(share @ np.array(rows))
+    found = population.residuals(*(torch.tensor(value) for value in (x, y, u)))
+    assert found["lower_gradient"] == pytest.approx(size(g), rel=1e-12)
+    assert found["residual"] == pytest.approx(size(system) / size(right), rel=1e-12)
+    assert population.residuals(torch.tensor(x), torch.tensor(y), None) == {"lower_gradient": pytest.approx(size(g), rel=1e-12)}
+    assert not population.oracle._plans

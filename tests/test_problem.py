@@ -179,9 +179,12 @@ def test_a_loss_that_draws_random_numbers_is_refused(label):
 
 
 def test_a_loss_that_fails_is_named_with_its_reason_and_the_shapes():
-    refuse("lower() failed on a batch of the first client with KeyError: 'image'", lower=lambda x, y, batch: batch["image"].sum())
-    refuse("The batch had shapes {'index': (4,), 'weight': (4,), 'a': (4, 3), 'b': (4,)}", lower=lambda x, y, batch: (batch["a"] @ torch.zeros(5)).sum())
-    refuse("upper() failed on a batch of the first client with TypeError", upper=lambda x, y: y["y"].sum())
+    refuse("KeyError: 'image'", lower=lambda x, y, batch: batch["image"].sum())
+    refuse(
+        "on a batch of the first client of shapes {'index': (4,), 'weight': (4,), 'a': (4, 3), 'b': (4,)}",
+        lower=lambda x, y, batch: (batch["a"] @ torch.zeros(5)).sum(),
+    )
+    refuse("upper() failed on a batch of the first client of shapes {'index'", upper=lambda x, y: y["y"].sum())
 
 
 def test_a_loss_that_is_not_finite_at_the_start_is_refused():

@@ -9,12 +9,12 @@ import torch
 import fedbilevel as fb
 from fedbilevel import discovery
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.cli import chosen
 from fedbilevel.data import places
 from fedbilevel.data.a9a import CHOICES, a9a
 from fedbilevel.data.mixture import mixture
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import DataError, ProblemError, SettingError
+from fedbilevel.flags import chosen
 from fedbilevel.hypergradient import hypergradient, lower_solution
 from fedbilevel.population import Population
 from fedbilevel.tasks.regularisation import Regularisation

@@ -16,6 +16,7 @@ from fedbilevel.problem import Scopes
 from fedbilevel.sites import serve as serving
 from fedbilevel.sites.plan import plan_of
 from loopback import Loopback, differences, simulated
+from yardstick import fewer
 
 SCOPES = [Scopes(), Scopes(upper="private"), Scopes(lower="local")]
 SETTINGS = {
@@ -61,8 +62,8 @@ def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tm
     """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy."""
     fraction = 1.0 if discovery.algorithm(name).needs_everyone else 0.67
     options = {"seed": 5, "batch_size": 3, "dtype": dtype, "strategy": "loop", "fraction": fraction, "schedule_power": 0.3}
-    settings = {"name": name, **SETTINGS.get(name, {})}
-    if "num_local_steps" in discovery.algorithm(name)().asdict():
+    settings = {"name": name, **fewer(discovery.algorithm(name)), **SETTINGS.get(name, {})}
+    if "num_local_steps" in settings:
         settings["num_local_steps"] = [2, 1, 3] if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
     federation = Loopback(tmp_path)
     plan = federation.plan(settings, quadratic(scopes, weights="by_samples", cross=0.2), options=options, num_iterations=3)
@@ -104,7 +105,7 @@ KEEPS = [
     ({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, Scopes()),
     ({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, Scopes(upper="private")),
     ({"name": "fbo_aggitd", "num_lower_rounds": 2}, Scopes(upper="private")),
-    ({"name": "fedbioacc_local", "num_local_steps": 2, "delta": 10.0, "offset": 1e3}, Scopes(lower="local")),
+    ({"name": "fedbioacc_local", "num_local_steps": 2, "num_factors": 1, "delta": 10.0, "offset": 1e3}, Scopes(lower="local")),
 ]
 NAMES = [f"{algorithm['name']}-{scopes.lower}-{scopes.upper}" for algorithm, scopes in KEEPS]
 

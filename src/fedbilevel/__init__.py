@@ -3,26 +3,29 @@
 import fedbilevel as fb
 
 problem = fb.Problem(upper=..., lower=..., x0={...}, y0={...})
-result = fb.run("fedbio", problem, clients, num_iterations=100)
+result = fb.solve(problem, clients, "fedbio", num_rounds=100)
 """
 
 __version__ = "0.1.0"
 
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
+from fedbilevel.data.folders import read_folders
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation import Cohort
 from fedbilevel.network import Network
 from fedbilevel.problem import Problem, Scopes
-from fedbilevel.run import Result, run
+from fedbilevel.run import EarlyStopping, Progress, Result, run, solve
 from fedbilevel.steps import Schedule, check_timescales, curvature, projection_radius, suggest
 
 __all__ = [
     "Averaging",
     "Cohort",
+    "EarlyStopping",
     "FedBilevelError",
     "Network",
     "Problem",
+    "Progress",
     "Result",
     "Schedule",
     "Scopes",
@@ -32,6 +35,8 @@ __all__ = [
     "check_timescales",
     "curvature",
     "projection_radius",
+    "read_folders",
     "run",
+    "solve",
     "suggest",
 ]

@@ -30,7 +30,15 @@ _LEAST = 1e-6  # the least weight that a split may leave; weights are one on ave
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Settings):
     """exact: the mean itself, as if everybody sent to everybody. gossip: doubly stochastic steps (undirected networks). push_sum: column-stochastic
-    steps of rows and weights, any network that connects. robust: Push-Sum with running sums, for networks that lose or delay messages."""
+    steps of rows and weights, any network that connects. robust: Push-Sum with running sums, for networks that lose or delay messages.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> where = {"network": fb.Network(kind="ring"), "averaging": fb.Averaging(num_steps=5)}
+    >>> result = fb.solve(*Quadratic().build(), "hgp", num_iterations=1, num_terms=3, num_lower_steps=2, lr_system=0.1, **where)
+    >>> list(result.ledger.phases)
+    ['local', 'push y', 'mix u', 'mix v, x']
+    """
 
     kind: Kind = setting("push_sum", "the operator behind an average")
     num_steps: int = setting(10, "steps of one averaging", symbol="S", least=1)

@@ -32,7 +32,7 @@ class Check:
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     title: str
     checks: list[Check]
@@ -41,19 +41,31 @@ class Report:
     def ok(self) -> bool:
         return all(check.ok for check in self.checks)
 
+    def __repr__(self) -> str:
+        return f"<{self.title.rstrip(':.')}: {self.verdict}>"
+
+    @property
+    def verdict(self) -> str:
+        failed = sum(not check.ok for check in self.checks)
+        return f"all {len(self.checks)} checks passed" if self.ok else f"{failed} of {len(self.checks)} checks failed"
+
     def __str__(self) -> str:
         width = max(len(check.name) for check in self.checks)
         lines = [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:<{width}}  {check.text}" for check in self.checks]
-        failed = sum(not check.ok for check in self.checks)
-        verdict = f"all {len(self.checks)} checks passed" if self.ok else f"{failed} of {len(self.checks)} checks failed"
-        return "\n".join([self.title, *lines, f"Verdict: {verdict}."])
+        return "\n".join([self.title, *lines, f"Verdict: {self.verdict}."])
 
 
 # ---- the user's problem ---------------------------------------------------------------------------------------------
 
 
 def check_problem(problem: Problem, clients: Sequence[Holdings], *, tolerance: float = 1e-5, seed: int = 0, show: bool = True) -> Report:
-    """The losses are what the library takes them for: derivatives against finite differences in float64, at a random point near the initial one."""
+    """The losses are what the library takes them for: derivatives against finite differences in float64, at a random point near the initial one.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> fb.check_problem(*Quadratic().build(), show=False)
+    <Problem 'quadratic', 5 clients: all 6 checks passed>
+    """
     population = Population(problem, clients, dtype=torch.float64)
     oracle, everyone = population.oracle, torch.arange(len(population))
     train, val = population.data.batch(everyone, "train"), population.data.batch(everyone, "val")
@@ -107,6 +119,15 @@ def check_hypergradient(
 
     An estimator is the name of a solver (exact, cg, neumann, fixed_point), an algorithm that has `estimate` (or its name), or a function
     (population, x, y*) -> value: a vector for a shared x, one row f_x,i - J_i u per client for a private one. step: the longest of finite differences.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> problem, clients = Quadratic(num_clients=3, dim_upper=2, dim_lower=2).build()
+    >>> fb.check_hypergradient(problem, clients, estimators=["cg"], show=False).ok
+    True
+    >>> local = lambda population, x, y: 0 * x  # an estimator that is wrong
+    >>> fb.check_hypergradient(problem, clients, estimators=[local], show=False).ok
+    False
     """
     population = Population(problem, clients, dtype=torch.float64)
     point = population.x0 if x is None else x.to(torch.float64)
@@ -200,6 +221,11 @@ def check_algorithm(algorithm: Algorithm, *, show: bool = True) -> Report:
     """The contract of every algorithm, on small heterogeneous quadratics with minibatches and cohorts.
 
     One that needs every client is run with all of them, and must refuse a cohort and a client that drops instead of going on without them.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.algorithms.fedavg import FedAvg
+    >>> fb.check_algorithm(FedAvg(num_local_steps=1), show=False).ok
+    True
     """
     checks = [_in_scope(algorithm, lower, upper) for lower in ("global", "local") for upper in ("shared", "private")]
     pairs = [(lower, upper) for upper in ("shared", "private") for lower in ("global", "local")]

@@ -473,5 +473,5 @@ def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
             raise SettingError(f"batch_size names the role {role!r}, the clients have {', '.join(roles)}; {OUTSIDE!r} is for batches outside local steps.")
     for value in size.values() if isinstance(size, Mapping) else (size,):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise SettingError(f"batch_size is {value}, expected at least 1 sample, or None for all of a client's samples.")
+            raise SettingError(f"batch_size is {value!r}, expected at least 1 sample, or None for all of a client's samples.")
     return size

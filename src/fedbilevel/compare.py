@@ -12,42 +12,41 @@ from typing import Any, NamedTuple
 
 from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
-from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
-from fedbilevel.ledger import COLUMNS
+from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
+from fedbilevel.figures import falls, metric_and_value
 from fedbilevel.network import AnyNetwork
-from fedbilevel.record import make_folder, write_whole
-from fedbilevel.run import Progress, run, versions
+from fedbilevel.record import finite, make_folder, write_whole
+from fedbilevel.run import Progress, figures_of, run, versions
+from fedbilevel.settings import whole_number
 from fedbilevel.tasks.task import Task
 
 COSTS = ("rounds", "megabytes", "gradients", "products", "seconds")
 
 
 class Target(NamedTuple):
-    """A figure and the value it must reach, from whichever side it starts."""
+    """A figure and the value it must reach: what falls (`figures.falls`) from above, the rest from whichever side it starts."""
 
     metric: str
     value: float
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        name, sign, value = text.partition("=")
         try:
-            if not (name and sign):
-                raise ValueError
-            if not math.isfinite(float(value)):
-                raise ValueError
-            return cls(name, float(value))
+            return cls(*metric_and_value(text))
         except ValueError:
             raise SettingError(f"the target is {text!r}, expected METRIC=VALUE, e.g. test_accuracy=0.94.") from None
 
     def check(self, row: Mapping[str, Any]) -> None:
         if self.metric not in row:
-            raise SettingError(f"there is no metric named {self.metric!r} in this task, only {', '.join(figures_of(row))}.")
+            asked = {"hypergradient": "stationarity", "residual": "residuals", "lower_gradient": "residuals"}.get(self.metric)
+            mend = f"ask for {asked} (--{asked}), or " if asked is not None else ""
+            raise SettingError(f"there is no metric named {self.metric!r} in this run: {mend}use one of {', '.join(figures_of(row))}.")
 
     def reached(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The first measurement at or beyond the target; the side is that of the first measurement."""
-        rises = rows[0][self.metric] < self.value
-        return next((row for row in rows if (row[self.metric] >= self.value if rises else row[self.metric] <= self.value)), None)
+        """The first measurement at or beyond the target, on the side that `falls` or else the first finite measurement tells."""
+        finite = [row for row in rows if row[self.metric] is not None and math.isfinite(row[self.metric])]  # null in a file
+        rises = bool(finite) and finite[0][self.metric] < self.value and not falls(self.metric)
+        return next((row for row in finite if (row[self.metric] >= self.value if rises else row[self.metric] <= self.value)), None)
 
 
 def costs(row: Mapping[str, Any]) -> dict[str, float]:
@@ -66,6 +65,8 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        if not all(map(math.isfinite, values)):  # of which statistics.stdev makes an error
+            return cls(sum(values) / len(values), math.nan)
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
@@ -94,12 +95,12 @@ def compare(
     task: Task,
     algorithms: Mapping[str, Algorithm],
     *,
-    num_iterations: Mapping[str, int],
-    target: Target | None = None,
+    num_iterations: int | Mapping[str, int],
+    target: Target | str | None = None,
     repetitions: int = 3,
     seed: int = 0,
     max_rounds: int | None = None,
-    record: Path | None = None,
+    record: Path | str | None = None,
     progress: Callable[[str, int, Progress], None] | None = None,
     cohort: Cohort = Cohort(),
     network: AnyNetwork | None = None,
@@ -108,22 +109,35 @@ def compare(
 ) -> Comparison:
     """Repetition r uses run seed `seed + r` and, where the task has one, data seed `data_seed + r`, the same for every algorithm.
 
+    num_iterations: outer iterations of every algorithm by name, or one number for all. target: e.g. "test_accuracy=0.94".
     cohort is for the algorithms with a server, network and averaging for those between peers.
     max_rounds ends every run at the first outer iteration that reaches so many communication rounds. options go to `run`.
     The record is written after every run. A run that diverges is recorded as such and has not reached the target.
     """
-    for label, number in (("repetitions", repetitions), ("max_rounds", max_rounds)):
-        if number is not None and number < 1:
-            raise SettingError(f"{label} is {number}, expected at least 1.")
-    if not algorithms:
-        raise SettingError("there are no algorithms to compare: name at least one.")
+    if not isinstance(task, Task):
+        raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Quadratic(num_clients=5).")
+    _check_algorithms(algorithms)
+    repetitions, seed = whole_number("repetitions", repetitions, 1), whole_number("seed", seed)
+    max_rounds = whole_number("max_rounds", max_rounds, 1) if max_rounds is not None else None
+    iterations = _iterations(num_iterations, algorithms)
+    target = Target.parse(target) if isinstance(target, str) else target
+    if not isinstance(target, Target | None):
+        raise SettingError(f"target is {target!r:.80}, expected METRIC=VALUE, e.g. 'test_accuracy=0.94', or a Target.")
+    if not callable(progress) and progress is not None:
+        raise SettingError(f"progress is {progress!r:.80}, expected a function of (name, repetition, Progress), or None.")
     if record is not None:
+        if not isinstance(record, str | Path) or not str(record):
+            raise SettingError(f"record is {record!r:.80}, expected the name of a folder, or None.")
+        record = Path(record)
         if (record / "comparison.json").exists():
             raise CheckpointError(f"{record} already holds a comparison: name another folder.")
         make_folder(record)
     runs: list[dict[str, Any]] = []
     shown = {"cohort": cohort, "network": network, "averaging": averaging, **options}
-    about = {"task_settings": task.asdict(), "seed": seed, "options": {name: str(value) for name, value in shown.items()}, "versions": versions()}
+    about = {
+        "task_settings": task.asdict(), "seed": seed, "repetitions": repetitions, "num_iterations": iterations, "max_rounds": max_rounds,
+        "options": {name: str(value) for name, value in shown.items()}, "versions": versions(),
+    }  # fmt: skip
     for r in range(repetitions):
         built = task.repeated(r).build()
         for name, algorithm in algorithms.items():
@@ -141,7 +155,7 @@ def compare(
 
             try:
                 where = {"network": network, "averaging": averaging} if isinstance(algorithm, PeerAlgorithm) else {"cohort": cohort}
-                plan: dict[str, Any] = {"num_iterations": num_iterations[name], "seed": seed + r, "callbacks": [watch], **where, **options}
+                plan: dict[str, Any] = {"num_iterations": iterations[name], "seed": seed + r, "callbacks": [watch], **where, **options}
                 result = run(algorithm, built.problem, built.clients, **plan)
                 if result.stopped == "interrupted":
                     raise KeyboardInterrupt  # a run cut short is not a result; those before it are on disk
@@ -152,8 +166,29 @@ def compare(
             done = Comparison(task.name(), target, [_outcome(name, runs, target) for name in algorithms if any(one["algorithm"] == name for one in runs)], runs)
             if record is not None:
                 content = {**about, **dataclasses.asdict(done), "target": target._asdict() if target is not None else None}
-                write_whole(record / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
+                write_whole(record / "comparison.json", (json.dumps(finite(content), indent=1, allow_nan=False) + "\n").encode())
     return done
+
+
+def _check_algorithms(algorithms: Any) -> None:
+    example = "e.g. {'fedbio': FedBiO(lr_upper=0.01)}"
+    if not isinstance(algorithms, Mapping) or not all(isinstance(name, str) for name in algorithms):
+        raise SettingError(f"algorithms is {algorithms!r:.80}, expected a dict of algorithms with their settings by name, {example}.")
+    if not algorithms:
+        raise SettingError("there are no algorithms to compare: name at least one.")
+    for name, algorithm in algorithms.items():
+        if not isinstance(algorithm, ServerAlgorithm | PeerAlgorithm):
+            raise SettingError(f"the algorithm {name!r} is {algorithm!r:.80}, expected an algorithm with its settings, {example}.")
+
+
+def _iterations(given: Any, names: Mapping[str, Any]) -> dict[str, int]:
+    """By name, whichever way they were given."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, whole_number("num_iterations", given, 0, ", or a dict of such by algorithm"))
+    for name in names:
+        if name not in given:
+            raise SettingError(f"num_iterations says nothing of {name!r}: give one number for all, or one for each of {', '.join(names)}.")
+    return {name: whole_number(f"num_iterations of {name!r}", given[name], 0) for name in names}
 
 
 def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None) -> Outcome:
@@ -170,8 +205,3 @@ def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None
         {key: Spread.of([end[key] for end in ends]) for key in figures_of(ends[0])} if ends else {},
         {cost: Spread.of([costs(end)[cost] for end in ends]) for cost in COSTS} if ends else {},
     )
-
-
-def figures_of(row: Mapping[str, Any]) -> list[str]:
-    """What was measured, without what was paid."""
-    return [name for name in row if name not in ("iteration", "messages", "members", "num_peers", "seen", *COSTS, *COLUMNS)]

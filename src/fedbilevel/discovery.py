@@ -11,8 +11,10 @@ Another package offers its own by entry points, of which fedbilevel asks for not
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -42,6 +44,11 @@ def algorithms() -> dict[str, type[Algorithm]]:
 
 def tasks() -> dict[str, type[Task]]:
     return _all(fedbilevel.tasks, Task)
+
+
+def own_tasks() -> list[str]:
+    """Names that no other package can take."""
+    return list(_found(fedbilevel.tasks, Task))
 
 
 def algorithm(name: str) -> type[Algorithm]:
@@ -74,7 +81,13 @@ def _named(what: str, name: str, package: ModuleType, kind: type[Any]) -> type[A
 
 
 def _offered(package: ModuleType) -> Iterable[EntryPoint]:
-    return entry_points(group=package.__name__)
+    return _installed(package.__name__, tuple(sys.path))
+
+
+@functools.cache
+def _installed(group: str, _path: tuple[str, ...]) -> Iterable[EntryPoint]:
+    """Read once for what is on the path now: looking through all that is installed takes longer than many a call that needs a name."""
+    return entry_points(group=group)
 
 
 def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind: type[Any]) -> type[Any]:

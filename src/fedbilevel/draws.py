@@ -7,6 +7,7 @@ numbers whether it is alone in its process or hosted with a thousand others, in 
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -45,12 +46,15 @@ class Stream:
     """Draws for one seed. `ids` are client numbers, one row each; the result never depends on which rows are asked together."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = _word(int(seed), "seed")
+        try:
+            self.seed = _word(operator.index(seed), "seed")
+        except TypeError:
+            raise SettingError(f"seed is {seed!r}, expected a whole number.") from None
 
     def bits(self, purpose: str, ids: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Uniform 32-bit words, (k, len(steps), width), as int64."""
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
-            raise SettingError(f"at most {MAX_STEPS} steps per phase and phases per outer iteration, got step {steps.stop} of call {call}.")
+            raise SettingError(f"step {steps.stop} of call {call} was asked for, expected at most {MAX_STEPS} steps per phase and phases per outer iteration.")
         if isinstance(iteration, int):
             _word(iteration, "the outer iteration")
         return self._words(purpose, ids, (iteration,), steps, call, width)

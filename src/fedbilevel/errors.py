@@ -23,7 +23,7 @@ class UnknownNameError(FedBilevelError, LookupError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
+        close = difflib.get_close_matches(str(name).replace("-", "_").lower(), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
         super().__init__(f"There is no {kind} named {name!r}. {hint}")
 
@@ -58,6 +58,10 @@ class DataError(FedBilevelError, ValueError):
     """A data file that is missing, or that does not hold what its name says."""
 
 
+class LogError(FedBilevelError, ValueError):
+    """A log of a run that cannot be written, or that belongs to another run."""
+
+
 class ExperimentError(FedBilevelError, ValueError):
     """An experiment file, or a result of one, that cannot be used."""
 
@@ -84,3 +88,7 @@ class RosterError(FedBilevelError, ValueError):
 
 class PluginError(FedBilevelError, ImportError):
     """A task or an algorithm of another package that cannot be used."""
+
+
+class ReportError(FedBilevelError, ValueError):
+    """A record that no page can be made of."""

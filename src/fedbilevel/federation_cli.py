@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from fedbilevel.errors import SettingError
 from fedbilevel.sites import policy
 from fedbilevel.sites.plan import read_plan
-
-console = Console()
-if not console.is_terminal:
-    console = Console(width=120)
+from fedbilevel.terminal import say
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -32,10 +28,6 @@ def _flare() -> Iterator[None]:
         if (error.name or "").split(".")[0] not in ("nvflare", "psutil"):
             raise
         raise SettingError("federations between organisations need NVIDIA FLARE, which is not installed: pip install 'fedbilevel[federation]'.") from None
-
-
-def _print(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def line(progress: dict[str, Any]) -> str:
@@ -68,7 +60,7 @@ def init_command(path: Path, sites: str, name: str, lead: str, host: str, port: 
     with _flare():
         from fedbilevel.flare import kits
     kits.init(path, sites=[part.strip() for part in sites.split(",") if part.strip()], name=name, lead=lead, host=host, port=port)
-    _print(f"Written: {path}. Edit it, then: fedbilevel federation provision {path}")
+    say(f"Written: {path}. Edit it, then: fedbilevel federation provision {path}")
 
 
 @federation.command("provision")
@@ -82,8 +74,8 @@ def provision_command(toml: Path, out: Path) -> None:
         from fedbilevel.flare import kits
     made = kits.provision(toml, out)
     for name, kit in made.items():
-        _print(f"{name:<24} {kit}")
-    _print(f"Give each organisation its own folder, by a safe way: it holds a private key. Keep {out / kits.AUTHORITY}, which signs kits, to yourself.")
+        say(f"{name:<24} {kit}")
+    say(f"Give each organisation its own folder, by a safe way: it holds a private key. Keep {out / kits.AUTHORITY}, which signs kits, to yourself.")
 
 
 @federation.command("start-server")
@@ -94,7 +86,7 @@ def start_server_command(kit: Path) -> None:
         from fedbilevel.flare import processes
     if processes.name_of(kit) != "server":
         raise SettingError(f"{kit} is the kit of the site {processes.name_of(kit)!r}: use start-site.")
-    _keep(processes.Supervised(kit, say=_print))
+    _keep(processes.Supervised(kit, say=say))
 
 
 @federation.command("start-site")
@@ -109,20 +101,20 @@ def start_site_command(kit: Path, data: Path | None) -> None:
     settings = policy.read_settings(kit / job.SITE)
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
-    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=_print))
+    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say))
 
 
 def _keep(supervised: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: supervised.ask_to_stop())
     supervised.start()
-    _print(f"{supervised.name} runs; its log is {supervised.kit / 'log.txt'}. Ctrl-C stops it.")
+    say(f"{supervised.name} runs; its log is {supervised.kit / 'log.txt'}. Ctrl-C stops it.")
     try:
         while not supervised.wait(0.5):
             pass
     finally:
         supervised.stop()
-    _print(f"{supervised.name} stopped.")
+    say(f"{supervised.name} stopped.")
 
 
 def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,10 +133,10 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> Non
     control.check_lead(kit)
     plan = read_plan(run, kits.sites_of(kit)).asdict()
     if detach:
-        _print(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
+        say(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
         return
     control.check_free(kit, plan)
-    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=_print, max_restarts=max_restarts))
+    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=say, max_restarts=max_restarts))
 
 
 @federation.command("resume")
@@ -155,15 +147,15 @@ def resume_command(name: str, kit: Path, max_restarts: int) -> None:
     """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
     with _flare():
         from fedbilevel.flare import control
-    _end(name, kit, control.resume(kit, name, _show, notice=_print, max_restarts=max_restarts))
+    _end(name, kit, control.resume(kit, name, _show, notice=say, max_restarts=max_restarts))
 
 
 def _show(progress: dict[str, Any]) -> None:
-    _print(line(progress))
+    say(line(progress))
 
 
 def _end(name: str, kit: Path, outcome: str) -> None:
-    _print(f"{name} is finished." if outcome == "finished" else f"{name} stopped. To go on: fedbilevel federation resume {name} --kit {kit}")
+    say(f"{name} is finished." if outcome == "finished" else f"{name} stopped. To go on: fedbilevel federation resume {name} --kit {kit}")
 
 
 @federation.command("status")
@@ -173,9 +165,9 @@ def status_command(kit: Path) -> None:
     with _flare():
         from fedbilevel.flare import control
     found = control.status(kit)
-    _print(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
+    say(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
     for name, entry in found["runs"].items():
-        _print(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
+        say(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
 
 
 @federation.command("stop")
@@ -186,7 +178,7 @@ def stop_command(name: str, kit: Path) -> None:
     with _flare():
         from fedbilevel.flare import control
     control.stop(kit, name)
-    _print(f"{name} stops after its current outer iteration.")
+    say(f"{name} stops after its current outer iteration.")
 
 
 @federation.command("try")
@@ -201,7 +193,7 @@ def try_command(num_sites: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="fedbilevel-") as temporary:
         place = folder or Path(temporary)
         plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
-        with local.Loopback(place, plan["sites"], data=data, say=_print) as federation_here:
-            _print(f"{num_sites} sites are connected to the server, in {place}.")
-            federation_here.watch(plan, _show, notice=_print)
-    _print("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))
+        with local.Loopback(place, plan["sites"], data=data, say=say) as federation_here:
+            say(f"{num_sites} sites are connected to the server, in {place}.")
+            federation_here.watch(plan, _show, notice=say)
+    say("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))

@@ -8,17 +8,20 @@ Linear systems are solved for r right-hand sides at once: r = 1 for a global low
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.errors import ProblemError, SettingError
-from fedbilevel.population import Population
+from fedbilevel.population import Added, Points, Population, Portion, size, squares, total
 
 Product = Callable[[Tensor], Tensor]  # (r, d) -> (r, d), row by row
 Method = Literal["exact", "cg", "neumann", "fixed_point"]
+_LOOKED_AT, _ROUGH = 1e-6, 1e-2  # how exactly a system is solved for a measurement, and what rounding may leave of that
+_STEPS, _SOON = 15, 500  # what may be spent on it: Newton's steps, and products for each solve
 
 
 def project(rows: Tensor, radius: float | None) -> Tensor:
@@ -165,6 +168,62 @@ def hypergradient(population: Population, x: Tensor, y: Tensor, *, method: Metho
     return Hypergradient(value, pool.spread(solution.u), solution.residual, solution.num_products)
 
 
+def measured(population: Population, x: Points, y: Points, added: Added = lambda own: own) -> float:
+    """|grad Phi(x)|, for a look at a run of any algorithm: y*(x) is found from y by Newton's method, the system solved there, over all data, every client at
+    its own x, a few clients at a time, by an oracle of its own. For a private x the root mean square over clients of f_x,i - J_i u.
+
+    nan: not determined, as the lower level is not strongly convex there, or not solved soon."""
+    number, private = population.sum_of_weights(added), population.problem.scopes.upper == "private"
+    first = list(islice(population.portions(x, y), 2))
+    again = lambda: first if len(first) == 1 else population.portions(x, y)  # what does not fit at once is looked at anew for every product
+    views: Iterable[_View] = [_View(population, again, mean=lambda summed: added([summed])[0] / number)]
+    if population.problem.scopes.lower == "local":
+        views = (_View(population, lambda part=part: [part]) for part in population.portions(x, y))  # type: ignore[misc]
+    with torch.no_grad():
+        blocks = [total(squares(rows) if private else rows, part.weights) for view in views for part, rows in view.blocks()]
+    return size(added([torch.stack(blocks).sum(0)])[0], number, of_squares=private)
+
+
+class _View:
+    """One lower level and the clients that have part in it: all of them, or a few with one each. mean: from a sum over the clients hosted here to the mean of
+    all."""
+
+    def __init__(self, population: Population, parts: Callable[[], Iterable[Portion]], mean: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.oracle, self.problem, self.dtype, self.parts, self.mean = population.watcher, population.problem, population.dtype, parts, mean
+
+    def lower(self, ask: Callable[[Portion], Tensor]) -> Tensor:
+        """(1, d) for all clients, or one row each."""
+        if self.mean is None:
+            [rows] = map(ask, self.parts())
+            return rows
+        summed = torch.stack([total(ask(part), part.weights) for part in self.parts()]).sum(0)
+        return self.mean(summed).to(self.dtype)[None]
+
+    def spread(self, rows: Tensor) -> Tensor:
+        return rows if self.mean is None else rows[0]
+
+    def blocks(self) -> Iterator[tuple[Portion, Tensor]]:
+        """f_x,i - J_i u of all clients of every portion; not a number where y*(x) or u was not found."""
+        oracle, spread = self.oracle, self.spread
+        start = self.lower(lambda part: part.y.expand(len(part.weights), -1))
+        value = lambda y: self.lower(lambda part: oracle.evaluate(self.problem.lower, part.x, spread(y), part.train)[:, None])[:, 0]
+        gradient = lambda y: self.lower(lambda part: oracle.lower_grad(part.x, spread(y), part.train))
+        product = lambda y, v: self.lower(lambda part: oracle.hessian_product(part.x, spread(y), spread(v), part.train))
+        try:
+            y, solved = _newton(start, value, gradient, product, tolerance=_LOOKED_AT**2, max_iterations=_STEPS, max_products=_SOON)
+            found = solve_cg(
+                lambda v: product(y, v), self.lower(lambda part: oracle.upper_grad_y(part.x, spread(y), part.val)), tolerance=_LOOKED_AT, max_products=_SOON
+            )
+            solved = solved and found.num_products <= _SOON and found.residual <= _ROUGH  # the last product is that of the certificate
+        except ProblemError:
+            solved = False
+        for part in self.parts():
+            if solved:
+                yield part, oracle.upper_grad_x(part.x, spread(y), part.val) - oracle.jacobian_product(part.x, spread(y), spread(found.u), part.train)
+            else:
+                yield part, torch.full_like(oracle.upper_grad_x(part.x, part.y, part.val), torch.nan)
+
+
 def lower_solution(population: Population, x: Tensor, y0: Tensor | None = None, *, tolerance: float = 1e-12, max_iterations: int = 100) -> Tensor:
     """y*(x) by Newton's method with conjugate gradients and backtracking: (d_y,), or one row per client for a local lower level."""
     pool, oracle = _Pool(population), population.oracle
@@ -177,25 +236,41 @@ def lower_solution(population: Population, x: Tensor, y0: Tensor | None = None, 
     def gradient(y: Tensor) -> Tensor:
         return pool.lower(oracle.lower_grad(x, pool.spread(y), pool.train))
 
-    def hessian_at(point: Tensor) -> Product:
-        return lambda v: pool.lower(oracle.hessian_product(x, point, pool.spread(v), pool.train))
+    def product(y: Tensor, v: Tensor) -> Tensor:
+        return pool.lower(oracle.hessian_product(x, pool.spread(y), pool.spread(v), pool.train))
 
-    tolerance = _reachable(tolerance, y)
     with torch.no_grad():
-        scale = 1 + torch.linalg.vector_norm(gradient(y), dim=1)
-        for _ in range(max_iterations):
-            g = gradient(y)
-            if bool((torch.linalg.vector_norm(g, dim=1) <= tolerance * scale).all()):
+        return pool.spread(_newton(y, value, gradient, product, tolerance=tolerance, max_iterations=max_iterations)[0])
+
+
+def _newton(
+    y: Tensor,
+    value: Callable[[Tensor], Tensor],
+    gradient: Callable[[Tensor], Tensor],
+    product: Callable[[Tensor, Tensor], Tensor],
+    *,
+    tolerance: float,
+    max_iterations: int,
+    max_products: int | None = None,
+) -> tuple[Tensor, bool]:
+    """Minimisers of r functions side by side, from their rows y, and whether the gradients there are small, up to what rounding may leave of it."""
+    tolerance, rounding = _reachable(tolerance, y), 50 * torch.finfo(y.dtype).eps
+    g = gradient(y)
+    scale = 1 + torch.linalg.vector_norm(g, dim=1)
+    small = lambda limit: bool((torch.linalg.vector_norm(g, dim=1) <= limit * scale).all())
+    for _ in range(max_iterations):
+        if small(tolerance):
+            break
+        d = solve_cg(lambda v: product(y, v), -g, tolerance=1e-4, max_products=max_products).u  # noqa: B023 - called here and now
+        slope, now, t = (g * d).sum(1), value(y), y.new_ones(len(y))
+        for _ in range(40):
+            falls = value(y + t[:, None] * d) <= now + 1e-4 * t * slope + rounding * now.abs()
+            if bool(falls.all()):
                 break
-            d = solve_cg(hessian_at(pool.spread(y)), -g, tolerance=1e-4).u
-            slope, now, t = (g * d).sum(1), value(y), y.new_ones(len(y))
-            for _ in range(40):
-                falls = value(y + t[:, None] * d) <= now + 1e-4 * t * slope + 1e-14 * now.abs()
-                if bool(falls.all()):
-                    break
-                t = torch.where(falls, t, t / 2)
-            y = y + t[:, None] * d
-    return pool.spread(y)
+            t = torch.where(falls, t, t / 2)
+        y = y + t[:, None] * d
+        g = gradient(y)
+    return y, small(100 * tolerance)
 
 
 class _Pool:

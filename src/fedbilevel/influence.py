@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,7 @@ from fedbilevel.problem import Problem
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.run import versions
 from fedbilevel.settings import Settings, setting
+from fedbilevel.tasks.findings import images
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.task import Built
 
@@ -486,6 +488,8 @@ def save(result: Study, built: Built, folder: Path, *, draw: bool) -> None:
         "versions": versions(),
     }
     write_whole(folder / "influence.json", (json.dumps(content, indent=1) + "\n").encode())
+    if result.task["data"] != "mixture":
+        write_whole(folder / "findings.json", (json.dumps(_looks(result, built)) + "\n").encode())
     if not draw:
         return
     if result.scores is not None:
@@ -496,6 +500,21 @@ def save(result: Study, built: Built, folder: Path, *, draw: bool) -> None:
         image = lambda one: torch.as_tensor(built.clients[one.client]["train"]["input"][one.sample]).numpy()
         rows = {"most harmful: removal lowers the loss": result.harmful(10), "most helpful: removal raises the loss": result.helpful(10)}
         pictures.sheet({title: [(image(one), _caption(one)) for one in some] for title, some in rows.items()}, folder / "instances.png")
+
+
+def _looks(result: Study, built: Built) -> list[dict[str, Any]]:
+    """The images of the instances that harm and help most, for a page."""
+    found = []
+    for kind, does, some in (("harmful", "lowers", result.harmful(12)), ("helpful", "raises", result.helpful(12))):
+        if some:
+            looks = np.stack([np.asarray(built.clients[one.client]["train"]["input"][one.sample]) for one in some])
+            facts = [{"client": one.client, "sample": one.sample, "label": one.label, "predicted": one.prediction, "wrong": one.wrong} for one in some]
+            found.append(
+                images(
+                    f"How the most {kind} look", f"Their removal {does} the validation loss summed over clients, by as much as is predicted here.", looks, facts
+                )
+            )
+    return [one for one in found if one is not None]
 
 
 def _caption(one: Instance) -> str:

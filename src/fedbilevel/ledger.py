@@ -3,12 +3,19 @@
 Every column is one int64 count per client. A round is one aggregation up and the broadcast that follows it; a message down with
 no aggregation belongs to the round before. Between peers a round is one step in which messages pass; every message is charged once, to its
 sender, and to its edge. Values that never leave a client are never charged.
+
+What was paid is also kept by phase, summed over clients: every charge belongs to the phase that is being run, or between peers to the exchange that is being
+made, and what peers compute by themselves to "local".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +26,7 @@ _OPEN_CELLS = 2**25  # and entries of their matrices
 EDGES = ("messages", "floats", "bytes")
 CALLS = ("gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
 COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", *CALLS)
+LOCAL, EARLIER = "local", "earlier"  # phases: what is charged outside of any, and what an older checkpoint did not divide
 
 
 @dataclass
@@ -29,7 +37,21 @@ class _Sent:
     version: int
     counts: Tensor
     degrees: Tensor
+    each: int  # how many messages that is
     times: int = 0
+
+
+class Totals(dict[str, int]):
+    """What was paid, summed over clients. phases: the same by phase."""
+
+    def __init__(self, amounts: Mapping[str, int] | Iterable[tuple[str, int]] = (), phases: Mapping[str, Mapping[str, int]] = MappingProxyType({})) -> None:
+        super().__init__(amounts)
+        self.phases = {name: dict(paid) for name, paid in phases.items()}
+
+    def __repr__(self) -> str:
+        calls = ", ".join(f"{name} {self[name]}" for name in CALLS if self.get(name))
+        sent = f"{(self['bytes_up'] + self['bytes_down']) / 1e6:.3g} MB ({self['floats_up']} floats up, {self['floats_down']} down)"
+        return f"<{self['rounds']} rounds, {sent}; {calls}>"
 
 
 class Ledger:
@@ -40,6 +62,9 @@ class Ledger:
         self.num_clients = num_clients
         self.rounds = 0
         self.columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
+        self.since: dict[str, Counter[str]] = {LOCAL: Counter()}  # by phase, since this ledger was made or loaded
+        self._before: dict[str, Counter[str]] = {}  # by phase, as loaded
+        self._phase = LOCAL
         self._edges: dict[str, Tensor] = {}
         self._open: dict[tuple[int, int, int], _Sent] = {}  # by links, floats and bytes: networks that repeat use the same ones over and over
 
@@ -57,7 +82,31 @@ class Ledger:
         self._open.clear()
         return self._edges
 
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What is charged meanwhile belongs to that phase."""
+        before, self._phase = self._phase, phase
+        self.since.setdefault(phase, Counter())  # also at a rank that has no client in it
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def count_round(self) -> None:
+        self.rounds += 1
+        self._add("rounds", 1)
+
+    def _add(self, column: str, amount: int) -> None:
+        self.since[self._phase][column] += amount
+
+    @property
+    def phases(self) -> dict[str, Counter[str]]:
+        """What every phase cost that cost anything, in the order in which they first ran."""
+        both = {name: self._before.get(name, Counter()) + self.since.get(name, Counter()) for name in (*self._before, *self.since)}
+        return {name: paid for name, paid in both.items() if paid}
+
     def charge(self, column: str, ids: Tensor, amount: int | Tensor = 1) -> None:
+        self._add(column, int(amount.sum()) if isinstance(amount, Tensor) else amount * len(ids))
         np.add.at(self.columns[column].numpy(), ids.cpu().numpy(), amount.cpu().numpy() if isinstance(amount, Tensor) else amount)
 
     def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
@@ -72,15 +121,24 @@ class Ledger:
             if known is not None or len(self._open) >= min(_MOST_OPEN, max(1, _OPEN_CELLS // self.num_clients**2)):
                 _ = self.edges
             counts = sent.to("cpu", copy=True)  # the caller may go on to change it
-            known = self._open[key] = _Sent(sent, sent._version, counts, counts.sum(1, dtype=torch.int64))
+            degrees = counts.sum(1, dtype=torch.int64)
+            known = self._open[key] = _Sent(sent, sent._version, counts, degrees, int(degrees.sum()))
         known.times += 1
+        self._add("floats_up", known.each * floats)
+        self._add("bytes_up", known.each * num_bytes)
         self.columns["floats_up"] += known.degrees * floats
         self.columns["bytes_up"] += known.degrees * num_bytes
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> Totals:
         edges = self.edges
         messages = {"messages": int(edges["messages"].sum())} if edges else {}
-        return {"rounds": self.rounds, **messages, **{name: int(column.sum()) for name, column in self.columns.items()}}
+        amounts = {"rounds": self.rounds, **messages, **{name: int(column.sum()) for name, column in self.columns.items()}}
+        return Totals(amounts, {name: {column: paid[column] for column in ("rounds", *COLUMNS)} for name, paid in self.phases.items()})
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it in plain numbers: summed over clients, by phase, by client and, between peers, by sender and receiver."""
+        totals, by_client = self.totals(), {name: column.tolist() for name, column in self.columns.items()}
+        return {"totals": totals, "phases": totals.phases, "clients": by_client, "edges": {name: counts.tolist() for name, counts in self.edges.items()}}
 
     @property
     def megabytes(self) -> float:
@@ -88,10 +146,16 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Tensor]:
         edges = {f"edges-{name}": counts.clone() for name, counts in self.edges.items()}
-        return {"rounds": torch.tensor(self.rounds), **{name: column.clone() for name, column in self.columns.items()}, **edges}
+        phases = {f"phase-{name}": torch.tensor([paid[column] for column in ("rounds", *COLUMNS)]) for name, paid in self.phases.items()}
+        return {"rounds": torch.tensor(self.rounds), **{name: column.clone() for name, column in self.columns.items()}, **edges, **phases}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.rounds = int(state["rounds"])
         self.columns = {name: state[name].clone() for name in COLUMNS}
         self._open.clear()
         self._edges = {name: state[f"edges-{name}"].clone() for name in EDGES if f"edges-{name}" in state}
+        stored = {name.removeprefix("phase-"): paid.tolist() for name, paid in state.items() if name.startswith("phase-")}
+        if not stored and (self.rounds or any(int(column.sum()) for column in self.columns.values())):
+            stored = {EARLIER: [self.rounds, *(int(column.sum()) for column in self.columns.values())]}
+        self._before = {name: Counter(dict(zip(("rounds", *COLUMNS), paid, strict=True))) for name, paid in stored.items()}
+        self.since = {LOCAL: Counter()}

@@ -37,7 +37,13 @@ _CELLS_ELSEWHERE = 2**24  # on a GPU, where a call costs more
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Settings):
-    """The networks that a name and a few numbers describe; `given` makes the others."""
+    """The networks that a name and a few numbers describe; `given` makes the others.
+
+    >>> import fedbilevel as fb
+    >>> links = fb.Network(kind="ring").between(4)
+    >>> links.adjacency(0).int().tolist()  # who sends to whom, and keeps a share
+    [[1, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 1, 1]]
+    """
 
     kind: Kind = setting("complete", "who can send to whom")
     probability: float = setting(0.4, "erdos_renyi: of an edge, drawn once", above=0, most=1)

@@ -70,7 +70,7 @@ def batch_size(size: int | Literal["all"] | Mapping[str, Any] | None) -> BatchSi
 def torch_device(name: str) -> torch.device:
     try:
         found = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.") from error
     if found.type not in ("cpu", "cuda"):
         raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.")

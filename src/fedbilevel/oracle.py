@@ -56,8 +56,8 @@ class Oracle:
     def __init__(self, problem: Problem, layout_x: Layout, layout_y: Layout, *, strategy: Strategy = "auto", chunk_size: int | None = None) -> None:
         if strategy not in get_args(Strategy):
             raise SettingError(f"strategy is {strategy!r}, expected {', '.join(map(repr, get_args(Strategy)[:-1]))} or {get_args(Strategy)[-1]!r}.")
-        if chunk_size is not None and chunk_size < 1:
-            raise SettingError(f"chunk_size is {chunk_size}, expected at least 1 client, or None for all at once.")
+        if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
+            raise SettingError(f"chunk_size is {chunk_size!r}, expected at least 1 client, or None for all at once.")
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
         self.compiles = strategy == "compiled"  # which is auto in everything else
         if self.compiles:
@@ -204,7 +204,7 @@ class Oracle:
             xs, ys = x.expand(len(batch), -1), y.expand(len(batch), -1)  # points of their own, as after local steps
             vmap(_pull_both(self._flat(self.problem.upper), self._flat(self.problem.lower)))(xs, ys, ys, dict(batch.fields))
         except RuntimeError as error:
-            reason = str(error).split("\n", 1)[0].rstrip(".")
+            reason = str(error).split("\n", 1)[0].split(". ", 1)[0].rstrip(".")
             if self.strategy == "vmap":
                 raise ProblemError(f"the lower loss cannot be evaluated for several clients at once ({reason}): use strategy='loop'.") from error
             self.strategy = "loop"

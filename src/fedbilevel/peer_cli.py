@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from fedbilevel import report
+from fedbilevel import report, terminal
 from fedbilevel.data.folders import read_folder
 from fedbilevel.errors import RosterError
 from fedbilevel.peers import roster as rosters
@@ -17,16 +16,9 @@ from fedbilevel.peers.collect import Collected, collect
 from fedbilevel.peers.part import say_how_far, take_part
 from fedbilevel.peers.plan import read_plan
 from fedbilevel.run import Progress
-
-console = Console()
-if not console.is_terminal:
-    console = Console(width=120)
+from fedbilevel.terminal import say
 
 FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-def _print(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 @click.group("peer")
@@ -42,8 +34,8 @@ def keygen_command(name: str, address: str, folder: Path) -> None:
     """Make a pair of keys for the peer NAME: a private one that stays here, and a public part to send to the others."""
     secret = folder / f"{name}.key.toml"
     public = rosters.keygen(secret, name=name, address=address)
-    _print(f"Private, stays here: {secret}")
-    _print(f"Public, for the roster: {public}")
+    say(f"Private, stays here: {secret}")
+    say(f"Public, for the roster: {public}")
 
 
 @peer.command("roster")
@@ -53,8 +45,8 @@ def roster_command(public: tuple[Path, ...], out: Path) -> None:
     """Put the public parts of all peers together. Their order is their numbering."""
     made = rosters.assemble(public, out)
     for entry in made.peers:
-        _print(f"{entry.name:<24} {entry.address}")
-    _print(f"Written: {out}. Give it to all of them, unchanged.")
+        say(f"{entry.name:<24} {entry.address}")
+    say(f"Written: {out}. Give it to all of them, unchanged.")
 
 
 @peer.command("run")
@@ -96,15 +88,15 @@ def run_command(
     headline = ("upper_loss", *ours.built_task().headline)
 
     def tell(now: Progress) -> bool:
-        _print(say_how_far(now, headline))
+        say(say_how_far(now, headline))
         return False
 
     result = take_part(
-        ours, [one.name for one in roster.peers], me, lambda most: Sockets(roster, me, secret, max_bytes=most, bind=bind, log=_print), holdings, place,
-        roster=roster.digest(), device=device, say=_print, callbacks=[tell],
+        ours, [one.name for one in roster.peers], me, lambda most: Sockets(roster, me, secret, max_bytes=most, bind=bind, log=say), holdings, place,
+        roster=roster.digest(), device=device, say=say, callbacks=[tell],
     )  # fmt: skip
     again = "" if result.stopped == "finished" else ", stopped; the same command goes on with it"
-    _print(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
+    say(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
 
 
 @peer.command("collect")
@@ -119,15 +111,15 @@ def collect_command(records: tuple[Path, ...], out: Path, num_listed: int) -> No
 def _show(done: Collected, num_listed: int) -> None:
     last, task = done.rows[-1], done.plan.built_task()
     title = f"{done.plan.name}: {task.name()}, {len(done.peers)} peers after outer iteration {last['iteration']}"
-    console.print(report.outcomes(title, {done.plan.algorithm["name"]: last}, task.headline))
+    terminal.console.print(report.outcomes(title, {done.plan.algorithm["name"]: last}, task.headline))
     if num_listed and done.removals is not None:
         for kind, does, some in (("harmful", "lowers", done.harmful), ("helpful", "raises", done.helpful)):
-            console.print(report.removals(f"Most {kind}: removal {does} the summed validation loss", some(num_listed)))
+            terminal.console.print(report.removals(f"Most {kind}: removal {does} the summed validation loss", some(num_listed)))
     if done.missing:
-        _print(f"Without {', '.join(done.missing)}, whose records were not given.")
+        say(f"Without {', '.join(done.missing)}, whose records were not given.")
     for name, iteration in done.behind.items():
-        _print(f"The record of {name} ends with outer iteration {iteration}, before those of the others: there is no solution of all.")
-    _print(f"Written: {done.path}")
+        say(f"The record of {name} ends with outer iteration {iteration}, before those of the others: there is no solution of all.")
+    say(f"Written: {done.path}")
 
 
 @peer.command("try")
@@ -144,7 +136,7 @@ def try_command(num_peers: int, folder: Path | None) -> None:
         with Local(place, *prepare(num_peers)) as peers:
             for name in peers.names:
                 peers.start(name)
-            _print(f"{num_peers} peers run as processes {', '.join(str(process.pid) for process in peers.processes.values())}, in {place}.")
+            say(f"{num_peers} peers run as processes {', '.join(str(process.pid) for process in peers.processes.values())}, in {place}.")
             peers.wait(600.0)
-            _print(f"All have finished after {time.monotonic() - began:.0f} s. Their records, put together:")
+            say(f"All have finished after {time.monotonic() - began:.0f} s. Their records, put together:")
             _show(collect([peers.record(name) for name in peers.names], place / "together"), 5)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fedbilevel.algorithms.clustered_fl import ClusteredFL
 from fedbilevel.algorithms.fedavg_plus import FedAvgPlus
 from fedbilevel.algorithms.fedem import FedEM
@@ -26,8 +28,9 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, PeerAlgorithm
 from fedbilevel.network import Network
+from fedbilevel.problem import Problem
 from fedbilevel.record import make_folder, write_whole
-from fedbilevel.run import EarlyStopping, run, versions
+from fedbilevel.run import EarlyStopping, Progress, run, versions
 from fedbilevel.settings import Settings, setting
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.task import Built
@@ -117,6 +120,26 @@ class Outcome(NamedTuple):
     rounds: int
     megabytes: float
     seconds: float
+    accuracies: tuple[float, ...] = ()  # test accuracy of every client there; older records have none
+
+
+class _Best:
+    """Keeps the clients' test accuracies at the best measurement. A measurement looks at the clients one by one before any callback sees its row."""
+
+    def __init__(self, problem: Problem, stop: EarlyStopping) -> None:
+        assert problem.across is not None  # the study's own data have a test part
+        self.across, self.stop, self.now, self.accuracies = problem.across, stop, (), ()
+        self.problem = dataclasses.replace(problem, across=self.look)
+
+    def look(self, found: Mapping[str, Tensor]) -> dict[str, float]:
+        self.now = tuple((found["test_right"] / found["test_samples"]).tolist())
+        return self.across(found)
+
+    def __call__(self, now: Progress) -> bool:
+        stops = self.stop(now)
+        if now.row is not None and self.stop.best is now.row:
+            self.accuracies = self.now
+        return stops
 
 
 def personalise(
@@ -168,11 +191,12 @@ def _run(label: tuple[str, str, int], algorithm: Algorithm, built: Built, plan: 
     if isinstance(algorithm, PeerAlgorithm):
         every = 1
         where |= {"network": NETWORKS[label[0]], "averaging": Averaging(num_steps=plan.num_pushes, weights="kept")}
-    result = run(algorithm, built.problem, built.clients, num_iterations=every * plan.num_outer, measure_every=every, seed=seed, callbacks=[stop], **where)
+    kept = _Best(built.problem, stop)
+    result = run(algorithm, kept.problem, built.clients, num_iterations=every * plan.num_outer, measure_every=every, seed=seed, callbacks=[kept], **where)
     best = stop.best
     return Outcome(
         *label, best["iteration"], best["test_accuracy"], best["test_accuracy_bottom_decile"], best["stop_accuracy"],
-        result.ledger["rounds"], result.rows[-1]["megabytes"], result.rows[-1]["seconds"],
+        result.ledger["rounds"], result.rows[-1]["megabytes"], result.rows[-1]["seconds"], kept.accuracies,
     )  # fmt: skip
 
 
@@ -185,7 +209,7 @@ def _opened(record: Path | None, about: Mapping[str, Any]) -> list[Outcome]:
         return []
     try:
         before = json.loads(path.read_text())
-        outcomes = [Outcome(**one) for one in before["outcomes"]]
+        outcomes = [Outcome(**{**one, "accuracies": tuple(one.get("accuracies", ()))}) for one in before["outcomes"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): name another folder.") from error
     for name, value in about.items():

@@ -22,11 +22,13 @@ def check() -> None:
         raise SettingError("pictures need matplotlib, which is not installed: pip install 'fedbilevel[plot]', or do without pictures.")
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float, *, shown: bool = False) -> Any:
+    """shown: for a notebook or a window, which only pyplot knows."""
     check()
-    from matplotlib.figure import Figure  # needs no display
+    from matplotlib import figure, pyplot
 
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+    make: Any = pyplot.figure if shown else figure.Figure  # which needs no display
+    return make(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def scatter(pairs: Sequence[tuple[float, float]], path: Path, *, title: str, r2: float | None, f1: float | None) -> None:
@@ -83,11 +85,15 @@ def points(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: 
 
 
 def lines(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path, *, x: str, y: str, title: str, log: Sequence[str] = ()) -> None:
-    """One line per name: the mean over its repetitions, with a band from the lowest to the highest, as far as all of them go."""
-    figure = _figure(7.2, 4.4)
+    curve(curves, x=x, y=y, title=title, log=log).savefig(path)
+
+
+def curve(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], *, x: str, y: str, title: str, log: Sequence[str] = (), shown: bool = False) -> Any:
+    """A figure with one line per name: the mean over its repetitions, with a band from the lowest to the highest, as far as all of them go."""
+    figure = _figure(7.2, 4.4, shown=shown)
     axes = figure.add_subplot()
     for number, (name, repetitions) in enumerate(curves.items()):
-        points = [[(point[x], point[y]) for point in curve if x in point and y in point and (point[x] > 0 or "x" not in log)] for curve in repetitions]
+        points = [[(point[x], point[y]) for point in one if x in point and y in point and (point[x] > 0 or "x" not in log)] for one in repetitions]
         points = [line for line in points if line]
         if not points:
             continue
@@ -107,7 +113,7 @@ def lines(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: P
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_wrapped(title), fontsize=9)
     figure.legend(fontsize=7, loc="outside right upper", frameon=False)
-    figure.savefig(path)
+    return figure
 
 
 def _wrapped(title: str) -> str:

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fedbilevel.data.clients import ClientData, Holdings
+from fedbilevel.data.clients import Batch, ClientData, Holdings
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle import Oracle, Strategy
-from fedbilevel.problem import Layout, Problem, away, check_losses
+from fedbilevel.problem import Layout, Problem, away, check_kind, check_losses, check_statistics, own_figures
 
 Points = Tensor | Callable[[Tensor], Tensor]  # one vector, one row per client, or a function from positions to their rows
+Added = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # sums over the clients hosted here -> those over all
 _LOOK = 2**27  # bytes of samples and rows that a measurement copies at once
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A few clients, with their own points and weights, and whole batches where they are asked for."""
+
+    data: ClientData
+    positions: Tensor
+    x: Tensor
+    y: Tensor
+    weights: Tensor
+
+    @cached_property
+    def train(self) -> Batch:
+        return self.data.look(self.positions, "train")
+
+    @cached_property
+    def val(self) -> Batch:
+        return self.data.look(self.positions, "val")
 
 
 class Population:
@@ -31,6 +53,7 @@ class Population:
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise SettingError(f"dtype is {dtype!r}, expected torch.float32 or torch.float64.")
+        check_kind(problem)
         self.problem = problem
         self.data = ClientData(clients, dtype=dtype, device=device)
         self.dtype, self.device = self.data.dtype, self.data.device
@@ -40,7 +63,9 @@ class Population:
         self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
         first_x = self.x0 if self.x_sizes is None else self.x0[0, : int(self.x_sizes[0])]
         check_losses(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
+        check_statistics(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
         self.oracle = Oracle(problem, self.layout_x, self.layout_y, strategy=strategy, chunk_size=chunk_size)
+        self._watcher: Oracle | None = None
         two = self.data.positions[:2]
         few = self.data.batch(two, "train", torch.zeros(len(two), 1, dtype=torch.int64, device=self.device))
         self.oracle.settle(few, self.x0 if self.x0.ndim == 1 else self.x0[:2], self.y0)
@@ -55,8 +80,6 @@ class Population:
             self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()}) for i in range(self.data.num_clients if private else 1)
         ]
         for i, tree in enumerate(trees):
-            if not isinstance(tree, Mapping) or not all(isinstance(leaf, Tensor) for leaf in tree.values()):
-                raise ProblemError(f"x0 gave {type(tree).__name__} for client {i}, expected a dict of named tensors.")
             if set(tree) != set(trees[0]):
                 raise ProblemError(f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the same names for all clients.")
         # what would differ for a client of another size is ragged, whoever is hosted here
@@ -109,8 +132,6 @@ class Population:
             losses = [self._everyone(loss, x, y, role) for loss, role in ((problem.upper, "val"), (problem.lower, "train"))]
             found: dict[str, Tensor] = {}
             for role, statistics in problem.statistics.items():
-                if role not in self.data.sizes:
-                    raise ProblemError(f"there are statistics for the role {role!r}, the clients have {', '.join(self.data.sizes)}.")
                 some = self._everyone(statistics, x, y, role)
                 twice = found.keys() & some.keys()
                 if twice:
@@ -121,14 +142,52 @@ class Population:
 
     def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
         """`function` of every client on all its data, float64 on the host; a few clients at a time, so that a look at many takes no copy of all they have."""
-        sample = sum(value[:1].numel() * value.element_size() for value in self.data.fields[role].values())
-        row = sum(start.shape[-1] for start, value in ((self.x0, x), (self.y0, y)) if not isinstance(value, Tensor)) * self.y0.element_size()
-        most = max(1, int(self.data.sizes[role].max()) * sample + row)
         parts = []
-        for some in self.data.positions.split(max(1, _LOOK // most)):
+        for some in self.data.positions.split(max(1, _LOOK // self._bytes_of_client(role, x, y))):
             values = self.oracle.evaluate(function, _rows(x, some), _rows(y, some), self.data.look(some, role))
             parts.append(tree_map(lambda leaf: leaf.double().cpu(), values))
         return tree_map(lambda *leaves: torch.cat(leaves), *parts)
+
+    def _bytes_of_client(self, role: str, x: Points, y: Points) -> int:
+        """What a look at one client copies, at most."""
+        sample = sum(value[:1].numel() * value.element_size() for value in self.data.fields[role].values())
+        row = sum(start.shape[-1] for start, value in ((self.x0, x), (self.y0, y)) if not isinstance(value, Tensor)) * self.y0.element_size()
+        return max(1, int(self.data.sizes[role].max()) * sample + row)
+
+    @property
+    def watcher(self) -> Oracle:
+        """An oracle for those who look on, so that a run does not depend on them."""
+        self._watcher = self._watcher or Oracle(self.problem, self.layout_x, self.layout_y, strategy="loop" if self.oracle.strategy == "loop" else "auto")
+        return self._watcher
+
+    def portions(self, x: Points, y: Points) -> Iterator[Portion]:
+        """All clients, each at its own point, as many at a time as a look may copy."""
+        most = max(self._bytes_of_client(role, x, y) for role in ("train", "val")) + self.y0.shape[-1] * self.y0.element_size()
+        for some in self.data.positions.split(max(1, _LOOK // most)):
+            yield Portion(self.data, some, _rows(x, some), _rows(y, some), self.weights(some))
+
+    def sum_of_weights(self, added: Added) -> Tensor:
+        [number] = added([self.weights(self.data.positions).double().sum()[None].to(self.device)])
+        return number
+
+    def residuals(self, x: Points, y: Points, u: Points | None, added: Added = lambda own: own) -> dict[str, float]:
+        """How far a point is from what a hypergradient asks of it, over all data, every client at its own: |mean g_y|, and |mean (H u - f_y)| / |mean f_y|.
+        For a local lower level these are root mean squares over clients.
+
+        added: for an engine of several processes."""
+        oracle, local = self.watcher, self.problem.scopes.lower == "local"
+        sums: dict[str, Tensor] = {}
+        for part in self.portions(x, y):
+            with torch.no_grad():
+                found = {"lower": oracle.lower_grad(part.x, part.y, part.train)}
+                if u is not None:
+                    right = oracle.upper_grad_y(part.x, part.y, part.val)
+                    found |= {"right": right, "system": oracle.hessian_product(part.x, part.y, _rows(u, part.positions), part.train) - right}
+            for name, rows in found.items():
+                sums[name] = sums.get(name, 0) + total(squares(rows) if local else rows, part.weights)
+        number = self.sum_of_weights(added)
+        sizes = {name: size(one, number, of_squares=local) for name, one in zip(sums, added(list(sums.values())), strict=True)}
+        return {"lower_gradient": sizes["lower"], **({"residual": sizes["system"] / (sizes["right"] or 1.0)} if u is not None else {})}
 
     def losses_away(self) -> list[float]:
         """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
@@ -152,8 +211,18 @@ def figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, 
     upper, lower, weights, *statistics = table.unbind(1)
     found = dict(zip(names[3:], statistics, strict=True))
     losses = {label: float((weights * values).sum() / weights.sum()) for label, values in (("upper_loss", upper), ("lower_loss", lower))}
-    metrics = problem.metrics({name: float(value.sum()) for name, value in found.items()})
-    return {**losses, **metrics, **(problem.across(found) if problem.across is not None else {})}
+    metrics = own_figures("metrics", problem.metrics, {name: float(value.sum()) for name, value in found.items()})
+    return {**losses, **metrics, **(own_figures("across", problem.across, found) if problem.across is not None else {})}
+
+
+def squares(rows: Tensor) -> Tensor:
+    """(k, 1): the squared length of every row."""
+    return (rows.double() ** 2).sum(1, keepdim=True)
+
+
+def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
+    """The length of a mean, or a root mean square, from what was summed with weights whose sum is `number`."""
+    return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
 
 
 def total(rows: Tensor, weights: Tensor) -> Tensor:

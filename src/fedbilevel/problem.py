@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedbilevel.data.clients import ClientData
 from fedbilevel.errors import ProblemError
+from fedbilevel.figures import DIAGNOSTICS
+from fedbilevel.ledger import COLUMNS
 
 Tree = Mapping[str, Tensor]
 Fields = Mapping[str, Any]
@@ -30,7 +32,12 @@ Loss = Callable[[Any, Any, Fields], Tensor]
 
 
 class Scopes(NamedTuple):
-    """Who owns what. `global`: one y for all; `local`: a y_i per client. `shared`: one x; `private`: a block x_i that never leaves its client."""
+    """Who owns what. `global`: one y for all; `local`: a y_i per client. `shared`: one x; `private`: a block x_i that never leaves its client.
+
+    >>> import fedbilevel as fb
+    >>> fb.Scopes(upper="private")
+    Scopes(lower='global', upper='private')
+    """
 
     lower: Literal["global", "local"] = "global"
     upper: Literal["shared", "private"] = "shared"
@@ -67,7 +74,22 @@ def _empty(_sums: Mapping[str, float]) -> dict[str, float]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+def check_tree(label: str, tree: Any) -> None:
+    if isinstance(tree, Mapping) and tree and all(isinstance(leaf, Tensor) and not leaf.is_complex() for leaf in tree.values()):
+        return
+    wrong = [f"{name!r} of type {leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__}" for name, leaf in tree.items()
+             if not isinstance(leaf, Tensor) or leaf.is_complex()] if isinstance(tree, Mapping) else []  # fmt: skip
+    got = f"an entry {wrong[0]}" if wrong else type(tree).__name__ if not isinstance(tree, Mapping) else "an empty one"
+    raise ProblemError(f"{label} must be a dict of named tensors with at least one entry, got {got}.")
+
+
+def reason(error: Exception) -> str:
+    """What the user's own function raised, short and on one line."""
+    text = " ".join(str(error).split()).split(". ", 1)[0]
+    return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + ' ...'}".rstrip(".: ")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Problem:
     """Two losses, an initial point and the scopes.
 
@@ -79,6 +101,15 @@ class Problem:
     statistics: per role, a function (x, y, batch) -> additive scalars; `metrics` turns their sums over all clients into figures.
     across: figures from the statistics of the clients one by one, each a tensor with one entry per client, e.g. the accuracy of the worst tenth.
     diagnostics: figures the server can compute from a shared x and global y alone, e.g. the distance to a known solution.
+
+    >>> import torch
+    >>> import fedbilevel as fb
+    >>> fb.Problem(
+    ...     upper=lambda x, y, batch: (batch["weight"] * (batch["a"] @ y["w"] - batch["b"]) ** 2).sum(),
+    ...     lower=lambda x, y, batch: (batch["weight"] * (batch["a"] @ y["w"] - batch["b"]) ** 2).sum() + x["penalty"].exp() * (y["w"] ** 2).sum(),
+    ...     x0={"penalty": torch.tensor(0.0)}, y0={"w": torch.zeros(3)}, name="ridge",
+    ... )
+    <Problem ridge: x (shared) = {penalty: ()}, y (global) = {w: (3)}>
     """
 
     upper: Loss
@@ -95,6 +126,8 @@ class Problem:
     name: str = "problem"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.scopes, Scopes):
+            raise ProblemError(f"scopes is {self.scopes!r}, expected Scopes(lower='global' or 'local', upper='shared' or 'private').")
         for label, value, known in (
             ("scopes.lower", self.scopes.lower, ("global", "local")),
             ("scopes.upper", self.scopes.upper, ("shared", "private")),
@@ -106,18 +139,36 @@ class Problem:
             raise ProblemError(
                 "x0 is a function of the client's sizes, which only a private x can be: give a dict of tensors, or scopes=Scopes(upper='private')."
             )
+        for label, function, takes in (
+            ("upper", self.upper, "x, y, batch"),
+            ("lower", self.lower, "x, y, batch"),
+            ("features", self.features, "x, batch"),
+            ("metrics", self.metrics, "sums"),
+            ("across", self.across, "statistics"),
+            ("diagnostics", self.diagnostics, "x, y"),
+        ):
+            if not callable(function) and not (function is None and label in ("features", "across", "diagnostics")):
+                raise ProblemError(f"{label} is {function!r}, expected a function of ({takes}).")
+        if not isinstance(self.statistics, Mapping) or not all(map(callable, self.statistics.values())):
+            raise ProblemError(f"statistics is {self.statistics!r}, expected a function of (x, y, batch) for each role, e.g. {{'val': accuracy}}.")
         for label, tree in (("x0", self.x0), ("y0", self.y0)):
-            if not (label == "x0" and callable(tree)) and not (isinstance(tree, Mapping) and tree and all(isinstance(leaf, Tensor) for leaf in tree.values())):
-                wrong = (
-                    [f"{name!r} of type {type(leaf).__name__}" for name, leaf in tree.items() if not isinstance(leaf, Tensor)]
-                    if isinstance(tree, Mapping)
-                    else []
-                )
-                got = f"an entry {wrong[0]}" if wrong else type(tree).__name__ if not isinstance(tree, Mapping) else "an empty one"
-                raise ProblemError(f"{label} must be a dict of named tensors with at least one entry, got {got}.")
+            if not (label == "x0" and callable(tree)):
+                check_tree(label, tree)
+
+    def __repr__(self) -> str:
+        shapes = lambda tree: "{" + ", ".join(f"{name}: ({', '.join(map(str, leaf.shape))})" for name, leaf in tree.items()) + "}"
+        x = "made for each client's sizes" if callable(self.x0) else shapes(self.x0)
+        return f"<Problem {self.name}: x ({self.scopes.upper}) = {x}, y ({self.scopes.lower}) = {shapes(self.y0)}>"
 
     def initial_x(self, sizes: Mapping[str, int]) -> Tree:
-        return self.x0(sizes) if callable(self.x0) else self.x0
+        if not callable(self.x0):
+            return self.x0
+        try:
+            tree = self.x0(sizes)
+        except Exception as error:  # the user's function may raise anything; name it, keep the cause
+            raise ProblemError(f"x0() failed for a client with the sizes {dict(sizes)}: {reason(error)}.") from error
+        check_tree("what x0() returns", tree)
+        return tree
 
     @classmethod
     def from_modules(
@@ -137,6 +188,8 @@ class Problem:
         `head(net(batch["image"]))` and `net.parameters["0.weight"]`. Frozen parameters stay as they are; the modules themselves are never changed.
         """
         for module, label in ((upper_module, "upper_module"), (lower_module, "lower_module")):
+            if not isinstance(module, nn.Module):
+                raise ProblemError(f"{label} is of type {type(module).__name__}, expected a torch.nn.Module: use Problem(...) for plain tensors.")
             for name, layer in module.named_modules():
                 _refuse_layer(layer, f"{label}.{name}" if name else label)
             if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -216,6 +269,12 @@ class _RefuseNoise(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def check_kind(problem: Any) -> None:
+    """That it is a problem at all."""
+    if not isinstance(problem, Problem):
+        raise ProblemError(f"problem is of type {type(problem).__name__}, expected a Problem, e.g. Problem(upper=..., lower=..., x0=..., y0=...).")
+
+
 @torch.enable_grad()
 def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
     """Evaluate both losses on a few samples of the first client, and say what is wrong with them."""
@@ -253,6 +312,45 @@ def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y:
                 raise ProblemError(f"lower() does not depend on y[{unused[0]!r}], so y*(x) is not determined: use it in the lower loss or leave it out of y0.")
 
 
+def check_statistics(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
+    """Likewise with what is counted for the metrics."""
+    for role, statistics in problem.statistics.items():
+        if role not in data.sizes:
+            raise ProblemError(f"there are statistics for the role {role!r}, expected one that the clients have: {', '.join(data.sizes)}.")
+        few = torch.arange(min(4, int(data.sizes[role][0])), device=x.device)
+        if not len(few):
+            continue
+        fields = data.batch(data.positions[:1], role, few[None]).row(0)
+        try:
+            found = statistics(layout_x.unravel(x), layout_y.unravel(y), with_features(problem, layout_x.unravel(x), fields))
+        except Exception as error:  # the user's function may raise anything; name it, keep the cause
+            shapes = {name: tuple(value.shape) for name, value in fields.items()}
+            raise ProblemError(f"the statistics of {role!r} failed on a batch of shapes {shapes}: {reason(error)}.") from error
+        wrong = [name for name, value in found.items() if not isinstance(value, Tensor) or value.ndim] if isinstance(found, Mapping) else None
+        if wrong or wrong is None:
+            got = f"{wrong[0]!r} as something else" if wrong else type(found).__name__
+            raise ProblemError(f"the statistics of {role!r} returned {got}, expected a dict of scalar tensors: sum over the samples of the batch.")
+
+
+_TAKEN = {
+    *("iteration", "rounds", "messages", "megabytes", "seconds", "members", "num_peers", "num_sites", "seen", *COLUMNS),
+    *("upper_loss", "lower_loss", *DIAGNOSTICS),
+}  # columns that every measurement may have
+
+
+def own_figures(label: str, function: Callable[..., Any], *given: Any) -> dict[str, float]:
+    """What the user's own function makes of a measurement."""
+    try:
+        found = function(*given)
+    except Exception as error:  # the user's function may raise anything; name it, keep the cause
+        raise ProblemError(f"{label}() failed: {reason(error)}.") from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, int | float) for value in found.values()):
+        raise ProblemError(f"{label}() returned {found!r:.80}, expected a dict of numbers: use float(...) for tensors.")
+    if twice := _TAKEN & set(found):
+        raise ProblemError(f"{label}() gives a figure named {min(twice)!r}, which is the name of a column that every run has: choose another name.")
+    return dict(found)
+
+
 def away(vector: Tensor) -> Tensor:
     """A fixed point near `vector` without its symmetries."""
     return vector + 0.1 * torch.arange(1, vector.shape[-1] + 1, dtype=vector.dtype, device=vector.device).cos()
@@ -266,10 +364,10 @@ def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, fa
         raise
     except Exception as error:  # the user's function may raise anything; name it, keep the cause
         shapes = {name: tuple(value.shape) for name, value in fields.items()}
-        raise ProblemError(f"{failed} with {type(error).__name__}: {error}. The batch had shapes {shapes}.") from error
+        raise ProblemError(f"{failed} of shapes {shapes}: {reason(error)}.") from error
     if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ProblemError(f"{label} returned {got}, expected a scalar tensor: sum batch['weight'] times the loss of each sample.")
+        got = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise ProblemError(f"{label} returned {got}, expected a scalar tensor of floats: sum batch['weight'] times the loss of each sample.")
     if not torch.isfinite(value):
         raise ProblemError(f"{label} is {value:.6g} at the initial point on the first client: check the data and the initial values.")
     return value

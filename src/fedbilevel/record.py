@@ -1,8 +1,13 @@
 """What came out of a run, on disk, in formats that execute nothing when read.
 
     config.json               resolved settings, seed, versions, and the fingerprint that a resume must match
-    metrics.jsonl             one line per measurement: outer iteration, ledger, seconds, figures
+    metrics.jsonl             one line per measurement: outer iteration, ledger, seconds, figures (null: not finite)
     checkpoint.safetensors    everything the next outer iteration depends on
+    ledger.json               what was paid up to the checkpoint: summed, by phase, by client and, between peers, by sender and receiver
+    clients.json              who has what: numbers of samples, and of labels (not where nobody knows)
+    run.toml                  the whole run as a file for `fedbilevel run --config` (of a run from the command line)
+    findings.json             what the task has to show at the end (likewise)
+    end.json                  how it ended, unless it was killed: finished, callback, interrupted or failed, after which outer iteration, and why
     solution.safetensors      x and y by their own names (written at the end)
 
 Every file is written beside its place and moved there whole, so that a crash leaves the old one.
@@ -11,8 +16,9 @@ Every file is written beside its place and moved there whole, so that a crash le
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,24 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(beside, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}): make room or name another folder.") from error
+
+
+def finite(value: Any) -> Any:
+    """As JSON has it, which knows no NaN and no infinity: both are null."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
+
+
+def row_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A measurement as it was read: what was not finite is NaN again."""
+    return {name: math.nan if value is None else value for name, value in content.items()}
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -76,22 +100,48 @@ class Record:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def end(self) -> Path:
+        return self.path / "end.json"
+
+    def write_end(self, stopped: str, iteration: int, why: str = "") -> None:
+        write_whole(self.end, (json.dumps({"stopped": stopped, "iteration": iteration, **({"why": why} if why else {})}) + "\n").encode())
+
     def start(self, config: Mapping[str, Any]) -> None:
         if self.checkpoint.exists():
             raise CheckpointError(f"{self.path} already holds a run: resume it, or name another folder.")
         make_folder(self.path)
         self.write_config(config)
+        self.end.unlink(missing_ok=True)
         write_whole(self.metrics, b"")
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         write_whole(self.path / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
+    def write_ledger(self, content: Mapping[str, Any]) -> None:
+        write_whole(self.path / "ledger.json", (json.dumps(content) + "\n").encode())
+
+    def write_clients(self, content: Mapping[str, Any]) -> None:
+        write_whole(self.path / "clients.json", (json.dumps(content) + "\n").encode())
+
+    def write_findings(self, content: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            text = json.dumps(content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the run is saved, but the findings of its task cannot be written as JSON ({error}): use plain, finite numbers.") from error
+        write_whole(self.path / "findings.json", f"{text}\n".encode())
+
+    def write_recipe(self, text: str) -> None:
+        write_whole(self.path / "run.toml", text.encode())
+
     def read_config(self) -> dict[str, Any]:
         place = self.path / "config.json"
         try:
             config = json.loads(place.read_text())
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"there is no run in {self.path} (no config.json): give the folder that a run printed at its end.") from error
+        except OSError as error:
+            raise CheckpointError(f"{place} cannot be read ({error.strerror}): restore it from a copy or start a new run.") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{place} is not readable as JSON ({error}): restore it from a copy or start a new run.") from error
         if not isinstance(config, dict):
@@ -101,7 +151,7 @@ class Record:
     def add(self, row: dict[str, Any]) -> None:
         try:
             with open(self.metrics, "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(line_of(row))
         except OSError as error:
             raise CheckpointError(f"{self.metrics} cannot be written ({error.strerror}): make room and resume.") from error
 
@@ -142,22 +192,29 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         """All measurements so far."""
         try:
-            lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+            return read_rows(self.metrics)
         except OSError as error:
             raise CheckpointError(f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it.") from error
-        return [row for row in map(_row, lines) if row is not None]
 
     def go_on_from(self, iteration: int) -> list[dict[str, Any]]:
         """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
         rows = [row for row in self.rows() if row["iteration"] <= iteration]
-        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        if not rows and iteration > 0:
+            raise CheckpointError(f"{self.metrics} has no measurement up to outer iteration {iteration}: restore it from a copy, or start a new run.")
+        self.end.unlink(missing_ok=True)
+        write_whole(self.metrics, "".join(map(line_of, rows)).encode())
         return rows
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """A line cut off by a crash is dropped; the checkpoint says what must be measured again."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and "iteration" in row else None
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A line each of a file, if it is there. One cut off by a crash, the last, is not: the checkpoint says what must be measured again."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+        try:
+            row = json.loads(line)
+            if type(row["iteration"]) is not int:
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise CheckpointError(f"line {number} of {path} is not a measurement: restore the file from a copy, or remove that line.") from None
+        rows.append(row_of(row))
+    return rows

@@ -186,9 +186,13 @@ def names(title: str, found: Mapping[str, type[Any]]) -> Table:
     """The first line of each module's docstring."""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, kind in sorted(found.items()):
-        doc = inspect.getdoc(inspect.getmodule(kind)) or ""
-        table.add_row(name, doc.split("\n", 1)[0])
+        table.add_row(name, first_line(kind))
     return table
+
+
+def first_line(kind: type[Any]) -> str:
+    """Of the docstring of its module."""
+    return (inspect.getdoc(inspect.getmodule(kind)) or "").split("\n", 1)[0]
 
 
 def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
 import math
 import platform
 import signal
@@ -10,11 +13,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy
 import torch
@@ -32,56 +36,130 @@ from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.peers import Peer
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.engines.sites import Sites
-from fedbilevel.errors import CheckpointError, NonFiniteError, RankLostError, SettingError
+from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, RankLostError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
+from fedbilevel.figures import falls
+from fedbilevel.ledger import COLUMNS, Totals
 from fedbilevel.network import AnyNetwork
-from fedbilevel.problem import Problem
+from fedbilevel.options import torch_device
+from fedbilevel.peers.office import Regrouped
+from fedbilevel.problem import Problem, check_kind
 from fedbilevel.record import Record
+from fedbilevel.settings import whole_number
 from fedbilevel.steps import Schedule
 
 
 class Progress(NamedTuple):
-    """What a callback sees after every outer iteration. `row` is the measurement, if one was taken."""
+    """What a callback sees after every outer iteration. `row` is the measurement, if one was taken. num_rounds: where the run ends by rounds."""
 
     iteration: int
     num_iterations: int
     rounds: int
     megabytes: float
     row: Mapping[str, Any] | None
+    num_rounds: int | None = None
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done, from 0 to 1."""
+        by_rounds = self.rounds / self.num_rounds if self.num_rounds else 0.0
+        return min(1.0, max(self.iteration / max(1, self.num_iterations), by_rounds))
 
 
 Callback = Callable[[Progress], bool | None]  # True stops the run
+_MEASUREMENTS = 20  # in a run, about, where nothing else is said
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A callback that also hears of the beginning and of the end, whatever ends the run. `rows`: all measurements so far, which at the beginning are the first,
+    or those up to the checkpoint that a run goes on from. `stopped`: "finished", "callback", "interrupted" or "failed"."""
+
+    def begin(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def __call__(self, now: Progress) -> bool | None: ...
+
+    def end(self, rows: Sequence[Mapping[str, Any]], stopped: str) -> None: ...
+
+
+OPTIONS = ("device", "strategy", "chunk_size", "drops", "sampling", "ids")  # of the engines
 STOPPED = ("finished", "callback", "interrupted")  # why a run ended; of what several ranks say, the last counts
 
 
 class EarlyStopping:
-    """A callback: stops after `patience` measurements without a higher `metric`. `best` is the measurement to report (the first of equals)."""
+    """A callback: stops after `patience` measurements without a better `metric`, which is a higher one, or a lower one of losses and residuals. `best` is the
+    measurement to report (the first of equals).
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.data_cleaning import DataCleaning
+    >>> enough = fb.EarlyStopping("test_accuracy", patience=2)
+    >>> result = fb.solve(*DataCleaning().build(), "fedavg", num_iterations=200, measure_every=5, callbacks=[enough], lr_lower=1.0)
+    >>> result.stopped, enough.best["iteration"] == result.iteration - 10
+    ('callback', True)
+    """
 
     def __init__(self, metric: str, *, patience: int) -> None:
+        if not isinstance(patience, int) or patience < 1:
+            raise SettingError(f"the patience of early stopping is {patience!r}, expected at least 1 measurement.")
         self.metric, self.patience, self.waited = metric, patience, 0
         self.best: Mapping[str, Any] = {}
 
     def __call__(self, now: Progress) -> bool:
         if now.row is not None:
             if self.metric not in now.row:
-                raise SettingError(f"early stopping watches {self.metric!r}, which this problem does not measure: use one of {', '.join(now.row)}.")
-            better = not self.best or now.row[self.metric] > self.best[self.metric]
+                raise SettingError(f"early stopping watches {self.metric!r}, which this run does not measure: use one of {', '.join(figures_of(now.row))}.")
+            value, best = (-row[self.metric] if falls(self.metric) else row[self.metric] for row in (now.row, self.best or now.row))
+            better = not self.best or value > best or (math.isnan(best) and not math.isnan(value))
             self.best, self.waited = (now.row, 0) if better else (self.best, self.waited + 1)
         return self.waited >= self.patience
 
 
 @dataclass(frozen=True)
 class Result:
-    """x and y in the user's structure (one dict per client where they are private or local, and between peers)."""
+    """x and y in the user's structure (one dict per client where they are private or local, and between peers).
+
+    rows: the measurements, one dict each, and `history` the same as a table. ledger: what was paid, summed over clients, and by phase in `ledger.phases`.
+    """
 
     x: Any
     y: Any
     rows: list[dict[str, Any]]
-    ledger: dict[str, int]
+    ledger: Totals
     iteration: int
     stopped: str  # "finished", "callback" or "interrupted"
     path: Path | None = None
-    state: Any = field(default=None, repr=False)
+    state: Any = None
+    name: str = ""
+
+    @property
+    def history(self) -> Any:
+        """The measurements as a pandas DataFrame by outer iteration, where pandas is installed; otherwise the list of rows."""
+        if find_spec("pandas") is None:
+            return self.rows
+        import pandas  # type: ignore[import-untyped]
+
+        return pandas.DataFrame(self.rows).set_index("iteration")
+
+    def plot(self, metric: str | None = None, *, against: str = "rounds") -> Any:
+        """A matplotlib figure: a metric (by default the upper loss) against rounds, megabytes, seconds, iteration or another column."""
+        from fedbilevel import pictures  # an extra draws it
+
+        chosen = metric or "upper_loss"
+        for name in map(str, (chosen, against)):
+            if not self.rows or name not in self.rows[-1]:
+                raise UnknownNameError("column in the history", name, self.rows[-1] if self.rows else ())
+        return pictures.curve({self.name or chosen: [self.rows]}, x=against, y=chosen, title="", shown=True)
+
+    def __repr__(self) -> str:
+        last = self.rows[-1] if self.rows else {}
+        figures = ", ".join(f"{name} {last[name]:.4g}" for name in figures_of(last)[:3])
+        end = "" if self.stopped == "finished" else f" (stopped: {self.stopped})"
+        return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB; {figures}>"
+
+
+def figures_of(row: Mapping[str, Any]) -> list[str]:
+    """What was measured, without what was paid."""
+    return [name for name in row if name not in ("iteration", "messages", "members", "num_peers", "seen", "rounds", "megabytes", "seconds", *COLUMNS)]
 
 
 def run(
@@ -89,7 +167,8 @@ def run(
     problem: Problem,
     clients: Sequence[Holdings],
     *,
-    num_iterations: int,
+    num_iterations: int | None = None,
+    num_rounds: int | None = None,
     seed: int = 0,
     cohort: Cohort = Cohort(),
     network: AnyNetwork | None = None,
@@ -98,38 +177,73 @@ def run(
     dtype: torch.dtype = torch.float32,
     measure_every: int | None = None,
     measure_growth: float = 0.0,
+    residuals: bool = False,
+    stationarity: bool = False,
     checkpoint_every: int = 10,
     schedule: Schedule = Schedule(),
     record: Path | str | None = None,
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     describe: Mapping[str, Any] | None = None,
+    recipe: str | None = None,
     engine: Engine = "simulation",
     timeout: float = TIMEOUT,
     **options: Any,
 ) -> Result:
     """Run `num_iterations` outer iterations of `algorithm` on all clients: in this process, or divided among those that torchrun started.
 
+    num_rounds: ends the run at the first outer iteration that reaches so many communication rounds, with num_iterations or instead of it.
     measure_every: outer iterations between measurements (default: about twenty in the run); the last one is always measured.
+    residuals: measure also how far y is from y*(x), and u from solving its system (`lower_gradient`, `residual`); about as long as the losses take, twice.
+    stationarity: measure also how long the hypergradient is (`hypergradient`), finding y*(x) and solving the system over all data; hundreds of products each.
     measure_growth: 0.05 lets that distance grow with the iterations done, to a twentieth of them: fine at the start, sparse later.
     cohort: who takes part, for algorithms with a server. network, averaging: who sends to whom and how averages are made, for algorithms between peers.
     schedule: how step sizes fall over the outer iterations (constant by default).
     record: a folder for configuration, metrics, checkpoints and the solution. resume: go on from the checkpoint in it.
-    describe: more for the recorded configuration, e.g. how a task was built. options: device, strategy, chunk_size, drops.
+    callbacks: called after every outer iteration; one that returns True stops the run. A `Follower` hears of its beginning and end, too (fedbilevel.logs).
+    describe: more for the recorded configuration, e.g. how a task was built. recipe: the run as a file, kept with the record.
+    options: device, strategy, chunk_size, drops.
     engine: "simulation", or "distributed" under torchrun, where every rank calls this with the same arguments: all get the result, rank 0 alone writes the
     record and calls callbacks. timeout: seconds after which a rank that does not answer is given up.
     Ctrl-C finishes the outer iteration, writes a checkpoint and returns; a second one stops at once and leaves the last checkpoint.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.algorithms.fedbio import FedBiO
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> result = fb.run(FedBiO(lr_upper=0.05, lr_lower=0.2, lr_system=0.2, num_local_steps=1), *Quadratic().build(), num_iterations=80)
+    >>> [row["iteration"] for row in result.rows]
+    [0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 76, 80]
+    >>> result.ledger
+    <80 rounds, 0.0512 MB (6400 floats up, 6400 down); gy 400, fx 400, fy 400, hvp 400, jvp 400, samples 4800>
     """
     if isinstance(algorithm, str):
         algorithm = discovery.algorithm(algorithm)()
     if not isinstance(algorithm, ServerAlgorithm | PeerAlgorithm):
         raise SettingError(f"algorithm is {algorithm!r}, expected an algorithm with its settings, e.g. FedBiO(lr_upper=0.01), or a name.")
-    for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule), ("num_iterations", num_iterations, int)):
+    for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule)):
         if not isinstance(given, kind):
-            raise SettingError(f"{label} is {given!r}, expected {'a whole number' if kind is int else f'a {kind.__name__}, e.g. {kind()!r}'}.")
+            raise SettingError(f"{label} is {given!r}, expected a {kind.__name__}, e.g. {kind()!r}.")
     if not isinstance(network, AnyNetwork | None) or not isinstance(averaging, Averaging | None):
         raise SettingError(f"network is {network!r} and averaging {averaging!r}, expected e.g. Network(kind='ring') and Averaging(num_steps=20), or None.")
-    plan = _plan(num_iterations, measure_every, measure_growth, checkpoint_every)
+    check_kind(problem)
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise SettingError(f"callbacks is {callbacks!r:.80}, expected a list of functions that take a Progress.")
+    if not isinstance(describe, Mapping | None):
+        raise SettingError(f"describe is {describe!r:.80}, expected a dict of what to add to the recorded configuration.")
+    try:
+        json.dumps(describe)
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"describe cannot be written as JSON ({error}): use plain numbers, words, lists and dicts.") from error
+    if record is not None and (not isinstance(record, str | Path) or not str(record)):
+        raise SettingError(f"record is {record!r}, expected the name of a folder, or None.")
+    for name in options:
+        if name not in OPTIONS:
+            raise UnknownNameError("option of run()", name, OPTIONS)
+    if options.get("drops") is not None and not callable(options["drops"]):
+        raise SettingError(f"drops is {options['drops']!r}, expected a function (outer iteration, call) that gives the clients that do not answer.")
+    if "device" in options:
+        options["device"] = torch_device(options["device"])
+    plan = _plan(num_iterations, measure_every, measure_growth, checkpoint_every, num_rounds, residuals, stationarity)
     if resume and record is None:
         raise SettingError("resume was asked for without a record: give the folder of the run to go on with.")
     for warning in algorithm.check_scopes(problem.scopes):
@@ -141,10 +255,48 @@ def run(
             **{**options, "device": group.device(options.get("device", "cpu"))},
         )  # fmt: skip
         falling = schedule.checked()._asdict()
-        identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if record is not None else {}  # reads all data: only for a record
+        kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
+        identity = {**_identity(fed, batch_size, dtype), "schedule": falling} if kept else {}  # reads all data: only for a record or a log
         config = {"identity": identity, "run": plan._asdict(),
                   "versions": versions(), "engine": group.engine, "ranks": group.size, **(describe or {})}  # fmt: skip
-        return _go_through(algorithm, fed, Record(record) if record is not None else None, config, resume, plan, schedule, callbacks)
+        return _go_through(
+            algorithm, fed, Record(record) if record is not None else None, config, resume, plan, schedule, callbacks, overview=fed.overview, recipe=recipe
+        )
+
+
+def solve(problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm | str, *, residuals: bool = True, **more: Any) -> Result:
+    """Solve a problem: `run` with the problem first, and with settings of the algorithm among the keywords.
+
+    >>> import torch
+    >>> import fedbilevel as fb
+    >>> ridge = lambda y, batch: (batch["weight"] * (batch["a"] @ y["w"] - batch["b"]) ** 2).sum()
+    >>> problem = fb.Problem(
+    ...     upper=lambda x, y, batch: ridge(y, batch),
+    ...     lower=lambda x, y, batch: ridge(y, batch) + (x["log_penalty"].exp() * y["w"] ** 2).sum(),
+    ...     x0={"log_penalty": torch.zeros(2)}, y0={"w": torch.zeros(2)},
+    ... )
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> clients = [{role: {"a": a, "b": a @ torch.tensor([1.0 + i, -1.0])} for role in ("train", "val")} for i in range(3)]
+    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=50, lr_upper=0.5, lr_lower=0.2, lr_system=0.2)
+    >>> result
+    <fedbio: 50 outer iterations, 50 rounds, 0.0072 MB; upper_loss 0..., lower_loss 0..., lower_gradient ...>
+    >>> result.x["log_penalty"].shape
+    torch.Size([2])
+    """
+    kind = discovery.algorithm(algorithm) if isinstance(algorithm, str) else type(algorithm)
+    fields = {spec.name for spec in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    known = {*inspect.signature(run).parameters, *OPTIONS} - {"algorithm", "problem", "clients", "options"}
+    settings = {name: value for name, value in more.items() if name in fields and name not in known}
+    for name in more:
+        if name not in fields and name not in known:
+            raise UnknownNameError(f"option of a run or setting of {kind.name() if fields else 'an algorithm'}", name, [*known, *fields])
+    if isinstance(algorithm, str):
+        chosen: Any = kind(**settings)
+    elif settings:
+        raise SettingError(f"{', '.join(sorted(settings))} would change an algorithm that has its settings already: give its name, or put them into it.")
+    else:
+        chosen = algorithm
+    return run(chosen, problem, clients, residuals=residuals, **{name: value for name, value in more.items() if name not in settings})
 
 
 def run_between(
@@ -171,18 +323,43 @@ def run_between(
 
 class _Plan(NamedTuple):
     num_iterations: int
-    measure_every: int
+    measure_every: int | None  # None: by rounds
     measure_growth: float
     checkpoint_every: int
+    num_rounds: int | None = None
+    residuals: bool = False
+    stationarity: bool = False
 
 
-def _plan(num_iterations: int, measure_every: int | None, measure_growth: float, checkpoint_every: int) -> _Plan:
-    for label, value, least in (("num_iterations", num_iterations, 0), ("checkpoint_every", checkpoint_every, 1), ("measure_every", measure_every, 1)):
-        if value is not None and value < least:
-            raise SettingError(f"{label} is {value}, expected at least {least}.")
-    if not 0 <= measure_growth <= 1:
-        raise SettingError(f"measure_growth is {measure_growth}, expected a share between 0 and 1.")
-    return _Plan(num_iterations, measure_every or max(1, num_iterations // 20), measure_growth, checkpoint_every)
+def _plan(
+    num_iterations: int | None,
+    measure_every: int | None,
+    measure_growth: float,
+    checkpoint_every: int,
+    num_rounds: int | None = None,
+    residuals: bool = False,
+    stationarity: bool = False,
+) -> _Plan:
+    if num_iterations is None and num_rounds is None:
+        raise SettingError("how long to run is not said: give num_iterations (outer iterations) or num_rounds (communication rounds).")
+    num_iterations, num_rounds, measure_every = (
+        None if value is None else whole_number(label, value, least)
+        for label, value, least in (("num_iterations", num_iterations, 0), ("num_rounds", num_rounds, 1), ("measure_every", measure_every, 1))
+    )
+    checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 1)
+    if not isinstance(measure_growth, int | float) or not 0 <= measure_growth <= 1:
+        raise SettingError(f"measure_growth is {measure_growth!r}, expected a share between 0 and 1.")
+    for label, asked in (("residuals", residuals), ("stationarity", stationarity)):
+        if not isinstance(asked, bool):
+            raise SettingError(f"{label} is {asked!r}, expected True or False.")
+    if measure_growth and measure_every is None and num_rounds is not None:
+        raise SettingError("measure_growth needs to know from where to grow in a run that ends by rounds: give measure_every, too.")
+    if num_iterations is None:
+        assert num_rounds is not None
+        num_iterations = num_rounds  # one that needs no round counts like one that needs one
+    elif measure_every is None and num_rounds is None:
+        measure_every = max(1, num_iterations // _MEASUREMENTS)
+    return _Plan(num_iterations, measure_every, measure_growth, checkpoint_every, num_rounds, residuals, stationarity)
 
 
 def _go_through(
@@ -195,10 +372,12 @@ def _go_through(
     schedule: Schedule,
     callbacks: Sequence[Callback],
     begin_at: int = 0,
+    overview: Callable[[], dict[str, Any]] | None = None,
+    recipe: str | None = None,
 ) -> Result:
-    """The outer iterations. Of several ranks, the first alone has to do with files and callbacks."""
+    """The outer iterations. overview: who has what, where that is known. Of several ranks, the first alone has to do with files and callbacks."""
     group, identity, num_iterations = fed.group, config["identity"], plan.num_iterations
-    due = _due(plan.measure_every, plan.measure_growth, num_iterations)
+    due = _due(plan)
     rows: list[dict[str, Any]] = []
     start, spent = begin_at, 0.0
     if resume and book is not None:
@@ -209,7 +388,8 @@ def _go_through(
             tensors, about = book.load()
             _same(identity, about["identity"], book)
             if num_iterations < about["iteration"]:
-                raise SettingError(f"num_iterations is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
+                what = "num_rounds" if plan.num_rounds == num_iterations else "num_iterations"
+                raise SettingError(f"{what} is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
             return {**about, "rows": book.go_on_from(about["iteration"])}
 
         about = group.told(read)
@@ -218,43 +398,68 @@ def _go_through(
         fed.ways.update(about.get("ways", {}))
         if group.rank == 0:
             book.write_config(config)
+            if recipe is not None:
+                book.write_recipe(recipe)
     else:
+        who = overview() if overview is not None and book is not None else None
         if book is not None and group.rank == 0:
             book.start(config)
+            if who is not None:
+                book.write_clients(who)
+            if recipe is not None:
+                book.write_recipe(recipe)
         fed.begin(0)
         state = algorithm.init(fed)
 
-    clock = time.perf_counter() - spent
+    clock, saved = time.perf_counter() - spent, start
 
     def save(iteration: int) -> None:
+        nonlocal saved, clock
+        now = time.perf_counter()
         if book is not None:
             fed.commit()
             tensors, plain = fed.state_dict(state)
-            about = {"identity": identity, "iteration": iteration, "seconds": time.perf_counter() - clock, "state": plain, "ways": fed.ways}
+            about = {"identity": identity, "iteration": iteration, "seconds": now - clock, "state": plain, "ways": fed.ways}
+            bill = fed.bill()
             if group.rank == 0:
                 book.save(tensors, about)
+                saved = iteration
+                book.write_ledger(bill.asdict())
             group.meet()  # now all know that it is there
+        saved = iteration
+        clock += time.perf_counter() - now
 
     def measure(iteration: int) -> dict[str, Any]:
+        nonlocal clock
+        now = time.perf_counter()
         row = {
             "iteration": iteration,
-            "seconds": time.perf_counter() - clock,
+            "seconds": now - clock,
             "megabytes": fed.ledger.megabytes,
             **fed.bill().totals(),
             **fed.measure(state.x, state.y),
+            **(fed.residuals(state) if plan.residuals else {}),
+            **(fed.stationarity(state) if plan.stationarity else {}),
         }
         rows.append(row)
         if book is not None and group.rank == 0:
             book.add(row)
+        clock += time.perf_counter() - now  # who looks longer is not slower
         return row
 
     if start == begin_at and not rows:
         measure(start)
         save(start)
-    saved = iteration = start
+    iteration = start
     stopped = "finished"
-    with _interrupts(group) as interrupted, _left(lambda: (iteration, saved), book, config):
+    over = lambda rounds: plan.num_rounds is not None and rounds >= plan.num_rounds
+    told = _told(callbacks, book, config, rows, lambda: (stopped, iteration)) if group.rank == 0 else nullcontext()
+    with _interrupts(group) as interrupted, _left(lambda: (iteration, saved), book, config), told:
         for iteration in range(start + 1, num_iterations + 1):
+            before = fed.ledger.rounds
+            if over(before):
+                iteration -= 1  # a run that was gone on with
+                break
             now = algorithm.scaled(schedule(iteration))
             fed.begin(iteration, now)
             with group.together():
@@ -262,24 +467,59 @@ def _go_through(
                     state = now.round(fed, state)
                     fed.check()
                 _check_finite(fed, state, iteration)
-            last = iteration == num_iterations
-            row = measure(iteration) if last or due(iteration) else None
-            here = Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row)
+            last = iteration == num_iterations or over(fed.ledger.rounds)
+            row = measure(iteration) if last or due(iteration, before, fed.ledger.rounds) else None
+            here = Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row, plan.num_rounds)
             ask = [callback(here) for callback in callbacks] if group.rank == 0 else []
             stopped = STOPPED[group.largest(2 if interrupted() or fed.stop_asked() else 1 if any(ask) else 0)]
             if stopped == "callback" and row is None:  # an interrupted run will be gone on with: what it measures must not depend on that
                 measure(iteration)
             if stopped != "finished" or last or iteration % plan.checkpoint_every == 0:
                 save(iteration)
-                saved = iteration
-            if stopped != "finished":
+            if stopped != "finished" or last:
                 break
         fed.finish(state)
         x, y = fed.trees(state.x, upper=True), fed.trees(state.y, upper=False)
         if book is not None and group.rank == 0:
             book.save_solution({**_named("x", x), **_named("y", y)})
         totals = fed.bill().totals()
-    return Result(x, y, rows, totals, iteration, stopped, book.path if book is not None else None, state)
+    return Result(x, y, rows, totals, iteration, stopped, book.path if book is not None else None, state, algorithm.name())
+
+
+@contextmanager
+def _told(
+    callbacks: Sequence[Callback], book: Record | None, config: Mapping[str, Any], rows: list[dict[str, Any]], when: Callable[[], tuple[str, int]]
+) -> Iterator[None]:
+    """Tells those who follow, and the record, that the run begins and how it ended, also if it is an error that ends it."""
+    how = "failed"
+
+    def leave(follower: Follower) -> None:
+        follower.end(rows, how)
+
+    def write(why: str = "") -> None:
+        if book is not None:
+            book.write_end(how, when()[1], why)
+
+    with ExitStack() as stack:
+        for callback in callbacks:
+            if isinstance(callback, Follower):
+                callback.begin(config, rows)
+                stack.callback(leave, callback)
+        try:
+            yield
+        except KeyboardInterrupt:
+            how = "interrupted"
+            write()
+            raise
+        except Regrouped:  # between peers: the same outer iteration begins again
+            raise
+        except Exception as error:
+            with suppress(CheckpointError):  # a full disk has been named already
+                write(str(error) if isinstance(error, FedBilevelError) else f"{type(error).__name__}: {error}")
+            raise
+        else:
+            how = when()[0]
+            write()
 
 
 @contextmanager
@@ -288,26 +528,33 @@ def _left(when: Callable[[], tuple[int, int]], book: Record | None, config: Mapp
     try:
         yield
     except NonFiniteError as error:
-        where = f" The last good checkpoint, of outer iteration {when()[1]}, is in {book.path}." if book is not None else ""
-        raise NonFiniteError(f"{error}{where}") from None
+        where = f"; the last good checkpoint, of outer iteration {when()[1]}, is in {book.path}" if book is not None else ""
+        raise NonFiniteError(f"{str(error).removesuffix('.')}{where}.") from None
     except RankLostError as error:
         command = f"torchrun --nproc-per-node {config['ranks']} -m fedbilevel resume {book.path}" if book is not None and "task" in config else ""
         what = f"the last checkpoint, of outer iteration {when()[1]}, is in {book.path}" if book is not None else "nothing was recorded"
         mend = f"go on with {command}" if command else "go on with the same call and resume=True" if book is not None else "give a record to be able to go on"
-        lost = RankLostError(f"{error} in outer iteration {when()[0]}; {what}: {mend}")
+        lost = RankLostError(f"{str(error).removesuffix('.')} in outer iteration {when()[0]}; {what}: {mend}.")
         lost.speaks = error.speaks
         raise lost from None
 
 
-def _due(every: int, growth: float, num_iterations: int) -> Callable[[int], bool]:
-    """Which outer iterations are measured: a function of their number alone, so that a resumed run measures the same."""
+def _due(plan: _Plan) -> Callable[[int, int, int], bool]:
+    """Which outer iterations are measured: a function of their number and of the rounds before and after them, so that a resumed run measures the same."""
+    every, growth, num_iterations, most = plan.measure_every, plan.measure_growth, plan.num_iterations, plan.num_rounds
+    if every is None:  # whichever end comes first, it is a twentieth nearer
+        assert most is not None
+        steps = max(1, num_iterations // _MEASUREMENTS)
+        return lambda iteration, before, after: (
+            before * _MEASUREMENTS // most < after * _MEASUREMENTS // most or (num_iterations < most and iteration % steps == 0)
+        )
     if not growth:
-        return lambda iteration: iteration % every == 0
+        return lambda iteration, before, after: iteration % every == 0
     chosen, iteration = set(), every
     while iteration <= num_iterations:
         chosen.add(iteration)
         iteration = max(iteration + every, -(-math.ceil(iteration * (1 + growth)) // every) * every)
-    return chosen.__contains__
+    return lambda iteration, before, after: iteration in chosen
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 from fedbilevel.errors import SettingError, UnknownNameError
@@ -56,12 +57,13 @@ PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # what a value from a f
     "text": ("text", lambda value: isinstance(value, str)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "table": ("a table", lambda value: isinstance(value, Mapping)),
+    "count": ("a whole number, at least 0", lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
     "whole": ("a whole number, at least 1", lambda value: _whole(value)),
     "seed": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "number": ("a number", _number),
     "names": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value)),
     "size": (
-        "a whole number of samples, 'all', or a table of such by role",
+        "a whole number of samples, at least 1 (in a file also 'all', or a table of such by role)",
         lambda value: _size(value) or (isinstance(value, Mapping) and all(map(_size, value.values()))),
     ),
     "maybe": ("a whole number, at least 1, or nothing", lambda value: value is None or _whole(value)),
@@ -76,6 +78,13 @@ def check_plain(where: str, value: Any, kind: str, error: type[Exception] = Sett
     words, fits = PLAIN[kind]
     if not fits(value):
         raise error(f"{where} is {value!r}, expected {words}.")
+
+
+def whole_number(label: str, value: Any, least: int | None = None, other: str = "") -> int:
+    """A plain int, which a record can hold, also where numpy's was given."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
+        raise SettingError(f"{label} is {value!r:.80}, expected a whole number{f', at least {least}' if least is not None else ''}{other}.")
+    return int(value)
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ class Schedule(NamedTuple):
 
     power 1/3 is the decay of the variance-reduced methods, 1/2 and 1 those of stochastic gradient theory. Local drift of methods with
     several local steps is proportional to the step, so a decaying step removes it.
+
+    >>> import fedbilevel as fb
+    >>> falling = fb.Schedule(power=0.5, offset=0)
+    >>> [falling(t) for t in (1, 4, 100)]
+    [1.0, 0.5, 0.1]
     """
 
     power: float = 0.0
@@ -35,10 +41,10 @@ class Schedule(NamedTuple):
         return ((self.offset + 1) / (self.offset + iteration)) ** self.power
 
     def checked(self) -> Schedule:
-        if not 0 <= self.power <= 1:
-            raise SettingError(f"the schedule's power is {self.power}, expected a value between 0 (constant) and 1.")
-        if self.offset < 0:
-            raise SettingError(f"the schedule's offset is {self.offset}, expected at least 0.")
+        if not isinstance(self.power, int | float) or not 0 <= self.power <= 1:
+            raise SettingError(f"the schedule's power is {self.power!r}, expected a value between 0 (constant) and 1.")
+        if not isinstance(self.offset, int | float) or not 0 <= self.offset < math.inf:
+            raise SettingError(f"the schedule's offset is {self.offset!r}, expected a finite number of at least 0.")
         return self
 
 
@@ -95,7 +101,14 @@ def _unit(v: Tensor) -> Tensor:
 
 
 def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 30) -> Curvature:
-    """L and mu of the lower level at the initial point, by power iterations across clients in float64, with what they cost."""
+    """L and mu of the lower level at the initial point, by power iterations across clients in float64, with what they cost.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> found = fb.curvature(*Quadratic().build())
+    >>> print(f"L = {found.largest:.2f}, mu = {found.smallest:.2f}, {found.ledger['rounds']} rounds")
+    L = 4.33, mu = 1.65, 31 rounds
+    """
     probe = _Probe(num_products=num_products)
     fed = Simulation(probe, problem, clients, dtype=torch.float64)
     x, y = fed.initial()
@@ -110,7 +123,15 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
 
 
 def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
-    """A ball for u when it is projected at every client: 2 max_i |f_y,i| / min_i mu_i at y*(x0), the 2 for the way x has yet to go. Sees all data."""
+    """A ball for u when it is projected at every client: 2 max_i |f_y,i| / min_i mu_i at y*(x0), the 2 for the way x has yet to go. Sees all data.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> problem, clients = Quadratic().build()
+    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=2, radius=fb.projection_radius(problem, clients))
+    >>> result.ledger["rounds"]
+    2
+    """
     population = Population(problem, clients, dtype=torch.float64)
     y = lower_solution(population, population.x0)
     f_y = population.oracle.upper_grad_y(population.x0, y, population.data.batch(torch.arange(len(population)), "val"))
@@ -140,6 +161,12 @@ def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
     """Step sizes for single-loop methods: lower and system steps 0.8 / L, the upper step at the edge of the two-timescale check.
 
     0.8 / L is longer than the papers' theory allows (1/(2L), 1/(6L)); it is what heterogeneous quadratics bear.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> steps = fb.suggest(*Quadratic().build())
+    >>> {name: f"{step:.2g}" for name, step in steps.items()}
+    {'lr_lower': '0.18', 'lr_system': '0.18', 'lr_upper': '0.043'}
     """
     found = curvature(problem, clients)
     lr = 0.8 / found.largest
@@ -147,7 +174,15 @@ def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
 
 
 def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> str | None:
-    """Warns when lr_upper * L_Phi > 0.5 * min(lr_lower, lr_system) * mu: sufficient for stability of single-loop methods, not necessary."""
+    """Warns when lr_upper * L_Phi > 0.5 * min(lr_lower, lr_system) * mu: sufficient for stability of single-loop methods, not necessary.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.algorithms.fedbio import FedBiO
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> problem, clients = Quadratic().build()
+    >>> fb.check_timescales(FedBiO(**fb.suggest(problem, clients)), problem, clients) is None
+    True
+    """
     lower = [getattr(algorithm, name) for name in ("lr_lower", "lr_system") if hasattr(algorithm, name)]
     if not hasattr(algorithm, "lr_upper") or not lower:
         return None

@@ -92,8 +92,6 @@ def tune(
             spent += int(sum(content["figures"].get("rounds", 0) for _, content in mine))
             say(f"{panel}, {row}: trial {len(trials)}, {', '.join(f'{name} = {value}' for name, value in values.items())}")
         _check_figures(plan, trials)
-    if not trials:
-        raise SettingError("no trial was made: give [tune] values to try and a max_rounds above 0.")
     return Chosen(panel, row, trials, spent)
 
 

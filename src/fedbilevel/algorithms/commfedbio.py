@@ -23,8 +23,8 @@ Bias: top_k at a constant step leaves u at a distance proportional to tau, becau
 error feedback the distance does not go away with tau. More than one local step on y adds a drift proportional to lr_lower.
 
 Cost per outer iteration: E + R + 1 rounds (sketch: E + 2); floats up E d_y + R k + d_x (none: R d_y; sketch: r^2 + r instead of R k; the
-places of the k entries add four bytes each); down (E + R) d_y + d_x (sketch: (E + 1) d_y + d_x). Per client g_y: E tau, f_x: 1,
-J v: 1, f_y: R, H v: R (sketch: f_y 1, H v r + 1).
+places of the k entries add four bytes each); down (E + R) d_y + d_x (sketch: (E + 1) d_y + d_x). Per client g_y: E times
+num_local_steps, f_x: 1, J v: 1, f_y: R, H v: R (sketch: f_y 1, H v r + 1).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def a9a(data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray, np.
     for x, y in (arrays[:2], arrays[2:]):
         if x.shape != (len(y), NUM_FEATURES) or not np.isin(y, (-1, 1)).all():
             raise DataError(
-                f"{' and '.join(map(str, places))} hold features of shape {x.shape} and labels {np.unique(y)[:5]}, expected {NUM_FEATURES} features "
+                f"{' and '.join(map(str, places))} hold features of shape {x.shape} and labels {np.unique(y)[:5].tolist()}, expected {NUM_FEATURES} features "
                 "and labels -1 and 1: get the file anew, or delete it."
             )
     train_x, train_y, test_x, test_y = arrays

@@ -66,7 +66,7 @@ def _decoded(content: bytes, what: str) -> np.ndarray:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{what} is no JPEG that can be read ({error}): get the file anew.") from error
+        raise DataError(f"{what} is no JPEG that can be read ({str(error).split(' <', 1)[0]}): get the file anew.") from error
     if pixels.shape != (SIDE, SIDE, 3):
         raise DataError(f"{what} has {pixels.shape[1]} x {pixels.shape[0]} pixels, expected {SIDE} x {SIDE}: get the file anew.")
     return pixels

@@ -106,7 +106,9 @@ class ClientData:
         sizes = []
         for i, client in enumerate(clients):
             if set(client) != set(clients[0]):
-                raise ProblemError(f"client {i} has the roles {sorted(client)}, client 0 has {sorted(clients[0])}: every client needs the same roles.")
+                raise ProblemError(
+                    f"client {i} has the roles {sorted(map(str, client))}, client 0 has {sorted(map(str, clients[0]))}: every client needs the same roles."
+                )
             fields = {name: self._tensor(value, role, name, i) for name, value in client[role].items()}
             lengths = {name: len(value) for name, value in fields.items()}
             if len(set(lengths.values())) > 1:
@@ -139,7 +141,10 @@ class ClientData:
         try:
             tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))  # a copy: views may run backwards or be read-only
         except (TypeError, ValueError) as error:
-            raise ProblemError(f"client {client} has {role}/{name} that is no array of numbers ({error}): give one row of numbers per sample.") from error
+            reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest is about numpy
+            raise ProblemError(f"client {client} has {role}/{name} that is no array of numbers ({reason}): give one row of numbers per sample.") from error
+        if tensor.is_complex() or tensor.layout != torch.strided:
+            raise ProblemError(f"client {client} has {role}/{name} as {tensor.dtype} in the layout {tensor.layout}: give dense rows of real numbers.")
         if tensor.ndim == 0:
             raise ProblemError(f"client {client} has a single number as {role}/{name}: give one row per sample.")
         if tensor.is_floating_point():

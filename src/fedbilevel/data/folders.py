@@ -1,4 +1,4 @@
-"""The data of one client, read from a folder of its own.
+"""The data of one client, read from a folder of its own, or those of many, read from one folder.
 
 A file holds the samples of one role, and its name is that role: `train` (lower level) and `val` (upper level) have to be there, `test` and others may be.
 
@@ -6,6 +6,9 @@ A file holds the samples of one role, and its name is that role: `train` (lower 
     train.safetensors  the same as safetensors
     train.csv          a header with the names of the fields and a line per sample; `image.0, image.1, ...` together are one field, a row of
                        floating-point numbers; a column by itself holds whole numbers, floating-point numbers, or true and false
+    train.parquet      columns as in a CSV file; one that holds lists, all of the same length, is one field, too (needs pyarrow)
+
+Many clients lie in folders of their own, DATA/ann/train.csv, or in one folder per role, DATA/train/ann.csv.
 
 Other files are left alone. Nothing in a file is executed when it is read.
 """
@@ -29,16 +32,49 @@ from fedbilevel.data.clients import REQUIRED, RESERVED, Holdings
 from fedbilevel.errors import DataError
 
 Fields = dict[str, np.ndarray]
+FORMATS = ".npz, .csv, .parquet or .safetensors"
 
 
 def read_folder(path: Path | str, *, num_classes: int | None = None) -> dict[str, Fields]:
     """Role -> field -> array. With `num_classes`, every field `label` has to hold whole numbers from 0 to num_classes - 1, and comes out as int64."""
     folder, files = Path(path), _files(Path(path))
-    missing = [role for role in REQUIRED if role not in files]
-    if missing:
-        found = ", ".join(place.name for place in files.values()) or "no file of data"
-        raise DataError(f"{folder} holds {found}, but nothing for the role {missing[0]!r}: add {missing[0]}.npz, .csv or .safetensors.")
-    return {role: _checked(place, role, _READERS[place.suffix.lower()](place), num_classes) for role, place in files.items()}
+    _required(folder, files)
+    return {role: _read(place, role, num_classes) for role, place in files.items()}
+
+
+def read_folders(path: Path | str, *, num_classes: int | None = None) -> dict[str, dict[str, Fields]]:
+    """Client -> role -> field -> array, the clients by name with client2 before client10: `list(read_folders(...).values())` is what a run takes.
+
+    Either every client has a folder, path/ann/train.csv, or every role has, path/train/ann.csv. All clients need the same roles and fields. A field of whole
+    numbers at one client and of others elsewhere is one of floating-point numbers for all: a column of a CSV file may hold no fraction by chance.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import fedbilevel as fb
+    >>> with tempfile.TemporaryDirectory() as data:
+    ...     for name, lines in {"client10": "1.5,0", "client2": "2,1\\n3,0"}.items():
+    ...         (Path(data) / name).mkdir()
+    ...         for role in ("train", "val"):
+    ...             _ = (Path(data) / name / f"{role}.csv").write_text(f"age,label\\n{lines}\\n")
+    ...     clients = fb.read_folders(data, num_classes=2)
+    >>> {name: own["train"]["age"].tolist() for name, own in clients.items()}
+    {'client2': [2.0, 3.0], 'client10': [1.5]}
+    """
+    if not isinstance(path, Path | str):
+        raise DataError(f"the folder of the clients is {path!r:.80}, expected its name.")
+    folder = Path(path)
+    places = _places(folder)
+    first, *others = places
+    for name in others:
+        for one, other in ((first, name), (name, first)):
+            lacking = [role for role in places[one] if role not in places[other]]
+            if lacking:
+                there = places[one][lacking[0]]
+                raise DataError(f"{folder} holds {there.relative_to(folder)}, but nothing for {lacking[0]!r} of {other!r}: all clients need the same roles.")
+    clients = {name: {role: _read(place, role, num_classes) for role, place in own.items()} for name, own in places.items()}
+    for role in places[first]:
+        _make_alike(role, clients, {name: own[role] for name, own in places.items()})
+    return clients
 
 
 def write_folder(path: Path | str, holdings: Holdings) -> None:
@@ -61,21 +97,84 @@ def write_folder(path: Path | str, holdings: Holdings) -> None:
                     np.lib.format.write_array(file, array, allow_pickle=False)
 
 
+def _read(place: Path, role: str, num_classes: int | None) -> Fields:
+    return _checked(place, role, _READERS[place.suffix.lower()](place), num_classes)
+
+
 def _array(value: Any) -> np.ndarray:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """By role."""
+def _files(folder: Path, what: str = "role") -> dict[str, Path]:
+    """By role, or by client where a folder holds one role of all."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder: name the one that holds this client's train.npz and val.npz, or .csv or .safetensors instead.")
+        raise DataError(f"{folder} is no folder: name the one that holds this client's train.npz and val.npz, or .csv, .parquet or .safetensors instead.")
     found: dict[str, Path] = {}
     for place in sorted(folder.iterdir()):
         if place.suffix.lower() in _READERS and place.is_file() and not place.name.startswith("."):
             other = found.setdefault(place.stem, place)
             if other != place:
-                raise DataError(f"{folder} holds {other.name} and {place.name}, both for the role {place.stem!r}: keep one of them.")
+                raise DataError(f"{folder} holds {other.name} and {place.name}, both for the {what} {place.stem!r}: keep one of them.")
     return found
+
+
+def _required(folder: Path, found: Mapping[str, Any]) -> None:
+    missing = [role for role in REQUIRED if role not in found]
+    if missing:
+        names = ", ".join(place.name if isinstance(place, Path) else role for role, place in found.items()) or "no file of data"
+        add = f"{missing[0]}{FORMATS}" if all(isinstance(place, Path) for place in found.values()) else f"a folder {missing[0]} with a file per client"
+        raise DataError(f"{folder} holds {names}, but nothing for the role {missing[0]!r}: add {add}.")
+
+
+def _places(folder: Path) -> dict[str, dict[str, Path]]:
+    """Client -> role -> file, in the order of names."""
+    expected = "expected a folder per client with train.csv and val.csv in it, or the folders train and val with a file per client"
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder, {expected}.")
+    inside = {place.name: place for place in folder.iterdir() if place.is_dir() and place.name[0] not in "._"}
+    if not inside:
+        own = _files(folder)
+        found = f"{next(iter(own.values())).name}, but no folder" if own else "no folder"
+        raise DataError(f"{folder} holds {found}, {expected}.")
+    if not any(role in inside for role in REQUIRED):
+        for place in inside.values():
+            _required(place, _files(place))
+        return {name: _files(inside[name]) for name in sorted(inside, key=_natural)}
+    by_role = {role: _files(place, "client") for role, place in sorted(inside.items())}
+    _required(folder, by_role)
+    everyone = sorted({name for own in by_role.values() for name in own}, key=_natural)
+    if not everyone:
+        raise DataError(f"{folder} holds no file of data in {' and '.join(sorted(inside))}, {expected}.")
+    return {name: {role: own[name] for role, own in by_role.items() if name in own} for name in everyone}
+
+
+def _natural(name: str) -> tuple[list[Any], str]:
+    """client2 comes before client10: digits count as the number they make."""
+    return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"([0-9]+)", name)], name
+
+
+def _make_alike(role: str, clients: Mapping[str, dict[str, Fields]], places: Mapping[str, Path]) -> None:
+    """One type for each field of this role at all clients. A file without samples has no say in that."""
+    held = {name: own[role] for name, own in clients.items()}
+    first = next((name for name, own in held.items() if len(next(iter(own.values())))), next(iter(held)))
+    for name, own in held.items():
+        for one, other in ((first, name), (name, first)):
+            lacking = [field for field in held[one] if field not in held[other]]
+            if lacking:
+                raise DataError(f"{places[other]} lacks the field {lacking[0]!r} that {places[one]} has: all clients need the same fields.")
+        for field, array in own.items():
+            like = held[first][field]
+            if len(array) and (array.shape[1:] != like.shape[1:] or (array.dtype == bool) != (like.dtype == bool)):
+                raise DataError(f"{places[name]} has the field {field!r} as {_looks(array)} and {places[first]} as {_looks(like)}: all clients need the same.")
+    for field, like in held[first].items():
+        types = {own[field].dtype for own in held.values() if len(own[field])}
+        common = np.result_type(*types) if types else like.dtype
+        for own in held.values():
+            own[field] = own[field].astype(common, copy=False) if len(own[field]) else np.zeros((0, *like.shape[1:]), common)
+
+
+def _looks(array: np.ndarray) -> str:
+    return f"{array.dtype} of shape {array.shape[1:]}" if array.ndim > 1 else f"single numbers ({array.dtype})"
 
 
 def _checked(place: Path, role: str, fields: Mapping[str, np.ndarray], num_classes: int | None) -> Fields:
@@ -183,12 +282,60 @@ def _csv(place: Path) -> Fields:
     return {**together, **{name: _single(place, name, found[name], numbers) for name in single}}
 
 
+def _parquet(place: Path) -> Fields:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"{place} is read by pyarrow, which is not installed: pip install 'fedbilevel[parquet]', or write the file as CSV.") from error
+    try:
+        with parquet.ParquetFile(place) as file:  # that file alone: its place adds no columns
+            table = file.read()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{place} cannot be read as Parquet ({_brief(error)}): write it anew.") from error
+    header = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]  # the row numbers of pandas are no field
+    kept = [column for name, column in zip(table.column_names, table.columns, strict=True) if name in header]
+    rows, single = _columns(place, header)
+    arrays = [_from_arrow(place, name, column.combine_chunks()) for name, column in zip(header, kept, strict=True)]
+    for name in (f"{name}.{k}" for name, columns in rows.items() for k in range(len(columns)) if arrays[columns[k]].ndim > 1):
+        raise DataError(f"{place} has lists in the column {name!r}, expected one number each where a column has a number in its name: rename it.")
+    together = {name: np.stack([arrays[c] for c in columns], axis=1) for name, columns in rows.items()}
+    wide = {name: array.astype(array.dtype if array.dtype.kind == "f" else np.float64) for name, array in together.items()}
+    return {**wide, **{name: arrays[column] for name, column in single.items()}}
+
+
+def _from_arrow(place: Path, name: str, values: Any) -> np.ndarray:
+    """Numbers, or rows of them where `values` are lists."""
+    from pyarrow import types
+
+    if values.null_count:
+        first = values.is_null().to_pylist().index(True)
+        what = f"{values.null_count} empty values in the column {name!r}, of which the first is number {first} from 0"
+        raise DataError(f"{place} has {what}: fill them, or drop those samples.")
+    if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+        lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+        if len(set(lengths.tolist())) > 1:
+            odd = int(np.flatnonzero(lengths != lengths[0])[0])
+            what = f"{lengths[0]} numbers in sample 0 of the column {name!r} and {lengths[odd]} in sample {odd}"
+            raise DataError(f"{place} has {what}, expected as many in each: cut or fill them.")
+        inner = _from_arrow(place, name, values.flatten())
+        return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
+    if not len(values):  # pandas gives a column without values no type
+        return np.zeros(0)
+    if not (types.is_integer(values.type) or types.is_floating(values.type) or types.is_boolean(values.type)):
+        raise DataError(f"{place} has the type {values.type} in the column {name!r}, expected numbers: convert them, or leave the column out.")
+    array = np.array(values.to_numpy(zero_copy_only=False))  # a copy that may be written to
+    if array.dtype.kind in "iu":  # as in a CSV file: one width for whole numbers, and those that it cannot hold as floating-point numbers
+        array = array.astype(np.float64 if array.size and int(array.max()) > np.iinfo(np.int64).max else np.int64)
+    return array
+
+
 def _columns(place: Path, header: Sequence[str]) -> tuple[dict[str, list[int]], dict[str, int]]:
     """Where the columns of the fields with several stand, and those of the others."""
     parts: dict[str, dict[Any, int]] = {}
     single: dict[Any, int] = {}
     for column, name in enumerate(header):
-        numbered = re.fullmatch(r"(.+)\.(\d+)", name)
+        numbered = re.fullmatch(r"(.+)\.(\d{1,9})", name)
         own, key = (parts.setdefault(numbered[1], {}), int(numbered[2])) if numbered else (single, name)
         if not name or key in own:
             raise DataError(f"{place} has {f'two columns named {name!r}' if name else 'a column without a name'} in its header: name every column once.")
@@ -221,8 +368,8 @@ def _single(place: Path, name: str, texts: Sequence[str], lines: Sequence[int]) 
 
 
 def _brief(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0].split(". ", 1)[0].rstrip(".") if str(error) else type(error).__name__
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)  # as Python reads it
-_READERS: dict[str, Callable[[Path], Fields]] = {".npz": _npz, ".csv": _csv, ".safetensors": _safetensors}
+_READERS: dict[str, Callable[[Path], Fields]] = {".npz": _npz, ".csv": _csv, ".parquet": _parquet, ".safetensors": _safetensors}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_svmlight_file
 
 from fedbilevel.errors import DataError
 
@@ -15,6 +14,8 @@ def read(place: str | Path, num_features: int, *, zero_based: bool = False, what
 
     The number of features is given, since a file need not name the last of them: the test part of a9a never does.
     """
+    from sklearn.datasets import load_svmlight_file  # takes long to import
+
     try:
         x, y = load_svmlight_file(str(place), n_features=num_features, dtype=np.float32, zero_based=zero_based)
     except (EOFError, OSError, OverflowError, ValueError) as error:

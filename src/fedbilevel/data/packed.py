@@ -18,7 +18,7 @@ def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
         with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:  # numpy leaves a file open that it cannot read
             return [arrays[name] for name in names]
     except (BadZipFile, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
-        raise DataError(f"{place} cannot be read as {what} ({error}): get the file anew, or delete it.") from error
+        raise DataError(f"{place} cannot be read as {what} ({str(error).split('. ', 1)[0]}): get the file anew, or delete it.") from error
 
 
 def same_length(place: Path, arrays: dict[str, np.ndarray]) -> None:

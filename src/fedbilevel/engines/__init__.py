@@ -26,6 +26,7 @@ def group_of(engine: Engine, device: torch.device | str = "cpu", timeout: float 
     """The processes that run together. timeout: seconds after which a rank that does not answer is given up."""
     if engine not in get_args(Engine):
         raise SettingError(f"engine is {engine!r}, expected {' or '.join(map(repr, get_args(Engine)))}.")
+    distributed.check_timeout(timeout)
     return distributed.join(device, timeout) if engine == "distributed" else Group()
 
 

@@ -31,6 +31,7 @@ from fedbilevel.errors import FedBilevelError, RankLostError, SettingError
 
 TIMEOUT = 600.0  # seconds
 STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun leaves in the environment
+_LONGEST = 1e9  # seconds; torch counts no further than some centuries
 _GRACE, _LOOK = 3.0, 0.05  # seconds within which those that are left say so, and between looks
 _joined: dict[tuple[str, float], Ranks] = {}
 
@@ -40,10 +41,15 @@ def started() -> bool:
     return dist.is_initialized() or all(name in os.environ for name in STARTED_BY)
 
 
+def check_timeout(timeout: float) -> None:
+    """Also where there is one process alone: what means nothing there would be wrong on more."""
+    if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
+        raise SettingError(f"timeout is {timeout!r}, expected seconds above 0, at most {_LONGEST:g}.")
+
+
 def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
     """All ranks, once per process. A program that has initialised torch.distributed itself keeps what it has."""
-    if not timeout > 0:
-        raise SettingError(f"timeout is {timeout}, expected seconds above 0.")
+    check_timeout(timeout)
     if not dist.is_available():
         raise SettingError("this torch was built without torch.distributed: install another build, or use the engine 'simulation'.")
     if not started():
@@ -199,7 +205,7 @@ class Ranks(Group):
             again = known.__new__(known)
             again.args = (text,)
             return again
-        return FedBilevelError(f"rank {rank} failed with {kind}: {text}")
+        return FedBilevelError(f"rank {rank} failed with {kind}: {text.removesuffix('.')}.")
 
     def _say(self, words: list[int]) -> list[int]:
         word = torch.tensor(words)
@@ -209,7 +215,7 @@ class Ranks(Group):
     def _pass(self, exchange: Callable[[], Any]) -> None:
         """An exchange that breaks: who is left says so in the store that torchrun keeps, and whoever does not is named."""
         if self._words is None:
-            raise RankLostError(f"a rank of {self.size} was lost before, so the others can exchange nothing any more")
+            raise RankLostError(f"a rank of {self.size} was lost before, so the others can exchange nothing any more: start all of them again.")
         try:
             exchange()
             return
@@ -219,7 +225,7 @@ class Ranks(Group):
         named = [str(rank) for rank in missing]
         who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}" if named else "another rank"
         why = f"no word within {self.timeout.total_seconds():g} s" if late else "the connection is closed"
-        lost = RankLostError(f"{who} of {self.size} no longer answer{'' if len(named) > 1 else 's'} ({why})")
+        lost = RankLostError(f"{who} of {self.size} no longer answer{'' if len(named) > 1 else 's'} ({why}).")
         lost.speaks = not missing or self.rank == min(set(range(self.size)) - set(missing))
         raise lost
 

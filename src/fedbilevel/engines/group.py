@@ -7,6 +7,7 @@ passes through a `Group`. The group here is that of one process, which has nobod
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -18,10 +19,13 @@ from fedbilevel.clients import Host
 from fedbilevel.data.clients import ClientData, Holdings
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation import Algorithm
-from fedbilevel.ledger import Ledger
+from fedbilevel.hypergradient import measured
+from fedbilevel.ledger import CALLS, Ledger
+from fedbilevel.population import Points
 from fedbilevel.problem import Problem
 
 Engine = Literal["simulation", "distributed"]
+_MOST_CLASSES = 1000  # more of them are not shown
 
 
 class Group:
@@ -84,8 +88,8 @@ def hosted(group: Group, algorithm: Algorithm, problem: Problem, clients: Sequen
     try:
         host = Host(algorithm, problem, [clients[place] for place in mine], ids=numbers, num_clients=len(clients), **options)
     except ProblemError as error:  # a host counts its clients from 0
-        note = f" (This rank hosts the clients from {mine.start} on, and calls the first of them 0.)" if mine.start else ""
-        raise ProblemError(f"{error}{note}") from error
+        note = f" (this rank hosts the clients from {mine.start} on, and calls the first of them 0)" if mine.start else ""
+        raise ProblemError(f"{str(error).removesuffix('.')}{note}.") from error
     return host, Roster(host, group)
 
 
@@ -182,7 +186,28 @@ class Roster:
         whole.load_state_dict(mine.state_dict())
         table = self.rows(torch.stack(list(mine.columns.values()), dim=1)[self.host.ids])[self.place_of]
         whole.columns = {name: column.clone() for name, column in zip(mine.columns, table.unbind(1), strict=True)}
+        own = torch.tensor([[paid[name] for name in CALLS] for paid in mine.since.values()], dtype=torch.float64)  # whole numbers: sums are exact
+        [summed] = self.group.sum([own.reshape(-1)])
+        for phase, others in zip(mine.since, (summed.reshape(own.shape) - own).long().tolist(), strict=True):
+            whole.since.setdefault(phase, Counter()).update(dict(zip(CALLS, others, strict=True)))
         return whole
+
+    def overview(self) -> dict[str, Any]:
+        """Who has what, by number: how many samples of every role and, where they have labels that are classes, of every class."""
+        data, labels = self.host.data, {}
+        sizes = {role: self.rows(data.sizes[role][:, None])[self.place_of, 0].tolist() for role in data.sizes}
+        for role, fields in data.fields.items():
+            label = fields.get("label")
+            if label is None or label.ndim != 1 or label.is_floating_point():
+                continue
+            own = label.cpu().long()
+            lowest, highest = -self.group.largest(-int(own.min()) if len(own) else 0), self.group.largest(int(own.max()) if len(own) else 0)
+            if lowest >= 0 and highest < _MOST_CLASSES:
+                counts = torch.stack([part.bincount(minlength=highest + 1) for part in own.split(data.sizes[role].tolist())])
+                counts = self.rows(counts)[self.place_of].T
+                values = counts.sum(1).nonzero()[:, 0]
+                labels[role] = {"values": values.tolist(), "counts": counts[values].tolist()}
+        return {"num_clients": self.host.num_clients, "sizes": sizes, "labels": labels}
 
     def fingerprint(self) -> str:
         """Of all data: every client's own, by number, so that no data need to travel."""
@@ -222,6 +247,23 @@ class Hosting:
 
     def bill(self) -> Ledger:
         return self.roster.bill()
+
+    def residuals(self, state: Any) -> dict[str, float]:
+        """How far the state is from solving its lower level and, where it holds a solution u of the linear system, from solving that. Not charged."""
+        u = getattr(state, "u", None)
+        return self.host.residuals(self._points(state.x), self._points(state.y), None if u is None else self._points(u), self.roster.group.sum)
+
+    def stationarity(self, state: Any) -> dict[str, float]:
+        """How long the hypergradient is where the state is. Not charged."""
+        return {"hypergradient": measured(self.host, self._points(state.x), self._points(state.y), self.roster.group.sum)}
+
+    def _points(self, value: Any) -> Points:
+        """A value of the state as a look at it takes it."""
+        return value
+
+    def overview(self) -> dict[str, Any]:
+        """Who has what."""
+        return self.roster.overview()
 
     def check(self) -> None:
         """After an outer iteration."""

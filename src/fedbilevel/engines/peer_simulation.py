@@ -76,7 +76,7 @@ class PeerSimulation(Peering):
     def _exact(self, rows: Tensor) -> Tensor:
         everybody = ~torch.eye(self.num_clients, dtype=torch.bool)
         self.ledger.charge_edges(everybody, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT)
-        self.ledger.rounds += 1
+        self.ledger.count_round()
         weights = self.roster.weights
         [summed] = self.group.sum([total(rows, weights[self._mine])])
         return (summed / float(weights.sum())).to(rows.dtype).expand_as(rows)
@@ -89,7 +89,7 @@ class PeerSimulation(Peering):
 
         def charge(sent: Tensor) -> None:
             self.ledger.charge_edges(sent, floats, floats * WEIGHT + COUNT)
-            self.ledger.rounds += 1
+            self.ledger.count_round()
             self.time += 1
 
         values = lambda: torch.stack([peer.value for peer in peers])
@@ -149,7 +149,7 @@ class PeerSimulation(Peering):
         self.time += 1
         floats, size = rows.shape[1], rows.shape[1] * rows.element_size()
         self.ledger.charge_edges(mixing.sent, floats + sends_weights, size + sends_weights * WEIGHT)
-        self.ledger.rounds += 1
+        self.ledger.count_round()
         if self.group.size == 1:
             if self._order is None:
                 return mixing(rows, into=into), mixing(weights)

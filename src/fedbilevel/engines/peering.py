@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -92,18 +93,27 @@ class Peering(Hosting):
         together = self._travelling(rows)
         if together is None:
             return (weights, *rows.values())
-        together, weights = self._exchange(together, weights, sends_weights=True)
+        with self._paying_for("push", rows):
+            together, weights = self._exchange(together, weights, sends_weights=True)
         return (weights, *self._apart(together, rows))
 
     def gossip(self, **rows: Tensor) -> Any:
         together = self._travelling(rows)
         if together is not None:
-            together, _ = self._exchange(together, self.weights, sends_weights=False)
+            with self._paying_for("gossip", rows):
+                together, _ = self._exchange(together, self.weights, sends_weights=False)
         return _one(self._apart(together, rows))
 
     def mix(self, **rows: Tensor) -> Any:
         together = self._travelling(rows)
-        return _one(self._apart(None if together is None else self._averaged(together), rows))
+        if together is not None:
+            with self._paying_for("mix", rows):
+                together = self._averaged(together)
+        return _one(self._apart(together, rows))
+
+    def _paying_for(self, verb: str, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """What an exchange costs is kept under the verb and what travels."""
+        return self.host.ledger.during(f"{verb} {', '.join(name for name in rows if self.travels(name))}")
 
     # ---- averaging -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from fedbilevel.clients import Host
 from fedbilevel.draws import Stream
 from fedbilevel.engines.group import Group, digest
 from fedbilevel.engines.peering import COUNT, WEIGHT, Peering, check_verbs
-from fedbilevel.errors import NetworkError, SettingError
+from fedbilevel.errors import NetworkError
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.ledger import Ledger
 from fedbilevel.network import AnyNetwork, Links
@@ -66,8 +66,6 @@ class Peer(Peering):
         self.members_by_averaging: list[list[int]] = []  # of this outer iteration
         self._meet(formation)
         check_verbs(algorithm, network, self.links, self.averaging)
-        if office.goes_on and (self.averaging.kind != "robust" or set(algorithm.verbs()) != {"mix"}):
-            raise SettingError(f"{algorithm.name()} exchanges rows step by step, which does not survive the loss of a peer: use on_change 'restart'.")
         self.wakes = self._steps = 0  # wakes of robust averages in the whole run; exchanges of rows with these members
         self._places: Tensor | None = None  # buckets of sketches
         self.ledger.charge_edges(torch.zeros(self.num_clients, self.num_clients), 0, 0)
@@ -119,7 +117,7 @@ class Peer(Peering):
         sent = torch.zeros(self.num_clients, self.num_clients, dtype=torch.bool)
         sent[self.me, self.members[receivers]] = True
         self.ledger.charge_edges(sent, floats, num_bytes)
-        self.ledger.rounds += 1
+        self.ledger.count_round()
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         for _ in range(self.averaging.num_steps):

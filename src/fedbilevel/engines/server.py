@@ -96,8 +96,12 @@ class Server:
     def _round(
         self, phase: Callable[..., Any], broadcast: Mapping[str, Value], join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
     ) -> SimpleNamespace:
+        with self.ledger.during(phase.__name__):
+            return self._called(phase.__name__, broadcast, join)
+
+    def _called(self, phase: str, broadcast: Mapping[str, Value], join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]) -> SimpleNamespace:
         self.call += 1
-        answers, places, times = self._ask(phase.__name__, broadcast, *self._present(broadcast.values()), join == self._means)
+        answers, places, times = self._ask(phase, broadcast, *self._present(broadcast.values()), join == self._means)
         gathered: dict[str, Any] = dict.fromkeys(answers)
         sent: dict[str, Tensor] = {}
         for name, value in answers.items():
@@ -109,7 +113,8 @@ class Server:
                 self.ledger.charge_message("up", self.ids[places], floats, itemsize)
                 sent[name] = rows
         gathered.update(join(sent, places, times))
-        self.ledger.rounds += bool(sent)
+        if sent:
+            self.ledger.count_round()
         return SimpleNamespace(**gathered)
 
     def resample(self) -> None:

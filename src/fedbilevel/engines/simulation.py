@@ -15,8 +15,8 @@ from fedbilevel.data.clients import Holdings
 from fedbilevel.engines.group import Group, Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.population import total
-from fedbilevel.problem import Problem
+from fedbilevel.population import Points, total
+from fedbilevel.problem import Problem, own_figures
 
 
 class Simulation(Hosting, Server):
@@ -113,11 +113,15 @@ class Simulation(Hosting, Server):
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Losses and the problem's metrics over all clients and all their data. Not charged, and no draw depends on it."""
-        xs, ys = (partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value) for value in (x, y))  # kept ones a few at a time
+        xs, ys = self._points(x), self._points(y)
         figures, diagnostics = self.host.measure(xs, ys, self.roster.rows), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
-            figures.update(diagnostics(self.host.layout_x.unravel(x), self.host.layout_y.unravel(y)))
+            figures.update(own_figures("diagnostics", diagnostics, self.host.layout_x.unravel(x), self.host.layout_y.unravel(y)))
         return figures
+
+    def _points(self, value: Any) -> Points:
+        """Kept ones a few at a time."""
+        return partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value)
 
     def collect(self, value: Any) -> Any:
         """A simulator can look into its clients: the rows behind a kept value, of those hosted here."""

@@ -317,7 +317,7 @@ class Sites(Server):
     def _too_few(self, num: int, needed: int, when: str) -> FedBilevelError:
         """To be tried again when a site that was silent speaks. Where all that are missing answered with an error, it would end the same way."""
         named = "; ".join(f"{self.names[place]} ({why})" for place, why in sorted(self.missing.items()))
-        text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}"
+        text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}."
         return FedBilevelError(text) if self._at_fault >= self.missing.keys() else QuorumError(text)
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def _finite(name: str, rows: Tensor, dtype: torch.dtype, width: int | None = Non
     if rows.ndim != 2 or len(rows) != 1 or rows.dtype != dtype or rows.shape[1] != (width or rows.shape[1]):
         raise WireError(f"it sent {name} as {rows.dtype} of shape {tuple(rows.shape)}, expected one row of {dtype}{f' of length {width}' if width else ''}.")
     if not bool(torch.isfinite(rows).all()):
-        raise NonFiniteError(f"it sent a value of {name!r} that is not finite.")
+        raise NonFiniteError(f"it sent a value of {name!r} that is not finite: its steps are too long, or its data are extreme.")
     return rows
 
 

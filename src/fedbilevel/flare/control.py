@@ -144,13 +144,17 @@ class Entry:
 
     def __init__(self, kit: Path, run: str) -> None:
         if not NAME.fullmatch(run):
-            raise SettingError(f"{run!r} is not the name of a run: letters, digits, - and _.")
+            raise SettingError(f"{run!r} is not the name of a run: use letters, digits, - and _.")
         self.path = kit / RUNS / f"{run}.json"
 
     def read(self) -> dict[str, Any]:
         if not self.path.is_file():
             known = sorted(path.stem for path in self.path.parent.glob("*.json"))
-            raise UnknownNameError("run", self.path.stem, known) if known else SettingError(f"no run was submitted with {self.path.parent.parent} so far.")
+            raise (
+                UnknownNameError("run", self.path.stem, known)
+                if known
+                else SettingError(f"no run was submitted with {self.path.parent.parent} so far: submit one first.")
+            )
         return json.loads(self.path.read_text())
 
     def write(self, **changes: Any) -> None:
@@ -305,7 +309,8 @@ def watch(
             born = born or look.server
             lost_since = None if look.alive or look.status != "RUNNING" else lost_since or time.monotonic()
             died_with_server = lost_since is not None and (look.server != born or time.monotonic() - lost_since > GRACE)
-            if look.status.startswith("FINISHED") or died_with_server:
+            left = outcome == "stopped" and not look.alive  # FLARE goes on waiting for word from sites that were restarted and know nothing of the job
+            if look.status.startswith("FINISHED") or died_with_server or left:
                 restarts, fruitless = restarts + 1, 0 if seen else fruitless + 1
                 if outcome != "stopped":
                     fault = _fault(link, look, job)
@@ -395,7 +400,7 @@ def stop(kit: Path, run: str) -> None:
             if Entry(kit, run).read().get("outcome") == "running":  # somebody follows it, and waits for sites
                 Entry(kit, run).write(stop=True)
                 return
-            raise SettingError(f"the run {run!r} is not running.")
+            raise SettingError(f"the run {run!r} is not running, so there is nothing to stop: see fedbilevel federation status.")
         try:
             opened.do_app_command(job, STOP, {"why": ASKED})
         except TROUBLE as error:  # it has not begun yet, or has just ended

@@ -74,7 +74,9 @@ def read(path: Path) -> Federation:
     except FileNotFoundError:
         raise SettingError(f"there is no {path}: write one with `fedbilevel federation init`.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path} cannot be read as a federation.toml ({error}).") from None
+        raise SettingError(
+            f"{path} cannot be read as a federation.toml ({error}): name another file, or write one with `fedbilevel federation init`."
+        ) from None
 
 
 def _parsed(text: str, path: Path) -> Federation:
@@ -85,7 +87,7 @@ def _parsed(text: str, path: Path) -> Federation:
     _known(content, {"name", "lead", "server", "site"}, f"{path}")
     server, entries = content.get("server", {}), content.get("site", [])
     if not isinstance(server, dict) or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise SettingError(f"{path} should have one table [server] and one table [[site]] for each site.")
+        raise SettingError(f"{path} has server or site in another form, expected one table [server] and one table [[site]] for each site.")
     _known(server, {"host", "port"}, f"[server] of {path}")
     if not entries:
         raise SettingError(f"{path} names no site: add a table [[site]] with name and org for each.")
@@ -149,7 +151,7 @@ def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[
     made = sorted((authority / federation.name).glob("prod_*"))
     if done.returncode or not made:
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise SettingError(f"FLARE made no kits from {toml}: {said}")
+        raise SettingError(f"FLARE made no kits from {toml} ({said.rstrip('.')}): mend that file, or use another folder than {out}.")
     kits = {SERVER: out / SERVER, **{site: out / site for site in federation.sites}, federation.lead: out / federation.lead}
     for name, kit in kits.items():
         if not kit.exists():

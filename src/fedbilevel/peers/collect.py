@@ -36,7 +36,7 @@ from fedbilevel.record import Record, make_folder, write_whole
 from fedbilevel.run import versions
 from fedbilevel.tasks.task import Shapes
 
-LEDGER, INFLUENCES = "ledger.json", "influences.json"
+INFLUENCES = "influences.json"
 _OWN = ("data", "losses", "peer")  # what of a record's identity is one peer's alone
 _LOOKS = ("upper", "lower", "weight")  # what every look at a peer begins with
 
@@ -125,8 +125,7 @@ def collect(folders: Sequence[Path], out: Path) -> Collected:
     make_folder(out)
     book = Record(out)
     write_whole(book.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    edges = {name: counts.tolist() for name, counts in ledger.edges.items()}
-    write_whole(out / LEDGER, (json.dumps({"totals": ledger.totals(), "edges": edges}) + "\n").encode())
+    Record(out).write_ledger(ledger.asdict())
     if solution:
         book.save_solution(solution)
     if estimate:
@@ -218,7 +217,8 @@ def _rows(parts: Sequence[_Part], problem: Problem) -> list[dict[str, Any]]:
             rows.append(_row(some, problem))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the measurements of outer iteration {iteration} do not fit together ({error!r:.80}): were metrics.jsonl changed? Copy the folders again."
+                f"the measurements of outer iteration {iteration} do not fit together ({error!r:.80}): "
+                "copy the folders again, with each metrics.jsonl as it was written."
             ) from error
     if not rows:
         spans = ", ".join(f"{part.name} {min(part.rows, default=None)} to {max(part.rows, default=None)}" for part in parts)
@@ -251,6 +251,11 @@ def _ledger(parts: Sequence[_Part], num_peers: int) -> Ledger:
             if amount is None or amount.shape != before.shape:
                 raise CheckpointError(f"the bill in {Record(part.path).checkpoint} is not one between {num_peers} peers: copy the folder again.")
             summed[name] = torch.maximum(before, amount) if name == "rounds" else before + amount
+    for part in parts:
+        for name, paid in part.tensors.items():
+            if name.startswith("ledger.phase-"):
+                before = summed.setdefault(name.removeprefix("ledger."), torch.zeros_like(paid))
+                summed[name.removeprefix("ledger.")] = torch.cat([torch.maximum(before[:1], paid[:1]), (before + paid)[1:]])  # rounds are everybody's
     whole.load_state_dict(summed)
     return whole
 

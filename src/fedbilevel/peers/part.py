@@ -113,7 +113,8 @@ def _formed(office: Office, about: Introduction, plan: PeerPlan) -> Formation:
         if about.versions[0].iteration < plan.num_iterations:
             raise
         raise QuorumError(
-            f"{error} This one has done all {plan.num_iterations} outer iterations, so perhaps all have: peer collect takes its record as it is."
+            f"{str(error).removesuffix('.')}; this one has done all {plan.num_iterations} outer iterations, so perhaps all have: "
+            "peer collect takes its record as it is."
         ) from None
 
 
@@ -170,7 +171,7 @@ def _ready(book: Record, formation: Formation) -> bool:
         if before.iteration != formation.iteration:
             raise CheckpointError(
                 f"the others go on from outer iteration {formation.iteration}, and {book.path} holds {newest.iteration} and {before.iteration}: "
-                "was the folder copied? Start this peer with another one."
+                "start this peer with another folder, as this one seems to be a copy."
             )
         book.go_back()
     elif 0 <= newest.iteration < formation.iteration:  # the others went on meanwhile: this peer's own state joins them

@@ -198,7 +198,7 @@ def _tables(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
             raise UnknownNameError(f"entry of {path}", name, ["peer"])
     tables = content.get("peer", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise RosterError(f"{path} should have one table [[peer]] for each peer, with double brackets.")
+        raise RosterError(f"{path} has peer in another form, expected one table [[peer]] for each peer, with double brackets.")
     return tables
 
 

@@ -72,7 +72,7 @@ class Desk:
 def _read(content: bytes, seconds: float) -> Answer:
     header, arrays = wire.unpack(content)
     if "error" in header:
-        raise WireError(" ".join(str(header["error"]).split())[:LONGEST])
+        raise WireError(" ".join(str(header["error"]).split())[:LONGEST].rstrip(".") + ".")
     if "busy" in header:
         return Answer(header, {}, seconds)
     order = header.get("order")

@@ -79,7 +79,7 @@ def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence
     """What a plan says that has nothing to do with who takes part: name, task, algorithm with what the task suggests for it, options and so on. `kinds`: of
     its entries. `own`: options that are each participant's own affair, or mean nothing here."""
     if not isinstance(content, Mapping):
-        raise PlanError("a plan is a table with name, task and algorithm.")
+        raise PlanError("this plan is none, expected a table with name, task and algorithm.")
     for name, value in content.items():
         if name not in kinds:
             raise UnknownNameError("entry of a plan", name, kinds)
@@ -132,9 +132,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise PlanError(f"the plan {path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
+        raise PlanError(f"{path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"the plan {path} is not readable as TOML: {error}.") from error
+        raise PlanError(f"{path} is not readable as TOML ({error}): mend it there.") from error
 
 
 def _check(plan: Plan, known: Sequence[str] | None) -> None:

@@ -64,13 +64,13 @@ class SiteSettings:
     def check_samples(self, num_samples: int) -> None:
         least = self.policy.get("min_samples", 1)
         if num_samples < least:
-            raise PolicyError(f"this site has fewer than the {least} training samples that its policy asks for.")
+            raise PolicyError(f"this site has fewer than the {least} training samples that its policy asks for: lower min_samples there, or go on without it.")
 
     def check_rounds(self, num_rounds: int) -> None:
         """num_rounds: with the one that is asked for."""
         most = self.policy.get("max_rounds")
         if most is not None and num_rounds > most:
-            raise PolicyError(f"this site's policy allows {most} rounds in one run, and they have been used up.")
+            raise PolicyError(f"this site's policy allows {most} rounds in one run, and they have been used up: raise max_rounds there, or go on without it.")
 
     def holdings(self, plan: Plan, number: int) -> Holdings:
         """This client's data. number: which client of a simulated task it is."""
@@ -92,7 +92,7 @@ def read_settings(folder: Path) -> SiteSettings:
     try:
         content = tomllib.loads(place.read_text()) if place.exists() else {}
     except OSError as error:
-        raise PlanError(f"{FILE} of this site cannot be read ({error.strerror}).") from error
+        raise PlanError(f"{FILE} of this site cannot be read ({error.strerror}): put a file there, or nothing.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{FILE} of this site is not readable as TOML: {error}.") from error
     for kinds, table, what in ((_KINDS, content, f"entry of {FILE}"), (_POLICY, content.get("policy", {}), f"entry of the policy in {FILE}")):
@@ -115,7 +115,7 @@ def _function(name: str) -> Callable[[str], Holdings]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"loader in {FILE} is {name!r}, which is not 'folder', 'simulated' or an installed package.module:function ({error}).") from error
+        raise PlanError(f"loader in {FILE} is {name!r} ({error}), expected 'folder', 'simulated' or an installed package.module:function.") from error
     if not callable(found):
-        raise PlanError(f"loader in {FILE} is {name!r}, which is not a function.")
+        raise PlanError(f"loader in {FILE} is {name!r}, which is not a function: name one as package.module:function.")
     return found

@@ -87,11 +87,11 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     why = {name: "it is not connected" for name in plan.sites if name not in there} | {name: failure.reason for name, failure in failures.items()}
     refused = {name: failure.reason for name, failure in failures.items() if not failure.silent}
     if refused and everyone:
-        raise PlanError(" ".join(f"{name} does not join the run {plan.name}: {reason}" for name, reason in refused.items()))
+        raise PlanError("; ".join(f"{name} does not join the run {plan.name}: {reason.removesuffix('.')}" for name, reason in refused.items()) + ".")
     needed = len(plan.sites) if everyone else plan.quorum
     if len(answers) < needed:
         named = "; ".join(f"{name} ({reason})" for name, reason in why.items())
-        raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}")
+        raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}.")
     for name, answer in answers.items():
         _check_introduction(name, answer.header)
     newer = [name for name, answer in answers.items() if everyone and max([0, *answer.header["stored"]]) > 0]

@@ -131,7 +131,7 @@ class _Joined:
             if before is not None:
                 before.leave()
         if name not in plan.sites:
-            raise PolicyError(f"this site is not among those of the plan ({', '.join(plan.sites)}).")
+            raise PolicyError(f"this site is not among those of the plan ({', '.join(plan.sites)}): name it there.")
         settings.check_plan(plan)
         if before is None or (before.plan, before.settings) != (plan, settings):
             return cls(name, folder, settings, plan)

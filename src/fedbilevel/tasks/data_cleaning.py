@@ -24,6 +24,7 @@ label always wrong; x is private, so the factor 1/m of a stacked x is absent (di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from fedbilevel.data.clients import Holdings
 from fedbilevel.data.corruption import flip_labels
 from fedbilevel.data.digits import digits
 from fedbilevel.data.images import Images, train_and_test
@@ -39,8 +41,11 @@ from fedbilevel.data.partition import iid, take_per_class
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
+
+_SUSPICIOUS = 24  # images that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,35 @@ class DataCleaning(Task):
             metrics=_metrics,
             name="data_cleaning",
         )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        """How clean and corrupted samples are weighted, the samples of the smallest weights, and who is served how well."""
+        served = accuracies(problem, clients, result, role="test", right="right", of="tested")
+        if result.x is None:  # weights never leave their site
+            return served
+        weights = [torch.sigmoid(tree["logit"].detach().double().cpu()).numpy() for tree in result.x]
+        every = np.concatenate(weights)
+        if every.min() == every.max():  # a method that learns no weights
+            return served
+        marked = all("wrong" in client["train"] for client in clients)
+        field = lambda name: np.concatenate([np.asarray(client["train"][name]) for client in clients])
+        wrong = field("wrong").astype(bool) if marked else np.zeros(len(every), bool)
+        groups = {"clean": every[~wrong], "corrupted": every[wrong]} if marked else {"all samples": every}
+        about = "A sample whose weight falls below one half is flagged as wrong. The weights are learned at each client and never leave it."
+        found: list[Finding | None] = [histogram("Learned weights of training samples", about, "weight", groups, np.linspace(0, 1, 41))]
+        owner = np.repeat(np.arange(len(weights)), [len(own) for own in weights])
+        place = np.concatenate([np.arange(len(own)) for own in weights])
+        first, labels = np.argsort(every, kind="stable")[:_SUSPICIOUS], field("label")
+        facts: list[dict[str, Any]] = [
+            {"client": int(owner[i]), "sample": int(place[i]), "label": int(labels[i]), "weight": float(every[i]), "wrong": bool(wrong[i])} for i in first
+        ]
+        facts = facts if marked else [{name: value for name, value in one.items() if name != "wrong"} for one in facts]
+        about = "The samples with the smallest weights of all clients, and the label that is noted for them" + (
+            f"; {int(wrong[first].sum())} of these {len(first)} labels are really wrong." if marked else "."
+        )
+        looks = np.stack([np.asarray(clients[owner[i]]["train"]["image"])[place[i]] for i in first])
+        found.append(images("Most suspicious samples", about, looks, facts))
+        return [*(one for one in found if one is not None), *served]
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
         """Images, the places of those that are not for testing, and the ones that are."""

@@ -35,7 +35,7 @@ the paper gives neither.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +50,7 @@ from fedbilevel.data.omniglot import omniglot
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
@@ -164,6 +165,10 @@ class FewShot(Task):
             metrics=_metrics,
             name="few_shot",
         )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        """Of the clients' own heads on their own queries."""
+        return accuracies(problem, clients, result, role="val", right="query_right", of="query_answers", name="query_accuracy")
 
     def _dealt(self, alphabets: _Alphabets, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """The characters of every client, and those for validation and for testing."""

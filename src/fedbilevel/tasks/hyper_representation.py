@@ -29,7 +29,7 @@ itself, which is neither strongly convex nor smooth), and no dropout, whose mask
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +44,7 @@ from fedbilevel.data.partition import iid, shards
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -133,6 +134,9 @@ class HyperRepresentation(Task):
             metrics=_metrics,
             name="hyper_representation",
         )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         return iid(len(labels), self.num_clients, rng) if self.split == "iid" else shards(labels, self.num_clients, 2, rng)

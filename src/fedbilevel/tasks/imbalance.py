@@ -20,7 +20,7 @@ validation images are worth something by themselves: what learning x gains over 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from fedbilevel.data.partition import dirichlet, iid, take_per_class
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem
 from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -96,6 +97,23 @@ class Imbalance(Task):
             metrics=_metrics(num_classes) if tested else lambda sums: {},
             name="imbalance",
         )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        """How well every class is served, with what was learned for it, and how well every client is."""
+        found = counted(problem, clients, result, "test")
+        if not found:
+            return []
+        classes = range(sum(name.startswith("tested_") for name in found[0]))
+        own = [share(sum(one[f"right_{c}"] for c in classes), sum(one[f"tested_{c}"] for c in classes)) for one in found]
+        served = by_client("Test accuracy of every client", "On the samples that the client itself holds.", {"test_accuracy": own})
+        if not isinstance(result.x, Mapping):  # between peers everybody has its own
+            return [served]
+        x, labels = of_client(result.x, 0), np.concatenate([np.asarray(client["train"]["label"]) for client in clients])
+        scales, shifts = (2 * torch.sigmoid(x["delta"])).tolist(), x["ell"].tolist()
+        accuracy = [share(sum(one[f"right_{c}"] for one in found), sum(one[f"tested_{c}"] for one in found)) for c in classes]
+        rows = [[c, int((labels == c).sum()), scales[c], shifts[c], accuracy[c]] for c in classes]
+        about = "In training, logits of a class are multiplied by its scale, and its shift is added; both begin where they change nothing, at one and zero."
+        return [ranking("Classes, the commonest first", about, ("class", "training_samples", "scale", "shift", "test_accuracy"), rows), served]
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Training samples among those that validation leaves: n_c = n_0 ratio^(-c/(C-1)), with the largest n_0 that all classes allow."""

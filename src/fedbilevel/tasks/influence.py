@@ -20,7 +20,7 @@ nothing here uses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, max_pool2d, softplus
 
 from fedbilevel.data import idx
+from fedbilevel.data.clients import Holdings
 from fedbilevel.data.corruption import flip_labels
 from fedbilevel.data.digits import digits
 from fedbilevel.data.mixture import mixture
@@ -37,10 +38,12 @@ from fedbilevel.data.partition import dirichlet
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, accuracies, images, ranking
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 Clients = list[dict[str, dict[str, np.ndarray]]]
 NUM_CLASSES = 10
+_RANKED = 30  # instances that are listed of either kind
 
 
 class Layer(NamedTuple):
@@ -103,7 +106,9 @@ class Influence(Task):
         shapes.sample("label", "train", "val", kinds=("int",), ndim=0)
         shape = shapes.sample("input", "train", "val", ndim=1 if self.data == "mixture" else 2)
         if self.data != "mixture" and shape != (_SIDES[self.data],) * 2:
-            raise ProblemError(f"influence on {self.data} has images of shape {(_SIDES[self.data],) * 2}, but samples of train/input are of shape {shape}.")
+            raise ProblemError(
+                f"influence on {self.data} has images of shape {(_SIDES[self.data],) * 2}, but samples of train/input are of shape {shape}: choose other data."
+            )
         return Problem(
             upper=lambda x, y, batch: (batch["weight"] * self._losses(y, batch)).sum(),
             lower=self._lower,
@@ -114,6 +119,30 @@ class Influence(Task):
             metrics=lambda sums: {"val_accuracy": sums["right"] / sums["seen"]},
             name="influence",
         )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        """The instances that a run weighs least and most: those of the smallest masks harm, those of the largest help."""
+        served = accuracies(problem, clients, result, role="val", right="right", of="seen", name="val_accuracy")
+        if result.x is None:
+            return served
+        every = [(float(mask), i, j) for i, tree in enumerate(result.x) for j, mask in enumerate(tree["mask"].detach().double().cpu().tolist())]
+        found: list[Finding | None] = []
+        for kind, sign, does in (("harmful", 1, "lowered, so that less of its loss counts"), ("helpful", -1, "raised, so that more of its loss counts")):
+            some = sorted((one for one in every if sign * one[0] < sign), key=lambda one: (sign * one[0], *one[1:]))[:_RANKED]
+            if not some:
+                continue
+            own = [clients[i]["train"] for _, i, _ in some]
+            marked = all("wrong" in fields for fields in own)
+            facts = [
+                {"client": i, "sample": j, "label": int(fields["label"][j]), "mask": mask} | ({"wrong": bool(fields["wrong"][j])} if marked else {})
+                for (mask, i, j), fields in zip(some, own, strict=True)
+            ]
+            title, about = f"Most {kind} instances", f"From one, where all begin, their masks were {does}."
+            found.append(ranking(title, about, list(facts[0]), [list(one.values()) for one in facts]))
+            if self.data != "mixture":
+                looks = np.stack([np.asarray(fields["input"])[j] for (_, _, j), fields in zip(some, own, strict=True)])
+                found.append(images(f"How the most {kind} look", about, looks, facts))
+        return [*(one for one in found if one is not None), *served]
 
     def _num_classes(self) -> int:
         return 2 if self.data == "mixture" else NUM_CLASSES

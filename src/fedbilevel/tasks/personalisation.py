@@ -39,6 +39,7 @@ from fedbilevel.data.partition import dirichlet
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -127,6 +128,9 @@ class Personalisation(Task):
             across=_across if "test" in measured else None,
             name="personalisation",
         )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Images (n, pixels) in [0, 1], labels from 0, and how many labels there are: all of the set, however small the share that is used."""

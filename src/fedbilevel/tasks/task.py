@@ -153,6 +153,10 @@ class Task(Settings):
         values = self.asdict()
         return dataclasses.replace(self, data_seed=values["data_seed"] + r) if "data_seed" in values else self  # type: ignore[call-arg]
 
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
+        """What there is to show of a solution besides figures, in the forms of tasks/findings.py. result: has x and y, dicts of tensors, or one per client."""
+        return []
+
     @classmethod
     def suggestions(cls, algorithm: str) -> dict[str, Any]:
         return {**cls.suggested.get("*", {}), **cls.suggested.get(algorithm, {})}

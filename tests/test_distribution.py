@@ -1,0 +1,105 @@
+"""The wheel holds all that a user needs: it is built, installed elsewhere, and shows the demo that the README shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedbilevel
+from fedbilevel.cli import cli
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Where the wheel was installed, without what it depends on."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT], check=True, capture_output=True, timeout=120)
+    [wheel] = folder.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--target", folder / "there", wheel], check=True, capture_output=True, timeout=120)
+    return folder / "there"
+
+
+@pytest.fixture(scope="module")
+def there(installed, tmp_path_factory):
+    """Commands of the installed package, in an empty folder."""
+    cwd = tmp_path_factory.mktemp("empty")
+
+    def run(*args):
+        environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1", "COLUMNS": "140"}
+        done = subprocess.run([sys.executable, "-m", "fedbilevel", *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run.folder = cwd
+    return run
+
+
+def test_nothing_is_left_out_of_the_wheel(installed):
+    """Every file of the package and every experiment, and nothing else but its description."""
+    package = ROOT / "src" / "fedbilevel"
+    tracked = subprocess.run(["git", "ls-files", "src/fedbilevel", "experiments"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    wanted = {"fedbilevel/" + name.removeprefix("src/fedbilevel/") for name in tracked if name}
+    found = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file() and ".dist-info" not in str(path)}
+    assert package.is_dir()
+    assert wanted <= found
+    assert not [name for name in found - wanted if name.startswith("fedbilevel/") and "__pycache__" not in name]
+
+
+def test_the_wheel_says_what_it_is(installed, there):
+    [about] = installed.glob("fedbilevel-*.dist-info/METADATA")
+    text = about.read_text()
+    assert f"\nVersion: {fedbilevel.__version__}\n" in text
+    assert "\nLicense-Expression: Apache-2.0\n" in text
+    assert there("--version").strip() == f"fedbilevel, version {fedbilevel.__version__}"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == fedbilevel.__version__
+
+
+def test_the_demo_of_the_wheel_is_that_of_the_readme(there, installed):
+    """The table in the README is what comes out, up to what another processor rounds otherwise; seconds are the machine's."""
+    said = there("demo", "--out", "demo")
+    assert (there.folder / "demo" / "report.html").stat().st_size > 100_000
+    quoted = (ROOT / "README.md").read_text()
+    row = re.compile(r"^\s*(fedavg|fedbio|fednest|fbo_aggitd)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\d+)\s+([\d.]+)\s+(\d+)\s+(\d+)", re.MULTILINE)
+    figures, printed = ({name: [float(number) for number in numbers] for name, *numbers in row.findall(text)} for text in (said, quoted))
+    assert set(figures) == set(printed) == {"fedavg", "fedbio", "fednest", "fbo_aggitd"}
+    for name, numbers in figures.items():
+        assert printed[name] == pytest.approx(numbers, abs=0.006), name
+
+
+def test_experiments_come_with_the_wheel(there):
+    assert "aggitd-table2" in there("reproduce")
+
+
+def test_a_wheel_can_be_read_by_anybody(installed):
+    [wheel] = installed.parent.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.testzip() is None
+        assert not [name for name in archive.namelist() if name.startswith("/") or ".." in name]
+
+
+def test_the_readme_fits_a_screen_and_its_code_runs(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 72
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(code.splitlines()) <= 20
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    torch.manual_seed(0)
+    exec(code, namespace)
+    said = capsys.readouterr().out
+    assert "Verdict: all 5 checks passed." in said
+    assert namespace["result"].rows[-1]["upper_loss"] < namespace["result"].rows[0]["upper_loss"]
+    assert (tmp_path / "runs" / "ridge" / "solution.safetensors").exists()
+    for line in re.findall(r"^    fedbilevel (\S+)", text, re.MULTILINE):
+        assert line in cli.commands, line

@@ -1,0 +1,38 @@
+"""For the API pages: in docstrings, examples become code, which Markdown would take for quotations, and lines that explain a parameter become a list."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+
+def fenced(docstring: str) -> str:
+    """Paragraphs that begin with >>> as blocks of code."""
+    return re.sub(r"(?m)^>>> (?:.+\n?)+", lambda found: "```pycon\n" + found[0].rstrip("\n") + "\n```\n", docstring)
+
+
+def itemised(docstring: str) -> str:
+    """`name: what it is` or `one, other: what they are` at the start of several lines: one item each. A sentence on a line of its own ends the list."""
+    item = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ")
+    lines = docstring.split("\n")
+    if sum(bool(item.match(line)) for line in lines) < 2:
+        return docstring
+    out: list[str] = []
+    inside = False
+    for line in lines:
+        if item.match(line):
+            out += [] if inside else [""]
+            names = ", ".join(f"`{name}`" for name in item.match(line)[1].split(", "))  # type: ignore[index]
+            line, inside = f"- {names}: {line[item.match(line).end() :]}", True  # type: ignore[union-attr]
+        elif inside and (not line.strip() or (line[0].isupper() and out[-1].endswith("."))):
+            out, inside = [*out, ""], False
+        out.append(line)
+    return "\n".join(out)
+
+
+class Readable(griffe.Extension):
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = fenced(itemised(obj.docstring.value))

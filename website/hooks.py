@@ -1,0 +1,128 @@
+"""Hooks of mkdocs: pages that are made and not written, pictures that take the colours of the theme, files of the repository as pages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+for place in (ROOT, ROOT / "src"):
+    if str(place) not in sys.path:
+        sys.path.insert(0, str(place))
+
+from mkdocs.structure.files import File, Files  # noqa: E402
+
+import fedbilevel  # noqa: E402
+from website import algorithm_pages, curves  # noqa: E402
+from website.svg import DARK, LIGHT, variables  # noqa: E402
+
+FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
+RESULTS = {"experiments/RESULTS.md": "results/experiments.md", "benchmarks/RESULTS.md": "results/benchmarks.md"}
+OPENINGS = {
+    "experiments/RESULTS.md": "# Experiments\n\nThe papers' tables and figures, run again: `fedbilevel reproduce NAME` runs one. Where a paper prints "
+    "a number, it stands in brackets with the difference.\n\n",
+}
+TABLE = "<!-- all algorithms -->"
+
+
+def on_config(config: Any) -> Any:
+    """Algorithms are found, not listed."""
+    section = next(part["Algorithms"] for part in config["nav"] if "Algorithms" in part)
+    section += ["algorithms/index.md", *({name: f"algorithms/{name}.md"} for name in curves.algorithms())]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    made = {f"algorithms/{name}.md": algorithm_pages.page(name) for name in curves.algorithms()}
+    made["algorithms/index.md"] = algorithm_pages.index()
+    made["reference/api.md"] = api_page()
+    made["reference/errors.md"] = errors_page()
+    made["stylesheets/colours.css"] = f'[data-md-color-scheme="default"]{{{variables(LIGHT)}}}[data-md-color-scheme="slate"]{{{variables(DARK)}}}'
+    for source, target in FROM_ROOT.items():
+        made[target] = _moved((ROOT / source).read_text(), target)
+    for source, target in RESULTS.items():
+        folder = (ROOT / source).parent
+        text, pictures = _results((ROOT / source).read_text(), folder)
+        made[target] = OPENINGS.get(source, "") + text
+        for picture in pictures:
+            files.append(File.generated(config, f"results/{folder.name}/{picture}", abs_src_path=str(folder / picture)))
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    if TABLE in markdown:
+        markdown = markdown.replace(TABLE, algorithm_pages.decision_table())
+    return re.sub(r"(?m)^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown)  # a file that a reader is to make
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """A picture of ours becomes a part of the page, because a file of its own cannot know which theme the reader has chosen."""
+
+    def inlined(found: re.Match[str]) -> str:
+        return algorithm_pages.figure_of((ROOT / "docs" / "pictures" / f"{found[1]}.svg").read_text().strip())
+
+    return re.sub(r'<img [^>]*src="[^"]*pictures/([\w-]+)\.svg"[^>]*>', inlined, html)
+
+
+def _moved(text: str, target: str) -> str:
+    """A file of the root as a page: links to pages lead to those pages, links to other files become plain words."""
+    up = "../" * target.count("/")
+
+    def link(found: re.Match[str]) -> str:
+        words, where, anchor = found[1], found[2], found[3] or ""
+        if re.match(r"\w+:", where) or not where:
+            return found[0]
+        if where.startswith("docs/"):
+            return f"[{words}]({up}{where.removeprefix('docs/')}{anchor})"
+        if where in {**FROM_ROOT, **RESULTS}:
+            return f"[{words}]({up}{ {**FROM_ROOT, **RESULTS}[where] }{anchor})"
+        return words
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, text)
+
+
+def _results(text: str, folder: Path) -> tuple[str, list[str]]:
+    """Pictures lie in a folder of their own on the site; wide tables may be scrolled there."""
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    text = re.sub(r"(!\[[^\]]*\])\(([^)]+)\)", lambda found: f"{found[1]}({folder.name}/{found[2]})", text)
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:)[^)#]+\)", r"\1", text), pictures
+
+
+def api_page() -> str:
+    """Every public name; groups for reading, and whatever is in no group at the end, so that nothing is forgotten."""
+    groups = {
+        "Run": ["solve", "run", "Result"],
+        "Problems": ["Problem", "Scopes"],
+        "Who takes part, and over which network": ["Cohort", "Network", "Averaging", "Schedule"],
+        "Checks": ["check_problem", "check_hypergradient", "check_algorithm"],
+        "Step sizes": ["suggest", "check_timescales", "curvature", "projection_radius"],
+    }
+    known = {name for names in groups.values() for name in names}
+    groups["More"] = [name for name in fedbilevel.__all__ if name not in known and name != "FedBilevelError"]
+    out = [
+        "# The package",
+        "`import fedbilevel as fb`: every public name. [Errors](errors.md) and [classes to derive from](classes.md) have pages of their own.",
+    ]
+    for title, names in groups.items():
+        mine = [name for name in names if name in fedbilevel.__all__]
+        out += [f"## {title}", *(f"::: {_home(name)}" for name in mine)] if mine else []
+    return "\n\n".join(out) + "\n"
+
+
+def _home(name: str) -> str:
+    """Where a public name is defined: documentation tools follow that better than a name that was imported."""
+    value = getattr(fedbilevel, name)
+    return f"{value.__module__}.{name}" if hasattr(value, "__module__") else f"fedbilevel.{name}"
+
+
+def errors_page() -> str:
+    opening = (
+        "Every error a user can cause is a `FedBilevelError` and reads as one sentence: what was found, what was expected, how to mend it. "
+        "The command line prints it without a traceback and exits with 2."
+    )
+    options = "".join(f"      {option}\n" for option in ("show_root_heading: false", "show_root_toc_entry: false", "members_order: source"))
+    return f"# Errors\n\n{opening}\n\n::: fedbilevel.errors\n    options:\n{options}"
