@@ -20,9 +20,10 @@ import rank_cases
 from fedbilevel.cli import cli
 from fedbilevel.engines import distributed, group_of, simulate
 from fedbilevel.engines.group import Group
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import RankLostError, SettingError
 from fedbilevel.network import Network
 from fedbilevel.record import Record
+from fedbilevel.run import _interrupts
 from fedbilevel.tasks.quadratic import Quadratic
 from rank_cases import CASES, CLOSE, EXACT, NUM, RESUMED, compared, go
 
@@ -246,6 +247,13 @@ def ranks_of(process):
     return {int(entry[5:]): child for child, environment in environments.items() for entry in environment if entry.startswith("RANK=")}
 
 
+def stored(folder):
+    """The outer iteration of a checkpoint that may be replaced at any moment; safetensors opens a file twice, and then it would be two."""
+    content = (folder / "checkpoint.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"]["about"])["iteration"]
+
+
 def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_from(tmp_path, monkeypatch):
     flags = ["quadratic", "-a", "fedbioacc", "--num-clients", 3, "--batch-size", 2, "--fraction", 0.7, "--strategy", "loop", "--checkpoint-every", 2]
     flags += ["--measure-every", 50_000]
@@ -254,7 +262,7 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     process = torchrun("resume", "run", "--iterations", 100_000, cwd=tmp_path)
     try:
         limit = time.monotonic() + 120
-        while Record("run").load()[1]["iteration"] < 6:
+        while stored(Path("run")) < 6:
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < limit
             time.sleep(0.1)
@@ -265,7 +273,9 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
         process.kill()
     assert process.returncode != 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-    [message] = [line for line in complaints.splitlines() if line.startswith("Error: ")]
+    messages = [line for line in complaints.splitlines() if line.startswith("Error: ")]
+    assert len(messages) == 1, complaints
+    message = messages[0]
     reached = Record("run").load()[1]["iteration"]
     assert message.startswith("Error: rank 1 of 2 no longer answers (the connection is closed) in outer iteration ")
     assert message.endswith(f"; the last checkpoint, of outer iteration {reached}, is in run: go on with torchrun --nproc-per-node 2 -m fedbilevel resume run.")
@@ -275,6 +285,24 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     command("resume", "run", "--iterations", reached + 3)
     command("run", *flags, "--iterations", reached + 3, "--out", "whole")
     assert Path("run/solution.safetensors").read_bytes() == Path("whole/solution.safetensors").read_bytes()
+
+
+def test_a_request_to_end_that_comes_late_does_not_cut_off_what_is_lost():
+    class Two(Group):
+        size = 2
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RankLostError), _interrupts(Two()):
+            raise RankLostError("rank 1 of 2 no longer answers.")
+        os.kill(os.getpid(), signal.SIGTERM)  # by default it would end this process
+        signal.signal(signal.SIGTERM, before)
+        with _interrupts(Two()) as interrupted:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupted()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def command(*args):

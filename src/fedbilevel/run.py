@@ -637,6 +637,9 @@ def _interrupts(group: Group) -> Iterator[Callable[[], bool]]:
         signal.signal(number, remember)
     try:
         yield asked.is_set
+    except RankLostError:
+        before.pop(signal.SIGTERM, None)  # the request may come late, and what was lost is still to be said
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
