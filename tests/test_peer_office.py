@@ -831,6 +831,29 @@ def test_waiting_for_news_ends_with_news_or_in_time(team):
     t.done(1)
 
 
+def test_those_who_are_left_agree_though_only_some_have_heard_that_one_is_back(team):
+    """2 agrees with what 0 said first; 0 has heard of the new 1 before it hears of that."""
+    t = team(3, goes_on=True, quorum=2)
+    t.form(0, 1, 2)
+    before = t.offices[0].view[1]
+    t.network.lost = lambda sender, receiver, letter: (sender, receiver) == (2, 0) or (receiver == 2 and letter.view and letter.view[1] > before + 1)
+    with t.offices[0]._changed:
+        t.offices[0].view[1] += 1
+    t.begin(0, t.offices[0].reform)
+    until(lambda: t.offices[0].view[1] > before + 1)
+    until(t.offices[2].regrouped)
+    assert t.offices[2].reform() is False
+    assert t.offices[2].view[1] == before + 1
+    t.network.lost = lambda *_: False
+    assert t.done(0) == [False]
+    assert t.offices[0].formed == t.offices[2].formed
+    assert t.offices[0].formed.members == (0, 2)
+    until(lambda: t.offices[2].view == t.offices[0].view)
+    assert not t.offices[0].regrouped()
+    assert not t.offices[2].regrouped()
+    assert t.offices[2].newcomers()
+
+
 def test_one_of_the_group_that_is_back_before_the_others_have_agreed_does_not_hold_them_up(team):
     """0 thinks that 1 is gone and waits for 2, which has not heard of it; 1 comes back meanwhile. None of them may wait for another for ever."""
     t = team(3, goes_on=True, quorum=2)

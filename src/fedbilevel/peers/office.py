@@ -6,7 +6,8 @@ come to agree. Whoever is silent for longer than `suspect` seconds is gone; beat
 not silent. One that finds itself gone, or whose process was started again, takes a higher incarnation and is there again.
 
 **Formation.** A group begins when all of its peers have said `ready` with the same view. More than one view cannot begin with peers in common, and a quorum of
-more than half lets only one of several parts of a broken network begin. What is said with `ready` for a view is said once and repeated as it was.
+more than half lets only one of several parts of a broken network begin. What is said with `ready` for a view is said once and repeated as it was. In the middle of an average, those who are left must agree about the group only, not about
+who else came and went.
 
 **Epoch.** Every formation has a higher one. Rows and sums of another epoch than the present one are left alone, or kept until it begins.
 
@@ -199,7 +200,7 @@ class Office:
         if len(here) < self.quorum:
             raise Regrouped
         self._say_ready_again()
-        others = {peer: letter for peer, letter in self._readies.items() if peer in here and letter.view == tuple(self.view)}
+        others = {peer: letter for peer, letter in self._readies.items() if peer in here and letter.averaging and self._leaves(letter.view, here)}
         if self.called_back():
             raise Regrouped
         if not all(peer in others for peer in here if peer != self.me):
@@ -451,6 +452,11 @@ class Office:
         """Whether it is there as the process that the group began with: one that was gone and came back knows nothing of the average any more."""
         return self._alive(peer) and self.view[peer] == self._formed_view[peer]
 
+    def _leaves(self, view: Sequence[int], members: Sequence[int]) -> bool:
+        """Whether a view leaves these of the group. What it says of others does not count: some may have heard already that one who was gone is there again."""
+        group = self.formed.members if self.formed is not None else ()
+        return all((view[peer] == self._formed_view[peer]) == (peer in members) for peer in group)
+
     def _present(self) -> list[int]:
         return [peer for peer in range(self.num_peers) if self._alive(peer)]
 
@@ -601,7 +607,7 @@ class Office:
 
     def _repeat_ready(self, sender: int, letter: Letter) -> None:
         """To one that has not heard that this peer was ready. Not more often than beats: two that both have begun would answer each other for ever."""
-        begun = self.formed is not None and self._about is None and not self._reforming and letter.view == self._formed_view
+        begun = self.formed is not None and self._about is None and not self._reforming and self._leaves(letter.view, self.formed.members)
         if begun and self._frozen is not None and time.monotonic() - self._repeated.get(sender, -1e9) > self.beat:
             self._repeated[sender] = time.monotonic()
             self.transport.send(sender, *self._frozen[1])
