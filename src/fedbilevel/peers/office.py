@@ -5,9 +5,9 @@ largest there is for one that sent what does not fit. Views travel with every be
 come to agree. Whoever is silent for longer than `suspect` seconds is gone; beats are sent by the thread of the transport, so a peer that computes for long is
 not silent. One that finds itself gone, or whose process was started again, takes a higher incarnation and is there again.
 
-**Formation.** A group begins when all of its peers have said `ready` with the same view. More than one view cannot begin with peers in common, and a quorum of
-more than half lets only one of several parts of a broken network begin. What is said with `ready` for a view is said once and repeated as it was. In the middle of an average, those who are left must agree about the group only, not about
-who else came and went.
+**Formation.** A group begins when all of its peers have said `ready` with the same view. More than one view cannot begin with peers in common, and a quorum
+of more than half lets only one of several parts of a broken network begin. What is said with `ready` for a view is said once and repeated as it was. In the
+middle of an average, those who are left must agree about the group only, not about who else came and went.
 
 **Epoch.** Every formation has a higher one. Rows and sums of another epoch than the present one are left alone, or kept until it begins.
 
