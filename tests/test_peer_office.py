@@ -806,6 +806,25 @@ def test_one_that_begins_anew_with_the_view_of_those_who_are_left_calls_them_bac
         t.offices[0].reform()
 
 
+def test_one_that_begins_anew_and_has_heard_less_is_not_taken_for_one_that_is_left(team):
+    t = team(4, goes_on=True, quorum=2)
+    t.form(0, 1, 2, 3)
+    [zero, two], before = (t.offices[0], t.offices[2]), t.offices[0].view[1]
+    with zero._changed:
+        zero.view[1] += 1001
+    until(lambda: all(t.offices[peer].regrouped() for peer in (0, 2, 3)))
+    assert reforms(t, 0, 2, 3) == [False] * 3
+    t.network.gone.update((1, 2, 3))
+    with zero._changed:
+        zero.view[3] += 1
+        less = (zero.view[0], before + 1, *zero.view[2:])
+        zero._take(2, *pack(Letter("ready", two.run, two._incarnation, two.epoch, view=less, introduction=about())))
+        assert not zero.called_back()  # not yet: it will hear of the others, and say so again
+        assert zero._reformed_now() is None
+        zero._take(2, *pack(Letter("ready", two.run, two._incarnation, two.epoch, averaging=1, view=less, introduction=about())))
+        assert zero._reformed_now() is False
+
+
 def test_one_of_the_group_that_is_started_again_at_once_is_a_newcomer(team):
     t = team(2, goes_on=True, quorum=1)
     t.form(0, 1)
