@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedbilevel.ledger import COLUMNS
+from fedbilevel.figures import COLUMNS
 from fedbilevel.record import Record
 from fedbilevel.run import Result, run
 from fedbilevel.sites import wire

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fedbilevel.clients import Bill, Clients, Host, Store, StoreView
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation import ServerAlgorithm, phase
-from fedbilevel.ledger import COLUMNS
+from fedbilevel.figures import COLUMNS
 from fedbilevel.settings import setting
 from fedbilevel.tasks.quadratic import Quadratic
 

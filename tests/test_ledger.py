@@ -22,7 +22,8 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation import Cohort, ServerAlgorithm, phase
-from fedbilevel.ledger import COLUMNS, EDGES, Ledger
+from fedbilevel.figures import COLUMNS
+from fedbilevel.ledger import EDGES, Ledger
 from fedbilevel.network import Network
 from fedbilevel.tasks.quadratic import Quadratic
 from test_fbo_aggitd import Drawing

@@ -1,10 +1,19 @@
-"""What is known of figures by their names, for runs, comparisons and pages alike."""
+"""What is known of the columns of a measurement by their names, for runs, comparisons and pages alike."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+CALLS = ("gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
+COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", *CALLS)  # of the ledger, one count per client
+BESIDE = ("iteration", "seconds", "megabytes", "rounds", "messages", "members", "num_peers", "seen")  # when, how far, and between peers by whom
 DIAGNOSTICS = ("hypergradient", "residual", "lower_gradient")  # of the method, not of the model
+
+
+def figures_of(columns: Iterable[str]) -> list[str]:
+    """What was measured, without what was paid."""
+    return [name for name in columns if name not in (*BESIDE, *COLUMNS)]
 
 
 def falls(figure: str) -> bool:

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbilevel.figures import CALLS, COLUMNS
+
 _MOST_OPEN = 64  # kinds of messages that are counted before they are added up,
 _OPEN_CELLS = 2**25  # and entries of their matrices
 EDGES = ("messages", "floats", "bytes")
-CALLS = ("gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
-COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", *CALLS)
 LOCAL, EARLIER = "local", "earlier"  # phases: what is charged outside of any, and what an older checkpoint did not divide
 
 

@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedbilevel.data.clients import ClientData
 from fedbilevel.errors import ProblemError
-from fedbilevel.figures import DIAGNOSTICS
-from fedbilevel.ledger import COLUMNS
+from fedbilevel.figures import BESIDE, COLUMNS, DIAGNOSTICS
 
 Tree = Mapping[str, Tensor]
 Fields = Mapping[str, Any]
@@ -332,10 +331,7 @@ def check_statistics(problem: Problem, data: ClientData, layout_x: Layout, layou
             raise ProblemError(f"the statistics of {role!r} returned {got}, expected a dict of scalar tensors: sum over the samples of the batch.")
 
 
-_TAKEN = {
-    *("iteration", "rounds", "messages", "megabytes", "seconds", "members", "num_peers", "num_sites", "seen", *COLUMNS),
-    *("upper_loss", "lower_loss", *DIAGNOSTICS),
-}  # columns that every measurement may have
+_TAKEN = {*BESIDE, *COLUMNS, *DIAGNOSTICS, "upper_loss", "lower_loss", "num_sites"}  # columns that every measurement may have
 
 
 def own_figures(label: str, function: Callable[..., Any], *given: Any) -> dict[str, float]:

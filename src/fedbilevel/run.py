@@ -38,8 +38,8 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.engines.sites import Sites
 from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, RankLostError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
-from fedbilevel.figures import falls
-from fedbilevel.ledger import COLUMNS, Totals
+from fedbilevel.figures import falls, figures_of
+from fedbilevel.ledger import Totals
 from fedbilevel.network import AnyNetwork
 from fedbilevel.options import torch_device
 from fedbilevel.peers.office import Regrouped
@@ -155,11 +155,6 @@ class Result:
         figures = ", ".join(f"{name} {last[name]:.4g}" for name in figures_of(last)[:3])
         end = "" if self.stopped == "finished" else f" (stopped: {self.stopped})"
         return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB; {figures}>"
-
-
-def figures_of(row: Mapping[str, Any]) -> list[str]:
-    """What was measured, without what was paid."""
-    return [name for name in row if name not in ("iteration", "messages", "members", "num_peers", "seen", "rounds", "megabytes", "seconds", *COLUMNS)]
 
 
 def run(

@@ -19,8 +19,9 @@ from fedbilevel.clients import Host
 from fedbilevel.data.clients import ClientData, Holdings
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation import Algorithm
+from fedbilevel.figures import CALLS
 from fedbilevel.hypergradient import measured
-from fedbilevel.ledger import CALLS, Ledger
+from fedbilevel.ledger import Ledger
 from fedbilevel.population import Points
 from fedbilevel.problem import Problem
 

@@ -21,7 +21,8 @@ from fedbilevel.draws import Stream
 from fedbilevel.engines.server import Answers, Server
 from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError, WireError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.ledger import CALLS, Ledger
+from fedbilevel.figures import CALLS
+from fedbilevel.ledger import Ledger
 from fedbilevel.population import figures
 from fedbilevel.problem import Layout, Problem
 from fedbilevel.sites.desk import Answer, Desk, Message

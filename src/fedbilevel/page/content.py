@@ -18,11 +18,8 @@ from typing import Any
 
 import fedbilevel
 from fedbilevel.errors import ReportError
-from fedbilevel.figures import DIAGNOSTICS, falls, metric_and_value
+from fedbilevel.figures import DIAGNOSTICS, falls, figures_of, metric_and_value
 
-CALLS = ("gy", "gx", "fx", "fy", "hvp", "jvp")  # first-order and second-order: together the oracle calls
-PAID = ("iteration", "seconds", "megabytes", "rounds", "messages", "floats_up", "floats_down", "bytes_up", "bytes_down", *CALLS, "samples")
-NO_FIGURES = ("members", "num_peers")  # between peers: how many there were
 ENDS = ("finished", "callback", "interrupted", "failed")  # ways in which a run ends that was not killed
 RESUMED = ("simulation", "distributed")  # engines whose runs the command `fedbilevel resume` goes on with
 STUDIES = {"comparison.json": "comparison", "influence.json": "influence", "personalisation.json": "personalisation"}
@@ -66,7 +63,7 @@ def read(paths: Sequence[Path | str], *, target: Goal = None, title: str | None 
                     over = None if name == "personalisation.json" else over
     if not runs and not studies:
         raise ReportError(f"none of the runs in {paths[0]} has a measurement yet: wait for the first one.")
-    metrics = [name for name in dict.fromkeys(name for run in runs for name in run["columns"]) if name not in (*PAID, *NO_FIGURES)]
+    metrics = figures_of(dict.fromkeys(name for run in runs for name in run["columns"]))
     goal = {"metric": target[0], "value": target[1]} if target is not None else goal
     if target is not None and target[0] not in metrics:
         if any(target[0] in run["empty"] for run in runs):

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from fedbilevel.averaging import spread
 from fedbilevel.errors import CheckpointError, PlanError
-from fedbilevel.ledger import COLUMNS, EDGES, Ledger
+from fedbilevel.figures import COLUMNS
+from fedbilevel.ledger import EDGES, Ledger
 from fedbilevel.peers.part import HYPERGRADIENT
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.population import figures

@@ -38,7 +38,7 @@ from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
 from fedbilevel.errors import NonFiniteError, PlanError, PolicyError, ProblemError, SettingError, UnknownNameError, WireError
 from fedbilevel.federation import Sparse
-from fedbilevel.ledger import CALLS
+from fedbilevel.figures import CALLS
 from fedbilevel.options import torch_device
 from fedbilevel.record import make_folder, read_tensors, write_whole
 from fedbilevel.sites import wire
