@@ -5,11 +5,13 @@
     left.head                 where the chain stands: number of lines, last chain value, rounds, bytes
     left.lock                 held during an append
 
-A line holds its number `n`, `time`, what the caller says, and at its end `chain` = sha256(chain of the line before + this line without `chain`).
-The first line of a file names the file before (`before`). A line that follows a torn line (disk full, power loss) holds the sha256 of the torn
-part (`torn`): that part never left, because an answer leaves only after its whole line and the head were written.
+A line holds its number `n`, `time`, what the caller says, and at its end
+`chain` = sha256(`chain` of the line before + this line without `chain`). The first line of a file names the file
+before (`before`). A line that follows a torn line (disk full, power loss) holds the sha256 of the torn part (`torn`):
+that answer never left, because an answer leaves only after its whole line and the head were written.
 
-The chain shows changes by anybody who does not compute it anew. Against an intruder with write access, note the last chain value elsewhere.
+The chain shows changes by anybody who does not compute it anew. Against an intruder with write access, note the last
+chain value elsewhere.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from typing import IO, Any
 LEFT, HEAD, LOCK, OLD = "left.jsonl", "left.head", "left.lock", "left-0000.jsonl"
 SIZE = 2**24  # bytes of a file before the next is begun
 START = "0" * 64  # the chain before the first line
+TORN = "the disk was full or the power went, and that answer never left."
 _ROTATED = re.compile(r"left-(\d{4,})\.jsonl")
 
 
 @dataclass(frozen=True)
 class Head:
-    """Where the chain stands. `bytes`: of all answers; `size`: of the active file; `files`: number of the last full file."""
+    """Where the chain stands. bytes: of all answers; size: of the active file; files: number of the last full file."""
 
     n: int = 0
     chain: str = START
@@ -52,17 +55,19 @@ class Head:
 
 @dataclass
 class _Place:
-    """Where the next line goes: what it must mention, whether the head must be written first, whether a line break is missing."""
+    """Where the next line goes. marks: what it must mention; ahead: the head must be written first; unended: the file
+    lacks a line break; old: the active file is from before there was a chain."""
 
     head: Head
     marks: dict[str, str] = field(default_factory=dict)
     ahead: bool = False
     unended: bool = False
-    old: bool = False  # the active file is from before there was a chain
+    old: bool = False
 
 
 class AuditLog:
-    """Appends lines. Several processes may: each append takes the lock and reads the head, and reads the log only where the two disagree."""
+    """Appends lines. Several processes may: each append takes the lock and reads the head. It reads the log only where
+    the head does not fit its size."""
 
     def __init__(self, folder: Path | str, *, size: int = SIZE) -> None:
         self.folder, self._size = Path(folder), size
@@ -81,14 +86,14 @@ class AuditLog:
         with _locked(self.folder):
             place = _place(self.folder)
             head = place.head
-            if place.ahead:  # the append before was cut off between line and head; the log must never be two lines ahead
+            if place.ahead:  # the append before was cut off between line and head, and two lines ahead is tampering
                 self._write_head(head)
             if place.old:
                 os.rename(self.folder / LEFT, self.folder / OLD)
-            elif head.size >= self._size and "torn" not in place.marks:  # a torn part stays in one file with the line that names it
+            elif head.size >= self._size and "torn" not in place.marks:  # a torn part and the next line share a file
                 os.rename(self.folder / LEFT, self.folder / rotated(head.files + 1))
                 head, place.unended = dataclasses.replace(head, size=0, files=head.files + 1), False
-            first = _first(self.folder, head) if head.size == 0 else {}  # a torn part at the start of a file has head.size 0, too
+            first = _first(self.folder, head) if head.size == 0 else {}
             body = {"n": head.n + 1, "time": round(time.time(), 3), **given, **place.marks, **first}
             body["chain"] = _chained(head.chain, body)
             size = self._write((b"\n" if place.unended else b"") + json.dumps(body).encode() + b"\n")
@@ -143,7 +148,8 @@ def _place(folder: Path) -> _Place:
     if size == head.size:
         return _Place(head, marks)
     if size < head.size:  # the end was cut off, and `verify` says so for ever: the next line continues what is gone
-        return _Place(dataclasses.replace(head, size=size), marks, unended=size > 0 and _from(active, size - 1) != b"\n")
+        unended = size > 0 and _from(active, size - 1) != b"\n"
+        return _Place(dataclasses.replace(head, size=size), marks, unended=unended)
     return _beyond(head, marks, _from(active, head.size))
 
 
@@ -184,8 +190,8 @@ def _is_old(folder: Path) -> bool:
     """Whether the active file was begun before there was a chain."""
     if (folder / OLD).exists() or not (folder / LEFT).exists():
         return False
-    first = next((line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := _object(raw)) is not None), None)
-    return first is not None and "chain" not in first
+    found = (line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := _object(raw)) is not None)
+    return "chain" not in next(found, {"chain": START})
 
 
 def _counted(path: Path) -> Head:
@@ -205,8 +211,10 @@ def _recovered(folder: Path) -> Head:
 
 
 def _files(folder: Path) -> list[tuple[Path, int]]:
-    """Files with a chain, oldest first, each with the number of the full file before it. The last is the active file, even if it is not there."""
-    full = sorted(number for path in folder.iterdir() if (found := _ROTATED.fullmatch(path.name)) and (number := int(found[1])))
+    """Files with a chain, oldest first, each with the number of the full file before it. The last is the active file,
+    even if it is not there."""
+    numbers = (int(found[1]) for path in folder.iterdir() if (found := _ROTATED.fullmatch(path.name)))
+    full = sorted(number for number in numbers if number)
     return [*((folder / rotated(number), number - 1) for number in full), (folder / LEFT, max(full, default=0))]
 
 
@@ -234,7 +242,8 @@ def _digest(content: bytes) -> str:
 
 
 def _chained(before: str, line: Mapping[str, Any]) -> str:
-    return _digest(before.encode() + json.dumps({name: value for name, value in line.items() if name != "chain"}).encode())
+    body = {name: value for name, value in line.items() if name != "chain"}
+    return _digest(before.encode() + json.dumps(body).encode())
 
 
 class _Chain:
@@ -289,7 +298,7 @@ class _Chain:
         if line.get("before") == OLD and self.old is not None and line.get("sha256") != self.old:
             return f"names {OLD} as the file before it, which is missing or was changed."
         if line.get("head") == "lost":
-            return "was written after left.head was lost or set back: whether lines before it were removed cannot be told."
+            return f"was written after {HEAD} was lost or set back: lines before it may have been removed."
         return ""
 
 
@@ -324,8 +333,8 @@ class RunSummary:
 
 @dataclass
 class AuditReport:
-    """`problem`: the first break, as a sentence; `notes`: what is worth knowing and is no break; `runs`: by name, "" where a line names no run;
-    `callers`: how often each caller was refused; `chain`: the last value, to be noted elsewhere."""
+    """problem: the first break, as a sentence; notes: what is worth knowing and is no break; runs: by name, "" where a
+    line names no run; callers: how often each caller was refused; chain: the last value, to be noted elsewhere."""
 
     ok: bool = True
     problem: str = ""
@@ -375,11 +384,12 @@ class _Snapshot:
                         file = opened.enter_context(open(path, "rb"))
                         files.append((path.name, before, file, os.fstat(file.fileno()).st_size))
                 head = read_head(folder)
-                found = _Snapshot(head, head is None and (folder / HEAD).exists(), head is None and _is_old(folder), files)
+                damaged, old = (head is None and found for found in ((folder / HEAD).exists(), _is_old(folder)))
+                found = _Snapshot(head, damaged, old, files)
             yield found
 
     def contents(self) -> Iterator[tuple[str, int, list[bytes]]]:
-        """Name, number of the full file before, and lines. The last one has no line break, and is empty unless it is torn."""
+        """Name, number of the full file before, and lines. The last line has no line break: it is empty or torn."""
         for name, before, file, size in self.files:
             yield name, before, file.read(size).split(b"\n")
 
@@ -400,7 +410,7 @@ def verify(folder: Path | str) -> AuditReport:
             if name == OLD or log.old:
                 chain.head = _add_old(content, report)
                 chain.old = _digest(b"\n".join(content))
-                report.notes.append(f"{name} is from before there was a chain: changes that were made before it began do not show.")
+                report.notes.append(f"{name} is from before there was a chain: changes made before that do not show.")
                 continue
             chain.begin(name, files)
             for raw in content[:-1]:
@@ -409,9 +419,10 @@ def verify(folder: Path | str) -> AuditReport:
                     before = latest
                     report.add(line)
                     if "torn" in line:
-                        report.notes.append(f"{chain.where} comes after a torn part (disk full or power loss): that answer never left.")
+                        report.notes.append(f"{chain.where} comes after a torn part: {TORN}")
             if content[-1] and name == LEFT:
-                report.notes.append(f"the end of {name} is torn (disk full or power loss): that answer never left.")
+                if log.head is None or log.head.n <= chain.head.n:  # else the end was cut off, which is said below
+                    report.notes.append(f"the end of {name} is torn: {TORN}")
             elif content[-1] or chain.torn:
                 chain.say(f"the end of {name} is no line of this log: it was changed or added.")
         _check_end(log, chain, before, report)
@@ -441,14 +452,13 @@ def _check_end(log: _Snapshot, chain: _Chain, before: Head, report: AuditReport)
         if log.damaged or found.n > 1 or found.files:
             chain.say(f"{HEAD} is missing or damaged: whether lines at the end were removed cannot be told.")
     elif head.n > found.n:
-        chain.say(
-            f"{head.n - found.n} lines at the end are missing ({HEAD} counts {head.n}, the log has {found.n}): "
-            "the end was cut off, or the power went before the disk had it."
-        )
+        counts = f"{HEAD} counts {head.n} lines, the log has {found.n}"
+        chain.say(f"the end is missing ({counts}): it was cut off, or the power went before the disk had it.")
     elif _same(head, before) and not _same(head, found):
         report.notes.append("the last line was written when the site was cut off: its answer may not have left.")
     elif not _same(head, found):
-        chain.say(f"{HEAD} does not fit the log (it counts {head.n} lines, the log has {found.n}): it was changed or set back.")
+        counts = f"it counts {head.n} lines, the log has {found.n}"
+        chain.say(f"{HEAD} does not fit the log ({counts}): it was changed or set back.")
 
 
 def _same(head: Head, found: Head) -> bool:

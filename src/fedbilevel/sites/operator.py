@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, Literal
 from fedbilevel.errors import PlanError, PolicyError, SettingError, UnknownNameError
 from fedbilevel.escapes import printable
 
+Request = dict[str, Any]  # the content of a file in requests/
 Decision = Literal["approved", "refused", "left"]
 REQUESTS, APPROVALS, CONTROL, LOCK = "requests", "approvals.json", "control.json", "operator.lock"
 SHORTEST = 8  # letters of a digest that a person must type
@@ -38,11 +38,12 @@ def site_folder(kit: Path) -> Path:
     return kit / "site"
 
 
-# ---- for the site's job ------------------------------------------------------------------------------------------------
+# ---- for the site's job --------------------------------------------------------------------------
 
 
 def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """File a request, unless it is there. leaves: rounds_per_iteration, arrays (floats by name), bytes_per_answer, total_rounds."""
+    """File a request, unless it is there. leaves: what would leave, as rounds_per_iteration, arrays (number of
+    floats by name), bytes_per_answer and total_rounds."""
     place = folder / REQUESTS / f"{_checked(digest)}.json"
     if place.exists():
         return
@@ -64,10 +65,10 @@ def is_paused(folder: Path) -> bool:
     return _table(folder / CONTROL).get("paused", False) is not False
 
 
-# ---- for the operator --------------------------------------------------------------------------------------------------
+# ---- for the operator ----------------------------------------------------------------------------
 
 
-def requests(folder: Path) -> list[dict[str, Any]]:
+def requests(folder: Path) -> list[Request]:
     """All plans that ever came, oldest first, each with its `decision` or None."""
     decided = _table(folder / APPROVALS)
     found = [_table(path) for path in (folder / REQUESTS).glob("*.json") if _DIGEST.fullmatch(path.stem)]
@@ -75,12 +76,12 @@ def requests(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: one.get("time", 0.0))
 
 
-def pending(folder: Path) -> list[dict[str, Any]]:
+def pending(folder: Path) -> list[Request]:
     """Plans that wait for a decision, oldest first."""
     return [one for one in requests(folder) if one["decision"] is None]
 
 
-def request(folder: Path, digest: str) -> dict[str, Any]:
+def request(folder: Path, digest: str) -> Request:
     """The plan with this digest, or the only one whose digest begins so."""
     known = {one["digest"]: one for one in requests(folder)}
     if not known:
@@ -95,17 +96,17 @@ def request(folder: Path, digest: str) -> dict[str, Any]:
     return known[fitting[0]]
 
 
-def approve(folder: Path, digest: str, by: str, how: Literal["operator", "auto"] = "operator") -> dict[str, Any]:
-    """Let a plan run, also after it was refused or left. digest: or its beginning. The plan that was decided on comes back."""
+def approve(folder: Path, digest: str, by: str, how: Literal["operator", "auto"] = "operator") -> Request:
+    """Let a plan run, also after it was refused or left. digest: or its beginning. Gives back the request."""
     return _decide(folder, [request(folder, digest)], "approved", by, how)[0]
 
 
-def refuse(folder: Path, digest: str, by: str) -> dict[str, Any]:
+def refuse(folder: Path, digest: str, by: str) -> Request:
     """Never answer to a plan, unless it is approved later."""
     return _decide(folder, [request(folder, digest)], "refused", by)[0]
 
 
-def leave(folder: Path, run: str, by: str) -> list[dict[str, Any]]:
+def leave(folder: Path, run: str, by: str) -> list[Request]:
     """Take no further part in a run, whichever plan it has."""
     known = requests(folder)
     found = [one for one in known if one["run"] == run]
@@ -125,10 +126,10 @@ def unpause(folder: Path) -> None:
     _write(folder / CONTROL, {"paused": False})
 
 
-# ---- inside ------------------------------------------------------------------------------------------------------------
+# ---- inside --------------------------------------------------------------------------------------
 
 
-def _decide(folder: Path, plans: list[dict[str, Any]], what: Decision, by: str, how: str = "operator") -> list[dict[str, Any]]:
+def _decide(folder: Path, plans: list[Request], what: Decision, by: str, how: str = "operator") -> list[Request]:
     entry = {"time": time.time(), "by": printable(by)[:200], "how": how, "decision": what}
     with _locked(folder):
         _write(folder / APPROVALS, {**_table(folder / APPROVALS), **{one["digest"]: entry for one in plans}})
