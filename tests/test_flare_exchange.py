@@ -18,10 +18,10 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 import psutil
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
-from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.flare import control, job, kits, processes
-from fedbilevel.flare.local import LEAD
 from driven import Driver, contents, until
+from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.flare import control, kits, processes
+from fedbilevel.flare.local import LEAD
 from real_loopback import HERE, federation_of
 
 SITES = ["site-1", "site-2"]

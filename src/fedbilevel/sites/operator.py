@@ -65,6 +65,14 @@ def is_paused(folder: Path) -> bool:
     return _table(folder / CONTROL).get("paused", False) is not False
 
 
+def withdraw_automatic(folder: Path) -> None:
+    """Forget approvals by `auto_approve`, which the site no longer sets: the operator is asked about these plans."""
+    kept = {digest: entry for digest, entry in _table(folder / APPROVALS).items() if entry["how"] != "auto"}
+    if kept != _table(folder / APPROVALS):
+        with _locked(folder):
+            _write(folder / APPROVALS, kept)
+
+
 # ---- for the operator ----------------------------------------------------------------------------
 
 
