@@ -37,6 +37,7 @@ import fedbilevel
 from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
 from fedbilevel.errors import NonFiniteError, PlanError, PolicyError, ProblemError, SettingError, UnknownNameError, WireError
+from fedbilevel.escapes import printable
 from fedbilevel.federation import Sparse
 from fedbilevel.figures import CALLS
 from fedbilevel.options import torch_device
@@ -78,6 +79,7 @@ class Site:
 
     def _note(self, text: str) -> None:
         """For the people of this site."""
+        text = printable(text, lines=True)
         log.error("a message could not be answered:\n%s", text)
         with contextlib.suppress(OSError), open(self.folder / LOG, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n")
