@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from fedbilevel.errors import SettingError
+from fedbilevel.escapes import printable
 from fedbilevel.sites import policy
 from fedbilevel.sites.plan import read_plan
-from fedbilevel.terminal import say
+from fedbilevel.terminal import say, say_line
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -40,7 +41,7 @@ def line(progress: dict[str, Any]) -> str:
     parts += [f"{name} {value:.4g}" for name, value in progress.get("figures", {}).items()]
     parts += [f"{site} {seconds:.2f} s" for site, seconds in progress.get("sites", {}).items()]
     parts += [f"without {site} ({reason})" for site, reason in progress.get("missing", {}).items()]
-    return ", ".join(parts)
+    return printable(", ".join(parts))
 
 
 @click.group("federation")
@@ -86,7 +87,7 @@ def start_server_command(kit: Path) -> None:
         from fedbilevel.flare import processes
     if processes.name_of(kit) != "server":
         raise SettingError(f"{kit} is the kit of the site {processes.name_of(kit)!r}: use start-site.")
-    _keep(processes.Supervised(kit, say=say))
+    _keep(processes.Supervised(kit, say=say_line))
 
 
 @federation.command("start-site")
@@ -101,7 +102,7 @@ def start_site_command(kit: Path, data: Path | None) -> None:
     settings = policy.read_settings(kit / job.SITE)
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
-    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say))
+    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say_line))
 
 
 def _keep(supervised: Any) -> None:
@@ -136,7 +137,7 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> Non
         say(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
         return
     control.check_free(kit, plan)
-    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=say, max_restarts=max_restarts))
+    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=say_line, max_restarts=max_restarts))
 
 
 @federation.command("resume")
@@ -147,7 +148,7 @@ def resume_command(name: str, kit: Path, max_restarts: int) -> None:
     """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
     with _flare():
         from fedbilevel.flare import control
-    _end(name, kit, control.resume(kit, name, _show, notice=say, max_restarts=max_restarts))
+    _end(name, kit, control.resume(kit, name, _show, notice=say_line, max_restarts=max_restarts))
 
 
 def _show(progress: dict[str, Any]) -> None:
@@ -165,9 +166,9 @@ def status_command(kit: Path) -> None:
     with _flare():
         from fedbilevel.flare import control
     found = control.status(kit)
-    say(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
+    say_line(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
     for name, entry in found["runs"].items():
-        say(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
+        say_line(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
 
 
 @federation.command("stop")
@@ -193,7 +194,7 @@ def try_command(num_sites: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="fedbilevel-") as temporary:
         place = folder or Path(temporary)
         plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
-        with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say) as federation_here:
+        with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say_line) as federation_here:
             say(f"{num_sites} sites are connected to the server, in {place}. They approve the plan automatically, as this is a trial.")
-            federation_here.watch(plan, _show, notice=say)
+            federation_here.watch(plan, _show, notice=say_line)
     say("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))

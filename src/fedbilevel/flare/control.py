@@ -19,6 +19,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaStatusValue
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.escapes import printable
 from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed, sealed
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.sites.plan import NAME
@@ -298,7 +299,7 @@ def watch(
             outcome, why = look.progress.get("outcome", "running"), look.progress.get("why", "")
             if outcome == "failed":
                 entry.write(outcome="failed")
-                raise FedBilevelError(why)
+                raise FedBilevelError(printable(why))
             if outcome == "finished" or (outcome == "stopped" and why != REJOIN):
                 if look.progress.get("warning"):
                     notice(look.progress["warning"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.errors import WireError
+from fedbilevel.escapes import printable
 from fedbilevel.sites import wire
 from fedbilevel.sites.transport import Failure, Transport
 
@@ -64,6 +65,7 @@ class Desk:
                     failures[name] = Failure(False, str(error), replies[name].seconds)
             elif name not in failures:
                 failures[name] = Failure(True, "it is not to be reached.", 0.0)
+        failures = {name: failure._replace(reason=printable(failure.reason)) for name, failure in failures.items()}  # it goes to logs and terminals
         if any(failure.silent for failure in failures.values()):
             self._turn[1] += 1
         return answers, dict(sorted(failures.items()))

@@ -38,6 +38,7 @@ from fedbilevel.errors import (
     UnknownNameError,
     WireError,
 )
+from fedbilevel.escapes import printable
 from fedbilevel.sites import operator, wire
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.plan import Plan, plan_digest, plan_of
@@ -95,7 +96,7 @@ class Site:
 
     def refuse_caller(self, caller: str, reason: str) -> str:
         """Write down a call of somebody else than the server of the run, and tell the server with the next answer."""
-        caller = caller[:100]
+        caller = printable(caller)[:100]
         self._refused[caller] += 1
         self._strangers[caller] += 1
         many = self._refused[caller]
@@ -109,6 +110,7 @@ class Site:
 
     def note(self, text: str) -> None:
         """Write an error down for the people of this site."""
+        text = printable(text, lines=True)
         log.error("a message could not be answered:\n%s", text)
         place = self.folder / LOG
         with contextlib.suppress(OSError):
