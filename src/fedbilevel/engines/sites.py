@@ -148,9 +148,7 @@ class Sites(Server):
             self._drop(place, Failure(False, "its answer has not the form of the others': install the same version of fedbilevel at all sites.", 0.0), what)
         self._check_quorum(len(answers), asked, what)
 
-    def _look_for_outliers(
-        self, phase: str, broadcast: Mapping[str, Value], answers: dict[int, tuple[Answer, Answers]], asked: int, what: str
-    ) -> None:
+    def _look_for_outliers(self, phase: str, broadcast: Mapping[str, Value], answers: dict[int, tuple[Answer, Answers]], asked: int, what: str) -> None:
         """Flag answers whose norm is far above the others', and leave them out where the run says so. Two answers do not tell which one is odd."""
         least = max((log_norm(value) for value in broadcast.values() if isinstance(value, Tensor)), default=-math.inf)
         worst: dict[int, Flag] = {}
@@ -188,7 +186,8 @@ class Sites(Server):
         for name, mean in means.items():
             if not bool(torch.isfinite(mean).all()):  # although every answer is
                 raise NonFiniteError(
-                    self._blame() or f"the mean of the sites' {name!r} overflows in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
+                    self._blame()
+                    or f"the mean of the sites' {name!r} overflows in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
                 )
         return means
 
@@ -432,8 +431,7 @@ class Sites(Server):
                     brings[place].append((number, value if value.ndim == 1 else value[place : place + 1]))
             elif isinstance(value, float) and not math.isfinite(value):
                 raise NonFiniteError(
-                    self._blame()
-                    or f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
+                    self._blame() or f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
                 )
             else:
                 values[name] = {"value": value}

@@ -175,18 +175,17 @@ class _Waiting:
 
     def until_enough(self, error: QuorumError) -> list[str]:
         """Sites that say that they are there, once they are enough for the plan; the error again when patience ends. Nobody, when the run is to stop."""
-        done = self.book.load()[1]["iteration"] if self.book.checkpoint.exists() else 0
+        now, done = self.pulse.awake(), self.book.load()[1]["iteration"] if self.book.checkpoint.exists() else 0
         if done != self._stuck or isinstance(error, SuspendedError):  # nobody but the server was late then
-            self._stuck, self._until = done, self.pulse.awake() + self.plan.patience
+            self._stuck, self._until = done, now + self.plan.patience
         needs_all = not self.book.checkpoint.exists() or self.plan.built_algorithm().needs_everyone
         needed = len(self.plan.sites) if needs_all else self.plan.quorum
         desk = Desk(self.transport, self.plan.name, self.pulse.lost)
         while True:
-            began = self.pulse.awake()
             time.sleep(_BETWEEN)
             if self.transport.stop_asked():
                 return []
-            if self.pulse.awake() > self._until:
+            if now > self._until:
                 raise error
             asked = [name for name in self.plan.sites if name in self.transport.sites]
             try:
@@ -198,8 +197,9 @@ class _Waiting:
             if len(there) >= needed:
                 self._approval, self._said = self.plan.approval_wait, ""
                 return there
+            before, now = now, self.pulse.awake()
             if waits:
-                self._wait_for_operators(waits, self.pulse.awake() - began)
+                self._wait_for_operators(waits, now - before)
 
     def _wait_for_operators(self, waits: Mapping[str, str], took: float) -> None:
         """took: seconds since the last question, which patience does not pay for."""
