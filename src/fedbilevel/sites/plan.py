@@ -23,6 +23,8 @@ What is left out of `options` has the same default as in a run in one process.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -91,6 +93,11 @@ class Plan:
 
     def keywords(self) -> dict[str, Any]:
         return keywords(self.options)
+
+
+def plan_digest(plan: Mapping[str, Any]) -> str:
+    """Name a plan by its content: any other plan has another digest."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence[str]) -> dict[str, Any]:
