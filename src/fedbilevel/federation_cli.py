@@ -40,7 +40,10 @@ def line(progress: dict[str, Any]) -> str:
         parts.append(f"{progress['megabytes']:.1f} MB")
     parts += [f"{name} {value:.4g}" for name, value in progress.get("figures", {}).items()]
     parts += [f"{site} {seconds:.2f} s" for site, seconds in progress.get("sites", {}).items()]
-    parts += [f"without {site} ({reason})" for site, reason in progress.get("missing", {}).items()]
+    for label, key in (("without", "missing"), ("flagged", "flagged"), ("capped", "capped")):
+        parts += [f"{label} {site} ({reason})" for site, reason in progress.get(key, {}).items()]
+    for site, callers in progress.get("strangers", {}).items():
+        parts += [f"{site} refused {times} calls of {caller}" for caller, times in callers.items()]
     return printable(", ".join(parts))
 
 
