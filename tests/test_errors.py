@@ -573,9 +573,11 @@ def test_kits_that_cannot_be_started(tmp_path, monkeypatch):
     script.parent.mkdir()
     script.write_text("exec something")
     assert "holds no command that this version knows: make the kits again" in said("federation", "start-site", tmp_path)
-    script.write_text("exec python3 -u -m nvflare.private.fed.app.client.client_train -m $WORKSPACE uid=north")
+    kits = processes.kits
+    kits.init(tmp_path / "federation.toml", sites=["north"])
+    north = kits.provision(tmp_path / "federation.toml", tmp_path / "kits")["north"]
     monkeypatch.setattr(processes, "running", lambda kit: {4711: "parent"})
-    assert "is running already, as process 4711: stop that one first" in said("federation", "start-site", tmp_path)
+    assert "is running already, as process 4711: stop that one first" in said("federation", "start-site", north)
 
 
 # ---- between peers -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def _flare() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("nvflare", "psutil"):
+        if (error.name or "").split(".")[0] not in ("nvflare", "psutil", "cryptography"):
             raise
         raise SettingError("federations between organisations need NVIDIA FLARE, which is not installed: pip install 'fedbilevel[federation]'.") from None
 
@@ -76,6 +76,30 @@ def provision_command(toml: Path, out: Path) -> None:
     for name, kit in made.items():
         say(f"{name:<24} {kit}")
     say(f"Give each organisation its own folder, by a safe way: it holds a private key. Keep {out / kits.AUTHORITY}, which signs kits, to yourself.")
+
+
+@federation.command("renew")
+@click.argument("names", nargs=-1)
+@click.option("--kits", "folder", type=KIT, default=Path("kits"), show_default=True, help="folder of `provision`, with the authority")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="folder for the files (default: here)")
+def renew_command(names: tuple[str, ...], folder: Path, out: Path) -> None:
+    """Make new certificates for the kits NAMES (all, if none is named). Keys stay where they are."""
+    with _flare():
+        from fedbilevel.flare import certificates
+    for name, path in certificates.renew(folder, names, out).items():
+        say(f"{name:<24} {path}")
+    say("Send each owner its file, which is no secret. There: fedbilevel federation install-renewal FILE --kit KIT")
+
+
+@federation.command("install-renewal")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--kit", type=KIT, required=True, help="your startup kit")
+def install_renewal_command(file: Path, kit: Path) -> None:
+    """Put the renewed certificate FILE into KIT."""
+    with _flare():
+        from fedbilevel.flare import certificates
+    end = certificates.install(file, kit)
+    say(f"{kit} is valid until {end:%Y-%m-%d}. A server or site that runs uses it from its next start on.")
 
 
 @federation.command("start-server")
@@ -163,8 +187,10 @@ def _end(name: str, kit: Path, outcome: str) -> None:
 def status_command(kit: Path) -> None:
     """Which sites are connected, and how far the runs are."""
     with _flare():
-        from fedbilevel.flare import control
+        from fedbilevel.flare import certificates, control
     found = control.status(kit)
+    for text in certificates.notices(kit):
+        say(text)
     say(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
     for name, entry in found["runs"].items():
         say(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
