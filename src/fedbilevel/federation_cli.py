@@ -145,12 +145,19 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--kit", type=KIT, required=True, help="the lead's startup kit")(command)
 
 
+def with_start_timeout(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "seconds in which all sites have to connect and begin; waiting for an approval does not count"
+    kind = click.FloatRange(min=1)
+    return click.option("--start-timeout", type=kind, default=600.0, show_default=True, help=text)(command)
+
+
 @federation.command("submit")
 @click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @with_kit
 @click.option("--detach", is_flag=True, help="submit only; nobody then starts the run again after a fault: use resume")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=20, show_default=True, help="how often the run is started again after faults")
-def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> None:
+@with_start_timeout
+def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_timeout: float) -> None:
     """Start the run that RUN (a TOML file) describes, and follow it to its end, through faults."""
     with _flare():
         from fedbilevel.flare import control, kits
@@ -160,18 +167,21 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> Non
         say(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
         return
     control.check_free(kit, plan)
-    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=say, max_restarts=max_restarts))
+    options = {"notice": say, "max_restarts": max_restarts, "start_timeout": start_timeout}
+    _end(plan["name"], kit, control.watch(kit, plan, _show, **options))
 
 
 @federation.command("resume")
 @click.argument("name")
 @with_kit
 @click.option("--max-restarts", type=click.IntRange(min=0), default=20, show_default=True, help="how often the run is started again after faults")
-def resume_command(name: str, kit: Path, max_restarts: int) -> None:
+@with_start_timeout
+def resume_command(name: str, kit: Path, max_restarts: int, start_timeout: float) -> None:
     """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
     with _flare():
         from fedbilevel.flare import control
-    _end(name, kit, control.resume(kit, name, _show, notice=say, max_restarts=max_restarts))
+    options = {"notice": say, "max_restarts": max_restarts, "start_timeout": start_timeout}
+    _end(name, kit, control.resume(kit, name, _show, **options))
 
 
 def _show(progress: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ FILES = {  # without which a kit of this kind is not whole
     "site": ("startup/fed_client.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem", *_STARTED),
     "lead": ("startup/fed_admin.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem"),
 }
+MAX_JOBS = 4  # that a server works on at once; others wait
 BEAT_TIMEOUT = 30  # seconds after which the server takes a site that sends no heart-beat for gone; FLARE's own: 600
 _ORG = re.compile(r"[A-Za-z0-9_]+")
 _HOST, _MAIL = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*"), re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+")
@@ -253,7 +254,7 @@ def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
     parts = {part["id"]: part for part in resources["components"]}
     if is_server:
         resources["servers"][0] |= {"heart_beat_timeout": BEAT_TIMEOUT}
-        parts["job_scheduler"]["args"] |= {"min_schedule_interval": 1.0, "max_schedule_interval": 10.0}
+        parts["job_scheduler"]["args"] |= {"min_schedule_interval": 1.0, "max_schedule_interval": 10.0, "max_jobs": MAX_JOBS}
     for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
         parts.pop(name, None)
     resources["components"] = list(parts.values())
