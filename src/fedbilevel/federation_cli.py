@@ -102,21 +102,29 @@ def install_renewal_command(file: Path, kit: Path) -> None:
     say(f"{kit} is valid until {end:%Y-%m-%d}. A server or site that runs uses it from its next start on.")
 
 
+def with_metrics(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "serve /healthz and /metrics (Prometheus) at this port, 0: a free one (default: not served)"
+    host = click.option("--metrics-host", default="127.0.0.1", show_default=True, help="address for --metrics-port")
+    return click.option("--metrics-port", type=click.IntRange(0, 65535), default=None, help=text)(host(command))
+
+
 @federation.command("start-server")
 @click.argument("kit", type=KIT)
-def start_server_command(kit: Path) -> None:
+@with_metrics
+def start_server_command(kit: Path, metrics_host: str, metrics_port: int | None) -> None:
     """Run the server of KIT until Ctrl-C, and start it again when it dies."""
     with _flare():
         from fedbilevel.flare import processes
     if processes.name_of(kit) != "server":
         raise SettingError(f"{kit} is the kit of the site {processes.name_of(kit)!r}: use start-site.")
-    _keep(processes.Supervised(kit, say=say))
+    _keep(processes.Supervised(kit, say=say), metrics_host, metrics_port)
 
 
 @federation.command("start-site")
 @click.argument("kit", type=KIT)
 @click.option("--data", type=click.Path(exists=True, path_type=Path), default=None, help="this site's data, instead of `data` in its site.toml")
-def start_site_command(kit: Path, data: Path | None) -> None:
+@with_metrics
+def start_site_command(kit: Path, data: Path | None, metrics_host: str, metrics_port: int | None) -> None:
     """Run the site of KIT until Ctrl-C, and start it again when it dies. Where its data lie never leaves this machine."""
     with _flare():
         from fedbilevel.flare import job, processes
@@ -125,19 +133,27 @@ def start_site_command(kit: Path, data: Path | None) -> None:
     settings = policy.read_settings(kit / job.SITE)
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
-    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say))
+    environment = {policy.DATA: str(data.resolve())} if data else {}
+    _keep(processes.Supervised(kit, environment=environment, say=say), metrics_host, metrics_port)
 
 
-def _keep(supervised: Any) -> None:
+def _keep(supervised: Any, metrics_host: str, metrics_port: int | None) -> None:
+    from fedbilevel.flare.metrics import Endpoint
+
+    endpoint = None if metrics_port is None else Endpoint(supervised, host=metrics_host, port=metrics_port)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: supervised.ask_to_stop())
     supervised.start()
     say(f"{supervised.name} runs; its log is {supervised.kit / 'log.txt'}. Ctrl-C stops it.")
+    if endpoint is not None:
+        say(f"{supervised.name} serves {endpoint.url}/metrics and {endpoint.url}/healthz.")
     try:
         while not supervised.wait(0.5):
             pass
     finally:
         supervised.stop()
+        if endpoint is not None:
+            endpoint.close()
     say(f"{supervised.name} stopped.")
 
 
