@@ -427,7 +427,9 @@ def test_sites_that_cannot_join(sites, tmp_path, monkeypatch, caplog, what):
     monkeypatch.setenv(policy.DATA, str(tmp_path))
     if text:
         for name in sites.names:
-            (tmp_path / name / "site.toml").write_text(text)
+            (tmp_path / name / "site.toml").write_text(
+                f"auto_approve = true\n{text}\n" + ("min_batch = 1\n" if "[policy]" in text else "[policy]\nmin_batch = 1\n")
+            )
             sites.restart(name)
     plan = sites.plan({"name": "fedbio"}, {"name": "quadratic", "num_clients": 2 if text == "" else 3})
     other = lambda header, arrays: ({**header, "start": "elsewhere"}, arrays)

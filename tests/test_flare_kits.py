@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -85,9 +86,13 @@ def test_no_code_travels_and_nobody_reads_files_at_a_site(made):
 
 
 def test_a_site_has_settings_of_its_own_and_the_others_have_none(made):
-    assert policy.read_settings(made["north"] / job.SITE) == policy.SiteSettings(policy={"min_samples": 1})
+    assert policy.read_settings(made["north"] / job.SITE) == policy.SiteSettings()
     uncommented = re.sub(r"(?m)^# (?=\w+ = )", "", (made["north"] / job.SITE / policy.FILE).read_text())
-    assert set(tomllib.loads(uncommented)["policy"]) == {"min_samples", "tasks", "algorithms", "max_rounds"}  # all that there is
+    assert set(tomllib.loads(uncommented)["policy"]) == {one.name for one in fields(policy.Policy)}
+    defaults = {
+        name: value for name, value in tomllib.loads(uncommented)["policy"].items() if name not in ("tasks", "algorithms", "max_memory_megabytes", "settings")
+    }
+    assert defaults == {name: getattr(policy.Policy(), name) for name in defaults}  # the file shows the defaults
     assert not (made["server"] / job.SITE).exists()
     assert not (made["lead@hospital.org"] / job.SITE).exists()
     assert kits.sites_of(made["lead@hospital.org"]) == list(SITES)
@@ -217,7 +222,7 @@ def test_init_writes_a_file_that_provision_reads_and_never_over_another(tmp_path
 
 def test_a_job_names_installed_classes_and_holds_no_code(tmp_path):
     plan = {"name": "run-1", "sites": ["a", "b", "c"], "quorum": 2, "text": "{name} $HOME {{x}} \u00e4"}
-    folder = control.job_folder(tmp_path, plan)
+    folder = control.job_folder(tmp_path, plan, seal="s")
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         "at_server/config/config_fed_server.json",
         "at_site/config/config_fed_client.json",
@@ -231,7 +236,7 @@ def test_a_job_names_installed_classes_and_holds_no_code(tmp_path):
     packed = server["components"][0]["args"]["plan"]
     assert job.unpacked(packed) == plan
     assert not set(packed) & set("{}$")  # which FLARE would replace
-    assert "run-1" not in json.dumps(site)  # a site learns from messages only
+    assert site["components"][0]["args"] == {"plan": packed, "seal": "s"}  # a site is bound to the plan that was submitted
 
 
 @pytest.mark.parametrize(

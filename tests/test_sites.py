@@ -15,7 +15,7 @@ from fedbilevel.federation import ServerAlgorithm
 from fedbilevel.problem import Scopes
 from fedbilevel.sites import serve as serving
 from fedbilevel.sites.plan import plan_of
-from loopback import Loopback, differences, simulated
+from loopback import TRIAL, Loopback, differences, simulated
 from yardstick import fewer
 
 SCOPES = [Scopes(), Scopes(upper="private"), Scopes(lower="local")]
@@ -322,11 +322,11 @@ def test_on_resume_a_site_that_refuses_is_left_out_and_asked_again(tmp_path):
     federation.serve(plan)
     federation.restart("site-1")
     settings = tmp_path / "site-1" / "site.toml"
-    settings.write_text('data = "/not/mounted"\n')
+    settings.write_text(TRIAL.replace('loader = "simulated"', 'data = "/not/mounted"'))
 
     def say(line):
         if line["iteration"] == 3:
-            settings.write_text('loader = "simulated"\n')
+            settings.write_text(TRIAL)
 
     assert federation.serve({**plan, "num_iterations": 5}, say=say) == "finished"
     lines = federation.diary()

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 import fedbilevel
-from fedbilevel import discovery, logs, report, terminal
+from fedbilevel import discovery, logs, operator_cli, report, terminal
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.data_cli import data
@@ -231,6 +231,8 @@ def completion_command(shell: str) -> None:
 
 for command in (*COMMANDS, federation, peer, new, report_page, watch_page, data):
     cli.add_command(command)
+for command in operator_cli.COMMANDS:  # those of a site's operator
+    federation.add_command(command)
 
 
 _RECORDED = {"iterations": "num_iterations", "rounds": "num_rounds", "measure_every": "measure_every", "checkpoint_every": "checkpoint_every",

@@ -245,7 +245,7 @@ def try_command(num_sites: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="fedbilevel-") as temporary:
         place = folder or Path(temporary)
         plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
-        with local.Loopback(place, plan["sites"], data=data, say=say) as federation_here:
-            say(f"{num_sites} sites are connected to the server, in {place}.")
+        with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say) as federation_here:
+            say(f"{num_sites} sites are connected to the server, in {place}. They approve the plan automatically, as this is a trial.")
             federation_here.watch(plan, _show, notice=say)
     say("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))

@@ -20,7 +20,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaStatusValue
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed
+from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed, sealed
 from fedbilevel.flare.kits import MAX_JOBS
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.sites.plan import NAME
@@ -42,8 +42,9 @@ T = TypeVar("T")
 logging.getLogger("nvflare").addHandler(logging.NullHandler())  # lost connections are told in our words
 
 
-def job_folder(folder: Path, plan: dict[str, Any], *, needed: int = 0, server: str = SERVER, client: str = CLIENT) -> Path:
-    """A job that names installed classes and holds no code. needed: sites without which it does not begin."""
+def job_folder(folder: Path, plan: dict[str, Any], *, seal: str, needed: int = 0, server: str = SERVER, client: str = CLIENT) -> Path:
+    """A job that names installed classes and holds no code. seal: the lead's signature of the plan. needed: sites without
+    which it does not begin."""
     place = folder / plan["name"]
     controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
     executor = {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}, "max_inbound_call_threads": 2}  # a second one answers while a phase runs
@@ -61,7 +62,7 @@ def job_folder(folder: Path, plan: dict[str, Any], *, needed: int = 0, server: s
         "at_site/config/config_fed_client.json": {
             "format_version": 2,
             "executors": [{"tasks": ["*"], "executor": {"path": "nvflare.collab.runtime.executor.CollabExecutor", "args": executor}}],
-            "components": [{"id": "_client", "path": client, "args": {}}],
+            "components": [{"id": "_client", "path": client, "args": {"plan": packed(plan), "seal": seal}}],
             "task_data_filters": [], "task_result_filters": [],
         },
     }  # fmt: skip
@@ -181,7 +182,8 @@ def _progress(opened: Session, run: str) -> dict[str, Any]:
 
 def _submit(opened: Session, kit: Path, plan: dict[str, Any], server: str, client: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        job = opened.submit_job(str(job_folder(Path(folder), plan, needed=_needed(kit, plan), server=server, client=client)))
+        seal = sealed(kit, packed(plan))
+        job = opened.submit_job(str(job_folder(Path(folder), plan, seal=seal, needed=_needed(kit, plan), server=server, client=client)))
     entry = Entry(kit, plan["name"])
     jobs = entry.read()["jobs"] if entry.path.is_file() else []
     entry.write(plan=plan, server=server, client=client, jobs=[*jobs, job], outcome="running")

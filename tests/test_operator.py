@@ -1,0 +1,257 @@
+"""What the operator of a site decides: requests, approvals, pauses, and the commands for them."""
+
+import hashlib
+import json
+import os
+import stat
+import threading
+
+import pytest
+from click.testing import CliRunner
+
+from fedbilevel.cli import cli
+from fedbilevel.errors import PlanError, PolicyError, SettingError, UnknownNameError
+from fedbilevel.sites import operator
+from fedbilevel.sites.audit import LEFT, AuditLog
+
+PLAN = {
+    "name": "cleaning",
+    "sites": ["north", "south"],
+    "num_iterations": 10,
+    "measure_every": 5,
+    "task": {"name": "data_cleaning", "num_classes": 10},
+    "algorithm": {"name": "fbo_aggitd", "lr_upper": 0.1},
+    "options": {"seed": 1, "batch_size": 32},
+}
+LEAVES = {"rounds_per_iteration": 7, "arrays": {"y": 650, "x": 459}, "bytes_per_answer": 2600, "total_rounds": 73}
+
+
+def digest_of(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+ONE, TWO = digest_of("one"), digest_of("two")
+
+
+def ask(folder, digest=ONE, *, who="lead@north.example", run="cleaning", **plan):
+    operator.ask(folder, digest, who, run, {**PLAN, "name": run, **plan}, LEAVES)
+
+
+def type_(*words):
+    return CliRunner().invoke(cli, ["federation", *map(str, words)])
+
+
+@pytest.fixture
+def kit(tmp_path):
+    """As much of a site's kit as its operator's commands need."""
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup" / "fed_client.json").write_text("{}")
+    (tmp_path / "site").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def folder(kit):
+    return kit / "site"
+
+
+def test_a_plan_waits_until_somebody_decides(folder):
+    assert (operator.pending(folder), operator.decision(folder, ONE)) == ([], None)
+    ask(folder)
+    ask(folder, TWO, run="other")
+    assert [one["run"] for one in operator.pending(folder)] == ["cleaning", "other"]
+    wanted = {"digest": ONE, "who": "lead@north.example", "plan": PLAN, "leaves": LEAVES}
+    assert operator.pending(folder)[0].items() >= wanted.items()
+    operator.approve(folder, ONE, "ada")
+    assert operator.decision(folder, ONE) == "approved"
+    operator.refuse(folder, TWO[:8], "ada")
+    assert (operator.decision(folder, TWO), operator.pending(folder)) == ("refused", [])
+    entry = json.loads((folder / operator.APPROVALS).read_text())[ONE]
+    assert entry.items() >= {"by": "ada", "how": "operator", "decision": "approved"}.items()
+
+
+def test_a_request_that_comes_again_keeps_its_time_and_its_decision(folder):
+    ask(folder)
+    time = operator.pending(folder)[0]["time"]
+    ask(folder, who="somebody else")
+    assert [(one["time"], one["who"]) for one in operator.pending(folder)] == [(time, "lead@north.example")]
+    operator.refuse(folder, ONE, "ada")
+    ask(folder)
+    assert operator.pending(folder) == []
+    operator.approve(folder, ONE, "ada")
+    assert operator.decision(folder, ONE) == "approved"
+
+
+def test_an_approval_by_the_sites_settings_is_marked(folder):
+    ask(folder)
+    operator.approve(folder, ONE, "auto_approve", how="auto")
+    assert json.loads((folder / operator.APPROVALS).read_text())[ONE]["how"] == "auto"
+
+
+def test_leaving_a_run_ends_all_of_its_plans(folder):
+    ask(folder)
+    ask(folder, TWO, num_iterations=20)
+    operator.approve(folder, ONE, "ada")
+    assert [one["digest"] for one in operator.leave(folder, "cleaning", "ada")] == [ONE, TWO]
+    assert [operator.decision(folder, one) for one in (ONE, TWO)] == ["left", "left"]
+
+
+def test_a_pause_lasts_until_it_is_ended(folder):
+    assert operator.is_paused(folder) is False
+    operator.pause(folder)
+    assert operator.is_paused(folder) is True
+    operator.unpause(folder)
+    assert operator.is_paused(folder) is False
+
+
+def test_a_decision_is_seen_at_once_and_read_once(folder, monkeypatch):
+    ask(folder)
+    for what, wanted in ((operator.approve, "approved"), (operator.refuse, "refused"), (operator.approve, "approved")):
+        what(folder, ONE, "ada")
+        assert operator.decision(folder, ONE) == wanted
+    monkeypatch.setattr(operator.json, "loads", lambda _: pytest.fail("a file was read again"))
+    assert operator.decision(folder, ONE) == "approved"
+
+
+def test_all_files_are_their_owners_only(folder):
+    ask(folder)
+    operator.approve(folder, ONE, "ada")
+    operator.pause(folder)
+    places = [folder / operator.APPROVALS, folder / operator.CONTROL, folder / operator.REQUESTS / f"{ONE}.json"]
+    assert {stat.S_IMODE(place.stat().st_mode) for place in places} == {0o600}
+    assert stat.S_IMODE((folder / operator.REQUESTS).stat().st_mode) == 0o700
+
+
+def test_names_of_other_parties_are_kept_without_control_characters(folder):
+    ask(folder, who="\x1b[2Jlead\n", run="clean\u202eing")
+    [one] = operator.pending(folder)
+    assert (one["who"], one["run"]) == ("\\x1b[2Jlead\\n", "clean\\u202eing")
+
+
+def test_decisions_of_two_at_once_are_both_kept(folder):
+    ask(folder)
+    ask(folder, TWO)
+
+    def often(digest):
+        for _ in range(20):
+            operator.approve(folder, digest, "ada")
+            operator.refuse(folder, digest, "ada")
+
+    threads = [threading.Thread(target=often, args=[digest]) for digest in (ONE, TWO)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [operator.decision(folder, digest) for digest in (ONE, TWO)] == ["refused", "refused"]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_digest_is_found_by_its_beginning_if_only_one_fits(folder):
+    twin = ONE[:10] + TWO[10:]
+    with pytest.raises(SettingError, match="no plan has come"):
+        operator.approve(folder, ONE, "ada")
+    ask(folder)
+    with pytest.raises(SettingError, match="at least its first 8 letters"):
+        operator.approve(folder, ONE[:7], "ada")
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{ONE[:12]}'"):
+        operator.approve(folder, ONE[:11] + "x", "ada")
+    ask(folder, twin)
+    with pytest.raises(SettingError, match="2 plans have a digest that begins with"):
+        operator.refuse(folder, ONE[:10], "ada")
+    operator.approve(folder, ONE[:11].upper(), "ada")
+    assert [operator.decision(folder, one) for one in (ONE, twin)] == ["approved", None]
+
+
+def test_only_a_run_that_came_can_be_left(folder):
+    with pytest.raises(SettingError, match="no run has come"):
+        operator.leave(folder, "cleaning", "ada")
+    ask(folder)
+    with pytest.raises(UnknownNameError, match="Did you mean 'cleaning'"):
+        operator.leave(folder, "cleanin", "ada")
+
+
+@pytest.mark.parametrize("digest", ["../../approvals", "", ONE[:63], ONE.upper()])
+def test_what_is_no_digest_becomes_no_file(folder, digest):
+    with pytest.raises(PlanError, match="expected 64 hexadecimal digits"):
+        ask(folder, digest)
+    with pytest.raises(PlanError, match="expected 64 hexadecimal digits"):
+        operator.decision(folder, digest)
+    assert list(folder.iterdir()) == []
+
+
+def test_plans_that_wait_do_not_fill_the_disk(folder, monkeypatch):
+    monkeypatch.setattr(operator, "MOST", 2)
+    ask(folder)
+    ask(folder, TWO)
+    with pytest.raises(PolicyError, match="2 plans wait for approval"):
+        ask(folder, digest_of("three"))
+    ask(folder)
+    operator.refuse(folder, ONE, "ada")
+    ask(folder, digest_of("three"))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"approved"', "\xff"])
+def test_a_damaged_file_is_never_a_permission(folder, content):
+    ask(folder)
+    operator.approve(folder, ONE, "ada")
+    for name in (operator.APPROVALS, operator.CONTROL):
+        (folder / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(PlanError, match=r"approvals\.json cannot be read"):
+        operator.decision(folder, ONE)
+    with pytest.raises(PlanError, match=r"control\.json cannot be read"):
+        operator.is_paused(folder)
+
+
+@pytest.mark.parametrize("entry", ['{"paused": 0}', '{"paused": null}', '{"paused": "no"}'])
+def test_a_pause_that_is_written_otherwise_is_a_pause(folder, entry):
+    (folder / operator.CONTROL).write_text(entry)
+    assert operator.is_paused(folder) is True
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def logged(folder):
+    log = AuditLog(folder)
+    for iteration in range(3):
+        arrays = [{"name": "y", "shape": [3], "dtype": "float64", "norm": 1.5 + iteration}]
+        log.append({"run": "cleaning", "kind": "phase", "iteration": iteration, "bytes": 500_000, "arrays": arrays})
+    log.append({"run": None, "kind": "error", "text": "no", "caller": "we\x1bst", "bytes": 90, "arrays": []})
+
+
+def test_audit_says_that_the_log_is_whole_and_what_left(kit, folder):
+    logged(folder)
+    done = type_("audit", "--kit", kit)
+    assert done.exit_code == 0
+    assert done.output.startswith("The log is whole: 4 lines, from ")
+    for part in ("cleaning", "1.50", "y: 3, 3.5", "we\\x1bst was refused 1 times", "Last chain value: "):
+        assert part in done.output
+    assert "\x1b" not in done.output
+
+
+def test_audit_of_a_changed_log_names_the_line_and_exits_with_1(kit, folder):
+    logged(folder)
+    place = folder / LEFT
+    place.write_bytes(place.read_bytes().replace(b'"norm": 2.5', b'"norm": 0.5'))
+    done = type_("audit", "--kit", kit)
+    assert done.exit_code == 1
+    assert "The log is broken: line 2 of left.jsonl does not continue the chain" in done.output
+
+
+def test_audit_as_json_has_all_of_the_report(kit, folder):
+    logged(folder)
+    os.truncate(folder / LEFT, (folder / LEFT).stat().st_size - 10)
+    done = type_("audit", "--kit", kit, "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.output)
+    assert (report["ok"], report["num_lines"], report["runs"]["cleaning"]["rounds"]) == (False, 3, 3)
+    assert report["notes"] == []
+    assert "left.head counts 4 lines, the log has 3" in report["problem"]
+
+
+def test_a_kit_that_is_no_sites_is_refused(tmp_path):
+    done = type_("audit", "--kit", tmp_path)
+    assert isinstance(done.exception, SettingError)
+    assert "is not the kit of a site" in str(done.exception)
