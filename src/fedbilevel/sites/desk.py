@@ -14,6 +14,7 @@ from fedbilevel.sites import wire
 from fedbilevel.sites.transport import Failure, Transport
 
 LONGEST = 500  # letters of a reason
+_CALLERS = 20  # refused callers that one answer may name
 
 
 class Answer(NamedTuple):
@@ -39,6 +40,7 @@ class Desk:
         Desk._attempt = max(Desk._attempt + 1, time.time_ns() // 10**6)  # later than any before it, also of a server that died
         self._turn = [Desk._attempt, 0, 0]
         self.sent = self.received = 0  # bytes of messages
+        self._strangers: dict[str, dict[str, int]] = {}
 
     @property
     def reachable(self) -> Sequence[str]:
@@ -64,6 +66,7 @@ class Desk:
                 self.received += len(replies[name].content)
                 try:
                     answers[name] = _read(replies[name].content, replies[name].seconds)
+                    self._note_strangers(name, answers[name].header.get("strangers"))
                 except WireError as error:
                     failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
             elif name not in failures:
@@ -74,6 +77,17 @@ class Desk:
         if asleep and any(failure.silent and failure.seconds - asleep < deadline for failure in failures.values()):
             raise SuspendedError(f"the server was suspended for {asleep:.1f} s while it waited for answers; the outer iteration is done again.")
         return answers, dict(sorted(failures.items()))
+
+    def _note_strangers(self, name: str, found: Any) -> None:
+        if isinstance(found, dict) and all(type(times) is int for times in found.values()):
+            for caller, times in list(found.items())[:_CALLERS]:
+                known = self._strangers.setdefault(name, {})
+                known[printable(caller)[:100]] = known.get(caller, 0) + times
+
+    def strangers(self) -> dict[str, dict[str, int]]:
+        """Callers that sites refused since the last question: how often, by site and caller."""
+        found, self._strangers = self._strangers, {}
+        return found
 
 
 class _Waits(WireError):

@@ -67,6 +67,7 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
             "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_was_missing(),
             "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
             "flagged": fed.who_was_flagged(), "capped": dict(capped.sites),
+            "strangers": desk.strangers(),
         }  # fmt: skip
         capped.sites.clear()  # said once
         with open(diary, "a") as file:

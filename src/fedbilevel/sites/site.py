@@ -81,7 +81,7 @@ class Site:
         try:
             header, arrays = wire.unpack(message)
             if header.get("kind") == "ping":  # answered while a phase is computed
-                return wire.pack({**self._availability(), **self._reported()})
+                return wire.pack(self._availability())
             with self._lock:
                 return self._answer(header, arrays)
         except AwaitingOperatorError as error:
@@ -177,7 +177,7 @@ class Site:
         return message
 
     def _refusal(self, reason: str, *, wait: bool = False) -> bytes:
-        message = wire.pack({"error": reason, **({"wait": True} if wait else {}), **self._reported()})
+        message = wire.pack({"error": reason, **({"wait": True} if wait else {})})
         run = self._session.plan.name if self._session else None
         self._status.failed(reason)
         if wait:  # repeated until the operator decides, and holds nothing of this site
@@ -189,7 +189,7 @@ class Site:
         return message
 
     def _reported(self) -> dict[str, Any]:
-        """Tell the server, once, which callers were refused."""
+        """Tell the server of the run, once, which callers were refused."""
         if not self._strangers:
             return {}
         told, self._strangers = dict(self._strangers), Counter()
