@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites import policy
+from fedbilevel.sites import policy, view
 from fedbilevel.sites.plan import read_plan
 from fedbilevel.terminal import say
 
@@ -101,17 +101,24 @@ def start_site_command(kit: Path, data: Path | None) -> None:
     settings = policy.read_settings(kit / job.SITE)
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
-    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say))
+    follower = view.Follower(kit)
+
+    def follow() -> None:
+        for text in follower.lines(view.look(kit / job.SITE)):
+            say(text)
+
+    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say), follow)
 
 
-def _keep(supervised: Any) -> None:
+def _keep(supervised: Any, follow: Callable[[], None] = lambda: None) -> None:
+    """follow: called twice a second."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: supervised.ask_to_stop())
     supervised.start()
     say(f"{supervised.name} runs; its log is {supervised.kit / 'log.txt'}. Ctrl-C stops it.")
     try:
         while not supervised.wait(0.5):
-            pass
+            follow()
     finally:
         supervised.stop()
     say(f"{supervised.name} stopped.")

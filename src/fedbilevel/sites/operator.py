@@ -27,6 +27,7 @@ REQUESTS, APPROVALS, CONTROL, LOCK = "requests", "approvals.json", "control.json
 SHORTEST = 8  # letters of a digest that a person must type
 SHOWN = 12  # letters of a digest that a person is shown
 MOST = 100  # plans that may wait: a lead must not fill the site's disk
+_KEYS = {"digest", "time", "who", "run", "plan", "leaves"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _read: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # content of a file by its stamp
 
@@ -69,11 +70,16 @@ def is_paused(folder: Path) -> bool:
 
 
 def requests(folder: Path) -> list[Request]:
-    """All plans that ever came, oldest first, each with its `decision` or None."""
+    """All plans that ever came, oldest first, each with its `decision` or None, and then `by` and `how`."""
     decided = _table(folder / APPROVALS)
-    found = [_table(path) for path in (folder / REQUESTS).glob("*.json") if _DIGEST.fullmatch(path.stem)]
-    found = [{**one, "decision": decided.get(one.get("digest", ""), {}).get("decision")} for one in found if one]
-    return sorted(found, key=lambda one: one.get("time", 0.0))
+    found = []
+    for path in (folder / REQUESTS).glob("*.json"):
+        one = _table(path)
+        if not one.keys() >= _KEYS or one["digest"] != path.stem:
+            raise PlanError(f"{path} is not the request of a site's job: remove it.")
+        entry = decided.get(path.stem, {})
+        found.append({**one, **{name: entry.get(name) for name in ("decision", "by", "how")}})
+    return sorted(found, key=lambda one: one["time"])
 
 
 def pending(folder: Path) -> list[Request]:
