@@ -146,7 +146,7 @@ def _is_connected(pid: int, server: str) -> bool | None:
         return None
     try:
         own = _sockets(Path(f"/proc/{pid}/fd"))
-        tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        tables = [path.read_text() for path in Path(f"/proc/{pid}/net").glob("tcp*")]  # tcp6 where IPv6 is on
     except OSError:  # no Linux, another user's process, or it ended meanwhile
         return None
     rows = [row.split() for table in tables for row in table.splitlines()[1:]]
@@ -212,8 +212,9 @@ class Follower:
         iteration, num_iterations = now.iterations
         if now.run and now.state in ("computing", "finished") and self._begun != job:
             self._begun = job
-            how = "begins" if iteration <= 1 else f"goes on with outer iteration {iteration}"
-            said.append(f"{now.run}: {how}{f', submitted by {who}' if who else ''}, {num_iterations} outer iterations")
+            by = f", submitted by {who}" if who else ""
+            begins, goes_on = f"begins{by}, {num_iterations} outer iterations", f"goes on with outer iteration {iteration}"
+            said.append(f"{now.run}: {begins if iteration <= 1 else f'{goes_on} of {num_iterations}{by}'}")
         if self._begun == job and now.state not in ACTIVE and self._ended != (job, now.state):
             self._ended = (job, now.state)
             paid = f"{plural(whole(now.status, 'answers'), 'answer')}, {megabytes(whole(now.status, 'bytes'))}"
