@@ -22,6 +22,9 @@ class EchoSite:
     def handle(self, message: bytes) -> bytes:
         return message
 
+    def refuse_caller(self, caller: str, reason: str) -> str:
+        return reason
+
 
 class EchoClient(Client):
     def site(self, name: str, folder: Path) -> Handler:

@@ -1,17 +1,26 @@
 """What FLARE's job processes run in tests: sites that do as a message tells them, and servers that are driven by the test through files."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import time
+from pathlib import Path
 
-from fedbilevel.errors import FedBilevelError
-from fedbilevel.flare.job import Client, Server
+from nvflare.collab import collab
+
+import fedbilevel
+from fedbilevel.errors import PolicyError
+from fedbilevel.flare.identity import Signer
+from fedbilevel.flare.job import CALL, Client, Server, unpacked
 from fedbilevel.sites import wire
+from fedbilevel.sites.policy import read_settings
 from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Reply
+
+ESCAPES = "no \x1b]0;pwned\x07\x1b[2J\x1b[31m\u202e thank you."
 
 
 class ToldSite:
@@ -23,7 +32,7 @@ class ToldSite:
     def handle(self, message):
         told = json.loads(message) if message[:1] == b"{" else {}
         if told.get("do") == "refuse":
-            raise FedBilevelError(f"{self.name} takes no part in this.")
+            raise PolicyError(f"{self.name} takes no part in this.")
         if told.get("do") == "fail":
             raise ValueError("patient 4711 has no label")
         if told.get("do") == "sleep":
@@ -31,6 +40,9 @@ class ToldSite:
         if told.get("do") == "who":
             return json.dumps({"name": self.name, "pid": os.getpid(), "has_settings": (self.folder / "site.toml").is_file()}).encode()
         return message
+
+    def refuse_caller(self, caller, reason):
+        return reason
 
 
 class ToldClient(Client):
@@ -106,3 +118,83 @@ class Moody(Site):
 class MoodyClient(Client):
     def site(self, name, folder):
         return Moody(name, folder)
+
+
+class SeveralClient(Client):
+    """Takes part in every plan of a job that has several."""
+
+    def site(self, name, folder):
+        read_settings(folder).policy.limit_memory()
+        return Site(name, folder)
+
+
+class ThiefClient(Client):
+    """At west: asks north for single samples, as itself, with the server's certificate, and under the server's name. Elsewhere: an ordinary client."""
+
+    @collab.publish
+    def handle(self, message, signature, certificate):
+        answer = Client.handle(self, message, signature, certificate)
+        loot = Path(collab.workspace.get_root_dir()) / "site" / "loot.json"
+        if collab.site_name == "west" and wire.unpack(message)[0]["kind"] == "phase" and not loot.exists():
+            loot.write_text("[]")
+            loot.write_text(json.dumps(self.stolen()))
+        return answer
+
+    def stolen(self):
+        kit, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
+        plan = unpacked(self.plan)
+        greedy = {**plan, "options": {**plan["options"], "batch_size": 1}}
+        join = {"kind": "join", "plan": greedy, "version": fedbilevel.__version__}
+        ask = {"kind": "phase", "phase": "aggregate", "iteration": 1, "call": 1, "values": {}, "new": [], "live": []}
+        found = []
+        for how in ("as itself", "unsigned", "under the server's name"):
+            for number, header in enumerate((join, ask)):
+                message = wire.pack({**header, "run": plan["name"], "turn": [2**60, len(found), number]})
+                mine = Signer(kit)
+                papers = (b"", b"") if how == "unsigned" else (mine.sign(CALL, job, "north", message), mine.certificate)
+                with forged_origin(f"server.{job}") if how == "under the server's name" else contextlib.nullcontext():
+                    answers = collab.get_clients(["north"])(timeout=5.0).handle(message, *papers)
+                got = [answer for _, answer in answers]
+                found.append([how, header["kind"], got[0].get("refusal", "an answer") if got else f"failed: {list(answers.failures.values())}"])
+        return found
+
+
+@contextlib.contextmanager
+def forged_origin(name):
+    """Messages of this process that claim to come from another cell."""
+    me = collab.fl_ctx.get_engine().get_cell().core_cell.my_info
+    before, me.fqcn = me.fqcn, name
+    try:
+        yield
+    finally:
+        me.fqcn = before
+
+
+class Scaling(Site):
+    """A site whose answers are multiplied by what a file in its folder says for an outer iteration."""
+
+    def _sent(self, content, state="idle"):
+        header, sent, when = content
+        factors = json.loads((self.folder / "factors.json").read_text()) if (self.folder / "factors.json").exists() else {}
+        factor = factors.get(str(when.get("iteration")), 1.0) if when["kind"] == "phase" else 1.0
+        return super()._sent((header, {name: [array * factor for array in arrays] for name, arrays in sent.items()}, when), state)
+
+
+class ScalingClient(Client):
+    def site(self, name, folder):
+        return Scaling(name, folder)
+
+
+class EscapingSite:
+    """Refuses in words that would retitle a terminal and clear it."""
+
+    def handle(self, message):
+        return wire.pack({"error": ESCAPES})
+
+    def refuse_caller(self, caller, reason):
+        return reason
+
+
+class EscapingClient(Client):
+    def site(self, name, folder):
+        return EscapingSite() if name == "west" else Site(name, folder)

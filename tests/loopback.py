@@ -18,6 +18,7 @@ from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Failure, InProcess, Reply
 
+TRIAL = 'loader = "simulated"\nauto_approve = true\n[policy]\nmin_batch = 1\n'  # settings of a site in tests: small batches, and nobody is asked
 Fault = Callable[[str, dict[str, Any]], Any]  # site and header -> "silent", "late", "deaf", "nan", a function of an answer's header and arrays, or nothing
 
 
@@ -66,7 +67,7 @@ class Faulty(InProcess):
 class Loopback:
     opened: ClassVar[list[Loopback]] = []
 
-    def __init__(self, folder: Path, num_sites: int = 3, settings: str = 'loader = "simulated"\n') -> None:
+    def __init__(self, folder: Path, num_sites: int = 3, settings: str = TRIAL) -> None:
         self.folder, self.names = folder, [f"site-{i}" for i in range(num_sites)]
         self.sites: dict[str, Site] = {}
         for name in self.names:

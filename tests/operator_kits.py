@@ -17,7 +17,14 @@ PLAN = {
     "algorithm": {"name": "fbo_aggitd", "lr_upper": 0.1},
     "options": {"seed": 1, "batch_size": 32},
 }
-LEAVES = {"rounds_per_iteration": 7, "arrays": {"y": 650, "x": 459}, "bytes_per_answer": 2600, "total_rounds": 73}
+LEAVES = {
+    "rounds_per_iteration": 7,
+    "floats_per_iteration": 3709,
+    "total_rounds": 70,
+    "total_bytes": 148_360,
+    "by_phase": {"lower_steps": 3250, "partial_grad": 459},
+    "stays_here": ["x"],
+}
 SERVER = "fl.north.example:8002"
 
 

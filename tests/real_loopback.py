@@ -12,6 +12,7 @@ import psutil
 
 from fedbilevel.flare import job, kits
 from fedbilevel.flare.local import Loopback
+from loopback import TRIAL
 
 HERE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(kits.__file__).parents[2])])}
 
@@ -20,6 +21,6 @@ HERE = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(kits
 def federation_of(folder: Path, sites: Sequence[str], **options: Any) -> Iterator[Loopback]:
     with Loopback(folder, sites, environment=HERE, **options) as running:
         for site in sites:
-            (running.kits[site] / job.SITE / "site.toml").write_text('loader = "simulated"\n')
+            (running.kits[site] / job.SITE / "site.toml").write_text(TRIAL)
         yield running
     assert [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])] == []

@@ -44,7 +44,9 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("federation")
     with federation_of(folder, SITES, allow=["flare_standins."]) as federation:
         port = kits.read(folder / "federation.toml").port
-        federation.submit({"name": "several", "sites": SITES, "plans": [HEAVY, *PLANS], "port": port}, server="flare_standins.Several")
+        federation.submit(
+            {"name": "several", "sites": SITES, "plans": [HEAVY, *PLANS], "port": port}, server="flare_standins.Several", client="flare_standins.SeveralClient"
+        )
         runs = federation.kits["server"] / job.RUNS / "several"
         end, told = time.monotonic() + 240, {"outcome": "running"}
         while told["outcome"] == "running":  # from its own disk: a session would pass through the same port

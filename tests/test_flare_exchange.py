@@ -18,8 +18,9 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 import psutil
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
+from driven import Driver, contents, until
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.flare import control, job, kits, processes
+from fedbilevel.flare import control, kits, processes
 from fedbilevel.flare.local import LEAD
 from real_loopback import HERE, federation_of
 
@@ -32,13 +33,6 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 def federation(tmp_path_factory):
     with federation_of(tmp_path_factory.mktemp("exchange"), SITES, allow=list(DRIVEN.values())) as running:
         yield running
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 # ---- who gets nowhere --------------------------------------------------------------------------------------------------------
@@ -88,10 +82,10 @@ def test_a_client_without_certificate_without_tls_or_of_another_authority_hears_
 def refused(federation, tmp_path_factory):
     """Two jobs that the site does not run, handed in together: what others ask the server meanwhile need not wait for their ends."""
     folder = tmp_path_factory.mktemp("refused")
-    code = control.job_folder(folder, {"name": "code", "sites": ["site-1"]})
+    code = control.job_folder(folder, {"name": "code", "sites": ["site-1"]}, seal="")
     (code / "at_site" / "custom").mkdir()
     (code / "at_site" / "custom" / "ours.py").write_text("import os\n")
-    other = control.job_folder(folder, {"name": "other-class", "sites": ["site-1"]}, client="flare_standins.MoodyClient")
+    other = control.job_folder(folder, {"name": "other-class", "sites": ["site-1"]}, seal="", client="flare_standins.MoodyClient")
     with control.session(federation.lead) as opened:
         return {one.name: opened.submit_job(str(one)) for one in (code, other)}
 
@@ -157,34 +151,9 @@ def test_a_class_that_the_site_does_not_list_does_not_run_there(federation, refu
 # ---- messages ----------------------------------------------------------------------------------------------------------------
 
 
-class Driver:
-    def __init__(self, federation):
-        self.federation, self.number = federation, 0
-        self.folder = federation.kits["server"] / job.RUNS / "driven"
-        federation.submit({"name": "driven", "sites": SITES}, **DRIVEN)
-        until((self.folder / job.PROGRESS).exists)
-
-    def exchange(self, messages, deadline=10.0):
-        asked = {"messages": {site: message.hex() for site, message in messages.items()}, "deadline": deadline}
-        unfinished = self.folder / "ask.new"
-        unfinished.write_text(json.dumps(asked))
-        unfinished.replace(self.folder / f"{self.number}.ask.json")
-        answer = self.folder / f"{self.number}.answer.json"
-        until(answer.exists, deadline + 20)
-        self.number += 1
-        return json.loads(answer.read_text())
-
-    def tell(self, site, deadline=10.0, **told):
-        return self.exchange({site: json.dumps(told).encode()}, deadline)
-
-
 @pytest.fixture(scope="module")
 def driver(federation):
-    return Driver(federation)
-
-
-def contents(answer):
-    return {site: bytes.fromhex(reply["content"]) for site, reply in answer["replies"].items()}
+    return Driver(federation, {"name": "driven", "sites": SITES}, **DRIVEN)
 
 
 def test_each_site_gets_its_own_bytes_and_answers_come_by_name(driver):
@@ -268,12 +237,13 @@ def test_the_same_run_is_not_submitted_twice_and_status_tells_of_it(driver):
 
 
 def test_a_second_follower_takes_the_job_that_is_there(driver):
-    link = control.Link(driver.federation.lead, print)
     jobs = control.Entry(driver.federation.lead, "driven").read()["jobs"]
     plan = {"name": "driven", "sites": SITES, "quorum": 2}
-    assert control._start(link, driver.federation.lead, plan, print, 1.0, **DRIVEN) == jobs[-1]
+    follow = control.Follow(driver.federation.lead, plan, print, **DRIVEN)
+    assert follow.step() is None
+    assert follow.current.job == jobs[-1]
     assert control.Entry(driver.federation.lead, "driven").read()["jobs"] == jobs
-    link.close()
+    follow.close()
 
 
 def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
@@ -286,6 +256,24 @@ def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
     control.stop(driver.federation.lead, "waiting")
     follower.join(20)
     assert outcomes == ["stopped"]
+
+
+def test_a_site_that_cannot_start_is_named_and_the_follower_does_not_wait_for_ever(driver):
+    lead = driver.federation.lead
+    absent = {"name": "absent", "sites": [*SITES, "site-9"], "quorum": 2}
+    with pytest.raises(FedBilevelError, match=r"^site-9 did not connect within 1 s: start it there"):
+        control.watch(lead, absent, print, start_timeout=1.0, **DRIVEN)
+
+    driver.federation.kill("site-1", "parent", number=signal.SIGSTOP)  # still connected, and starts nothing
+    try:
+        with pytest.raises(FedBilevelError, match=r"the run 'frozen' did not start within 4 s \(.*\): see log.txt"):
+            control.watch(lead, {"name": "frozen", "sites": SITES, "quorum": 2}, print, start_timeout=4.0, **DRIVEN)
+    finally:
+        driver.federation.kill("site-1", "parent", number=signal.SIGCONT)
+    given_up = control.Entry(lead, "frozen").read()["jobs"][0]
+    with control.session(lead) as opened:
+        until(lambda: str(opened.get_job_status(given_up)).startswith("FINISHED"))  # and does not begin unfollowed
+    driver.federation.wait_for(SITES)
 
 
 def test_logs_do_not_grow_with_messages(driver):

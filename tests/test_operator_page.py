@@ -100,7 +100,7 @@ def test_the_content_has_the_facts_and_whole_plans(page, folder):
     found = json.loads(ask_page(page, "/data.json")[2])
     assert (found["name"], found["run"], found["progress"], found["paused"]) == ("north", "cleaning", [4, 10], False)
     rows = dict(found["pending"][0]["rows"])
-    assert rows["Leaves"] == ["y: 650 numbers", "x: 459 numbers"]
+    assert rows["Leaves"][1:] == ["lower_steps: 3250 numbers", "partial_grad: 459 numbers"]
     assert "token" not in found
 
 
@@ -196,7 +196,7 @@ def test_an_operator_approves_pauses_resumes_and_leaves_on_the_page(chromium, pa
         assert tab.run("document.documentElement.scrollWidth <= innerWidth")
         assert text_of(tab, "h1") == "north"
         assert HOSTILE in text_of(tab, "#pending h3")
-        assert "y: 650 numbers" in text_of(tab, "#pending")
+        assert "lower_steps: 3250 numbers" in text_of(tab, "#pending")
         assert "outer iteration 4 of 10" in text_of(tab, "#rows")
         assert tab.run("document.getElementById('progress').value / document.getElementById('progress').max") == 0.4
         tab.press(f"[data-digest='{TWO}'] button.main")

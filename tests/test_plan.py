@@ -57,7 +57,7 @@ def test_all_sites_of_the_federation_unless_some_are_named():
         ({"options": {"sampling": "epoch"}}, "sampling of the plan is 'epoch'"),
         ({"options": {"strategy": "fast"}}, "strategy of the plan is 'fast'"),
         ({"options": {"schedule_power": -1.0}}, "power"),
-        ({"algorithm": {"name": "fedbio", "num_local_steps": [1, 2]}}, "num_local_steps of the plan has 2 numbers for 3 sites"),
+        ({"algorithm": {"name": "fedbio", "num_local_steps": [1, 2]}}, "num_local_steps of the plan has 2 numbers for 3 clients"),
         ({"sites": []}, "expected at least one, each once"),
         ({"sites": ["a", "a"]}, "expected at least one, each once"),
         ({"sites": ["a", "../b"]}, "a site is called '../b'"),
@@ -66,6 +66,11 @@ def test_all_sites_of_the_federation_unless_some_are_named():
         ({"quorum": 0}, "quorum of the plan is 0"),
         ({"deadline": -1.0}, "deadline is -1.0, expected seconds above 0"),
         ({"patience": float("inf")}, "patience is inf"),
+        ({"approval_wait": 0.0}, "approval_wait is 0.0, expected seconds above 0"),
+        ({"max_weight": 0}, "max_weight of the plan is 0"),
+        ({"exclude_outliers": 1}, "exclude_outliers of the plan is 1, expected true or false"),
+        ({"clients": {"a": 0}}, "clients.a of the plan is 0, expected a whole number, at least 1"),
+        ({"clients": {"bb": 2}}, "There is no site of this plan named 'bb'. Did you mean 'b'"),
         ({"num_iterations": 0}, "num_iterations of the plan is 0"),
     ],
 )
@@ -87,3 +92,12 @@ def test_files_that_cannot_be_read(tmp_path):
         read_plan(tmp_path / "bad.toml")
     (tmp_path / "good.toml").write_text('name = "trial"\nsites = ["a"]\n[task]\nname = "quadratic"\n[algorithm]\nname = "fedbio"\n')
     assert read_plan(tmp_path / "good.toml").name == "trial"
+
+
+def test_client_numbers_run_through_the_sites_in_the_order_of_the_plan():
+    plan = plan_of({**GOOD, "sites": ["c", "a", "b"], "clients": {"a": 2, "b": 1}})
+    assert plan.clients == {"a": 2}
+    assert plan.num_clients == 4
+    assert {site: list(plan.numbers(site)) for site in plan.sites} == {"c": [0], "a": [1, 2], "b": [3]}
+    assert plan_of(json.loads(json.dumps(plan.asdict()))) == plan
+    assert plan_of({**GOOD, "clients": {"b": 3}, "algorithm": {"name": "fedbio", "num_local_steps": [1, 2, 3, 4, 5]}}).num_clients == 5

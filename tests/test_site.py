@@ -9,17 +9,16 @@ import torch
 
 from fedbilevel.data.folders import write_folder
 from fedbilevel.errors import PlanError
-from fedbilevel.sites import site as the_module
 from fedbilevel.sites import wire
 from fedbilevel.sites.site import Site
 from fedbilevel.tasks.quadratic import Quadratic
-from loopback import Loopback
+from loopback import TRIAL, Loopback
 
 
 class Caller:
     """A server that says what a test wants it to say."""
 
-    def __init__(self, folder, settings='loader = "simulated"\n', algorithm="fedbio", **plan):
+    def __init__(self, folder, settings=TRIAL, algorithm="fedbio", **plan):
         self.folder, self.step = folder, 0
         folder.mkdir(exist_ok=True)
         (folder / "site.toml").write_text(settings)
@@ -161,7 +160,7 @@ def test_a_site_says_that_it_is_there_while_it_computes(caller, monkeypatch):
         go_on.wait(10)
         raise RuntimeError
 
-    monkeypatch.setattr(caller.site._joined.host, "run_phase", slow)
+    monkeypatch.setattr(caller.site._session.host, "run_phase", slow)
     thread = threading.Thread(target=caller.phase)
     thread.start()
     inside.wait(10)
@@ -177,26 +176,26 @@ def test_a_site_says_that_it_is_there_while_it_computes(caller, monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ('tasks = ["data_cleaning"]', "policy does not allow quadratic: it allows the tasks data_cleaning"),
-        ("algorithms = []", "policy does not allow fedbio: it allows the algorithms none"),
+        ('tasks = ["data_cleaning"]', "policy does not allow quadratic: its line 'tasks' allows data_cleaning"),
+        ("algorithms = []", "policy does not allow fedbio: its line 'algorithms' allows none"),
         ("min_samples = 6", "fewer than the 6 training samples"),
     ],
 )
 def test_a_policy_keeps_a_site_out(tmp_path, policy, says):
-    caller = Caller(tmp_path / "site", f'loader = "simulated"\n[policy]\n{policy}\n')
+    caller = Caller(tmp_path / "site", f"{TRIAL}{policy}\n")
     assert says in caller.join()["error"]
     assert "takes no part" in caller.phase()[0]["error"]
     caller.site.close()
 
 
 def test_a_policy_that_is_met_keeps_nobody_out(tmp_path):
-    caller = Caller(tmp_path / "site", 'loader = "simulated"\n[policy]\nmin_samples = 5\ntasks = ["quadratic"]\nalgorithms = ["fedbio"]\n')
+    caller = Caller(tmp_path / "site", TRIAL + 'min_samples = 5\ntasks = ["quadratic"]\nalgorithms = ["fedbio"]\n')
     assert "error" not in caller.join()
     caller.site.close()
 
 
 def test_rounds_are_counted_for_good(tmp_path):
-    settings = 'loader = "simulated"\n[policy]\nmax_rounds = 3\n'
+    settings = TRIAL + "max_rounds = 3\n"
     caller = Caller(tmp_path / "site", settings)
     caller.join()
     assert ["error" in caller.phase()[0] for _ in range(2)] == [False, False]
@@ -205,7 +204,7 @@ def test_rounds_are_counted_for_good(tmp_path):
     again = Caller(tmp_path / "site", settings)
     again.join()
     assert "error" not in again.phase()[0]
-    assert "allows 3 rounds in one run, and they have been used up" in again.phase()[0]["error"]
+    assert "allows 3 answers in total over all runs, and they are used up" in again.phase()[0]["error"]
     assert sum(line["kind"] == "phase" for line in again.left()) == 3
     again.site.close()
 
@@ -225,7 +224,7 @@ def test_nothing_about_paths_settings_or_data_is_said(tmp_path, settings):
         except ValueError:
             folder.mkdir(exist_ok=True)
             (folder / "train.npz").write_bytes(b"no archive")
-    caller = Caller(tmp_path / "site", settings.replace("DATA", str(tmp_path)).replace("SECRET", SECRET) + "\n")
+    caller = Caller(tmp_path / "site", settings.replace("DATA", str(tmp_path)).replace("SECRET", SECRET) + "\nauto_approve = true\n")
     error = caller.join()["error"]
     assert "its own log says more" in error
     assert SECRET not in error
@@ -238,7 +237,7 @@ def test_nothing_about_paths_settings_or_data_is_said(tmp_path, settings):
 
 def test_two_versions_are_kept_those_that_the_server_may_ask_for(tmp_path):
     caller = Caller(tmp_path / "site", algorithm="adafbio")
-    stored = lambda: caller.site._joined._stored()
+    stored = lambda: caller.site._session._stored()
     caller.join()
     caller.say("load", version=None)
     for version in range(4):
@@ -260,7 +259,7 @@ def test_a_damaged_version_is_refused(tmp_path):
 
 
 def test_two_processes_of_a_site_do_not_share_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(the_module, "_WAIT", 0.1)
+    monkeypatch.setattr("fedbilevel.sites.session._WAIT", 0.1)
     one, two = Caller(tmp_path / "site"), Caller(tmp_path / "site")
     assert "error" not in one.join()
     assert "another process of this site still works on this run" in two.join()["error"]
@@ -270,10 +269,10 @@ def test_two_processes_of_a_site_do_not_share_a_run(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_lets_nothing_out(caller, monkeypatch):
-    def full(path, line):
-        raise OSError(28, "No space left", str(path))
+    def full(line):
+        raise OSError(28, "No space left")
 
-    monkeypatch.setattr(the_module, "_write_down", full)
+    monkeypatch.setattr(caller.site.audit, "append", full)
     header, arrays = caller.phase()
     assert header == {"error": "it cannot write down what leaves it, so nothing does."}
     assert arrays == []
@@ -287,7 +286,7 @@ def test_sites_with_folders_of_their_own_do_what_the_simulator_does(tmp_path):
     simulated_sites, own = Loopback(tmp_path / "a"), Loopback(tmp_path / "b")
     for name, client in zip(own.names, clients, strict=True):
         write_folder(tmp_path / "data" / name, client)
-        (tmp_path / "b" / name / "site.toml").write_text(f'data = "{tmp_path / "data" / name}"\n')
+        (tmp_path / "b" / name / "site.toml").write_text(f'data = "{tmp_path / "data" / name}"\nauto_approve = true\n[policy]\nmin_batch = 1\n')
     for federation in (simulated_sites, own):
         assert federation.serve(federation.plan({"name": "fedbio"}, {"name": "quadratic"} if federation is own else None)) == "finished"
     one, other = (federation.record.load()[0] for federation in (simulated_sites, own))
@@ -298,7 +297,7 @@ def test_sites_with_folders_of_their_own_do_what_the_simulator_does(tmp_path):
 def test_the_environment_says_where_data_lie(tmp_path, monkeypatch):
     write_folder(tmp_path / "data", Quadratic(num_clients=2).build().clients[1])
     monkeypatch.setenv("FEDBILEVEL_SITE_DATA", str(tmp_path / "data"))
-    caller = Caller(tmp_path / "site", 'data = "/nowhere"\n')
+    caller = Caller(tmp_path / "site", 'data = "/nowhere"\nauto_approve = true\n[policy]\nmin_batch = 1\n')
     assert "error" not in caller.join()
     caller.site.close()
 
@@ -308,7 +307,7 @@ def test_a_loader_of_the_sites_own(tmp_path, monkeypatch):
         "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    assert path == 'here'\n    return Quadratic(num_clients=2).build().clients[1]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    caller = Caller(tmp_path / "site", 'data = "here"\nloader = "hospital_loader:load"\n')
+    caller = Caller(tmp_path / "site", 'data = "here"\nloader = "hospital_loader:load"\nauto_approve = true\n[policy]\nmin_batch = 1\n')
     assert "error" not in caller.join()
     caller.site.close()
 
@@ -323,7 +322,7 @@ def test_sites_whose_data_look_different_are_told_apart_and_named(tmp_path):
         if number == 2:
             own["val"] = {name: value.astype("float32") for name, value in own["val"].items()}  # that is no difference: a run has its own type
         write_folder(tmp_path / "data" / name, own)
-        (tmp_path / name / "site.toml").write_text(f'data = "{tmp_path / "data" / name}"\n')
+        (tmp_path / name / "site.toml").write_text(f'data = "{tmp_path / "data" / name}"\nauto_approve = true\n[policy]\nmin_batch = 1\n')
     with pytest.raises(PlanError, match="the data of site-0 do not look like those of site-1 in the run trial: there is no val/extra"):
         federation.serve(federation.plan({"name": "fedbio"}, {"name": "quadratic"}))
     plan = federation.plan({"name": "fedbio"}, {"name": "quadratic"}, sites=["site-0", "site-2"])
@@ -341,7 +340,7 @@ def test_what_is_private_cannot_be_sent_away_under_another_name(tmp_path):
 
 
 def test_measurements_count_as_rounds(tmp_path):
-    caller = Caller(tmp_path / "site", 'loader = "simulated"\n[policy]\nmax_rounds = 2\n')
+    caller = Caller(tmp_path / "site", TRIAL + "max_rounds = 2\n")
     caller.join()
     ask = lambda: caller.say("measure", [torch.zeros(4, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)], iteration=0, new=[0, 1], live=[0, 1],
                              values={"x": {"array": 0}, "y": {"array": 1}})[0]  # fmt: skip
@@ -350,22 +349,22 @@ def test_measurements_count_as_rounds(tmp_path):
 
 
 def test_a_torn_line_in_the_log_is_passed_over(tmp_path):
-    caller = Caller(tmp_path / "site", 'loader = "simulated"\n[policy]\nmax_rounds = 2\n')
+    caller = Caller(tmp_path / "site", TRIAL + "max_rounds = 2\n")
     caller.join()
     caller.phase()
     caller.site.close()
     with open(caller.folder / "left.jsonl", "a") as file:
         file.write('{"time": 17')
-    again = Caller(tmp_path / "site", 'loader = "simulated"\n[policy]\nmax_rounds = 2\n')
+    again = Caller(tmp_path / "site", TRIAL + "max_rounds = 2\n")
     assert "error" not in again.join()
     assert "error" not in again.phase()[0]
     assert "used up" in again.phase()[0]["error"]
-    assert '{"time": 17\n{"time": ' in (caller.folder / "left.jsonl").read_text()
+    assert '{"time": 17\n{"n": ' in (caller.folder / "left.jsonl").read_text()
     again.site.close()
 
 
 def test_what_goes_wrong_is_written_down_at_the_site(tmp_path):
-    caller = Caller(tmp_path / "site", 'data = "/nowhere/at/all"\n')
+    caller = Caller(tmp_path / "site", 'data = "/nowhere/at/all"\nauto_approve = true\n')
     assert caller.join()["error"] == "it failed with DataError; its own log says more."
     assert "/nowhere/at/all" in (caller.folder / "log.txt").read_text()
     caller.site.close()
@@ -394,7 +393,7 @@ def test_a_plan_without_the_number_of_classes_is_told_so(tmp_path):
 
 def test_what_a_given_up_phase_computed_is_not_on_the_next_bill(caller, monkeypatch):
     wanted = caller.phase()[0]["calls"]
-    host = caller.site._joined.host
+    host = caller.site._session.host
 
     def breaks(*args, **kwargs):
         host.ledger.charge("gy", torch.tensor([1]), 1000)

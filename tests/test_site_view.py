@@ -78,6 +78,18 @@ def test_a_job_whose_process_is_gone_is_interrupted(folder):
     assert look(folder).state == "finished"
 
 
+def test_a_job_between_two_messages_waits_for_the_server(kit, folder):
+    write_status(folder, state="idle", iteration=None, phase="commit")
+    now = look(folder)
+    assert (now.state, now.is_at_work) == ("waiting for the server", True)
+    assert row(telling.rows(now, kit), "Run")[0].startswith("cleaning: waiting for the server (")
+
+
+def test_a_wait_for_the_operator_is_no_error(kit, folder):
+    write_status(folder, state="waiting for approval", last_error={"time": 1.0, "text": "not approved yet."})
+    assert "Last error" not in dict(telling.rows(look(folder), kit))
+
+
 def test_a_site_that_is_not_running_says_how_to_start_it(folder):
     now = look(folder, {})
     assert (now.running, now.connected) == (False, False)
@@ -156,10 +168,9 @@ def test_text_of_other_parties_has_no_control_characters(kit, folder):
 
 
 def test_a_plan_says_what_is_not_known(folder):
-    operator.ask(folder, ONE, "lead", "cleaning", {"num_iterations": 3, "deadline": 60.0}, {"rounds_per_iteration": None})
+    operator.ask(folder, ONE, "lead", "cleaning", {"num_iterations": 3, "deadline": 60.0}, {})
     rows = telling.plan_rows(operator.pending(folder)[0])
-    assert row(rows, "Leaves") == ["not known before the run"]
-    assert row(rows, "How often") == ["as often as the server asks"]
+    assert row(rows, "Leaves")[0].startswith("not counted: ")
     assert row(rows, "Length") == ["3 outer iterations, measured about 20 times"]
     assert row(rows, "Otherwise") == ["deadline = 60.0"]
 
@@ -218,9 +229,9 @@ def test_beginning_and_end_of_a_run_are_said(folder, said):
     ask(folder)
     operator.approve(folder, ONE, "ada")
     said()
-    write_status(folder, iteration=0)
+    write_status(folder, state="idle", iteration=None, rounds_run=0)
     assert said() == ["cleaning: begins, submitted by lead@north.example, 10 outer iterations"]
-    write_status(folder, iteration=10, state="finished", answers=73, bytes=612_000)
+    write_status(folder, iteration=None, phase="finish", state="finished", answers=73, bytes=612_000)
     assert said() == ["cleaning: finished after 73 answers, 0.6 MB"]
     assert said() == []
 
@@ -230,14 +241,20 @@ def test_a_run_that_ends_between_two_looks_is_said_as_well(folder, said):
     assert said() == ["cleaning: goes on with outer iteration 10 of 10", "cleaning: finished after 1 answer, 0.9 kB"]
 
 
-def test_another_job_of_a_run_goes_on(folder, said):
+def test_another_job_of_a_run_goes_on(folder, said, monkeypatch):
     write_status(folder, job="job-1", iteration=1)
     assert said() == ["cleaning: begins, 10 outer iterations"]
-    write_status(folder, job="job-1", pid=2**22 + 1)
+    write_status(folder, job="job-1", iteration=4)
+    said()
+    monkeypatch.setattr(view, "_is_there", lambda pid: False)
+    write_status(folder, job="job-1", iteration=None, phase="commit")
     [line] = said()
+    monkeypatch.undo()
     assert line == "cleaning: ended at outer iteration 4 of 10, not finished (stopped, or a fault), after 31 answers, 0.3 MB"
     write_status(folder, job="job-2", iteration=5)
     assert said() == ["cleaning: goes on with outer iteration 5 of 10"]
+    write_status(folder, job="job-3", state="idle", iteration=None)
+    assert said() == ["cleaning: goes on"]
 
 
 def test_a_run_that_was_over_before_the_start_is_not_said(kit, folder):
@@ -270,8 +287,8 @@ def test_refusals_are_said_and_many_at_once_are_counted(folder, said):
     log_refusal(folder, "this site's policy does not allow it.", run="cleaning")
     assert said() == ["cleaning: refused: this site's policy does not allow it."]
     for _ in range(3):
-        log_refusal(folder, "not you.", caller="west")
-    assert said() == ["west was refused: not you. (and 2 more before it)"]
+        log_refusal(folder, "not you.", caller="west", times=4)
+    assert said() == ["west was refused 4 times: not you. (and 2 more before it)"]
 
 
 # ---- the command -----------------------------------------------------------------------------------

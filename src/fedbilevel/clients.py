@@ -354,6 +354,8 @@ class Clients:
         return last[5]
 
     def _charge(self, batch: Batch, *columns: str) -> None:
+        if self.host.before_derivative is not None:
+            self.host.before_derivative()
         if self.bill is not None and batch.active is None:
             self.bill.add(batch, columns)
             return
@@ -392,6 +394,7 @@ class Host(Population):
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.ledger = Ledger(self.num_clients)
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
+        self.before_derivative: Callable[[], None] | None = None  # raises when no more may be computed
         self.captures: Any = None  # an engine on a GPU puts `capture.Captures` here
 
     def width(self, name: str) -> int:

@@ -78,8 +78,16 @@ class PolicyError(FedBilevelError, PermissionError):
     """A site does not allow what it was asked for."""
 
 
+class AwaitingOperatorError(PolicyError):
+    """A site that answers when its operator lets it: the plan is not approved yet, or the site is paused."""
+
+
 class QuorumError(FedBilevelError, ConnectionError):
     """Too few sites or peers are there."""
+
+
+class SuspendedError(QuorumError):
+    """The server itself was suspended, so that answers which did not arrive are not held against the sites."""
 
 
 class RosterError(FedBilevelError, ValueError):

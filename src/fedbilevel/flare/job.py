@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import gc
 import json
 import logging
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nvflare.collab import CollabCallError, collab
 from nvflare.collab.api.exceptions import RunAborted
 
-from fedbilevel.errors import FedBilevelError, QuorumError
+from fedbilevel.errors import FedBilevelError, PolicyError, QuorumError
+from fedbilevel.flare.identity import LEAD, Party, Signer, root_of, server_of
 from fedbilevel.record import write_whole
 from fedbilevel.sites.transport import Failure, Reply, Transport
+
+if TYPE_CHECKING:
+    from fedbilevel.sites.site import Submitted
 
 RUNS = "runs"  # folder of a kit: records of the runs on the server, plans of the runs with the lead
 PROGRESS = "progress.json"  # in the folder of a run; the lead reads it through the server
@@ -29,6 +35,8 @@ KEPT = 20  # the last outer iterations that PROGRESS holds
 LONGEST = 500  # letters of a refusal
 PASSED = 2**25  # bytes of messages between two collections of garbage
 ASKED = "asked"  # by a person
+SERVER = "server"  # FLARE's name for the caller that is the server's job
+CALL, ANSWER, PLAN = "call", "answer", "plan"  # purposes of signatures
 STOP = "fedbilevel_stop"  # the command by which the lead asks a running job to stop after the current outer iteration
 
 log = logging.getLogger(__name__)
@@ -36,6 +44,8 @@ log = logging.getLogger(__name__)
 
 class Handler(Protocol):
     def handle(self, message: bytes) -> bytes: ...
+
+    def refuse_caller(self, caller: str, reason: str) -> str: ...
 
 
 class Tidy:
@@ -54,34 +64,105 @@ class Tidy:
 
 
 class Client:
-    """Lives in the job process of a site as long as the job."""
+    """The site in a job process. It answers the server of its own job, and nobody else.
 
-    def __init__(self) -> None:
+    plan, seal: the submitted plan, and the lead's signature of it, from the job's configuration.
+    """
+
+    def __init__(self, plan: str = "", seal: str = "") -> None:
+        self.plan, self.seal = plan, seal
         self._site: Handler | None = None
+        self._signer: Signer | None = None
+        self._server: Party | None = None  # whose certificate came with an earlier call
         self._lock = threading.Lock()
         self._tidy = Tidy()
 
     def site(self, name: str, folder: Path) -> Handler:
+        from fedbilevel.sites.policy import read_settings
         from fedbilevel.sites.site import Site
 
-        return Site(name, folder)
+        found = Site(name, folder, submitted(folder.parent, self.plan, self.seal, str(collab.fl_ctx.get_job_id())))
+        with contextlib.suppress(FedBilevelError):  # joining says what is wrong with the settings
+            read_settings(folder).policy.limit_memory()
+        Rejections(found.refuse_caller).attach()
+        return found
 
     @collab.publish
-    def handle(self, message: bytes) -> dict[str, Any]:
-        """Refusals are answers. Of an error that is no refusal only the kind leaves the site: its text may quote data."""
+    def handle(self, message: bytes, signature: bytes, certificate: bytes) -> dict[str, Any]:
+        """Answer the server. An error that is no refusal leaves the site by its kind alone: its text may quote data."""
         try:
-            with self._lock:  # made at the first message: FLARE allows initialisation a minute, and reading data may take longer
+            kit, job = Path(collab.workspace.get_root_dir()), str(collab.fl_ctx.get_job_id())
+            with self._lock:  # made at the first message: FLARE allows a minute for initialisation, and data may take longer
+                if self._signer is None:
+                    self._signer = Signer(kit)
                 if self._site is None:
-                    self._site = self.site(collab.site_name, Path(collab.workspace.get_root_dir()) / SITE)
+                    self._site = self.site(collab.site_name, kit / SITE)
+            reason = self._stranger(kit, job, message, signature, certificate)
+            if reason:
+                return {"refusal": self._site.refuse_caller(collab.caller, reason)}
             answer = self._site.handle(message)
             self._tidy(len(message) + len(answer))
-            return {"content": answer}
-        except FedBilevelError as error:
+            shown = self._signer.certificate if certificate else b""  # a server that shows its own does not know ours
+            return {"content": answer, "signature": self._signer.sign(ANSWER, job, collab.site_name, message, answer), "certificate": shown}
+        except PolicyError as error:
             log.warning("refused: %s", error)
             return {"refusal": str(error)}
         except Exception as error:
-            log.exception("a phase failed")
+            log.exception("a call failed")
             return {"refusal": f"the site failed with {type(error).__name__}; its own log says more."}
+
+    def _stranger(self, kit: Path, job: str, message: bytes, signature: bytes, certificate: bytes) -> str:
+        """Why a call is not from the server of this job; empty where it is. FLARE's word for the caller comes first, and
+        the server's signature decides: a routing header could be forged, a signature cannot."""
+        if collab.caller != SERVER:
+            return f"this site answers the server of the run only, and not {collab.caller}."
+        if certificate:
+            party = Party(certificate, root_of(kit))
+            if party.name != server_of(kit):
+                return f"this site answers the server of the run only, and not the holder of the certificate of {party.name}."
+            self._server = party
+        if self._server is None or not self._server.signed(signature, CALL, job, collab.site_name, message):
+            return "the message does not carry the signature of the server of the run."
+        return ""
+
+
+def submitted(kit: Path, plan: str, seal: str, job: str) -> Submitted:
+    """The plan of a job, once the lead's signature of it has been checked."""
+    from fedbilevel.sites.plan import plan_digest
+    from fedbilevel.sites.site import Submitted
+
+    parts = seal.split(".")
+    if len(parts) != 2:
+        raise PolicyError("the job brings no plan that a lead has signed: submit it with `fedbilevel federation submit`.")
+    certificate, signature = (base64.urlsafe_b64decode(part) for part in parts)
+    lead = Party(certificate, root_of(kit))
+    if lead.role != LEAD or not lead.signed(signature, PLAN, plan):
+        raise PolicyError("the plan of the job is not signed by a lead of this federation: submit it with a lead's kit.")
+    return Submitted(plan_digest(unpacked(plan)), lead.name, job)
+
+
+def sealed(kit: Path, plan: str) -> str:
+    """The lead's signature of a packed plan, with the lead's certificate."""
+    lead = Signer(kit)
+    return ".".join(base64.urlsafe_b64encode(part).decode() for part in (lead.certificate, lead.sign(PLAN, plan)))
+
+
+class Rejections(logging.Handler):
+    """Reports calls that FLARE itself refused: of other jobs, and of strangers. FLARE says so in its log only."""
+
+    _CALL = re.compile(r"rejected Collab call from (\S+): (.*)")
+
+    def __init__(self, report: Callable[[str, str], str]) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def attach(self) -> None:
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = self._CALL.search(record.getMessage())
+        if found:
+            self._report(found[1], f"FLARE refused the call: {found[2]}.")
 
 
 class FlareTransport:
@@ -91,6 +172,9 @@ class FlareTransport:
         self._context = collab.context
         self.sites: Sequence[str] = sorted(client.name for client in collab.clients)
         self._threads = ThreadPoolExecutor(max(1, len(self.sites)), thread_name_prefix="exchange")
+        self._kit, self._job = Path(collab.workspace.get_root_dir()), str(collab.fl_ctx.get_job_id())
+        self._signer = Signer(self._kit)
+        self._parties: dict[str, Party] = {}  # sites whose certificates have been seen
         self.stopping: str = ""  # why, once somebody asked
         self._tidy = Tidy()
 
@@ -124,18 +208,39 @@ class FlareTransport:
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    @staticmethod
-    def _call(group: Any, name: str, message: bytes) -> Reply | Failure:
+    def _call(self, group: Any, name: str, message: bytes) -> Reply | Failure:
         start = time.monotonic()
-        answers = group.handle(message)
+        certificate = b"" if name in self._parties else self._signer.certificate
+        answers = group.handle(message, self._signer.sign(CALL, self._job, name, message), certificate)
         seconds = time.monotonic() - start
         if name in answers.failures:
-            return failure_of(name, answers.failures[name], seconds)
-        return outcome_of(name, next(iter(answers))[1], seconds)
+            outcome: Reply | Failure = failure_of(name, answers.failures[name], seconds)
+        else:
+            answer = next(iter(answers))[1]
+            outcome = outcome_of(name, answer, seconds)
+            if isinstance(outcome, Reply):
+                outcome = self._checked(name, message, outcome, answer)
+        if not isinstance(outcome, Reply):
+            self._parties.pop(name, None)  # its process may be new, and then does not know the server's certificate
+        return outcome
+
+    def _checked(self, name: str, message: bytes, reply: Reply, answer: Mapping[str, Any]) -> Reply | Failure:
+        """An answer counts when the site it is for has signed it, for this message."""
+        signature, certificate = answer.get("signature"), answer.get("certificate")
+        if type(signature) is not bytes or type(certificate) is not bytes:
+            return Failure(False, f"{name} did not sign its answer: install the same version of fedbilevel there.", reply.seconds)
+        try:
+            party = Party(certificate, root_of(self._kit)) if certificate else self._parties.get(name)
+        except PolicyError as error:
+            return Failure(False, f"{name} answered with a certificate that is refused: {error}", reply.seconds)
+        if party is None or party.name != name or not party.signed(signature, ANSWER, self._job, name, message, reply.content):
+            return Failure(False, f"an answer for {name} does not carry its signature, so it is not used.", reply.seconds)
+        self._parties[name] = party
+        return reply
 
 
 def outcome_of(name: str, answer: Any, seconds: float) -> Reply | Failure:
-    """What a site answered. It comes from outside, so it is looked at."""
+    """Read an answer. It comes from outside, so every part of it is checked."""
     if isinstance(answer, dict) and type(answer.get("content")) is bytes:
         return Reply(answer["content"], seconds)
     if isinstance(answer, dict) and isinstance(answer.get("refusal"), str):

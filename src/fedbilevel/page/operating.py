@@ -21,7 +21,7 @@ from fedbilevel.errors import FedBilevelError, SettingError
 from fedbilevel.page.watching import Answer, OwnMachine
 from fedbilevel.page.writing import as_data, file_of, filled, hash_of, policy_of
 from fedbilevel.sites import operator, telling
-from fedbilevel.sites.view import ACTIVE, View
+from fedbilevel.sites.view import View
 
 LONGEST = 4096  # bytes of an action
 LOOK = Callable[[], View]
@@ -35,8 +35,8 @@ def content(view: View, kit: Path) -> dict[str, Any]:
         "rows": [row for row in telling.rows(view, kit) if row[0] != telling.WAITING],
         "pending": [{**_named(one), "rows": telling.plan_rows(one)} for one in view.pending],
         "paused": view.paused,
-        "run": view.run if view.state in ACTIVE else "",
-        "progress": view.iterations if view.state in ACTIVE else (0, 0),
+        "run": view.run if view.is_at_work else "",
+        "progress": view.iterations if view.is_at_work else (None, 0),
         "good": view.running is not False and view.connected is not False and not view.problems,
     }
 

@@ -60,7 +60,7 @@
     const [done, all] = data.progress;
     at("progress").hidden = !all;
     at("progress").max = all || 1;
-    at("progress").value = done;
+    if (done !== null) at("progress").value = done;  // else the last message was about no outer iteration
     document.documentElement.dataset.drawn = "yes";
   }
 

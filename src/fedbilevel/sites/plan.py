@@ -9,6 +9,10 @@
     join_deadline = 300.0             # seconds that a site has to read its data, before the first
     patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
     num_classes = 10                  # where labels are classes: a site may lack some
+    max_weight = 5000                 # most that one client counts in a mean; nothing: 100 times the median of all clients
+    exclude_outliers = true           # leave out answers whose norm is far from the others'; nothing: name them only
+    approval_wait = 86400.0           # seconds to wait for the operators of the sites
+    clients = {north = 2}             # clients that a site hosts; nothing: 1
     [task]                            # name and settings; those of the data do not matter, as every site has its own
     [algorithm]                       # name and settings
     [options]                         # seed, batch_size, dtype, fraction ..., as of a run in one process
@@ -19,10 +23,12 @@ What is left out of `options` has the same default as in a run in one process.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,8 +45,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # becomes that of a folder
 _KINDS = {
     "name": "text", "sites": "names", "num_iterations": "whole", "measure_every": "maybe", "quorum": "maybe", "deadline": "number",
     "join_deadline": "number", "patience": "number", "num_classes": "maybe", "task": "table", "algorithm": "table", "options": "table",
+    "max_weight": "maybe", "exclude_outliers": "flag", "approval_wait": "number", "clients": "table",
 }  # fmt: skip
-SECONDS = ("deadline", "join_deadline", "patience")
+SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
 _NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes where and how it likes
 
 
@@ -58,6 +65,19 @@ class Plan:
     join_deadline: float = 300.0
     patience: float = 30.0
     num_classes: int | None = None
+    max_weight: int | None = None
+    exclude_outliers: bool = False
+    approval_wait: float = 86400.0
+    clients: dict[str, int] = field(default_factory=dict)  # only sites with more than one
+
+    @property
+    def num_clients(self) -> int:
+        return sum(self.clients.get(site, 1) for site in self.sites)
+
+    def numbers(self, site: str) -> range:
+        """Numbers of the clients that `site` hosts: they run through the sites in the order of the plan."""
+        first = sum(self.clients.get(other, 1) for other in self.sites[: self.sites.index(site)])
+        return range(first, first + self.clients.get(site, 1))
 
     def asdict(self) -> dict[str, Any]:
         return {**vars(self), "sites": list(self.sites)}
@@ -73,6 +93,11 @@ class Plan:
 
     def keywords(self) -> dict[str, Any]:
         return keywords(self.options)
+
+
+def plan_digest(plan: Mapping[str, Any]) -> str:
+    """Name a plan by its content: any other plan has another digest."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence[str]) -> dict[str, Any]:
@@ -119,9 +144,19 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
     quorum = content.get("quorum")
-    plan = Plan(**parts, sites=sites, quorum=len(sites) // 2 + 1 if quorum is None else quorum, **seconds)
+    more = {name: content[name] for name in ("max_weight", "exclude_outliers") if content.get(name) is not None}
+    clients = _clients(content.get("clients") or {}, sites)
+    plan = Plan(**parts, sites=sites, quorum=len(sites) // 2 + 1 if quorum is None else quorum, clients=clients, **seconds, **more)
     _check(plan, known)
     return plan
+
+
+def _clients(given: Mapping[str, Any], sites: Sequence[str]) -> dict[str, int]:
+    for site, number in given.items():
+        if site not in sites:
+            raise UnknownNameError("site of this plan", site, sites)
+        check_plain(f"clients.{site} of the plan", number, "whole", PlanError)
+    return {site: given[site] for site in sites if given.get(site, 1) > 1}
 
 
 def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
@@ -150,8 +185,8 @@ def _check(plan: Plan, known: Sequence[str] | None) -> None:
     check_seconds(plan, SECONDS)
     check_options(plan.keywords())
     for name, value in plan.built_algorithm().asdict().items():
-        if isinstance(value, tuple) and len(value) != len(plan.sites):
-            raise PlanError(f"{name} of the plan has {len(value)} numbers for {len(plan.sites)} sites: give one number, or one per site.")
+        if isinstance(value, tuple) and len(value) != plan.num_clients:
+            raise PlanError(f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: give one number, or one per client.")
 
 
 def check_seconds(plan: Any, names: Sequence[str]) -> None:

@@ -1,24 +1,23 @@
-"""What a site says about itself, in a file of its own that never travels: where its data lie, and what it allows.
+"""A site's own settings: where its data are, and what it allows. The file `site.toml` never leaves the site.
 
-    data = "/data/cleaning"           # a folder, for the loader; the environment variable FEDBILEVEL_SITE_DATA overrides it
-    loader = "folder"                 # train.npz, val.npz ...; or "package.module:function", installed here, called with the path
-                                  # or "simulated": the task's own data of this client, to learn and to test
+    data = "/data/cleaning"           # folder for the loader; the environment variable FEDBILEVEL_SITE_DATA overrides it
+    loader = "folder"                 # train.npz, val.npz, ...; or "package.module:function", installed at the site;
+                                      # or "simulated": the task's own data of this client, for trials and tests
     device = "cpu"
-    [policy]
-    min_samples = 10                  # fewer training samples than this, and the site takes no part
-    tasks = ["data_cleaning"]         # nothing: all that are installed here
-    algorithms = ["fedbio"]           # likewise
-    max_rounds = 10000                # answers with arrays or figures that one run may have from this site
+    auto_approve = false              # true: plans run without an operator's approval
+    [policy]                          # limits, see `Policy`
+    [policy.settings]                 # allowed ranges of algorithm and task settings, by name or pattern
 
-Nothing in it is a default of the server's, and no message changes it.
+The server sets none of this, and no message changes it. Every refusal names the line of the file that caused it.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,149 @@ from fedbilevel.sites.plan import Plan
 
 FILE = "site.toml"
 TEMPLATE = """\
-# What this site decides by itself. Nothing in here ever leaves it.
+# This site's own settings. Nothing in this file ever leaves the site.
 
-data = ""                             # a folder with train.npz, val.npz ...; `fedbilevel federation start-site KIT --data PATH` sets it too
-loader = "folder"                     # or "package.module:function", installed here, which is called with the path
+data = ""                             # folder with train.npz, val.npz, ...; `start-site KIT --data PATH` sets it too
+loader = "folder"                     # or "package.module:function", installed here and called with the path
 device = "cpu"
+auto_approve = false                  # true: plans run without `fedbilevel federation approve`
 
-[policy]                              # what a run must keep to, or this site takes no part
-min_samples = 1                       # training samples that this site must have
-# tasks = ["data_cleaning"]           # the only ones that are allowed; without this line: all that are installed here
+[policy]                              # a run that does not keep to these lines is refused; shown are the defaults
+# tasks = ["data_cleaning"]           # the only tasks allowed; without this line: all that are installed here
 # algorithms = ["fedbio"]             # likewise
-# max_rounds = 10000                  # answers with arrays or figures that one run may have from this site
+# min_samples = 1                     # training samples that this site must have
+# min_batch = 16                      # samples behind every number that leaves
+# max_rounds = 20000                  # answers with arrays or figures, in total over all runs of this kit
+# max_answer_megabytes = 64           # size of one answer
+# max_answer_seconds = 600            # computing time of one answer
+# max_memory_megabytes = 8192         # memory of the job's process; without this line: half of the machine's
+# max_disk_megabytes = 4096           # this site's folder: state of runs and logs
+# max_runs = 20                       # runs with state on this site's disk
+
+[policy.settings]                     # allowed ranges of the plan's settings, by name or pattern
+# num_local_steps = [1, 1000]
+# "num_*" = [0, 1000]
 """
 DATA = "FEDBILEVEL_SITE_DATA"
-_KINDS = {"data": "text", "loader": "text", "device": "text", "policy": "table"}
-_POLICY = {"min_samples": "whole", "tasks": "names", "algorithms": "names", "max_rounds": "whole"}
+Range = tuple[float, float]
+RANGES: dict[str, Range] = {
+    "num_iterations": (1, 100_000), "num_classes": (2, 1000), "num_hidden": (1, 4096), "num_train": (1, 100_000),
+    "num_val": (1, 100_000), "num_test": (1, 100_000), "num_*": (0, 1000), "dim_*": (1, 1000),
+}  # fmt: skip
+_KINDS = {"data": "text", "loader": "text", "device": "text", "auto_approve": "flag", "policy": "table"}
+_POLICY = {
+    "tasks": "names", "algorithms": "names", "min_samples": "whole", "min_batch": "whole", "max_rounds": "whole",
+    "max_answer_megabytes": "number", "max_answer_seconds": "number", "max_memory_megabytes": "number",
+    "max_disk_megabytes": "number", "max_runs": "whole", "settings": "table",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Limits of what a run may learn from a site and use up at it. The defaults are meant for real data."""
+
+    tasks: list[str] | None = None
+    algorithms: list[str] | None = None
+    min_samples: int = 1
+    min_batch: int = 16
+    max_rounds: int = 20_000
+    max_answer_megabytes: float = 64.0
+    max_answer_seconds: float = 600.0
+    max_memory_megabytes: float | None = None
+    max_disk_megabytes: float = 4096.0
+    max_runs: int = 20
+    settings: dict[str, Range] = field(default_factory=dict)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Check all that can be checked before any data are read."""
+        for line, asked in (("tasks", plan.task["name"]), ("algorithms", plan.algorithm["name"])):
+            allowed = getattr(self, line)
+            if allowed is not None and asked not in allowed:
+                raise PolicyError(f"this site's policy does not allow {asked}: its line {line!r} allows {', '.join(allowed) or 'none'}.")
+        for name, value in _numbers(plan):
+            low, high = self.range_of(name)
+            if not low <= value <= high:
+                raise PolicyError(f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] allows {low:g} to {high:g}.")
+        for size in _batch_sizes(plan):
+            if size < self.min_batch:
+                raise PolicyError(f"this site's policy does not allow batches of {size} samples: its line 'min_batch' asks for at least {self.min_batch}.")
+
+    def range_of(self, name: str) -> Range:
+        """Find the range of a setting: the site's own line before the default, an exact name before a pattern."""
+        for ranges in (self.settings, RANGES):
+            for pattern in sorted(ranges, key=lambda one: (one != name, -len(one))):
+                if fnmatch.fnmatchcase(name, pattern):
+                    return ranges[pattern]
+        return (-float("inf"), float("inf"))
+
+    def check_samples(self, sizes: Mapping[str, int]) -> None:
+        """sizes: samples by role. A sum over few samples is close to a sample."""
+        if sizes["train"] < self.min_samples:
+            raise PolicyError(
+                f"this site has fewer than the {self.min_samples} training samples that the line 'min_samples' of its "
+                "policy asks for: lower it there, or run without this site."
+            )
+        for role, size in sizes.items():
+            if size < self.min_batch:
+                raise PolicyError(
+                    f"this site has fewer {role} samples than the {self.min_batch} that the line 'min_batch' of its "
+                    "policy asks for: lower it there, or run without this site."
+                )
+
+    def check_rounds(self, num_rounds: int) -> None:
+        """num_rounds: all answers so far, of every run, and the one that is asked for."""
+        if num_rounds > self.max_rounds:
+            raise PolicyError(
+                f"this site's policy allows {self.max_rounds} answers in total over all runs, and they are used up: "
+                "raise its line 'max_rounds' there, or run without this site."
+            )
+
+    def check_answer(self, num_bytes: int) -> None:
+        if num_bytes > self.max_answer_megabytes * 1e6:
+            raise PolicyError(
+                f"this site's policy does not allow an answer of {num_bytes / 1e6:.1f} MB: its line "
+                f"'max_answer_megabytes' allows {self.max_answer_megabytes:g}."
+            )
+
+    def check_seconds(self, seconds: float) -> None:
+        if seconds > self.max_answer_seconds:
+            raise PolicyError(
+                f"this site stopped computing an answer after {seconds:.0f} s: the line 'max_answer_seconds' of its policy allows {self.max_answer_seconds:g}."
+            )
+
+    def check_disk(self, folder: Path, more: int = 0) -> None:
+        """more: bytes that are about to be written."""
+        used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) + more
+        if used > self.max_disk_megabytes * 1e6:
+            raise PolicyError(
+                f"this site's folder would hold {used / 1e6:.0f} MB: the line 'max_disk_megabytes' of its policy allows {self.max_disk_megabytes:g}."
+            )
+
+    def check_runs(self, runs: Path, name: str) -> None:
+        """runs: the folder with one sub-folder for each run that has state here."""
+        known = {path.name for path in runs.iterdir() if path.is_dir()} if runs.is_dir() else set()
+        if name not in known and len(known) >= self.max_runs:
+            raise PolicyError(
+                f"this site holds the state of {len(known)} runs: the line 'max_runs' of its policy allows "
+                f"{self.max_runs}; delete finished runs there, or raise it."
+            )
+
+    def limit_memory(self) -> None:
+        """Set the memory limit of this process. For a process of its own: the limit stays until the process ends."""
+        import resource
+
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        used, mapped = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmData"))
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        allowed = machine / 2 if self.max_memory_megabytes is None else self.max_memory_megabytes * 1e6
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = mapped + max(0, int(allowed) - used)  # counts mapped memory, of which a part is in use
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+    def memory_error(self) -> PolicyError:
+        return PolicyError(
+            "this site has not enough memory for what was asked: raise the line 'max_memory_megabytes' of its policy, or ask for a smaller model or batch."
+        )
 
 
 @dataclass(frozen=True)
@@ -53,27 +180,11 @@ class SiteSettings:
     data: str = ""
     loader: str = "folder"
     device: str = "cpu"
-    policy: dict[str, Any] = field(default_factory=dict)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Before any data are read."""
-        for part, asked in (("tasks", plan.task["name"]), ("algorithms", plan.algorithm["name"])):
-            if part in self.policy and asked not in self.policy[part]:
-                raise PolicyError(f"this site's policy does not allow {asked}: it allows the {part} {', '.join(self.policy[part]) or 'none'}.")
-
-    def check_samples(self, num_samples: int) -> None:
-        least = self.policy.get("min_samples", 1)
-        if num_samples < least:
-            raise PolicyError(f"this site has fewer than the {least} training samples that its policy asks for: lower min_samples there, or go on without it.")
-
-    def check_rounds(self, num_rounds: int) -> None:
-        """num_rounds: with the one that is asked for."""
-        most = self.policy.get("max_rounds")
-        if most is not None and num_rounds > most:
-            raise PolicyError(f"this site's policy allows {most} rounds in one run, and they have been used up: raise max_rounds there, or go on without it.")
+    auto_approve: bool = False
+    policy: Policy = field(default_factory=Policy)
 
     def holdings(self, plan: Plan, number: int) -> Holdings:
-        """This client's data. number: which client of a simulated task it is."""
+        """Read this client's data. number: its place in a simulated task."""
         if self.loader == "simulated":
             clients = plan.built_task().build().clients
             if number >= len(clients):
@@ -81,10 +192,27 @@ class SiteSettings:
             return clients[number]
         place = os.environ.get(DATA) or self.data
         if not place:
-            raise PlanError(f"this site does not say where its data lie: set data in its {FILE}, or start it with --data.")
+            raise PlanError(f"this site does not say where its data are: set data in its {FILE}, or start it with --data.")
         if self.loader == "folder":
             return read_folder(Path(place), num_classes=plan.num_classes)
         return _function(self.loader)(place)
+
+
+def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
+    """All numbers of a plan that a range may bound, by name."""
+    yield "num_iterations", plan.num_iterations
+    if plan.num_classes is not None:
+        yield "num_classes", plan.num_classes
+    for table in (plan.task, plan.algorithm):
+        for name, value in table.items():
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, int | float) and not isinstance(one, bool):
+                    yield name, one
+
+
+def _batch_sizes(plan: Plan) -> list[int]:
+    size = plan.keywords()["batch_size"]
+    return [one for one in (size.values() if isinstance(size, Mapping) else (size,)) if one is not None]
 
 
 def read_settings(folder: Path) -> SiteSettings:
@@ -92,25 +220,38 @@ def read_settings(folder: Path) -> SiteSettings:
     try:
         content = tomllib.loads(place.read_text()) if place.exists() else {}
     except OSError as error:
-        raise PlanError(f"{FILE} of this site cannot be read ({error.strerror}): put a file there, or nothing.") from error
+        raise PlanError(f"{FILE} of this site cannot be read ({error.strerror}): put a file there, or none.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{FILE} of this site is not readable as TOML: {error}.") from error
-    for kinds, table, what in ((_KINDS, content, f"entry of {FILE}"), (_POLICY, content.get("policy", {}), f"entry of the policy in {FILE}")):
+    policy = content.get("policy", {})
+    for kinds, table, what in (
+        (_KINDS, content, f"entry of {FILE}"),
+        (_POLICY, policy, f"entry of the policy in {FILE}"),
+    ):
         for name, value in table.items() if isinstance(table, dict) else ():
             if name not in kinds:
                 raise UnknownNameError(what, name, kinds)
             check_plain(f"{name} in {FILE}", value, kinds[name], PlanError)
-    return SiteSettings(**content)
+    ranges = {name: _range(name, value) for name, value in policy.get("settings", {}).items()}
+    limits = {name: value for name, value in policy.items() if name != "settings"}
+    return SiteSettings(**{**content, "policy": Policy(**limits, settings=ranges)})
+
+
+def _range(name: str, value: Any) -> Range:
+    match value:
+        case [int() | float() as low, int() | float() as high] if not {type(low), type(high)} & {bool} and low <= high:
+            return low, high
+    raise PlanError(f"{name} in [policy.settings] of {FILE} is {value!r}, expected a range such as [1, 100].")
 
 
 def check_data(settings: SiteSettings, place: Path) -> None:
-    """When a site is started: that there is something to read, so that nobody finds out in the middle of a run."""
+    """Check when a site is started that there is something to read, before a run depends on it."""
     if settings.loader == "folder" and (not place.is_dir() or not any(path.stem == "train" for path in place.iterdir())):
         raise DataError(f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or .safetensors).")
 
 
 def _function(name: str) -> Callable[[str], Holdings]:
-    """A loader that the site has installed and named itself."""
+    """Find a loader that the site has installed and named itself."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

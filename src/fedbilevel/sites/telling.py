@@ -32,7 +32,7 @@ def rows(view: View, kit: Path) -> Rows:
         ("Last refusals", [f"{clock(one.get('time'))}  {refusal(one)}" for one in view.refusals] or ["none"]),
     ]
     error = view.status.get("last_error")
-    if isinstance(error, dict):
+    if isinstance(error, dict) and view.state not in ("waiting for approval", "paused"):  # which is no error here
         found.append(("Last error", [f"{clock(error.get('time'))}  {error.get('text', '')}"]))
     if view.problems:
         found.append(("Cannot be read", view.problems))
@@ -62,7 +62,7 @@ def run(view: View) -> str:
         return f"{pause}no run yet"
     iteration, num_iterations = view.iterations
     phase = view.status.get("phase")
-    where = f", outer iteration {iteration} of {num_iterations}" if num_iterations else ""
+    where = f", outer iteration {iteration} of {num_iterations}" if iteration is not None and num_iterations else ""
     doing = f", {phase}" if phase and view.state == "computing" else ""
     return f"{pause}{view.run}: {view.state}{where}{doing} ({clock(view.status.get('time'))})"
 
@@ -94,15 +94,10 @@ def waiting(request: Mapping[str, Any], kit: Path) -> str:
 
 def plan_rows(request: Mapping[str, Any]) -> Rows:
     """A plan in full, for a decision."""
-    plan, leaves = request["plan"], request["leaves"]
-    arrays = leaves.get("arrays") or {}
-    size, total = whole(leaves, "bytes_per_answer"), whole(leaves, "total_rounds")
-    per = leaves.get("rounds_per_iteration")
-    often = f"{per} answers with arrays in each outer iteration" if per is not None else "as often as the server asks"
+    plan = request["plan"]
     parts = {"task", "algorithm", "options", "name", "sites", "num_iterations", "measure_every"}
     rest = {name: value for name, value in plan.items() if name not in parts and value is not None}
     measured = f"measured every {every}" if (every := plan.get("measure_every")) else "measured about 20 times"
-    in_all = f", {megabytes(size * total)} in all" if total else ""
     found: Rows = [
         ("Run", [str(request["run"])]),
         ("Sent by", [f"{request['who']}, {clock(request['time'])}"]),
@@ -113,11 +108,25 @@ def plan_rows(request: Mapping[str, Any]) -> Rows:
         ("Length", [f"{plan.get('num_iterations')} outer iterations, {measured}"]),
         ("Sites", [", ".join(map(str, plan.get("sites") or []))]),
         ("Otherwise", _settings(rest) or ["nothing"]),
-        ("Leaves", [f"{name}: {count} numbers" for name, count in arrays.items()] or ["not known before the run"]),
-        ("How often", [f"{often}; {total} in all" if total else often]),
-        ("How much", [f"about {megabytes(size)} per answer{in_all}"]),
+        *_leaving(request["leaves"]),
     ]
     return _printable(found)
+
+
+def _leaving(leaves: Mapping[str, Any]) -> Rows:
+    """What would leave, and how often, as `preview` counted it in one outer iteration."""
+    if not leaves:
+        return [("Leaves", ["not counted: the plan could not be tried here, or was approved automatically"])]
+    phases, stays = leaves.get("by_phase"), leaves.get("stays_here")
+    rounds, total = whole(leaves, "rounds_per_iteration"), whole(leaves, "total_rounds")
+    numbers, sent = whole(leaves, "floats_per_iteration"), megabytes(whole(leaves, "total_bytes"))
+    each = [f"{name}: {count} numbers" for name, count in phases.items()] if isinstance(phases, Mapping) else []
+    return [
+        ("Leaves", ["in each outer iteration, by phase:", *each]),
+        ("How often", [f"{plural(rounds, 'round')} in each outer iteration, {total} in all"]),
+        ("How much", [f"{numbers} numbers in each outer iteration, {sent} in all"]),
+        ("Stays here", ["the data", *(f"{part} of the solution" for part in stays or [])]),
+    ]
 
 
 def _settings(table: Any) -> list[str]:

@@ -23,7 +23,7 @@ from fedbilevel.sites import audit, operator
 STATUS = "status.json"
 TAIL = 2**16  # bytes at the end of the log that are searched for refusals
 REFUSALS = 5  # that a view holds
-ACTIVE = ("computing", "waiting for approval", "paused")  # states in which a job is at work
+OVER = ("finished", "left", "interrupted")  # states of a run that this site works on no more
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,24 @@ class View:
 
     @property
     def state(self) -> str:
-        """As the job wrote it, unless it ended without a word."""
+        """As the job wrote it; `idle` within a run is "waiting for the server", and a job that ended without a word is
+        "interrupted"."""
         state = str(self.status.get("state") or "idle")
-        return "interrupted" if state in ACTIVE and not self.job_alive else state
+        if not self.run or state in OVER:
+            return state
+        if not self.job_alive:
+            return "interrupted"
+        return "waiting for the server" if state == "idle" else state
 
     @property
-    def iterations(self) -> tuple[int, int]:
-        """Outer iteration, of how many (0: not known)."""
-        return whole(self.status, "iteration"), whole(self.status, "num_iterations")
+    def is_at_work(self) -> bool:
+        return bool(self.run) and self.state not in OVER
+
+    @property
+    def iterations(self) -> tuple[int | None, int]:
+        """Outer iteration, None where the last message was about none, of how many (0: not known)."""
+        iteration = self.status.get("iteration")
+        return iteration if type(iteration) is int else None, whole(self.status, "num_iterations")
 
     def asdict(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder), "state": self.state}
@@ -88,7 +98,7 @@ def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
 
     status = _status(folder, problems)
     pid = status.get("pid")
-    alive = type(pid) is int and (pid in processes if processes is not None else Path(f"/proc/{pid}").exists())
+    alive = type(pid) is int and (pid in processes if processes is not None else _is_there(pid))
     parents = [found for found, kind in processes.items() if kind == "parent"] if processes is not None else []
     server = _server(folder.parent)
     return View(
@@ -107,6 +117,10 @@ def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
         refusals=read(_refusals, folder, default=[]),
         problems=problems,
     )
+
+
+def _is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -182,6 +196,7 @@ class Follower:
         self._before: View | None = None
         self._begun: tuple[Any, ...] = ()
         self._ended: tuple[Any, ...] = ()
+        self._iteration: int | None = None
 
     def lines(self, now: View) -> list[str]:
         """What changed since the view before. Of the first view: the plans that wait."""
@@ -207,20 +222,28 @@ class Follower:
         return said
 
     def _of_run(self, now: View) -> list[str]:
-        said, job = [], (now.status.get("job"), now.run)
-        who = next((one["who"] for one in now.requests if one["digest"] == now.status.get("digest")), None)
+        said, job = [], (now.status.get("job"), now.status.get("pid"), now.run)
         iteration, num_iterations = now.iterations
-        if now.run and now.state in ("computing", "finished") and self._begun != job:
+        self._iteration = iteration if iteration is not None or self._begun != job else self._iteration
+        if self._begun != job and now.run and (now.state in ("computing", "waiting for the server", "finished")):
             self._begun = job
-            by = f", submitted by {who}" if who else ""
-            begins, goes_on = f"begins{by}, {num_iterations} outer iterations", f"goes on with outer iteration {iteration}"
-            said.append(f"{now.run}: {begins if iteration <= 1 else f'{goes_on} of {num_iterations}{by}'}")
-        if self._begun == job and now.state not in ACTIVE and self._ended != (job, now.state):
+            said.append(f"{now.run}: {_beginning(now)}")
+        if self._begun == job and now.state in OVER and self._ended != (job, now.state):
             self._ended = (job, now.state)
             paid = f"{plural(whole(now.status, 'answers'), 'answer')}, {megabytes(whole(now.status, 'bytes'))}"
-            how = f"ended at outer iteration {iteration} of {num_iterations}, not finished (stopped, or a fault),"
-            said.append(f"{now.run}: {now.state if now.state in ('finished', 'left') else how} after {paid}")
+            where = f" at outer iteration {self._iteration} of {num_iterations}" if self._iteration is not None else ""
+            how = f"ended{where}, not finished (stopped, or a fault)," if now.state == "interrupted" else now.state
+            said.append(f"{now.run}: {how} after {paid}")
         return said
+
+
+def _beginning(now: View) -> str:
+    who = next((one["who"] for one in now.requests if one["digest"] == now.status.get("digest")), None)
+    by = f", submitted by {who}" if who else ""
+    iteration, num_iterations = now.iterations
+    if (iteration or 0) <= 1 and (iteration is not None or not whole(now.status, "rounds_run")):
+        return f"begins{by}, {num_iterations} outer iterations"
+    return f"goes on{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
 
 
 def _of_pause(before: View, now: View) -> list[str]:
@@ -238,7 +261,8 @@ def _of_refusals(before: View, now: View) -> list[str]:
 
 def refusal(line: Mapping[str, Any]) -> str:
     caller, run = line.get("caller"), line.get("run")
-    who = f"{caller} was refused" if caller else "refused"
+    times = whole(line, "times")
+    who = f"{caller} was refused{f' {times} times' if times > 1 else ''}" if caller else "refused"
     return f"{f'{run}: ' if run else ''}{who}: {line.get('text', '')}"
 
 

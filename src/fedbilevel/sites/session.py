@@ -1,0 +1,301 @@
+"""A run that a site takes part in: its data, memory and private values, and the answers it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import inspect
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save
+from torch import Tensor
+
+import fedbilevel
+from fedbilevel.clients import Host
+from fedbilevel.engines.group import digest
+from fedbilevel.errors import ProblemError, SettingError, WireError
+from fedbilevel.federation import Sparse
+from fedbilevel.figures import CALLS
+from fedbilevel.options import torch_device
+from fedbilevel.record import make_folder, read_tensors, write_whole
+from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.plan import Plan
+from fedbilevel.sites.policy import SiteSettings
+from fedbilevel.tasks.task import Shapes
+
+ONLY = torch.tensor([0])  # a site hosts one client
+Content = tuple[dict[str, Any], Mapping[str, list[Tensor]], dict[str, Any]]  # header, arrays by name, and the line for the audit log
+_WAIT = 30.0  # seconds for an earlier job process to let go of the run's folder
+_VERSION = re.compile(r"version-(\d+)\.safetensors")
+
+
+class Session:
+    """A run that the site takes part in: it holds the data, memory and private values of the site's client."""
+
+    def __init__(self, name: str, folder: Path, settings: SiteSettings, plan: Plan, audit: AuditLog) -> None:
+        self.plan, self.name, self.settings, self.policy, self.audit = plan, name, settings, settings.policy, audit
+        self.number = self.plan.sites.index(name)
+        self.site_folder, self.folder = folder, folder / "runs" / self.plan.name
+        make_folder(self.folder)
+        self.enter()
+        try:
+            self._prepare(settings)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _prepare(self, settings: SiteSettings) -> None:
+        holdings = settings.holdings(self.plan, self.number)
+        self.shapes = Shapes.of(holdings, self.plan.num_classes)
+        self.algorithm = self.plan.built_algorithm()
+        options = {name: value for name, value in self.plan.keywords().items() if name not in ("cohort", "schedule", "device")}
+        device = torch_device(settings.device)
+        try:
+            problem = self.plan.built_task().problem(self.shapes)
+        except ProblemError as error:  # about names and shapes, of which the server is told anyway
+            raise WireError(str(error)) from error
+        try:
+            self.host = Host(self.algorithm, problem, [holdings], ids=[self.number], num_clients=len(self.plan.sites), device=device, **options)
+        except SettingError as error:  # about options of the plan
+            raise WireError(str(error)) from error
+        self.policy.check_samples({role: int(sizes[0]) for role, sizes in self.host.data.sizes.items()})
+        self.kept_names = self.algorithm.kept_names(self.host.problem.scopes)
+        self.data = digest(self.host.data, 0).hex()  # stays here
+        self.rounds = 0  # answers with arrays since this process joined
+        self.arrays: dict[int, Tensor] = {}
+        self.iteration = -1
+        self.base: int | None = None  # the version that the server would go back to
+        self._saved = self._changes()
+        one = self.host.data.batch(ONLY, "train", torch.zeros(1, 1, dtype=torch.int64, device=self.host.device))
+        self.host.oracle.lower_grad(self.host.x0, self.host.y0, one)  # the first derivative in a process takes seconds, which no deadline should see
+
+    def enter(self) -> None:
+        """Take the run's folder for this process alone."""
+        self.own = _taken(self.folder / "lock")
+
+    def leave(self) -> None:
+        self.own.close()
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def introduce(self) -> Content:
+        """What the server must know of a client before it begins: nothing about single samples, and their number only where it weighs."""
+        host = self.host
+        shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
+        start = hashlib.blake2b(b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).hexdigest()
+        layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
+        about = {"weight": int(host.weights(ONLY)[0]), "shapes": self.shapes.asdict(), "layouts": layouts, "start": start, "stored": self._stored()}
+        return {**about, "version": fedbilevel.__version__}, {}, {"kind": "join"}
+
+    def phase(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
+        phase, iteration, call = (header.get(part) for part in ("phase", "iteration", "call"))
+        method = getattr(self.algorithm, phase, None) if isinstance(phase, str) else None
+        if not isinstance(phase, str) or not getattr(method, "__is_phase__", False):
+            raise WireError(f"{self.algorithm.name()} of fedbilevel {fedbilevel.__version__} at this site has no phase named {phase!r:.40}.")
+        if not isinstance(iteration, int) or not isinstance(call, int):
+            raise WireError("a message about a phase does not say in which outer iteration and call.")
+        self._begin(iteration, header.get("scaled") or {})
+        values = self._values(header, arrays)
+        wanted = {name: parameter for name, parameter in inspect.signature(method).parameters.items() if name != "clients"}  # type: ignore[arg-type]
+        rest = {name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD}  # takes any further name
+        lacking = [name for name, parameter in wanted.items() if parameter.default is parameter.empty and name not in values and name not in rest]
+        if lacking or not (rest or values.keys() <= wanted.keys()):
+            raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing'}.")
+        self.policy.check_rounds(self.audit.rounds + 1)
+        with self._within_time():
+            answers = self.host.run_phase(phase, values, ONLY, iteration, call)
+        results: dict[str, Any] = {}
+        sent: dict[str, list[Tensor]] = {}
+        for name, value in answers.items():
+            if value is None:
+                results[name] = None
+            elif name in self.kept_names:
+                self.host.kept.write(name, ONLY, value.rows if isinstance(value, Sparse) else value)
+                results[name] = "kept"
+            elif isinstance(value, Sparse):
+                places = value.rows[0].abs().topk(value.num_kept).indices.sort().values  # all that are not zero, and zeros that were counted
+                results[name] = {"sparse": value.rows.shape[1]}
+                sent[name] = [places.to(torch.int32), value.rows[0, places]]
+            else:
+                results[name], sent[name] = "rows", [value]
+        self.rounds += bool(sent)
+        head = {"results": results, "calls": self._calls(), "changed": self._changes() != self._saved}
+        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call}
+
+    def measure(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
+        values = self._values(header, arrays)
+        if values.keys() != {"x", "y"}:
+            raise WireError("a message that asks for a measurement does not have x and y.")
+        self.policy.check_rounds(self.audit.rounds + 1)
+        names, table = self.host.looked_at(values["x"], values["y"])
+        self.rounds += 1
+        head = {"names": names, "changed": self._changes() != self._saved}
+        return head, {"figures": [table]}, {"kind": "measure", "iteration": header.get("iteration")}
+
+    def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
+        """Memory and private values are on disk before the server writes that it counts on them. What it counted on before stays beside them."""
+        version = header.get("version")
+        if type(version) is not int or version < 0:
+            raise WireError(f"a message asks to save version {version!r:.40}, expected a whole number.")
+        stores = (("memory", self.host.memory), ("kept", self.host.kept))
+        tensors = {f"{label}.{name}": store.own(name, ONLY).cpu().contiguous().clone() for label, store in stores for name in store.written}
+        content = save(tensors, {"data": self.data, "run": self.plan.name})
+        self.policy.check_disk(self.site_folder, len(content))
+        write_whole(self._place(version), content)
+        for old in self._stored():
+            if old not in (version, self.base):
+                self._place(old).unlink()
+        self.base, self._saved = version, self._changes()
+        return {}, {}, {"kind": "commit", "iteration": version}
+
+    def load(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
+        """Back to a version: what was done since, or was begun and given up, leaves no trace."""
+        version = header.get("version")
+        self.arrays.clear()
+        for store in (self.host.memory, self.host.kept, self.host.scratch):
+            store.clear()
+        self.iteration = -1
+        if version is not None:
+            if type(version) is not int or version not in self._stored():
+                have = ", ".join(map(str, self._stored())) or "none"
+                raise WireError(f"this site has no version {version} of the run (it has {have}): start a new run.")
+            try:
+                labels, tensors = read_tensors(self._place(version))
+            except (SafetensorError, OSError) as error:
+                raise WireError(f"version {version} of the run at this site is damaged: start a new run.") from error
+            if labels.get("data") != self.data:
+                raise WireError("the data of this site are not those that the run began with: restore them, or start a new run.")
+            for name, row in tensors.items():
+                label, _, key = name.partition(".")
+                (self.host.memory if label == "memory" else self.host.kept).write(key, ONLY, row.to(self.host.device))
+        self.base, self._saved = version, self._changes()
+        self._calls()
+        return {}, {}, {"kind": "load"}
+
+    def finish(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
+        """Private parts of the solution, for this site alone."""
+        names = {part: header.get(part) for part in ("x", "y")}
+        found = {part: name for part, name in names.items() if isinstance(name, str) and name in self.host.kept.written}
+        trees = {part: self.host.trees(self.host.kept.own(name, ONLY), upper=part == "x")[0] for part, name in found.items()}
+        if trees:
+            tensors = {f"{part}.{name}": leaf.cpu().contiguous().clone() for part, tree in trees.items() for name, leaf in tree.items()}
+            write_whole(self.folder / "solution.safetensors", save(tensors))
+        return {}, {}, {"kind": "finish"}
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, iteration: int, scaled: Mapping[str, Any]) -> None:
+        if iteration != self.iteration:
+            self.host.scratch.clear()
+            self.iteration = iteration
+        wrong = [name for name, value in scaled.items() if name not in self.algorithm.decays or not _finite(value)]
+        if wrong:
+            raise WireError(f"a message changes {wrong[0]!r:.40}, but a schedule may only scale {', '.join(self.algorithm.decays)}.")
+        longer = [name for name, value in scaled.items() if not 0 <= value <= (1 + 1e-9) * getattr(self.algorithm, name)]
+        if longer:
+            raise WireError(f"a message sets {longer[0]} to {scaled[longer[0]]:.3g}, but a schedule may only shorten the plan's step.")
+        self.host.algorithm = dataclasses.replace(self.algorithm, **scaled) if scaled else self.algorithm
+
+    def _values(self, header: Mapping[str, Any], arrays: list[Tensor]) -> dict[str, Any]:
+        """Values of a message by name. Arrays that the server has let go are let go here."""
+        for name, how in (header.get("place") or {}).items():
+            self._place_value(name, how)
+        numbers, live, values = header.get("new", []), header.get("live", []), header.get("values", {})
+        if not isinstance(numbers, list) or len(numbers) != len(arrays) or not isinstance(live, list) or not isinstance(values, dict):
+            raise WireError("a message does not say which arrays it brings.")
+        self.arrays = {number: self.arrays[number] for number in live if number in self.arrays}
+        self.arrays.update({number: array.to(self.host.device) for number, array in zip(numbers, arrays, strict=True)})
+        found = {name: self._value(name, entry, measuring=header["kind"] == "measure") for name, entry in values.items()}
+        if not {*numbers} <= {entry.get("array") for entry in values.values()}:
+            self.arrays.clear()
+            raise WireError("a message brings arrays that it does not use.")
+        return found
+
+    def _value(self, name: str, entry: Any, measuring: bool) -> Any:
+        """What is kept here may only stand for what is kept here, or a phase would send it away under another name; a measurement sends figures."""
+        match entry:
+            case {"array": number}:
+                if number not in self.arrays:
+                    raise WireError(f"a message refers to array {number!r:.40} for {name}, which this site does not hold.")
+                return self._checked(name, self.arrays[number])
+            case {"kept": str(kept)}:
+                if kept not in self.kept_names or not (measuring or name in self.kept_names):
+                    raise WireError(f"a message gives {kept!r:.40} as {name}, but not both are kept at this site.")
+                return self.host.kept.read(kept, ONLY, torch.zeros(1, self.host.width(kept), dtype=self.host.dtype, device=self.host.device))
+            case {"value": None | bool() | int() | str() as plain}:
+                return plain
+            case {"value": float(number)} if math.isfinite(number):
+                return number
+        raise WireError(f"a message gives {name} as {entry!r:.80}, expected an array, a kept value or a finite number.")
+
+    def _checked(self, name: str, array: Tensor) -> Tensor:
+        try:
+            width = self.algorithm.lengths.get(name, self.host.width(name))
+        except KeyError:
+            raise WireError(f"a message brings an array named {name}, which {self.algorithm.name()} does not declare.") from None
+        if array.dtype != self.host.dtype or array.shape not in ((width,), (1, width)):
+            raise WireError(f"{name} arrived as {array.dtype} of shape {tuple(array.shape)}, expected {self.host.dtype} of length {width}.")
+        if not bool(torch.isfinite(array).all()):
+            raise WireError(f"{name} arrived with a value that is not finite.")
+        return array
+
+    def _place_value(self, name: str, how: Any) -> None:
+        if name not in self.kept_names or how not in ("start", "zeros"):
+            raise WireError(f"a message asks to place {name!r:.40} as {how!r:.40}, expected a kept name, at its start or at zero.")
+        rows = self.host.x0 if name in self.algorithm.upper_space else self.host.y0
+        self.host.kept.write(name, ONLY, (rows if rows.ndim == 2 else rows[None]).clone() if how == "start" else rows.new_zeros(1, self.host.width(name)))
+
+    def _calls(self) -> dict[str, int]:
+        """Derivatives and samples since the last answer."""
+        columns = self.host.ledger.columns
+        found = {name: int(columns[name][self.number]) for name in CALLS}
+        for name in CALLS:
+            columns[name].zero_()
+        return {name: number for name, number in found.items() if number}
+
+    @contextlib.contextmanager
+    def _within_time(self) -> Iterator[None]:
+        """Stop at the next derivative once the time for one answer is used up."""
+        start = time.monotonic()
+        self.host.before_derivative = lambda: self.policy.check_seconds(time.monotonic() - start)
+        try:
+            yield
+        finally:
+            self.host.before_derivative = None
+
+    def _changes(self) -> tuple[int, int]:
+        return self.host.memory.changes, self.host.kept.changes
+
+    def _place(self, version: int) -> Path:
+        return self.folder / f"version-{version}.safetensors"
+
+    def _stored(self) -> list[int]:
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _VERSION.fullmatch(path.name)))
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _taken(path: Path) -> IO[str]:
+    """The run's folder for this process alone: a job process of before may still be about to end."""
+    file = open(path, "w")  # noqa: SIM115 - held as long as the run lasts
+    until = time.monotonic() + _WAIT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > until:
+                file.close()
+                raise WireError("another process of this site still works on this run: stop it, or wait for its end.") from None
+            time.sleep(0.2)
