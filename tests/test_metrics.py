@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +147,12 @@ def test_a_site_tells_what_it_does_and_what_left(made, asked):
 def test_every_family_is_announced_with_its_kind():
     samples = [metrics.Sample(name, 1.0) for name in metrics.FAMILIES]
     assert {name for name, _ in parsed(metrics.text(samples))} == set(metrics.FAMILIES)
+
+
+def test_the_page_names_every_family():
+    page = (Path(__file__).parents[1] / "docs" / "federation.md").read_text()
+    part = page[page.index("**Health and metrics.**") : page.index("**Services.**")]
+    assert set(metrics.FAMILIES) <= set(re.findall(r"`(\w+)(?:\{\w+\})?`", part))
 
 
 def test_a_port_that_is_taken_is_named(made):
