@@ -164,8 +164,37 @@ def test_where_a_quorum_is_enough_the_survivors_go_on_and_everybody_comes_back(f
     assert {value for part, value in far.items() if part.startswith("state.")} == {0.0}
 
 
-def test_status_knows_both_runs_and_a_finished_one_is_not_run_again(federation):
+def test_a_server_that_is_suspended_names_no_site_and_changes_nothing(federation, tmp_path):
+    """Its job process stands still for longer than the deadline while the sites answer: nobody is left out, and the end is that of the simulator."""
+    ours = plan("suspended", SITES, 24, 2)
+    story = Story(federation, SITES, 3)
+
+    def suspend():
+        """Again where the answers won the race against the deadline after it."""
+        for _ in range(5):
+            federation.kill("server", "job", number=signal.SIGSTOP)
+            time.sleep(ours["deadline"] + 2.0)  # the suspension itself
+            federation.kill("server", "job", number=signal.SIGCONT)
+            end = time.monotonic() + 5.0
+            while time.monotonic() < end and not story.since("the server was suspended for"):
+                time.sleep(0.1)
+            if story.since("the server was suspended for"):
+                return
+
+    story.faults = {"server suspended": (suspend, "the server was suspended for")}
+    assert federation.watch(ours, story.say, notice=story.notices.append, client="flare_standins.MoodyClient") == "finished"
+    assert any("the server was suspended for" in text for text in story.notices)
+    lines = diary(federation, "suspended")
+    assert [line["iteration"] for line in lines] == list(range(1, 25))
+    assert all(set(line["sites"]) == set(SITES) and line["missing"] == {} and line["flagged"] == {} for line in lines)
+    assert not any(site in text for text in story.notices for site in SITES)
+    found, _ = Record(federation.kits["server"] / job.RUNS / "suspended").load()
+    far = differences(found, simulated(ours, tmp_path / "simulated")[1])
+    assert {part for part, value in far.items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
+
+
+def test_status_knows_all_runs_and_a_finished_one_is_not_run_again(federation):
     found = control.status(federation.lead)
-    assert {name: run["outcome"] for name, run in found["runs"].items()} == {"all": "finished", "quorum": "finished"}
+    assert {name: run["outcome"] for name, run in found["runs"].items()} == {"all": "finished", "quorum": "finished", "suspended": "finished"}
     assert set(found["sites"]) == set(SITES)
     assert control.resume(federation.lead, "all", print) == "finished"

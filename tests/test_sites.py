@@ -1,6 +1,7 @@
 """The same algorithm source between a server without data and sites that exchange bytes: the simulator's trajectory, and what faults leave of it."""
 
 import itertools
+import re
 import sys
 
 import pytest
@@ -267,8 +268,8 @@ def test_killed_at_any_message_the_run_goes_on_to_the_same_end(tmp_path, algorit
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path, monkeypatch):
-    """It takes part, but its memory stays where it was; that must not look as if all were well."""
+def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path):
+    """It takes part, but its memory stays where it was; that must not look as if all were well. The line is that of the outer iteration that was not saved."""
     federation = Loopback(tmp_path)
     plan = federation.plan({"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2)
     said = []
@@ -277,7 +278,8 @@ def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path, monkeypatch):
         return (lambda header, arrays: ({"error": "no space"}, [])) if name == "site-1" and header["kind"] == "commit" and header["version"] > 0 else None
 
     assert federation.serve(plan, fault, said.append) == "finished"
-    assert [("saving after outer iteration" in line["missing"].get("site-1", "")) for line in federation.diary()] == [False, True, True, True]
+    assert [("saving after outer iteration" in line["missing"].get("site-1", "")) for line in federation.diary()] == [True, True, True, True]
+    assert [re.search(r"saving after outer iteration (\d+)", line["missing"]["site-1"])[1] for line in federation.diary()] == ["1", "2", "3", "4"]
     assert federation.record.load()[0]["sites.version"].tolist() == [4, 0, 4]
     assert "site-1 could not write the private part of the solution" in said[-1]["warning"]
     assert not (tmp_path / "site-1" / "runs" / "trial" / "solution.safetensors").exists()
@@ -480,19 +482,27 @@ def test_a_site_that_lost_its_versions_or_changed_its_data_is_left_out_by_name(t
         federation.serve(changed)
 
 
-def test_sites_that_do_not_agree_are_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("theirs", "mend"),
+    [
+        ("0.0.7", "site-2 has fedbilevel 0.0.7 and the server 0.1.0: upgrade fedbilevel at site-2."),
+        ("0.10.0", "site-2 has fedbilevel 0.10.0 and the server 0.1.0: upgrade fedbilevel at the server."),
+        ("0.1.0.dev1", "site-2 has fedbilevel 0.1.0.dev1 and the server 0.1.0: install the same version at both."),
+        ("nightly", "site-2 has fedbilevel nightly and the server 0.1.0: upgrade fedbilevel at site-2."),
+    ],
+)
+def test_of_two_versions_the_older_side_is_told_to_upgrade(tmp_path, monkeypatch, theirs, mend):
     federation = Loopback(tmp_path)
-    plan = federation.plan({"name": "fedbio"})
-    old = federation.sites["site-2"].handle
+    monkeypatch.setattr("fedbilevel.__version__", "0.1.0")
+    said = []
 
-    def other(message):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedbilevel.__version__", "0.0.7")
-            return old(message)
+    def fault(name, header):
+        said.extend([header["version"]] if header["kind"] == "join" else [])
+        return (lambda answer, arrays: ({**answer, "version": theirs}, arrays)) if name == "site-2" and header["kind"] == "join" else None
 
-    monkeypatch.setattr(federation.sites["site-2"], "handle", other)
-    with pytest.raises(PlanError, match=r"site-2 has fedbilevel '0\.0\.7', the server '.*': install the same version at both"):
-        federation.serve(plan)
+    with pytest.raises(PlanError, match=re.escape(mend)):
+        federation.serve(federation.plan({"name": "fedbio"}), fault)
+    assert said == ["0.1.0"] * 3
 
 
 def test_a_new_run_needs_all_its_sites_and_says_who_is_not_there(tmp_path):

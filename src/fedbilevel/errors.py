@@ -86,6 +86,10 @@ class QuorumError(FedBilevelError, ConnectionError):
     """Too few sites or peers are there."""
 
 
+class SuspendedError(QuorumError):
+    """The server itself was suspended, so that answers which did not arrive are not held against the sites."""
+
+
 class RosterError(FedBilevelError, ValueError):
     """A roster of peers, or a key of one, that cannot be used."""
 

@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from fedbilevel.errors import SettingError
+from fedbilevel.escapes import printable
 from fedbilevel.sites import policy
 from fedbilevel.sites.plan import read_plan
-from fedbilevel.terminal import say
+from fedbilevel.terminal import say, say_line
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -39,8 +40,11 @@ def line(progress: dict[str, Any]) -> str:
         parts.append(f"{progress['megabytes']:.1f} MB")
     parts += [f"{name} {value:.4g}" for name, value in progress.get("figures", {}).items()]
     parts += [f"{site} {seconds:.2f} s" for site, seconds in progress.get("sites", {}).items()]
-    parts += [f"without {site} ({reason})" for site, reason in progress.get("missing", {}).items()]
-    return ", ".join(parts)
+    for label, key in (("without", "missing"), ("flagged", "flagged"), ("capped", "capped")):
+        parts += [f"{label} {site} ({reason})" for site, reason in progress.get(key, {}).items()]
+    for site, callers in progress.get("strangers", {}).items():
+        parts += [f"{site} refused {times} calls of {caller}" for caller, times in callers.items()]
+    return printable(", ".join(parts))
 
 
 @click.group("federation")
@@ -117,7 +121,7 @@ def start_server_command(kit: Path, metrics_host: str, metrics_port: int | None)
         from fedbilevel.flare import processes
     if processes.name_of(kit) != "server":
         raise SettingError(f"{kit} is the kit of the site {processes.name_of(kit)!r}: use start-site.")
-    _keep(processes.Supervised(kit, say=say), metrics_host, metrics_port)
+    _keep(processes.Supervised(kit, say=say_line), metrics_host, metrics_port)
 
 
 @federation.command("start-site")
@@ -134,7 +138,7 @@ def start_site_command(kit: Path, data: Path | None, metrics_host: str, metrics_
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
     environment = {policy.DATA: str(data.resolve())} if data else {}
-    _keep(processes.Supervised(kit, environment=environment, say=say), metrics_host, metrics_port)
+    _keep(processes.Supervised(kit, environment=environment, say=say_line), metrics_host, metrics_port)
 
 
 def _keep(supervised: Any, metrics_host: str, metrics_port: int | None) -> None:
@@ -183,7 +187,7 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_
         say(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
         return
     control.check_free(kit, plan)
-    options = {"notice": say, "max_restarts": max_restarts, "start_timeout": start_timeout}
+    options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
     _end(plan["name"], kit, control.watch(kit, plan, _show, **options))
 
 
@@ -196,7 +200,7 @@ def resume_command(name: str, kit: Path, max_restarts: int, start_timeout: float
     """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
     with _flare():
         from fedbilevel.flare import control
-    options = {"notice": say, "max_restarts": max_restarts, "start_timeout": start_timeout}
+    options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
     _end(name, kit, control.resume(kit, name, _show, **options))
 
 
@@ -216,10 +220,10 @@ def status_command(kit: Path) -> None:
         from fedbilevel.flare import certificates, control
     found = control.status(kit)
     for text in certificates.notices(kit):
-        say(text)
-    say(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
+        say_line(text)
+    say_line(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
     for name, entry in found["runs"].items():
-        say(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
+        say_line(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
 
 
 @federation.command("stop")
@@ -245,7 +249,7 @@ def try_command(num_sites: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="fedbilevel-") as temporary:
         place = folder or Path(temporary)
         plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
-        with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say) as federation_here:
+        with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say_line) as federation_here:
             say(f"{num_sites} sites are connected to the server, in {place}. They approve the plan automatically, as this is a trial.")
-            federation_here.watch(plan, _show, notice=say)
+            federation_here.watch(plan, _show, notice=say_line)
     say("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))

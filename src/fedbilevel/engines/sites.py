@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fedbilevel
 from fedbilevel.clients import BatchSize
 from fedbilevel.draws import Stream
+from fedbilevel.engines.outliers import Flag, log_norm, outliers
 from fedbilevel.engines.server import Answers, Server
 from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError, WireError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
@@ -45,7 +47,7 @@ class Sites(Server):
     """Implements `Federation`. Client i is members[i].
 
     layouts: names and shapes of x and y. quorum: how many sites must answer, of all. deadline: seconds for an answer. plan, welcome: what a site is told
-    that comes back, perhaps as a new process, and who looks at its introduction.
+    that comes back, perhaps as a new process, and who looks at its introduction. exclude_outliers: whether a flagged answer is left out of the mean.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Sites(Server):
         layouts: Mapping[str, Any],
         quorum: int = 1,
         deadline: float = 60.0,
+        exclude_outliers: bool = False,
         plan: Mapping[str, Any],
         welcome: Callable[[str, Mapping[str, Any]], None],
         seed: int = 0,
@@ -73,6 +76,7 @@ class Sites(Server):
         self.names, self.desk = [member.name for member in members], desk
         self.plan, self.welcome = plan, welcome
         self.layouts, self.quorum, self.deadline = dict(layouts), n if algorithm.needs_everyone else quorum, deadline
+        self.exclude_outliers = exclude_outliers
         self.batch_size, self.sampling, self.dtype = batch_size, sampling, dtype
         self.layout_y = Layout(problem.y0)
         self.y0 = self.layout_y.ravel(problem.y0).detach().to(dtype)
@@ -86,6 +90,8 @@ class Sites(Server):
         self.ways: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}  # what each site took for the phases of this outer iteration
         self.lost: dict[str, str] = {}  # who was left out since somebody asked, and why
+        self.flags: dict[str, str] = {}  # sites whose answers were far from the others' since somebody asked, and how far
+        self._suspects: dict[str, Flag] = {}  # the first such answer of each site that went into a mean, in this outer iteration or the one before
         self.without_solution: list[str] = []
         self._pending: list[dict[str, str]] = [{} for _ in range(n)]  # values that sites still have to place
         self._asked = {place: (-_APART[1], _APART[0]) for place in range(n)}  # when a missing site was last asked, and how long to leave it in peace
@@ -123,6 +129,7 @@ class Sites(Server):
         asked, what = len(self._positions), f"{phase} of outer iteration {self.iteration}"
         answers = self._exchange(head, broadcast, places.tolist(), what, self._rows, asked)
         self._leave_out_odd_ones(answers, lambda rows: tuple((name, _form(row)) for name, row in sorted(rows.items())), asked, what)
+        self._look_for_outliers(phase, broadcast, answers, asked, what)
         for place, (answer, _) in answers.items():
             for column, number in answer.header["calls"].items():
                 self.ledger.charge(column, torch.tensor([place]), number)
@@ -140,6 +147,49 @@ class Sites(Server):
             del answers[place]
             self._drop(place, Failure(False, "its answer has not the form of the others': install the same version of fedbilevel at all sites.", 0.0), what)
         self._check_quorum(len(answers), asked, what)
+
+    def _look_for_outliers(self, phase: str, broadcast: Mapping[str, Value], answers: dict[int, tuple[Answer, Answers]], asked: int, what: str) -> None:
+        """Flag answers whose norm is far above the others', and leave them out where the run says so. Two answers do not tell which one is odd."""
+        least = max((log_norm(value) for value in broadcast.values() if isinstance(value, Tensor)), default=-math.inf)
+        worst: dict[int, Flag] = {}
+        for name in next(iter(answers.values()))[1]:
+            sent = {place: rows[name] for place, (_, rows) in answers.items()}
+            logs = {place: log_norm(_dense(row)) for place, row in sent.items() if row is not None and row is not _KEPT}
+            for place in outliers(logs, least) if logs else ():
+                others = max(log for other, log in logs.items() if other != place)
+                flag = Flag(phase, self.iteration, name, logs[place], others, alone=len(logs) > 2)
+                if place not in worst or flag.norm - flag.others > worst[place].norm - worst[place].others:
+                    worst[place] = flag
+        for place, flag in worst.items():
+            self.flags.setdefault(self.names[place], str(flag))
+            if self.exclude_outliers and flag.alone:
+                del answers[place]
+                self._drop(place, Failure(False, f"{flag}, so it was left out.", 0.0), what)
+            elif flag.alone:
+                self._suspects.setdefault(self.names[place], flag)
+        self._check_quorum(len(answers), asked, what)
+
+    def who_was_flagged(self) -> dict[str, str]:
+        """Since somebody last asked."""
+        found, self.flags = dict(sorted(self.flags.items())), {}
+        return found
+
+    def _blame(self) -> str:
+        """The first site whose answer was far from the others' and went into a mean: what others refuse then is its doing. Empty: there is none."""
+        if not self._suspects:
+            return ""
+        site, flag = min(self._suspects.items(), key=lambda entry: entry[1].iteration)
+        return f"{flag.of(site)}: look at that site, then start the run anew without it or with exclude_outliers = true."
+
+    def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
+        means = super()._means(sent, places, times)
+        for name, mean in means.items():
+            if not bool(torch.isfinite(mean).all()):  # although every answer is
+                raise NonFiniteError(
+                    self._blame()
+                    or f"the mean of the sites' {name!r} overflows in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
+                )
+        return means
 
     def _rows(self, answer: Answer) -> Answers:
         """What a site sent, looked at before anybody uses it."""
@@ -193,6 +243,7 @@ class Sites(Server):
         """Sites that were missing may come back here, at the version that was last agreed on."""
         super().begin(iteration, algorithm)
         self.seconds = {}
+        self._suspects = {site: flag for site, flag in self._suspects.items() if flag.iteration >= iteration - 1}
         self.readmit()
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
@@ -204,6 +255,7 @@ class Sites(Server):
         names = next(iter(looks.values()))[1][0]
         self.changed |= {place for place, (answer, _) in looks.items() if answer.header["changed"]}
         table = torch.cat([rows for _, (_, rows) in looks.values()])
+        table[:, 2] = self.weights_by_place[list(looks)].double()  # which may be capped, not what a site says
         return {**figures(self.problem, names, table), "num_sites": float(len(table))}
 
     def trees(self, value: Any, *, upper: bool) -> Any:
@@ -274,12 +326,12 @@ class Sites(Server):
         if not due:
             return
         answers, _ = self.desk.exchange({self.names[place]: Message({"kind": "ping"}) for place in due}, deadline=_PROBE)
-        back = [place for place in due if self.names[place] in answers and answers[self.names[place]].header.get("busy") is False]
+        back = [place for place in due if self.names[place] in answers and is_free(answers[self.names[place]])]
         for place in due:
             self._asked[place] = (time.monotonic(), _APART[0] if place in back else min(2 * self._asked[place][1], _APART[1]))
         for place in back:
             del self.missing[place]
-        joined = self._exchange({"kind": "join", "plan": self.plan}, {}, back, "joining again", lambda answer: answer.header)
+        joined = self._exchange({"kind": "join", "plan": self.plan, "version": fedbilevel.__version__}, {}, back, "joining again", lambda answer: answer.header)
         for place, (_, about) in joined.items():
             try:
                 self.welcome(self.names[place], about)
@@ -296,7 +348,7 @@ class Sites(Server):
         self._held.forget(place)
         self._pending[place] = {}
         self.changed.discard(place)
-        (self._at_fault.discard if failure.silent else self._at_fault.add)(place)
+        (self._at_fault.discard if failure.silent or failure.wait else self._at_fault.add)(place)
 
     def who_was_missing(self) -> dict[str, str]:
         """Since somebody last asked: also those that failed when the last outer iteration was being saved, and are back."""
@@ -316,7 +368,10 @@ class Sites(Server):
             raise self._too_few(num, self._needed(asked), when)
 
     def _too_few(self, num: int, needed: int, when: str) -> FedBilevelError:
-        """To be tried again when a site that was silent speaks. Where all that are missing answered with an error, it would end the same way."""
+        """To be tried again when a site that was silent speaks. Where all that are missing answered with an error, it would end the same way, and where
+        they refused what another site's answer led to, that site is named."""
+        if self._at_fault & self.missing.keys() and (blame := self._blame()):
+            return FedBilevelError(blame)
         named = "; ".join(f"{self.names[place]} ({why})" for place, why in sorted(self.missing.items()))
         text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}."
         return FedBilevelError(text) if self._at_fault >= self.missing.keys() else QuorumError(text)
@@ -375,7 +430,9 @@ class Sites(Server):
                 for place in lacks.tolist():
                     brings[place].append((number, value if value.ndim == 1 else value[place : place + 1]))
             elif isinstance(value, float) and not math.isfinite(value):
-                raise NonFiniteError(f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes.")
+                raise NonFiniteError(
+                    self._blame() or f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
+                )
             else:
                 values[name] = {"value": value}
         messages = {}
@@ -388,6 +445,11 @@ class Sites(Server):
         """Step sizes that a schedule has changed."""
         before, now = self.settings.asdict(), self.algorithm.asdict()
         return {name: value for name, value in now.items() if value != before[name]}
+
+
+def is_free(answer: Answer) -> bool:
+    """Whether a site that was asked if it is there can begin at once."""
+    return answer.header.get("busy") is False and "wait" not in answer.header
 
 
 def _nothing(_answer: Answer) -> None:
@@ -407,6 +469,10 @@ def _look(answer: Answer) -> tuple[list[str], Tensor]:
 
 def _form(row: Any) -> Any:
     return type(row), row.num_kept if isinstance(row, Sparse) else None if row is None else row.shape
+
+
+def _dense(rows: Any) -> Tensor:
+    return rows.rows if isinstance(rows, Sparse) else rows
 
 
 def _finite(name: str, rows: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from nvflare.fuel.hci.proto import MetaStatusValue
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.escapes import printable
 from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed, sealed
 from fedbilevel.flare.kits import MAX_JOBS
 from fedbilevel.record import make_folder, write_whole
@@ -470,7 +471,7 @@ class Follow:
 
     def _give_up(self, why: str, outcome: str = "interrupted") -> NoReturn:
         self._entry.write(outcome=outcome)
-        raise FedBilevelError(why)
+        raise FedBilevelError(printable(why))
 
 
 def _connected(opened: Session, plan: dict[str, Any]) -> list[str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.errors import WireError
+from fedbilevel.errors import SuspendedError, WireError
+from fedbilevel.escapes import printable
 from fedbilevel.sites import wire
 from fedbilevel.sites.transport import Failure, Transport
 
 LONGEST = 500  # letters of a reason
+_CALLERS = 20  # refused callers that one answer may name
 
 
 class Answer(NamedTuple):
@@ -32,11 +34,13 @@ class Desk:
 
     _attempt = 0
 
-    def __init__(self, transport: Transport, run: str) -> None:
-        self.transport, self.run = transport, run
+    def __init__(self, transport: Transport, run: str, lost: Callable[[], float] = lambda: 0.0) -> None:
+        """lost: seconds that this process has been suspended for so far."""
+        self.transport, self.run, self._lost = transport, run, lost
         Desk._attempt = max(Desk._attempt + 1, time.time_ns() // 10**6)  # later than any before it, also of a server that died
         self._turn = [Desk._attempt, 0, 0]
         self.sent = self.received = 0  # bytes of messages
+        self._strangers: dict[str, dict[str, int]] = {}
 
     @property
     def reachable(self) -> Sequence[str]:
@@ -52,7 +56,9 @@ class Desk:
             if key not in packed:
                 packed[key] = wire.pack({**message.header, "run": self.run, "turn": list(self._turn)}, message.arrays)
             content[name] = packed[key]
+        before = self._lost()
         replies, failures = self.transport.exchange(content, deadline=deadline)
+        asleep = self._lost() - before
         self.sent += sum(map(len, content.values()))
         answers: dict[str, Answer] = {}
         for name in sorted(messages):
@@ -60,19 +66,40 @@ class Desk:
                 self.received += len(replies[name].content)
                 try:
                     answers[name] = _read(replies[name].content, replies[name].seconds)
+                    self._note_strangers(name, answers[name].header.get("strangers"))
                 except WireError as error:
-                    failures[name] = Failure(False, str(error), replies[name].seconds)
+                    failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
             elif name not in failures:
                 failures[name] = Failure(True, "it is not to be reached.", 0.0)
+        failures = {name: failure._replace(reason=printable(failure.reason)) for name, failure in failures.items()}  # it goes to logs and terminals
         if any(failure.silent for failure in failures.values()):
             self._turn[1] += 1
+        if asleep and any(failure.silent and failure.seconds - asleep < deadline for failure in failures.values()):
+            raise SuspendedError(f"the server was suspended for {asleep:.1f} s while it waited for answers; the outer iteration is done again.")
         return answers, dict(sorted(failures.items()))
+
+    def _note_strangers(self, name: str, found: Any) -> None:
+        if isinstance(found, dict) and all(type(times) is int for times in found.values()):
+            for caller, times in list(found.items())[:_CALLERS]:
+                known = self._strangers.setdefault(name, {})
+                known[printable(caller)[:100]] = known.get(caller, 0) + times
+
+    def strangers(self) -> dict[str, dict[str, int]]:
+        """Callers that sites refused since the last question: how often, by site and caller."""
+        found, self._strangers = self._strangers, {}
+        return found
+
+
+class _Waits(WireError):
+    """A site waits for its operator."""
 
 
 def _read(content: bytes, seconds: float) -> Answer:
     header, arrays = wire.unpack(content)
     if "error" in header:
-        raise WireError(" ".join(str(header["error"]).split())[:LONGEST].rstrip(".") + ".")
+        raise (_Waits if header.get("wait") is True else WireError)(_sentence(header["error"]))
+    if "wait" in header:
+        header["wait"] = _sentence(header["wait"])
     if "busy" in header:
         return Answer(header, {}, seconds)
     order = header.get("order")
@@ -83,3 +110,7 @@ def _read(content: bytes, seconds: float) -> Answer:
         named[name] = arrays[start : start + many]
         start += many
     return Answer(header, named, seconds)
+
+
+def _sentence(reason: Any) -> str:
+    return " ".join(str(reason).split())[:LONGEST].rstrip(".") + "."

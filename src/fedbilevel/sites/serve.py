@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fedbilevel
-from fedbilevel.engines.sites import Member, Sites
-from fedbilevel.errors import PlanError, QuorumError
+from fedbilevel.engines.sites import Member, Sites, is_free
+from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, SuspendedError
 from fedbilevel.record import Record, shorten
 from fedbilevel.run import Progress, run_between
 from fedbilevel.sites.desk import Desk, Message
 from fedbilevel.sites.plan import Plan, plan_of
+from fedbilevel.sites.pulse import Pulse
 from fedbilevel.sites.transport import Transport
 from fedbilevel.tasks.task import Shapes
 
@@ -25,30 +28,30 @@ Say = Callable[[dict[str, Any]], None]
 
 def serve(plan: Mapping[str, Any], transport: Transport, folder: Path, say: Say) -> str:
     """Run or go on with what `plan` describes; `folder` is its record. "finished", or "stopped" when somebody asked for that."""
-    ours = plan_of(plan)
-    book, stuck, until = Record(folder), -1, 0.0
-    there: Sequence[str] = [name for name in ours.sites if name in transport.sites]
-    while True:
-        try:
-            return _attempt(ours, transport, there, book, say)
-        except QuorumError as error:
-            if transport.stop_asked():
-                return "stopped"
-            say({"run": ours.name, "waiting": str(error)})
-            done = book.load()[1]["iteration"] if book.checkpoint.exists() else 0
-            if done != stuck:  # patience is for every outer iteration anew
-                stuck, until = done, time.monotonic() + ours.patience
-            there = _waited(ours, transport, error, until)
-            if transport.stop_asked():
-                return "stopped"
+    ours, book = plan_of(plan), Record(folder)
+    with Pulse() as pulse:
+        waiting = _Waiting(ours, transport, book, say, pulse)
+        there: Sequence[str] = [name for name in ours.sites if name in transport.sites]
+        while True:
+            try:
+                return _attempt(ours, transport, there, book, say, pulse)
+            except QuorumError as error:
+                if transport.stop_asked():
+                    return "stopped"
+                say({"run": ours.name, "waiting": str(error)})
+                there = waiting.until_enough(error)
+                if transport.stop_asked():
+                    return "stopped"
 
 
-def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Record, say: Say) -> str:
+def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Record, say: Say, pulse: Pulse) -> str:
     resume = book.checkpoint.exists()
     if resume and book.read_config().get("plan", {}).get("sites") != list(plan.sites):
         raise PlanError(f"the run {plan.name} began with the sites {', '.join(book.read_config()['plan']['sites'])}: use another name for one with others.")
-    desk = Desk(transport, plan.name)
-    fed = _federation(plan, desk, there, everyone=not resume)
+    desk = Desk(transport, plan.name, pulse.lost)
+    fed, capped = _federation(plan, desk, there, everyone=not resume)
+    if resume:
+        capped = _Capped(book.read_config().get("max_weight", capped.most), {})  # weights come with the checkpoint
     if not resume:
         fed.back_to_versions(range(len(plan.sites)))
     diary = book.path / "sites.jsonl"
@@ -58,11 +61,15 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     headline = ("upper_loss", *plan.built_task().headline)
 
     def tell(now: Progress) -> bool:
+        fed.commit()  # before the line is written, which then names a site that could not save; the checkpoint has nothing left to commit
         line = {
             "run": plan.name, "iteration": now.iteration, "num_iterations": now.num_iterations, "rounds": now.rounds, "megabytes": now.megabytes,
             "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_was_missing(),
             "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
+            "flagged": fed.who_was_flagged(), "capped": dict(capped.sites),
+            "strangers": desk.strangers(),
         }  # fmt: skip
+        capped.sites.clear()  # said once
         with open(diary, "a") as file:
             file.write(json.dumps(line) + "\n")
         say(line)
@@ -71,7 +78,7 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     options = plan.keywords()
     result = run_between(
         fed.settings, fed, engine="federation", num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"], record=book,
-        resume=resume, callbacks=[tell], describe={"plan": plan.asdict()},
+        resume=resume, callbacks=[tell], describe={"plan": plan.asdict(), "max_weight": capped.most},
     )  # fmt: skip
     if result.stopped == "interrupted":
         return "stopped"
@@ -81,11 +88,19 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     return "finished"
 
 
-def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool) -> Sites:
+class _Capped(NamedTuple):
+    """Weights that were cut."""
+
+    most: int
+    sites: dict[str, str]  # what the diary says of each
+
+
+def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool) -> tuple[Sites, _Capped]:
     """Ask those who are there to join. A new run needs all sites, and none that refuses; one that goes on, a quorum."""
-    answers, failures = desk.exchange({name: Message({"kind": "join", "plan": plan.asdict()}) for name in there}, deadline=plan.join_deadline)
+    join = Message({"kind": "join", "plan": plan.asdict(), "version": fedbilevel.__version__})
+    answers, failures = desk.exchange({name: join for name in there}, deadline=plan.join_deadline)
     why = {name: "it is not connected" for name in plan.sites if name not in there} | {name: failure.reason for name, failure in failures.items()}
-    refused = {name: failure.reason for name, failure in failures.items() if not failure.silent}
+    refused = {name: failure.reason for name, failure in failures.items() if not (failure.silent or failure.wait)}
     if refused and everyone:
         raise PlanError("; ".join(f"{name} does not join the run {plan.name}: {reason.removesuffix('.')}" for name, reason in refused.items()) + ".")
     needed = len(plan.sites) if everyone else plan.quorum
@@ -109,16 +124,23 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     problem, algorithm = plan.built_task().problem(Shapes.from_dict(about["shapes"])), plan.built_algorithm()
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
-    members = [Member(name, answers[name].header["weight"] if name in answers else 1, why.get(name)) for name in plan.sites]
-    return Sites(
+    stated = {name: answers[name].header["weight"] for name in answers}
+    most = plan.max_weight or max(1, int(100 * statistics.median(stated.values())))
+    cut = {name: f"it says that its weight is {weight}, and counts with {most}" for name, weight in stated.items() if weight > most}
+    members = [Member(name, min(stated.get(name, 1), most), why.get(name)) for name in plan.sites]
+    fed = Sites(
         algorithm, problem, members, desk, layouts=about["layouts"], quorum=plan.quorum, deadline=plan.deadline, plan=plan.asdict(), welcome=welcome,
-        **plan.keywords(),
+        exclude_outliers=plan.exclude_outliers, **plan.keywords(),
     )  # fmt: skip
+    return fed, _Capped(most, cut)
 
 
 def _check_introduction(name: str, header: Mapping[str, Any]) -> None:
-    if header.get("version") != fedbilevel.__version__:
-        raise PlanError(f"{name} has fedbilevel {header.get('version')!r:.20}, the server {fedbilevel.__version__!r}: install the same version at both.")
+    theirs, ours = str(header.get("version"))[:20], fedbilevel.__version__
+    if theirs != ours:
+        older = None if _release(theirs) == _release(ours) else f"at {name}" if _release(theirs) < _release(ours) else "at the server"
+        mend = f"upgrade fedbilevel {older}" if older else "install the same version at both"
+        raise PlanError(f"{name} has fedbilevel {theirs} and the server {ours}: {mend}.")
     weight, stored = header.get("weight"), header.get("stored")
     Shapes.from_dict(header.get("shapes", {}))
     if type(weight) is not int or not 0 < weight < 2**40 or not isinstance(stored, list) or not all(type(version) is int for version in stored):
@@ -136,18 +158,58 @@ def _agree(plan: Plan, one: tuple[str, Mapping[str, Any]], other: tuple[str, Map
             raise PlanError(f"{one[0]} and {other[0]} do not have the same {meaning} in the run {plan.name}: {mine!r:.200} and {theirs!r:.200}.")
 
 
-def _waited(plan: Plan, transport: Transport, error: QuorumError, until: float) -> list[str]:
-    """Sites that say that they are there, once they are enough for the plan; the error again when patience ends."""
-    desk = Desk(transport, plan.name)
-    needed = len(plan.sites) if plan.built_algorithm().needs_everyone else plan.quorum
-    while True:
-        time.sleep(_BETWEEN)
-        if transport.stop_asked():
-            return []
-        if time.monotonic() > until:
-            raise error
-        asked = [name for name in plan.sites if name in transport.sites]
-        answers, _ = desk.exchange({name: Message({"kind": "ping"}) for name in asked}, deadline=min(2.0, plan.deadline))
-        there = [name for name in asked if name in answers and answers[name].header.get("busy") is False]
-        if len(there) >= needed:
-            return there
+def _release(version: str) -> tuple[int, ...]:
+    """(0, 2, 0) of 0.2.0 and of 0.2.0.dev1; nothing, which is before all, of what is no version."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+class _Waiting:
+    """Waits for enough sites: `patience` seconds for those that are silent, for every outer iteration anew, and `approval_wait` for operators. Time in which
+    the server itself was suspended does not count."""
+
+    def __init__(self, plan: Plan, transport: Transport, book: Record, say: Say, pulse: Pulse) -> None:
+        self.plan, self.transport, self.book, self.say, self.pulse = plan, transport, book, say, pulse
+        self._stuck, self._until = -1, 0.0  # the outer iteration that patience is for, and when it ends
+        self._approval = plan.approval_wait  # what is left of it
+        self._said = ""
+
+    def until_enough(self, error: QuorumError) -> list[str]:
+        """Sites that say that they are there, once they are enough for the plan; the error again when patience ends. Nobody, when the run is to stop."""
+        now, done = self.pulse.awake(), self.book.load()[1]["iteration"] if self.book.checkpoint.exists() else 0
+        if done != self._stuck or isinstance(error, SuspendedError):  # nobody but the server was late then
+            self._stuck, self._until = done, now + self.plan.patience
+        needs_all = not self.book.checkpoint.exists() or self.plan.built_algorithm().needs_everyone
+        needed = len(self.plan.sites) if needs_all else self.plan.quorum
+        desk = Desk(self.transport, self.plan.name, self.pulse.lost)
+        while True:
+            time.sleep(_BETWEEN)
+            if self.transport.stop_asked():
+                return []
+            if now > self._until:
+                raise error
+            asked = [name for name in self.plan.sites if name in self.transport.sites]
+            try:
+                answers, _ = desk.exchange({name: Message({"kind": "ping"}) for name in asked}, deadline=min(2.0, self.plan.deadline))
+            except SuspendedError:
+                continue
+            there = [name for name in asked if name in answers and is_free(answers[name])]
+            waits = {name: answer.header["wait"] for name, answer in answers.items() if "wait" in answer.header}
+            if len(there) >= needed:
+                self._approval, self._said = self.plan.approval_wait, ""
+                return there
+            before, now = now, self.pulse.awake()
+            if waits:
+                self._wait_for_operators(waits, now - before)
+
+    def _wait_for_operators(self, waits: Mapping[str, str], took: float) -> None:
+        """took: seconds since the last question, which patience does not pay for."""
+        self._approval -= took
+        self._until += took
+        text = "; ".join(f"{name} waits for its operator: {reason.removesuffix('.')}" for name, reason in waits.items()) + "."
+        if self._approval < 0:
+            seconds = f"{self.plan.approval_wait:g} s"
+            raise FedBilevelError(f"{text.removesuffix('.')}, for longer than the {seconds} of approval_wait: ask there, then resume the run.")
+        if text != self._said:
+            self._said = text
+            self.say({"run": self.plan.name, "waiting": text})

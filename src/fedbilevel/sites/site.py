@@ -38,6 +38,7 @@ from fedbilevel.errors import (
     UnknownNameError,
     WireError,
 )
+from fedbilevel.escapes import printable
 from fedbilevel.sites import operator, wire
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.plan import Plan, plan_digest, plan_of
@@ -80,7 +81,7 @@ class Site:
         try:
             header, arrays = wire.unpack(message)
             if header.get("kind") == "ping":  # answered while a phase is computed
-                return wire.pack({**self._availability(), **self._reported()})
+                return wire.pack(self._availability())
             with self._lock:
                 return self._answer(header, arrays)
         except AwaitingOperatorError as error:
@@ -95,7 +96,7 @@ class Site:
 
     def refuse_caller(self, caller: str, reason: str) -> str:
         """Write down a call of somebody else than the server of the run, and tell the server with the next answer."""
-        caller = caller[:100]
+        caller = printable(caller)[:100]
         self._refused[caller] += 1
         self._strangers[caller] += 1
         many = self._refused[caller]
@@ -109,6 +110,7 @@ class Site:
 
     def note(self, text: str) -> None:
         """Write an error down for the people of this site."""
+        text = printable(text, lines=True)
         log.error("a message could not be answered:\n%s", text)
         place = self.folder / LOG
         with contextlib.suppress(OSError):
@@ -175,7 +177,7 @@ class Site:
         return message
 
     def _refusal(self, reason: str, *, wait: bool = False) -> bytes:
-        message = wire.pack({"error": reason, **({"wait": True} if wait else {}), **self._reported()})
+        message = wire.pack({"error": reason, **({"wait": True} if wait else {})})
         run = self._session.plan.name if self._session else None
         self._status.failed(reason)
         if wait:  # repeated until the operator decides, and holds nothing of this site
@@ -187,7 +189,7 @@ class Site:
         return message
 
     def _reported(self) -> dict[str, Any]:
-        """Tell the server, once, which callers were refused."""
+        """Tell the server of the run, once, which callers were refused."""
         if not self._strangers:
             return {}
         told, self._strangers = dict(self._strangers), Counter()

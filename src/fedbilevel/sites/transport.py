@@ -16,6 +16,7 @@ class Failure(NamedTuple):
     silent: bool  # no answer within the deadline, or not to be reached; else it answered with an error
     reason: str  # one sentence
     seconds: float
+    wait: bool = False  # it waits for its operator, and will answer later
 
 
 class Transport(Protocol):

@@ -1,0 +1,44 @@
+"""Notices when this process was suspended (SIGSTOP, a frozen container, a machine out of memory): the sites cannot be blamed for that time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+_TICK = 0.2  # seconds
+_LEAST = 1.0  # seconds between two ticks from which on the process counts as suspended: a busy machine delays a thread by less
+
+
+class Pulse:
+    """A thread that ticks; a tick that comes late tells how long nothing ran here."""
+
+    def __init__(self) -> None:
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._last, self._total = time.monotonic(), 0.0
+        self._thread = threading.Thread(target=self._tick, name="pulse", daemon=True)
+
+    def lost(self) -> float:
+        """Seconds so far. It looks itself: whoever waited may wake up before the thread does."""
+        with self._lock:
+            now = time.monotonic()
+            gap, self._last = now - self._last, now
+            self._total += gap if gap > _LEAST else 0.0
+            return self._total
+
+    def awake(self) -> float:
+        """A clock that stood still while the process did."""
+        return time.monotonic() - self.lost()
+
+    def _tick(self) -> None:
+        while not self._over.wait(_TICK):
+            self.lost()
+
+    def __enter__(self) -> Pulse:
+        self._last = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
