@@ -177,10 +177,11 @@ def longer(header, arrays):
 
 
 CRAFTED = {
-    "calls beyond counting": lambda header, arrays: ({**header, "calls": {"samples": 10**30}}, arrays),
-    "negative calls": lambda header, arrays: ({**header, "calls": {"gy": -5}}, arrays),
-    "calls of bytes": lambda header, arrays: ({**header, "calls": {"bytes_up": 5}}, arrays),
-    "calls that are no number": lambda header, arrays: ({**header, "calls": {"gy": True}}, arrays),
+    "calls beyond counting": lambda header, arrays: ({**header, "calls": {"samples": [10**30]}}, arrays),
+    "negative calls": lambda header, arrays: ({**header, "calls": {"gy": [-5]}}, arrays),
+    "calls of bytes": lambda header, arrays: ({**header, "calls": {"bytes_up": [5]}}, arrays),
+    "calls that are no number": lambda header, arrays: ({**header, "calls": {"gy": [True]}}, arrays),
+    "calls of two clients": lambda header, arrays: ({**header, "calls": {"gy": [1, 1]}}, arrays),
     "no calls": lambda header, arrays: ({**header, "calls": None}, arrays),
     "no word about changes": lambda header, arrays: ({**header, "changed": 1}, arrays),
     "no results": lambda header, arrays: ({**header, "results": []}, arrays),
@@ -192,10 +193,10 @@ CRAFTED = {
     "kept, which is not": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"], "kept")}, arrays),
     "nothing at all": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"])}, arrays),
     "sparse, out of bounds": lambda header, arrays: (
-        {**header, "results": {**header["results"], "x": {"sparse": 4}}, "order": {"x": 2}}, [torch.tensor([9], dtype=torch.int32), arrays[0][0, :1]]
+        {**header, "results": {**header["results"], "x": {"sparse": 4}}, "order": {"x": 2}}, [torch.tensor([[9]], dtype=torch.int32), arrays[0][:, :1]]
     ),
     "sparse, as large as memory": lambda header, arrays: (
-        {**header, "results": {**header["results"], "x": {"sparse": 10**12}}, "order": {"x": 2}}, [torch.tensor([1], dtype=torch.int32), arrays[0][0, :1]]
+        {**header, "results": {**header["results"], "x": {"sparse": 10**12}}, "order": {"x": 2}}, [torch.tensor([[1]], dtype=torch.int32), arrays[0][:, :1]]
     ),
     "an order that is none": lambda header, arrays: ({**header, "order": {"x": 77}}, arrays),
     "noise": lambda header, arrays: b"noise",
@@ -216,7 +217,7 @@ def test_an_answer_that_is_none_is_that_sites_fault_alone(tmp_path, what):
     assert {part for part, value in differences(*states).items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
 
 
-@pytest.mark.parametrize("wrong", [{"weight": 0}, {"weight": -3}, {"weight": True}, {"weight": None}, {"stored": "x"}, {"stored": [None]}])
+@pytest.mark.parametrize("wrong", [{"weights": [0]}, {"weights": [-3]}, {"weights": [True]}, {"weights": None}, {"weights": [1, 1]}, {"stored": "x"}, {"stored": [None]}])
 def test_a_site_that_introduces_itself_badly_is_named(tmp_path, wrong):
     federation = Loopback(tmp_path)
     craft = lambda header, arrays: ({**header, **wrong}, arrays)

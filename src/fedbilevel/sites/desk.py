@@ -38,6 +38,7 @@ class Desk:
         Desk._attempt = max(Desk._attempt + 1, time.time_ns() // 10**6)  # later than any before it, also of a server that died
         self._turn = [Desk._attempt, 0, 0]
         self.sent = self.received = 0  # bytes of messages
+        self._strangers: dict[str, dict[str, int]] = {}
 
     @property
     def reachable(self) -> Sequence[str]:
@@ -62,7 +63,9 @@ class Desk:
             if name in replies:
                 self.received += len(replies[name].content)
                 try:
-                    answers[name] = _read(replies[name].content, replies[name].seconds)
+                    header, arrays = wire.unpack(replies[name].content)
+                    self._hear(name, header.pop("strangers", None))
+                    answers[name] = _read(header, arrays, replies[name].seconds)
                 except WireError as error:
                     failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
             elif name not in failures:
@@ -74,12 +77,24 @@ class Desk:
         return answers, dict(sorted(failures.items()))
 
 
+    def _hear(self, site: str, told: Any) -> None:
+        """A site tells which callers it refused, and how often."""
+        if isinstance(told, dict) and all(type(times) is int and 0 < times < 2**40 for times in told.values()):
+            counts = self._strangers.setdefault(site, {})
+            for caller, times in list(told.items())[:20]:
+                counts[_sentence(caller)[:-1]] = counts.get(_sentence(caller)[:-1], 0) + times
+
+    def strangers(self) -> dict[str, dict[str, int]]:
+        """Callers that sites refused since somebody last asked: how often, by site and name."""
+        found, self._strangers = self._strangers, {}
+        return found
+
+
 class _Waits(WireError):
     """A site waits for its operator."""
 
 
-def _read(content: bytes, seconds: float) -> Answer:
-    header, arrays = wire.unpack(content)
+def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> Answer:
     if "error" in header:
         raise (_Waits if header.get("wait") is True else WireError)(_sentence(header["error"]))
     if "wait" in header:
@@ -91,7 +106,7 @@ def _read(content: bytes, seconds: float) -> Answer:
         raise WireError("its answer does not say which arrays it brings.")
     named, start = {}, 0
     for name, many in order.items():
-        named[name] = arrays[start : start + many]
+        named[name] = list(arrays[start : start + many])
         start += many
     return Answer(header, named, seconds)
 
