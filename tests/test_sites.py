@@ -46,7 +46,10 @@ def fits(name: str, scopes: Scopes) -> bool:
 
 SERVER = [name for name, kind in discovery.algorithms().items() if issubclass(kind, ServerAlgorithm)]
 NAMED = ("fedbio", "fbo_aggitd", "fedbioacc", "adafbio", "fedbioacc_local")
-CASES = [(name, scopes, dtype) for name in SERVER for scopes in SCOPES for dtype in ("float64", *(["float32"] if name in NAMED else [])) if fits(name, scopes)]
+FITTING = [(name, scopes) for name in SERVER for scopes in SCOPES if fits(name, scopes)]
+CASES = [(name, scopes, dtype, ()) for name, scopes in FITTING for dtype in ("float64", *(["float32"] if name in NAMED else []))]
+CASES += [(name, scopes, "float64", (2, 1)) for name, scopes in FITTING]
+CASES += [(name, scopes, "float32", (1, 2, 2)) for name, scopes in FITTING if name in (*NAMED, "commfedbio", "clustered_fl")]
 
 
 def quadratic(scopes: Scopes = Scopes(), **more):
@@ -58,16 +61,18 @@ def rows_of(book):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-@pytest.mark.parametrize(("name", "scopes", "dtype"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part))
-def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tmp_path, name, scopes, dtype):
-    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy."""
+@pytest.mark.parametrize(("name", "scopes", "dtype", "hosts"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(map(str, part)) or "1-1-1")
+def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tmp_path, name, scopes, dtype, hosts):
+    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy; one client per site, or several."""
     fraction = 1.0 if discovery.algorithm(name).needs_everyone else 0.67
     options = {"seed": 5, "batch_size": 3, "dtype": dtype, "strategy": "loop", "fraction": fraction, "schedule_power": 0.3}
     settings = {"name": name, **fewer(discovery.algorithm(name)), **SETTINGS.get(name, {})}
     if "num_local_steps" in settings:
-        settings["num_local_steps"] = [2, 1, 3] if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
-    federation = Loopback(tmp_path)
-    plan = federation.plan(settings, quadratic(scopes, weights="by_samples", cross=0.2), options=options, num_iterations=3)
+        steps = [2, 1, 3, 1, 2][: sum(hosts) or 3]
+        settings["num_local_steps"] = steps if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
+    federation = Loopback(tmp_path, hosts=hosts)
+    task = quadratic(scopes, weights="by_samples", cross=0.2, num_clients=sum(hosts) or 3)
+    plan = federation.plan(settings, task, options=options, num_iterations=3)
     assert federation.serve(plan) == "finished"
     result, wanted = simulated(plan, tmp_path / "simulated")
     found, about = federation.record.load()
