@@ -50,8 +50,9 @@ def ask(folder, digest=ONE, *, who="lead@north.example", run="cleaning", **plan)
 def write_status(folder, **changes):
     """As the job of this very process."""
     content = {
-        "time": time.time(), "job": "job-1", "run": "cleaning", "digest": ONE, "state": "computing", "iteration": 4, "num_iterations": 10,
-        "phase": "lower_steps", "answers": 31, "bytes": 261_234, "rounds_run": 28, "rounds_total": 28, "max_rounds": 10_000,
+        "time": time.time(), "job": "job-1", "run": "cleaning", "digest": ONE, "state": "computing", "iteration": 4,
+        "num_iterations": 10, "phase": "lower_steps", "answers": 31, "bytes": 261_234, "rounds_run": 28,
+        "rounds_total": 28, "max_rounds": 10_000,
         "norms": {"y": 2.51, "x": 0.334}, "last_error": None, "started": time.time(), "pid": os.getpid(),
     }  # fmt: skip
     (folder / "status.json").write_text(json.dumps({**content, **changes}))

@@ -241,8 +241,9 @@ def test_approve_shows_the_whole_plan_before_it_decides(kit, folder):
     done = type_("approve", ONE[:8], "--kit", kit, "--yes")
     assert done.exit_code == 0
     said = done.output
-    for part in ("cleaning", "lead@north.example", ONE, "data_cleaning", "num_classes = 10", "fbo_aggitd", "lr_upper = 0.1",
-                 "seed = 1", "10 outer iterations, measured every 5", "north, south", "lower_steps: 3250 numbers", "partial_grad: 459 numbers",
+    for part in ("cleaning", "lead@north.example", ONE, "data_cleaning", "num_classes = 10", "fbo_aggitd",
+                 "lr_upper = 0.1", "seed = 1", "10 outer iterations, measured every 5", "north, south",
+                 "lower_steps: 3250 numbers", "partial_grad: 459 numbers",
                  "7 rounds in each outer iteration, 70 in all", "3709 numbers in each outer iteration, 0.1 MB in all",
                  "x of the solution",
                  "no\\x1bte = [red]x[/red]", "cleaning is approved."):  # fmt: skip

@@ -3,6 +3,8 @@
 import ast
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from operator_kits import ONE, SERVER, TWO, ask, log_answers, log_refusal, make_
 
 ME = os.getpid()
 PARENT = {ME: "parent"}
+ODD = {"iteration": "x", "norms": 3, "pid": "y", "max_rounds": -1, "run": 5, "last_error": 1}
 
 
 @pytest.fixture
@@ -39,7 +42,8 @@ def row(rows, heading):
 
 def test_a_site_before_its_first_run_has_nothing_to_show_and_nothing_fails(kit, folder):
     now = look(folder)
-    assert (now.name, now.server, now.state, now.run, now.running, now.connected) == ("north", SERVER, "idle", "", None, None)
+    assert (now.name, now.server, now.state, now.run) == ("north", SERVER, "idle", "")
+    assert (now.running, now.connected) == (None, None)
     rows = telling.rows(now, kit)
     assert row(rows, "Run") == ["no run yet"]
     assert row(rows, "What left") == ["in all: 0 lines in the log, 0 of them with arrays, 0.0 kB"]
@@ -135,10 +139,10 @@ def test_a_damaged_file_is_named_and_counts_as_a_pause(kit, folder):
     assert len(row(telling.rows(now, kit), "Cannot be read")) == 3
 
 
-@pytest.mark.parametrize("content", ["[]", '{"iteration": "x", "norms": 3, "pid": "y", "max_rounds": -1, "run": 5, "last_error": 1}'])
+@pytest.mark.parametrize("content", [[], ODD])
 def test_a_status_of_odd_kinds_breaks_nothing(kit, folder, content):
-    (folder / view.STATUS).write_text(content)
-    assert row(telling.rows(look(folder), kit), "Budget") == ["0 rounds; no limit known (max_rounds in site.toml)"]
+    (folder / view.STATUS).write_text(json.dumps(content))
+    assert row(telling.rows(look(folder), kit), "Budget") == ["0 rounds; the limit is max_rounds in site.toml"]
 
 
 def test_a_kit_without_readable_settings_goes_by_its_folder(kit, folder):
@@ -161,7 +165,8 @@ def test_text_of_other_parties_has_no_control_characters(kit, folder):
     log_refusal(folder, hostile, caller=hostile)
     write_status(folder, run=hostile, phase=hostile, norms={hostile: 1.0}, last_error={"time": 1.0, "text": hostile})
     now = look(folder)
-    lines = [line for rows in (telling.rows(now, kit), telling.plan_rows(now.pending[0])) for _, found in rows for line in found]
+    rows = [*telling.rows(now, kit), *telling.plan_rows(now.pending[0])]
+    lines = [line for _, found in rows for line in found]
     follower = Follower(kit)
     follower.lines(look(kit))
     assert all(line.isprintable() for line in [*lines, *follower.lines(now)])
@@ -250,7 +255,8 @@ def test_another_job_of_a_run_goes_on(folder, said, monkeypatch):
     write_status(folder, job="job-1", iteration=None, phase="commit")
     [line] = said()
     monkeypatch.undo()
-    assert line == "cleaning: ended at outer iteration 4 of 10, not finished (stopped, or a fault), after 31 answers, 0.3 MB"
+    why = "not finished (stopped, or a fault)"
+    assert line == f"cleaning: ended at outer iteration 4 of 10, {why}, after 31 answers, 0.3 MB"
     write_status(folder, job="job-2", iteration=5)
     assert said() == ["cleaning: goes on with outer iteration 5 of 10"]
     write_status(folder, job="job-3", state="idle", iteration=None)
@@ -332,3 +338,69 @@ def test_watch_on_a_terminal_is_drawn_until_ctrl_c(kit, folder, monkeypatch):
     text = drawn.export_text()
     assert text.count("Ctrl-C ends this") == 2
     assert "[red]cleaning[/red]: interrupted, outer iteration 4 of 10" in text
+
+
+@pytest.mark.parametrize("opens", [[], ["--open"]])
+def test_watch_as_a_page_says_its_address_and_opens_it_when_asked(kit, monkeypatch, opens):
+    from fedbilevel.page import operating
+
+    shown, opened = [], []
+
+    def serve(page, begun):
+        with page:
+            shown.append(page.look().name)
+            begun(page.address)
+
+    monkeypatch.setattr(operating, "serve", serve)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    done = CliRunner().invoke(cli, ["federation", "watch", "--kit", str(kit), "--page", *opens])
+    assert (done.exit_code, shown) == (0, ["north"])
+    address = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", done.output)[0]
+    assert opened == ([address] if opens else [])
+
+
+class Standin:
+    """A supervised site without a process. Each wait is a moment in which something happens."""
+
+    def __init__(self, kit, *, environment, say):
+        self.kit, self.name = kit, "north"
+
+    def start(self):
+        folder = self.kit / "site"
+        self.moments = iter([
+            lambda: ask(folder),
+            lambda: operator.approve(folder, ONE, "ada"),
+            lambda: write_status(folder, iteration=1),
+            lambda: write_status(folder, iteration=10, state="finished", answers=73, bytes=612_000),
+        ])  # fmt: skip
+
+    def wait(self, seconds):
+        moment = next(self.moments, None)
+        if moment is not None:
+            moment()
+        return moment is None
+
+    def stop(self):
+        pass
+
+
+def test_start_site_says_what_happens_at_the_site(kit, monkeypatch):
+    from fedbilevel.flare import processes
+
+    script = "exec python3 -u -m nvflare.private.fed.app.client.client_train -m $WORKSPACE --set uid=north\n"
+    (kit / "startup" / "sub_start.sh").write_text(script)
+    monkeypatch.setattr(processes, "Supervised", Standin)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        done = CliRunner().invoke(cli, ["federation", "start-site", str(kit)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    command = f"fedbilevel federation approve {ONE[:12]} --kit {kit}"
+    assert done.output.splitlines() == [
+        f"north runs; its log is {kit / 'log.txt'}. Ctrl-C stops it.",
+        f"cleaning, sent by lead@north.example, waits for your approval: {command}",
+        "cleaning: approved by ada",
+        "cleaning: begins, submitted by lead@north.example, 10 outer iterations",
+        "cleaning: finished after 73 answers, 0.6 MB",
+        "north stopped.",
+    ]

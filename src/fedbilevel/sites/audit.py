@@ -298,7 +298,8 @@ class _Chain:
         if line.get("before") == OLD and self.old is not None and line.get("sha256") != self.old:
             return f"names {OLD} as the file before it, which is missing or was changed."
         if line.get("head") == "lost":
-            return f"was written after {HEAD} was lost or set back: lines before it may have been removed."
+            how = "lost or set back, by a power loss or by somebody"
+            return f"was written after {HEAD} was {how}: lines before it may have been removed."
         return ""
 
 

@@ -83,7 +83,7 @@ def left(view: View) -> list[str]:
 
 def budget(view: View) -> str:
     used, most = max(view.head.rounds, whole(view.status, "rounds_total")), whole(view.status, "max_rounds")
-    return f"{used} of {most} rounds" if most else f"{plural(used, 'round')}; no limit known (max_rounds in site.toml)"
+    return f"{used} of {most} rounds" if most else f"{plural(used, 'round')}; the limit is max_rounds in site.toml"
 
 
 def waiting(request: Mapping[str, Any], kit: Path) -> str:
@@ -118,12 +118,13 @@ def _leaving(leaves: Mapping[str, Any]) -> Rows:
     if not leaves:
         return [("Leaves", ["not counted: the plan could not be tried here, or was approved automatically"])]
     phases, stays = leaves.get("by_phase"), leaves.get("stays_here")
-    rounds, total = whole(leaves, "rounds_per_iteration"), whole(leaves, "total_rounds")
+    often, total = plural(whole(leaves, "rounds_per_iteration"), "round"), whole(leaves, "total_rounds")
     numbers, sent = whole(leaves, "floats_per_iteration"), megabytes(whole(leaves, "total_bytes"))
-    each = [f"{name}: {count} numbers" for name, count in phases.items()] if isinstance(phases, Mapping) else []
+    sending = phases.items() if isinstance(phases, Mapping) else ()
+    each = [f"{name}: {count} numbers" for name, count in sending if count]
     return [
         ("Leaves", ["in each outer iteration, by phase:", *each]),
-        ("How often", [f"{plural(rounds, 'round')} in each outer iteration, {total} in all"]),
+        ("How often", [f"{often} in each outer iteration, {total} in all", "a row of figures at every measurement"]),
         ("How much", [f"{numbers} numbers in each outer iteration, {sent} in all"]),
         ("Stays here", ["the data", *(f"{part} of the solution" for part in stays or [])]),
     ]
