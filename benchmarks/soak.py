@@ -174,7 +174,7 @@ def soak(folder: Path, number: int, num_iterations: int, limit: float, say: Call
     from fedbilevel.flare import control
     from fedbilevel.flare.job import RUNS, SITE
     from fedbilevel.flare.local import Loopback
-    from fedbilevel.sites.site import LEFT
+    from fedbilevel.sites.audit import LEFT
 
     begun, before, notices = datetime.now(UTC), os.getloadavg()[0], []  # type: datetime, float, list[str]
     real = real_run(folder / "data", RUN, number, num_iterations, measure_every=EVERY)
@@ -183,7 +183,7 @@ def soak(folder: Path, number: int, num_iterations: int, limit: float, say: Call
         notices.append(text)
         say(text)
 
-    with Loopback(folder / "federation", real.plan["sites"], data=real.data, environment=environment(), say=fault) as federation:
+    with Loopback(folder / "federation", real.plan["sites"], data=real.data, auto_approve=True, environment=environment(), say=fault) as federation:
         watch = Watch(federation, EVERY, say)
         timer = threading.Timer(limit, lambda: control.stop(federation.lead, RUN))
         timer.start()

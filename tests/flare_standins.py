@@ -20,7 +20,6 @@ from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Reply
 
-
 ESCAPES = "no \x1b]0;pwned\x07\x1b[2J\x1b[31m\u202e thank you."
 
 

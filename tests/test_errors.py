@@ -427,7 +427,9 @@ def test_sites_that_cannot_join(sites, tmp_path, monkeypatch, caplog, what):
     monkeypatch.setenv(policy.DATA, str(tmp_path))
     if text:
         for name in sites.names:
-            (tmp_path / name / "site.toml").write_text(f"auto_approve = true\n{text}")
+            (tmp_path / name / "site.toml").write_text(
+                f"auto_approve = true\n{text}\n" + ("min_batch = 1\n" if "[policy]" in text else "[policy]\nmin_batch = 1\n")
+            )
             sites.restart(name)
     plan = sites.plan({"name": "fedbio"}, {"name": "quadratic", "num_clients": 2 if text == "" else 3})
     other = lambda header, arrays: ({**header, "start": "elsewhere"}, arrays)
@@ -498,6 +500,10 @@ def gone():
     return {"get_system_info": SimpleNamespace(**{**vars(INFO), "job_info": []}), "get_job_status": "FINISHED:COMPLETED"}
 
 
+def site_a():
+    return {"get_system_info": SimpleNamespace(**{**vars(INFO), "client_info": [SimpleNamespace(name="a")]})}
+
+
 LEADS = {
     "a run that is no name": (lambda c, kit: c.stop(kit, "../x"), {}, "'../x' is not the name of a run: use letters, digits, - and _"),
     "a run that is over": (lambda c, kit: c.stop(kit, "r"), gone(), "the run 'r' is not running"),
@@ -516,6 +522,15 @@ LEADS = {
         {**gone(), "cat_target": progress(outcome="interrupted", why="the server was stopped")},
         "the run 'r' was given up after it had been started 1 times: the server was stopped",
     ),
+    "a site that does not connect": (
+        lambda c, kit: c.watch(kit, PLAN, print, start_timeout=0.2, poll=0.01), {"get_connected_client_list": []},
+        "^a did not connect within 0 s: start it there, or leave it out of `sites`.$",
+    ),
+    "a job that no site starts": (
+        lambda c, kit: c.watch(kit, PLAN, print, job="j", start_timeout=0.2, poll=0.01),
+        {"get_client_job_status": [{"client_name": "a", "status": "no_jobs"}], "abort_job": None, **site_a()},
+        r"^the run 'r' did not start within 0 s \(a started no process for it\): see log.txt in the kits there",
+    ),
 }  # fmt: skip
 
 
@@ -525,6 +540,34 @@ def test_what_the_lead_asks_for(lead, what):
     lead.answers.update(answers)
     with pytest.raises(FedBilevelError, match=sentence):
         ask(lead.control, lead.kit)
+
+
+WAITING = {
+    "for an approval": {"cat_target": progress(waiting="a has to approve the plan")},
+    "behind other runs": {
+        "get_job_status": "SUBMITTED",
+        "get_system_info": SimpleNamespace(**{**vars(INFO), "job_info": [SimpleNamespace(job_id=str(number)) for number in range(4)]}),
+    },
+    "for a server that is away": {"get_system_info": ConnectionError("away")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WAITING)
+def test_the_time_for_the_start_does_not_run_while_a_run_waits(lead, what):
+    """A run that looked late a moment ago would be given up here."""
+    lead.answers.update(WAITING[what])
+    follow = lead.control.Follow(lead.kit, PLAN, print, job="j", start_timeout=0.2, poll=0.15)
+    for _ in range(3):
+        assert follow.step() is None
+
+
+def test_a_run_that_was_given_up_is_not_running(lead):
+    lead.answers["get_connected_client_list"] = []
+    with pytest.raises(FedBilevelError, match="did not connect"):
+        lead.control.watch(lead.kit, PLAN, print, start_timeout=0.0, poll=0.01)
+    lead.answers.update(gone())
+    with pytest.raises(FedBilevelError, match="the run 'r' is not running"):
+        lead.control.stop(lead.kit, "r")
 
 
 @pytest.mark.parametrize("ask", ["status", "watch"])
@@ -573,9 +616,11 @@ def test_kits_that_cannot_be_started(tmp_path, monkeypatch):
     script.parent.mkdir()
     script.write_text("exec something")
     assert "holds no command that this version knows: make the kits again" in said("federation", "start-site", tmp_path)
-    script.write_text("exec python3 -u -m nvflare.private.fed.app.client.client_train -m $WORKSPACE uid=north")
+    kits = processes.kits
+    kits.init(tmp_path / "federation.toml", sites=["north"])
+    north = kits.provision(tmp_path / "federation.toml", tmp_path / "kits")["north"]
     monkeypatch.setattr(processes, "running", lambda kit: {4711: "parent"})
-    assert "is running already, as process 4711: stop that one first" in said("federation", "start-site", tmp_path)
+    assert "is running already, as process 4711: stop that one first" in said("federation", "start-site", north)
 
 
 # ---- between peers -------------------------------------------------------------------------------------------------------

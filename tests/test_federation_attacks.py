@@ -13,7 +13,7 @@ import torch
 from tomlkit import dumps
 
 import fedbilevel
-from driven import Driver, contents, until
+from driven import Driver, contents
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.flare import control, job
 from fedbilevel.record import Record
@@ -97,7 +97,7 @@ def test_attack_of_a_site_is_reported_with_its_name_and_the_victim_is_not_blamed
 
 
 def test_attack_by_batches_of_one_sample_is_refused_by_the_policy(federation):
-    with pytest.raises(FedBilevelError, match="north does not join the run single: .* batches of 1 samples: its line 'min_batch' asks for at least 16"):
+    with pytest.raises(FedBilevelError, match=r"north does not join the run single: .* batches of 1 samples: its line 'min_batch' asks for at least 16"):
         federation.watch(cleaning("single", batch_size=1))
     assert not any(line["arrays"] for site in SITES for line in lines(federation, site, "single"))
 
@@ -251,7 +251,7 @@ def test_attack_by_escape_sequences_does_not_reach_the_terminal_of_the_lead(fede
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **HERE})
     said = done.stdout + done.stderr
     assert "west does not join the run escapes: no \\x1b]0;pwned" in said
-    assert not any(ord(letter) < 32 and letter != "\n" or ord(letter) in (0x7F, 0x202E) for letter in said)
+    assert not any((ord(letter) < 32 and letter != "\n") or ord(letter) in (0x7F, 0x202E) for letter in said)
 
 
 def _without_none(table):

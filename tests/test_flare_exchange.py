@@ -18,10 +18,10 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 import psutil
 from nvflare.fuel.flare_api.api_spec import AuthorizationError
 
-from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.flare import control, job, kits, processes
-from fedbilevel.flare.local import LEAD
 from driven import Driver, contents, until
+from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
+from fedbilevel.flare import control, kits, processes
+from fedbilevel.flare.local import LEAD
 from real_loopback import HERE, federation_of
 
 SITES = ["site-1", "site-2"]
@@ -237,12 +237,13 @@ def test_the_same_run_is_not_submitted_twice_and_status_tells_of_it(driver):
 
 
 def test_a_second_follower_takes_the_job_that_is_there(driver):
-    link = control.Link(driver.federation.lead, print)
     jobs = control.Entry(driver.federation.lead, "driven").read()["jobs"]
     plan = {"name": "driven", "sites": SITES, "quorum": 2}
-    assert control._start(link, driver.federation.lead, plan, print, 1.0, **DRIVEN) == jobs[-1]
+    follow = control.Follow(driver.federation.lead, plan, print, **DRIVEN)
+    assert follow.step() is None
+    assert follow.current.job == jobs[-1]
     assert control.Entry(driver.federation.lead, "driven").read()["jobs"] == jobs
-    link.close()
+    follow.close()
 
 
 def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
@@ -255,6 +256,24 @@ def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
     control.stop(driver.federation.lead, "waiting")
     follower.join(20)
     assert outcomes == ["stopped"]
+
+
+def test_a_site_that_cannot_start_is_named_and_the_follower_does_not_wait_for_ever(driver):
+    lead = driver.federation.lead
+    absent = {"name": "absent", "sites": [*SITES, "site-9"], "quorum": 2}
+    with pytest.raises(FedBilevelError, match=r"^site-9 did not connect within 1 s: start it there"):
+        control.watch(lead, absent, print, start_timeout=1.0, **DRIVEN)
+
+    driver.federation.kill("site-1", "parent", number=signal.SIGSTOP)  # still connected, and starts nothing
+    try:
+        with pytest.raises(FedBilevelError, match=r"the run 'frozen' did not start within 4 s \(.*\): see log.txt"):
+            control.watch(lead, {"name": "frozen", "sites": SITES, "quorum": 2}, print, start_timeout=4.0, **DRIVEN)
+    finally:
+        driver.federation.kill("site-1", "parent", number=signal.SIGCONT)
+    given_up = control.Entry(lead, "frozen").read()["jobs"][0]
+    with control.session(lead) as opened:
+        until(lambda: str(opened.get_job_status(given_up)).startswith("FINISHED"))  # and does not begin unfollowed
+    driver.federation.wait_for(SITES)
 
 
 def test_logs_do_not_grow_with_messages(driver):

@@ -136,6 +136,52 @@ def test_a_site_that_comes_later_gets_a_kit_of_the_same_authority_and_the_others
     assert verified.stdout.strip().endswith("OK"), verified.stderr
 
 
+def test_an_interrupted_provision_leaves_no_half_of_a_kit_and_the_next_one_makes_it(tmp_path, monkeypatch):
+    toml, out = tmp_path / "federation.toml", tmp_path / "out"
+    kits.init(toml, sites=["a", "b"])
+    with monkeypatch.context() as patch:
+        settled = kits._production
+
+        def interrupted(kit, **how):
+            if kit.name == ".b.unfinished":
+                raise KeyboardInterrupt
+            settled(kit, **how)
+
+        patch.setattr(kits, "_production", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            kits.provision(toml, out)
+    assert sorted(path.name for path in out.iterdir()) == [".b.unfinished", "a", "authority", "server"]
+    before = (out / "a" / "startup" / "client.key").read_bytes()
+    made = kits.provision(toml, out)
+    assert sorted(path.name for path in out.iterdir()) == sorted(["authority", *made])
+    assert (out / "a" / "startup" / "client.key").read_bytes() == before
+    for name, kit in made.items():
+        kits.check_whole(kit, {"server": "server", LEAD: "lead"}.get(name, "site"))
+
+
+def test_a_half_made_kit_of_an_earlier_version_is_named_and_not_started(made, tmp_path):
+    shutil.copytree(made["server"].parent, tmp_path / "out")
+    shutil.copy(made["server"].parents[1] / "federation.toml", tmp_path)
+    refused = lambda *words: str(CliRunner().invoke(cli, ["federation", *map(str, words)]).exception)
+    provision = ("provision", tmp_path / "federation.toml", "--out", tmp_path / "out")
+    for name, command in (("south", "start-site"), ("server", "start-server")):
+        kit = tmp_path / "out" / name
+        cut = kit / "local" / "resources.json"
+        whole = cut.read_text()
+        cut.write_text(whole[: len(whole) // 2])
+        sentence = f"the kit {kit} is half-made, local/resources.json is cut off: delete it and run provision again."
+        assert refused(*provision) == refused(command, kit) == sentence
+        cut.write_text(whole)
+        key = next((kit / "startup").glob("*.key"))
+        key.rename(kit / "elsewhere")
+        sentence = f"the kit {kit} is half-made, startup/{key.name} is missing: delete it and run provision again."
+        assert refused(*provision) == refused(command, kit) == sentence
+        (kit / "elsewhere").rename(key)
+    shutil.rmtree(tmp_path / "out" / "north")
+    (tmp_path / "out" / ".north.unfinished").write_text("in the way")
+    assert "north cannot be made (" in refused(*provision)
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -258,7 +304,7 @@ def test_commands_of_kits(made):
     assert processes.name_of(made["north"]) == "north"
     assert processes.name_of(made["server"]) == "server"
     assert processes.running(made["north"]) == {}
-    with pytest.raises(SettingError, match="not the kit of a server or a site"):
+    with pytest.raises(SettingError, match="not the whole kit of a server or a site"):
         processes.command_of(made["lead@hospital.org"])
     with pytest.raises(SettingError, match="not the kit of a lead"), control.session(made["north"]):
         pass

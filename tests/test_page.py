@@ -436,7 +436,15 @@ def test_pages_need_no_torch(path):
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
     ours = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-    assert ours <= {"fedbilevel", "fedbilevel.errors", "fedbilevel.figures", "fedbilevel.page", "fedbilevel.page.writing", "plotly.offline"}
+    assert ours <= {
+        "fedbilevel",
+        "fedbilevel.errors",
+        "fedbilevel.escapes",
+        "fedbilevel.figures",
+        "fedbilevel.page",
+        "fedbilevel.page.writing",
+        "plotly.offline",
+    }
 
 
 def test_the_command_prints_where_the_page_is(tmp_path):
@@ -528,12 +536,12 @@ def test_the_terminal_says_how_a_run_ended(tmp_path):
     ending = lambda *folders: _ending(content.read(folders, partial=True))
     done = lambda name, stopped, **more: write_run(tmp_path / name, iterations=400, end={"stopped": stopped, "iteration": 48, **more}, lr_upper=len(name))
     failed = done("failed", "failed", why="a step\x1b[2J was\ntoo long.")
-    assert ending(failed) == "The run failed after outer iteration 48 of 400: a step [2J was too long."
+    assert ending(failed) == "The run failed after outer iteration 48 of 400: a step\\x1b[2J was\\ntoo long."
     stopped = done("stopped", "interrupted")
     assert ending(stopped) == "The run was stopped after outer iteration 48 of 400."
     finished = done("finished", "finished")
     assert ending(finished) == "The run has finished."
-    assert ending(finished, stopped, failed) == f"The run in {failed} failed after outer iteration 48 of 400: a step [2J was too long."
+    assert ending(finished, stopped, failed) == f"The run in {failed} failed after outer iteration 48 of 400: a step\\x1b[2J was\\ntoo long."
     assert ending(finished, stopped) == f"The run in {stopped} was stopped after outer iteration 48 of 400."
     old = write_run(tmp_path / "old", iterations=40)
     (old / "solution.safetensors").write_bytes(b"")

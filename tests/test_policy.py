@@ -62,7 +62,7 @@ def test_limits_of_samples_answers_time_and_disk(tmp_path):
     with pytest.raises(PolicyError, match="fewer test samples than the 16 that the line 'min_batch'"):
         policy.check_samples({"train": 50, "val": 100, "test": 15})
     policy.check_answer(1_000_000)
-    with pytest.raises(PolicyError, match="an answer of 1.1 MB: its line 'max_answer_megabytes' allows 1"):
+    with pytest.raises(PolicyError, match=r"an answer of 1\.1 MB: its line 'max_answer_megabytes' allows 1"):
         policy.check_answer(1_100_000)
     policy.check_seconds(2.0)
     with pytest.raises(PolicyError, match="after 3 s: the line 'max_answer_seconds'"):

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,6 +25,7 @@ from fedbilevel.data_cli import data
 from fedbilevel.engines import distributed, group_of
 from fedbilevel.engines.group import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, RankLostError, SettingError
+from fedbilevel.escapes import printable
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.federation_cli import federation
 from fedbilevel.flags import TaskCommand, chosen, fitting, names_of, with_looks, with_run_options
@@ -285,6 +287,7 @@ def main() -> None:
     """No traceback for what a user can mend. Of several ranks, the first speaks."""
     first = os.environ.get("WORLD_SIZE", "1") in ("", "0", "1") or os.environ.get("RANK", "0") == "0"
     terminal.console.quiet = not first
+    sys.excepthook = lambda *what: print(printable("".join(traceback.format_exception(*what)), lines=True), end="", file=sys.stderr)
     warnings.showwarning = lambda message, *_args, **_kwargs: terminal.complain(f"Warning: {message}") if first else None
     try:
         if first:

@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from fedbilevel.errors import SettingError
+from fedbilevel.escapes import printable
 from fedbilevel.sites import policy
 from fedbilevel.sites.plan import read_plan
-from fedbilevel.terminal import say
+from fedbilevel.terminal import say, say_line
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -25,7 +26,7 @@ def _flare() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("nvflare", "psutil"):
+        if (error.name or "").split(".")[0] not in ("nvflare", "psutil", "cryptography"):
             raise
         raise SettingError("federations between organisations need NVIDIA FLARE, which is not installed: pip install 'fedbilevel[federation]'.") from None
 
@@ -43,7 +44,7 @@ def line(progress: dict[str, Any]) -> str:
         parts += [f"{label} {site} ({reason})" for site, reason in progress.get(key, {}).items()]
     for site, callers in progress.get("strangers", {}).items():
         parts += [f"{site} refused {times} calls of {caller}" for caller, times in callers.items()]
-    return ", ".join(parts)
+    return printable(", ".join(parts))
 
 
 @click.group("federation")
@@ -81,21 +82,53 @@ def provision_command(toml: Path, out: Path) -> None:
     say(f"Give each organisation its own folder, by a safe way: it holds a private key. Keep {out / kits.AUTHORITY}, which signs kits, to yourself.")
 
 
+@federation.command("renew")
+@click.argument("names", nargs=-1)
+@click.option("--kits", "folder", type=KIT, default=Path("kits"), show_default=True, help="folder of `provision`, with the authority")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="folder for the files (default: here)")
+def renew_command(names: tuple[str, ...], folder: Path, out: Path) -> None:
+    """Make new certificates for the kits NAMES (all, if none is named). Keys stay where they are."""
+    with _flare():
+        from fedbilevel.flare import certificates
+    for name, path in certificates.renew(folder, names, out).items():
+        say(f"{name:<24} {path}")
+    say("Send each owner its file, which is no secret. There: fedbilevel federation install-renewal FILE --kit KIT")
+
+
+@federation.command("install-renewal")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--kit", type=KIT, required=True, help="your startup kit")
+def install_renewal_command(file: Path, kit: Path) -> None:
+    """Put the renewed certificate FILE into KIT."""
+    with _flare():
+        from fedbilevel.flare import certificates
+    end = certificates.install(file, kit)
+    say(f"{kit} is valid until {end:%Y-%m-%d}. A server or site that runs uses it from its next start on.")
+
+
+def with_metrics(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "serve /healthz and /metrics (Prometheus) at this port, 0: a free one (default: not served)"
+    host = click.option("--metrics-host", default="127.0.0.1", show_default=True, help="address for --metrics-port")
+    return click.option("--metrics-port", type=click.IntRange(0, 65535), default=None, help=text)(host(command))
+
+
 @federation.command("start-server")
 @click.argument("kit", type=KIT)
-def start_server_command(kit: Path) -> None:
+@with_metrics
+def start_server_command(kit: Path, metrics_host: str, metrics_port: int | None) -> None:
     """Run the server of KIT until Ctrl-C, and start it again when it dies."""
     with _flare():
         from fedbilevel.flare import processes
     if processes.name_of(kit) != "server":
         raise SettingError(f"{kit} is the kit of the site {processes.name_of(kit)!r}: use start-site.")
-    _keep(processes.Supervised(kit, say=say))
+    _keep(processes.Supervised(kit, say=say_line), metrics_host, metrics_port)
 
 
 @federation.command("start-site")
 @click.argument("kit", type=KIT)
 @click.option("--data", type=click.Path(exists=True, path_type=Path), default=None, help="this site's data, instead of `data` in its site.toml")
-def start_site_command(kit: Path, data: Path | None) -> None:
+@with_metrics
+def start_site_command(kit: Path, data: Path | None, metrics_host: str, metrics_port: int | None) -> None:
     """Run the site of KIT until Ctrl-C, and start it again when it dies. Where its data lie never leaves this machine."""
     with _flare():
         from fedbilevel.flare import job, processes
@@ -104,19 +137,27 @@ def start_site_command(kit: Path, data: Path | None) -> None:
     settings = policy.read_settings(kit / job.SITE)
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
-    _keep(processes.Supervised(kit, environment={policy.DATA: str(data.resolve())} if data else {}, say=say))
+    environment = {policy.DATA: str(data.resolve())} if data else {}
+    _keep(processes.Supervised(kit, environment=environment, say=say_line), metrics_host, metrics_port)
 
 
-def _keep(supervised: Any) -> None:
+def _keep(supervised: Any, metrics_host: str, metrics_port: int | None) -> None:
+    from fedbilevel.flare.metrics import Endpoint
+
+    endpoint = None if metrics_port is None else Endpoint(supervised, host=metrics_host, port=metrics_port)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: supervised.ask_to_stop())
     supervised.start()
     say(f"{supervised.name} runs; its log is {supervised.kit / 'log.txt'}. Ctrl-C stops it.")
+    if endpoint is not None:
+        say(f"{supervised.name} serves {endpoint.url}/metrics and {endpoint.url}/healthz.")
     try:
         while not supervised.wait(0.5):
             pass
     finally:
         supervised.stop()
+        if endpoint is not None:
+            endpoint.close()
     say(f"{supervised.name} stopped.")
 
 
@@ -124,12 +165,19 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--kit", type=KIT, required=True, help="the lead's startup kit")(command)
 
 
+def with_start_timeout(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "seconds in which all sites have to connect and begin; waiting for an approval does not count"
+    kind = click.FloatRange(min=1)
+    return click.option("--start-timeout", type=kind, default=600.0, show_default=True, help=text)(command)
+
+
 @federation.command("submit")
 @click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @with_kit
 @click.option("--detach", is_flag=True, help="submit only; nobody then starts the run again after a fault: use resume")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=20, show_default=True, help="how often the run is started again after faults")
-def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> None:
+@with_start_timeout
+def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_timeout: float) -> None:
     """Start the run that RUN (a TOML file) describes, and follow it to its end, through faults."""
     with _flare():
         from fedbilevel.flare import control, kits
@@ -139,18 +187,21 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int) -> Non
         say(f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}")
         return
     control.check_free(kit, plan)
-    _end(plan["name"], kit, control.watch(kit, plan, _show, notice=say, max_restarts=max_restarts))
+    options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
+    _end(plan["name"], kit, control.watch(kit, plan, _show, **options))
 
 
 @federation.command("resume")
 @click.argument("name")
 @with_kit
 @click.option("--max-restarts", type=click.IntRange(min=0), default=20, show_default=True, help="how often the run is started again after faults")
-def resume_command(name: str, kit: Path, max_restarts: int) -> None:
+@with_start_timeout
+def resume_command(name: str, kit: Path, max_restarts: int, start_timeout: float) -> None:
     """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
     with _flare():
         from fedbilevel.flare import control
-    _end(name, kit, control.resume(kit, name, _show, notice=say, max_restarts=max_restarts))
+    options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
+    _end(name, kit, control.resume(kit, name, _show, **options))
 
 
 def _show(progress: dict[str, Any]) -> None:
@@ -166,11 +217,13 @@ def _end(name: str, kit: Path, outcome: str) -> None:
 def status_command(kit: Path) -> None:
     """Which sites are connected, and how far the runs are."""
     with _flare():
-        from fedbilevel.flare import control
+        from fedbilevel.flare import certificates, control
     found = control.status(kit)
-    say(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
+    for text in certificates.notices(kit):
+        say_line(text)
+    say_line(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
     for name, entry in found["runs"].items():
-        say(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
+        say_line(f"{name}: {entry['outcome']}" + (f", {line(entry['latest'])}" if entry["latest"] else ""))
 
 
 @federation.command("stop")
@@ -196,7 +249,7 @@ def try_command(num_sites: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="fedbilevel-") as temporary:
         place = folder or Path(temporary)
         plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
-        with local.Loopback(place, plan["sites"], data=data, say=say) as federation_here:
-            say(f"{num_sites} sites are connected to the server, in {place}.")
-            federation_here.watch(plan, _show, notice=say)
+        with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say_line) as federation_here:
+            say(f"{num_sites} sites are connected to the server, in {place}. They approve the plan automatically, as this is a trial.")
+            federation_here.watch(plan, _show, notice=say_line)
     say("Finished, and all processes ended." + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else ""))

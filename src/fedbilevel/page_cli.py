@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from fedbilevel.compare import Target
+from fedbilevel.terminal import say, say_line
 
 
 @click.command("report")
@@ -25,7 +26,7 @@ def report(paths: tuple[Path, ...], out: Path | None, target: str | None, title:
     from fedbilevel.page.writing import write_report
 
     place = write_report(list(paths), out, target=Target.parse(target) if target is not None else None, title=title)
-    click.echo(str(place))
+    say(str(place))
     if look:
         webbrowser.open(place.resolve().as_uri())
 
@@ -41,9 +42,9 @@ def watch(path: Path, port: int, target: str | None, look: bool) -> None:
     from fedbilevel.page.watching import watch as serve
 
     def begun(address: str) -> None:
-        click.echo(f"{path} is shown at {address} (Ctrl-C ends this).")
+        say(f"{path} is shown at {address} (Ctrl-C ends this).")
         if look:
             webbrowser.open(address)
 
-    serve(Live([path], target=Target.parse(target) if target is not None else None), port, begun, lambda how: click.echo(how))
-    click.echo(f"No longer watching {path}.")
+    serve(Live([path], target=Target.parse(target) if target is not None else None), port, begun, say_line)
+    say(f"No longer watching {path}.")

@@ -16,7 +16,7 @@ from fedbilevel.peers.collect import Collected, collect
 from fedbilevel.peers.part import say_how_far, take_part
 from fedbilevel.peers.plan import read_plan
 from fedbilevel.run import Progress
-from fedbilevel.terminal import say
+from fedbilevel.terminal import say, say_line
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -92,8 +92,8 @@ def run_command(
         return False
 
     result = take_part(
-        ours, [one.name for one in roster.peers], me, lambda most: Sockets(roster, me, secret, max_bytes=most, bind=bind, log=say), holdings, place,
-        roster=roster.digest(), device=device, say=say, callbacks=[tell],
+        ours, [one.name for one in roster.peers], me, lambda most: Sockets(roster, me, secret, max_bytes=most, bind=bind, log=say_line), holdings, place,
+        roster=roster.digest(), device=device, say=say_line, callbacks=[tell],
     )  # fmt: skip
     again = "" if result.stopped == "finished" else ", stopped; the same command goes on with it"
     say(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
@@ -116,9 +116,9 @@ def _show(done: Collected, num_listed: int) -> None:
         for kind, does, some in (("harmful", "lowers", done.harmful), ("helpful", "raises", done.helpful)):
             terminal.console.print(report.removals(f"Most {kind}: removal {does} the summed validation loss", some(num_listed)))
     if done.missing:
-        say(f"Without {', '.join(done.missing)}, whose records were not given.")
+        say_line(f"Without {', '.join(done.missing)}, whose records were not given.")
     for name, iteration in done.behind.items():
-        say(f"The record of {name} ends with outer iteration {iteration}, before those of the others: there is no solution of all.")
+        say_line(f"The record of {name} ends with outer iteration {iteration}, before those of the others: there is no solution of all.")
     say(f"Written: {done.path}")
 
 

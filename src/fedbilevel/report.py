@@ -9,8 +9,10 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from fedbilevel.compare import Comparison, Spread
+from fedbilevel.escapes import printable
 from fedbilevel.experiment import Experiment
 from fedbilevel.influence import PAPER, Instance, Study
 from fedbilevel.peers.collect import Removal
@@ -225,5 +227,5 @@ def removals(title: str, rows: Sequence[Removal]) -> Table:
     for name in ("peer", "sample", "predicted change"):
         table.add_column(name, justify="left" if name == "peer" else "right")
     for one in rows:
-        table.add_row(one.peer, str(one.sample), f"{one.change:+.3e}")
+        table.add_row(Text(printable(one.peer)), str(one.sample), f"{one.change:+.3e}")
     return table

@@ -216,7 +216,7 @@ def reproduce_command(
     """A table or figure of a paper: ours beside theirs, with pictures. Without a NAME: which there are. Interrupted, it goes on where it was."""
     if results:
         for one in [name] if name is not None else sorted(experiment.known()):
-            click.echo(report.recorded(experiment.read(one)))
+            terminal.say(report.recorded(experiment.read(one)))
         return
     if name is None:
         if not experiment.known():

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fedbilevel.escapes import printable
 from fedbilevel.figures import DIAGNOSTICS
 from fedbilevel.run import Progress as RunProgress
 
@@ -19,27 +20,34 @@ complaints = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """A plain line, however long."""
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    """Print plain lines, however long. A text of another party goes through `say_line`, or first through `printable`, so that it cannot add lines."""
+    console.print(printable(text, lines=True), highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def say_line(text: str) -> None:
+    """Print a sentence that may quote another party, on one line."""
+    say(printable(text))
 
 
 def complain(text: str) -> None:
-    complaints.print(text, highlight=False, soft_wrap=True, markup=False)
+    """Print an error or a warning, which may quote another party, on one line."""
+    complaints.print(printable(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class Bar:
     """A bar on a terminal, with what was paid, the first figures, how exact it is and the time that is left; one line per measurement elsewhere."""
 
     def __init__(self, name: str, headline: Sequence[str]) -> None:
-        self.headline, self.name = headline, name
+        self.headline, self.name = headline, printable(name)
+        named, *texts = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[cost]}", "{task.fields[figures]}"))
         columns = (
-            *(TextColumn(text) for text in ("{task.fields[cost]}", "{task.fields[figures]}")),
+            *texts,
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self.bar = Progress(TextColumn(f"{name:<12}"), BarColumn(20), *columns, console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task(name, total=1.0, cost="", figures="")
+        self.bar = Progress(named, BarColumn(20), *columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task(f"{self.name:<12}", total=1.0, cost="", figures="")
         self.figures = ""
 
     def __enter__(self) -> Callable[[RunProgress], None]:
@@ -55,7 +63,7 @@ class Bar:
         if now.row is not None:
             shown = [*(name for name in self.headline if name in now.row)][:2]
             shown += [name for name in DIAGNOSTICS if name in now.row and name not in shown][:1]
-            self.figures = ", ".join(f"{name} {now.row[name]:.4g}" for name in shown)
+            self.figures = printable(", ".join(f"{name} {now.row[name]:.4g}" for name in shown))
             if not console.is_terminal:
                 say(f"{self.name}: outer iteration {where}, {cost}, {self.figures}")
         self.bar.update(self.task, completed=now.share, cost=f"{where}, {cost}", figures=self.figures)

@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.errors import SettingError
+from fedbilevel.flare import certificates
 from fedbilevel.flare.job import SITE
+from fedbilevel.record import write_whole
 from fedbilevel.sites import policy
 from fedbilevel.sites.plan import NAME
 
 PORT = 8002
-AUTHORITY = "authority"  # folder beside the kits: the key that signs them, and with it who may take part
-SERVER = "server"
+AUTHORITY, SERVER = certificates.AUTHORITY, certificates.SERVER
 SITES = "sites.json"  # in the lead's kit: who takes part in a run that does not say
 ALLOWED = ["fedbilevel.flare.job.", "nvflare.collab.runtime."]  # the only classes that a job may name
+_STARTED = ("startup/sub_start.sh", "local/resources.json", "local/authorization.json", "local/log_config.json")
+FILES = {  # without which a kit of this kind is not whole
+    "server": ("startup/fed_server.json", "startup/server.crt", "startup/server.key", "startup/rootCA.pem", *_STARTED),
+    "site": ("startup/fed_client.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem", *_STARTED),
+    "lead": ("startup/fed_admin.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem"),
+}
+MAX_JOBS = 4  # that a server works on at once; others wait
 BEAT_TIMEOUT = 30  # seconds after which the server takes a site that sends no heart-beat for gone; FLARE's own: 600
 _ORG = re.compile(r"[A-Za-z0-9_]+")
 _HOST, _MAIL = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*"), re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+")
@@ -129,46 +137,97 @@ def _text(table: dict[str, Any], name: str, default: str | None, pattern: re.Pat
 
 
 def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[str, Path]:
-    """Kits by name. Where `out` holds kits already, those stay as they are, and only those of new sites are made, with the same authority.
+    """Make the kits that are not in `out` yet, with one authority; kits that are there stay as they are. All kits by name.
 
     `allow` adds classes to the allow-list of every kit: for tests, whose sites are not the installed ones.
     """
     federation = read(toml)
     authority = out / AUTHORITY
+    kits = {SERVER: out / SERVER, **{site: out / site for site in federation.sites}, federation.lead: out / federation.lead}
+    kinds = {SERVER: "server", federation.lead: "lead"}
+    for name, kit in kits.items():
+        if kit.exists():
+            check_whole(kit, kinds.get(name, "site"))
     try:
         authority.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"the folder {authority} cannot be made ({error.strerror}): name another place.") from None
     authority.chmod(0o700)
-    project = authority / "project.yml"
-    if project.exists() and (before := json.loads(project.read_text())["participants"][0]) != _project(federation)["participants"][0]:
-        old, new = f"{before['name']}:{before['fed_learn_port']}", f"{federation.host}:{federation.port}"
-        raise SettingError(f"the kits in {out} are for a server at {old}, {toml} says {new}: use another folder.")
-    project.write_text(json.dumps(_project(federation), indent=2))  # JSON is YAML
-    done = subprocess.run(
-        [sys.executable, "-m", "nvflare.lighter.provision", "-p", str(project), "-w", str(authority), "--force"], capture_output=True, text=True, check=False
-    )
-    made = sorted((authority / federation.name).glob("prod_*"))
-    if done.returncode or not made:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise SettingError(f"FLARE made no kits from {toml} ({said.rstrip('.')}): mend that file, or use another folder than {out}.")
-    kits = {SERVER: out / SERVER, **{site: out / site for site in federation.sites}, federation.lead: out / federation.lead}
+    made = _issued(federation, toml, out)
     for name, kit in kits.items():
         if not kit.exists():
-            shutil.copytree(made[-1] / (federation.host if name == SERVER else name), kit)
-            kit.chmod(0o700)
-            (kit / "startup").chmod(0o700)
-            if name != federation.lead:
-                _production(kit, is_server=name == SERVER, allow=[*ALLOWED, *(allow or [])])
-    (out / federation.lead / SITES).write_text(json.dumps(list(federation.sites)))
-    shutil.rmtree(made[-1])
+            source = made / (federation.host if name == SERVER else name)
+            certificates.keep(authority, name, certificates.own(source).read_bytes())
+            _make(source, kit, kinds.get(name, "site"), [*ALLOWED, *(allow or [])])
+    write_whole(out / federation.lead / SITES, json.dumps(list(federation.sites)).encode())
+    shutil.rmtree(made)
     state = authority / federation.name / "state" / "cert.json"
-    state.write_text(json.dumps({name: value for name, value in json.loads(state.read_text()).items() if name.startswith("root_")}))
+    root = {name: value for name, value in json.loads(state.read_text()).items() if name.startswith("root_")}
+    write_whole(state, json.dumps(root).encode())
     state.chmod(0o600)  # the authority's own key; a kit's private key is in that kit alone
     return kits
 
 
-def _project(federation: Federation) -> dict[str, Any]:
+def _issued(federation: Federation, toml: Path, out: Path) -> Path:
+    """A folder of kits as FLARE makes them, with new keys."""
+    authority = out / AUTHORITY
+    project, content = authority / "project.yml", _project(federation, certificates.root_days(authority / federation.name))
+    if project.exists() and (before := json.loads(project.read_text())["participants"][0]) != content["participants"][0]:
+        old, new = f"{before['name']}:{before['fed_learn_port']}", f"{federation.host}:{federation.port}"
+        raise SettingError(f"the kits in {out} are for a server at {old}, {toml} says {new}: use another folder.")
+    write_whole(project, json.dumps(content, indent=2).encode())  # JSON is YAML
+    done = subprocess.run(
+        [sys.executable, "-m", "nvflare.lighter.provision", "-p", str(project), "-w", str(authority), "--force"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    made = sorted((authority / federation.name).glob("prod_*"))
+    if done.returncode or not made:
+        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+        raise SettingError(f"FLARE made no kits from {toml} ({said.rstrip('.')}): mend that file, or use another folder than {out}.")
+    return made[-1]
+
+
+def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
+    """Make a kit beside its place and rename it at the end: an interruption leaves a whole kit or none."""
+    unfinished = kit.with_name(f".{kit.name}.unfinished")
+    try:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(mode=0o700)
+        shutil.copytree(source, unfinished, dirs_exist_ok=True)
+        unfinished.chmod(0o700)
+        (unfinished / "startup").chmod(0o700)
+        if kind != "lead":
+            _production(unfinished, is_server=kind == "server", allow=allow)
+        if kind == "server":
+            settle(unfinished, kit)
+        unfinished.rename(kit)
+    except (OSError, shutil.Error) as error:
+        raise SettingError(f"the kit {kit} cannot be made ({error}): make room, then run provision again.") from None
+
+
+def check_whole(kit: Path, kind: str) -> None:
+    """Refuse a kit that an interrupted provision left half-made."""
+    for name in FILES[kind]:
+        if not _is_whole(kit / name):
+            what = "cut off" if (kit / name).is_file() else "missing"
+            raise SettingError(f"the kit {kit} is half-made, {name} is {what}: delete it and run provision again.")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file that FLARE wrote is there up to its end."""
+    if not path.is_file():
+        return False
+    text = path.read_text(errors="replace").rstrip()
+    if path.suffix == ".json":
+        try:
+            return isinstance(json.loads(text), dict)
+        except ValueError:
+            return False
+    return path.suffix == ".sh" or text.endswith("-----")
+
+
+def _project(federation: Federation, root_days: int) -> dict[str, Any]:
     part = "nvflare.lighter.impl"
     server = {"name": federation.host, "type": "server", "org": "server", "fed_learn_port": federation.port, "admin_port": federation.port}
     sites = [{"name": name, "type": "client", "org": org} for name, org in federation.sites.items()]
@@ -181,7 +240,7 @@ def _project(federation: Federation) -> dict[str, Any]:
         "builders": [
             {"path": f"{part}.workspace.WorkspaceBuilder"},
             {"path": f"{part}.static_file.StaticFileBuilder", "args": {"config_folder": "config", "scheme": "grpc"}},
-            {"path": f"{part}.cert.CertBuilder"},
+            {"path": f"{part}.cert.CertBuilder", "args": {"root_valid_days": root_days}},
             {"path": f"{part}.signature.SignatureBuilder"},
         ],
     }
@@ -195,7 +254,7 @@ def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
     parts = {part["id"]: part for part in resources["components"]}
     if is_server:
         resources["servers"][0] |= {"heart_beat_timeout": BEAT_TIMEOUT}
-        parts["job_scheduler"]["args"] |= {"min_schedule_interval": 1.0, "max_schedule_interval": 10.0}
+        parts["job_scheduler"]["args"] |= {"min_schedule_interval": 1.0, "max_schedule_interval": 10.0, "max_jobs": MAX_JOBS}
     for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
         parts.pop(name, None)
     resources["components"] = list(parts.values())
@@ -212,9 +271,7 @@ def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
     }
     for name, content in files.items():
         (local / name).write_text(json.dumps(content, indent=2))
-    if is_server:
-        settle(kit)
-    else:
+    if not is_server:
         (kit / SITE).mkdir(exist_ok=True)
         (kit / SITE / policy.FILE).write_text(policy.TEMPLATE)
 
@@ -224,13 +281,14 @@ def sites_of(kit: Path) -> list[str] | None:
     return json.loads((kit / SITES).read_text()) if (kit / SITES).is_file() else None
 
 
-def settle(kit: Path) -> None:
-    """Keep a server's jobs in its kit, where the kit lies now. FLARE's own place is /tmp, which two servers on a machine would share and a reboot empties."""
+def settle(kit: Path, place: Path | None = None) -> None:
+    """Keep a server's jobs in its kit, where the kit lies now or will lie. FLARE's own place is /tmp, which two servers on
+    a machine would share and a reboot empties."""
     path = kit / "local" / "resources.json"
     if not (kit / "startup" / "fed_server.json").is_file() or not path.is_file():
         return
-    resources, place = json.loads(path.read_text()), kit.resolve()
+    resources, place = json.loads(path.read_text()), (place or kit).resolve()
     manager = next(part for part in resources["components"] if part["id"] == "job_manager")
     resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(place / "snapshots")
     manager["args"]["uri_root"] = str(place / "jobs")
-    path.write_text(json.dumps(resources, indent=2))
+    write_whole(path, json.dumps(resources, indent=2).encode())

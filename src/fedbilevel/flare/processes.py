@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from fedbilevel.errors import SettingError
-from fedbilevel.flare import kits
+from fedbilevel.flare import certificates, kits
 
 CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
 PATIENCE = 5.0  # seconds that a process is given to end by itself
@@ -29,7 +29,7 @@ def command_of(kit: Path) -> list[str]:
     """The command in the kit's own start script, with this Python."""
     script = kit / "startup" / "sub_start.sh"
     if not script.is_file():
-        raise SettingError(f"{kit} is not the kit of a server or a site: there is no startup/sub_start.sh in it.")
+        raise SettingError(f"{kit} is not the whole kit of a server or a site: there is no startup/sub_start.sh in it, so make it again with provision.")
     found = re.search(r"exec python3 (-u -m nvflare\S+ .*)", script.read_text())
     if found is None:
         raise SettingError(f"{script} holds no command that this version knows: make the kits again with nvflare 2.9.")
@@ -79,6 +79,8 @@ class Supervised:
 
     def __init__(self, kit: Path, *, environment: Mapping[str, str] | None = None, pause: float = 2.0, say: Callable[[str], None] = lambda _: None) -> None:
         self.kit, self.command, self.name = kit.resolve(), command_of(kit), name_of(kit)
+        kits.check_whole(kit, "server" if self.name == kits.SERVER else "site")
+        certificates.check(kit)
         if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it on to job processes as text that is divided again
             raise SettingError(f"the kit lies in {str(self.kit)!r}, and FLARE cannot start jobs below a path with blanks or quotes: move it.")
         self._environment = {**os.environ, **(environment or {})}
@@ -99,6 +101,8 @@ class Supervised:
         parents = [pid for pid, kind in running(self.kit).items() if kind == "parent"]
         if parents:
             raise SettingError(f"{self.kit} is running already, as process {parents[0]}: stop that one first.")
+        if text := certificates.notice(certificates.read(certificates.own(self.kit))):
+            self._say(text)
         self._launch()
         self._thread.start()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.errors import ReportError
+from fedbilevel.escapes import printable
 from fedbilevel.page import content
 from fedbilevel.page.writing import as_data, policy, whole
 
@@ -149,6 +150,6 @@ def _ending(found: dict[str, Any]) -> str:
                 name = "run" if len(runs) == 1 else f"run in {run['path']}"
                 end, planned = run["end"] or {}, run["planned"]["iteration"]
                 done = end.get("iteration") or (run["columns"].get("iteration") or [0])[-1]
-                why = "".join(letter if letter.isprintable() else " " for letter in end.get("why") or "")  # a terminal obeys some letters
+                why = printable(end.get("why") or "")
                 return f"The {name} {how} after outer iteration {done}{f' of {planned}' if planned else ''}{f': {why}' if why else '.'}"
     return "The runs have finished." if len(runs) > 1 else "The run has finished." if runs else "The study has finished."

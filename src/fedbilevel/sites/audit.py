@@ -354,7 +354,7 @@ class AuditReport:
         self.first, self.last = _span(self.first, self.last, line)
         self.runs.setdefault(str(line.get("run") or ""), RunSummary()).add(line)
         if line.get("kind") == "error" and isinstance(caller := line.get("caller"), str):
-            self.callers[caller] = self.callers.get(caller, 0) + 1
+            self.callers[caller] = self.callers.get(caller, 0) + (_whole(line.get("times")) or 1)
 
 
 def _span(first: float | None, last: float | None, line: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.errors import SuspendedError, WireError
+from fedbilevel.escapes import printable
 from fedbilevel.sites import wire
 from fedbilevel.sites.transport import Failure, Transport
 
 LONGEST = 500  # letters of a reason
+_CALLERS = 20  # refused callers that one answer may name
 
 
 class Answer(NamedTuple):
@@ -70,19 +72,20 @@ class Desk:
                     failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
             elif name not in failures:
                 failures[name] = Failure(True, "it is not to be reached.", 0.0)
+        failures = {name: failure._replace(reason=printable(failure.reason)) for name, failure in failures.items()}  # it goes to logs and terminals
         if any(failure.silent for failure in failures.values()):
             self._turn[1] += 1
         if asleep and any(failure.silent and failure.seconds - asleep < deadline for failure in failures.values()):
             raise SuspendedError(f"the server was suspended for {asleep:.1f} s while it waited for answers; the outer iteration is done again.")
         return answers, dict(sorted(failures.items()))
 
-
     def _hear(self, site: str, told: Any) -> None:
         """A site tells which callers it refused, and how often."""
         if isinstance(told, dict) and all(type(times) is int and 0 < times < 2**40 for times in told.values()):
             counts = self._strangers.setdefault(site, {})
-            for caller, times in list(told.items())[:20]:
-                counts[_sentence(caller)[:-1]] = counts.get(_sentence(caller)[:-1], 0) + times
+            for caller, times in list(told.items())[:_CALLERS]:
+                shown = printable(caller)[:100]
+                counts[shown] = counts.get(shown, 0) + times
 
     def strangers(self) -> dict[str, dict[str, int]]:
         """Callers that sites refused since somebody last asked: how often, by site and name."""
@@ -112,4 +115,4 @@ def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> A
 
 
 def _sentence(reason: Any) -> str:
-    return " ".join(str(reason).split())[:LONGEST].rstrip(".") + "."
+    return printable(" ".join(str(reason).split())[:LONGEST].rstrip(".") + ".")

@@ -42,10 +42,11 @@ def site_folder(kit: Path) -> Path:
 
 
 def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """File a request, unless it is there. leaves: what would leave, as rounds_per_iteration, arrays (number of
+    """File a request, unless it is there with its preview. leaves: what would leave, as rounds_per_iteration, arrays (number of
     floats by name), bytes_per_answer and total_rounds."""
     place = folder / REQUESTS / f"{_checked(digest)}.json"
-    if place.exists():
+    before = _table(place)
+    if before and (before.get("leaves") or not leaves):  # an automatic approval asks without a preview
         return
     if len(pending(folder)) >= MOST:
         raise PolicyError(f"{MOST} plans wait for approval at this site: its operator must decide on them first.")
@@ -63,6 +64,14 @@ def decision(folder: Path, digest: str) -> Decision | None:
 def is_paused(folder: Path) -> bool:
     """Cheap, too."""
     return _table(folder / CONTROL).get("paused", False) is not False
+
+
+def withdraw_automatic(folder: Path) -> None:
+    """Forget approvals by `auto_approve`, which the site no longer sets: the operator is asked about these plans."""
+    kept = {digest: entry for digest, entry in _table(folder / APPROVALS).items() if entry["how"] != "auto"}
+    if kept != _table(folder / APPROVALS):
+        with _locked(folder):
+            _write(folder / APPROVALS, kept)
 
 
 # ---- for the operator ----------------------------------------------------------------------------

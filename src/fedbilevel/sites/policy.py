@@ -251,10 +251,10 @@ def read_settings(folder: Path) -> SiteSettings:
 
 
 def _range(name: str, value: Any) -> Range:
-    numbers = value if isinstance(value, list) and len(value) == 2 else [None]
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers) or numbers[0] > numbers[1]:
-        raise PlanError(f"{name} in [policy.settings] of {FILE} is {value!r}, expected a range such as [1, 100].")
-    return numbers[0], numbers[1]
+    match value:
+        case [int() | float() as low, int() | float() as high] if not {type(low), type(high)} & {bool} and low <= high:
+            return low, high
+    raise PlanError(f"{name} in [policy.settings] of {FILE} is {value!r}, expected a range such as [1, 100].")
 
 
 def check_data(settings: SiteSettings, place: Path) -> None:

@@ -38,6 +38,7 @@ from fedbilevel.errors import (
     UnknownNameError,
     WireError,
 )
+from fedbilevel.escapes import printable
 from fedbilevel.sites import operator, wire
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.plan import Plan, plan_digest, plan_of
@@ -48,7 +49,7 @@ from fedbilevel.sites.session import Session
 LOG, STATUS = "log.txt", "status.json"
 SAYABLE = (WireError, PolicyError, NonFiniteError)  # errors whose texts hold nothing of this site but names and shapes
 _LONGEST_LOG = 2**22  # bytes of log.txt before it is renamed to log-before.txt
-_OFTEN = 0.5  # seconds between two writings of status.json while a run goes on
+PAUSED = "its operator has paused it: wait for `fedbilevel federation unpause` there."
 log = logging.getLogger(__name__)
 
 
@@ -80,7 +81,7 @@ class Site:
         try:
             header, arrays = wire.unpack(message)
             if header.get("kind") == "ping":  # answered while a phase is computed
-                return wire.pack({**self._availability(), **self._reported()})
+                return wire.pack(self._availability())
             with self._lock:
                 return self._answer(header, arrays)
         except AwaitingOperatorError as error:
@@ -95,18 +96,21 @@ class Site:
 
     def refuse_caller(self, caller: str, reason: str) -> str:
         """Write down a call of somebody else than the server of the run, and tell the server with the next answer."""
-        caller = caller[:100]
+        caller = printable(caller)[:100]
         self._refused[caller] += 1
         self._strangers[caller] += 1
         many = self._refused[caller]
         if many & (many - 1) == 0:  # 1, 2, 4, ...: repeated calls cannot fill the disk
             log.warning("refused call number %d of %s: %s", many, caller, reason)
+            times = max(1, many // 2)  # since the line before
             with contextlib.suppress(OSError):
-                self.audit.append({"run": None, "kind": "refused call", "caller": caller, "times": many, "text": reason, "bytes": 0, "arrays": []})
+                line = {"run": None, "kind": "error", "caller": caller, "times": times, "text": reason}
+                self.audit.append({**line, "bytes": 0, "arrays": []})
         return reason
 
     def note(self, text: str) -> None:
         """Write an error down for the people of this site."""
+        text = printable(text, lines=True)
         log.error("a message could not be answered:\n%s", text)
         place = self.folder / LOG
         with contextlib.suppress(OSError):
@@ -124,7 +128,7 @@ class Site:
     def _availability(self) -> dict[str, Any]:
         """Say whether the site would answer now, and otherwise whether the operator keeps it from answering."""
         if operator.is_paused(self.folder):
-            return {"busy": True, "wait": "its operator has paused it."}
+            return {"busy": True, "wait": PAUSED}
         busy = self._lock.locked()
         if self._digest and not busy and self._decision() is None and not self._approves_itself():
             return {"busy": False, "wait": self._waiting()}
@@ -139,7 +143,7 @@ class Site:
         self._turn = turn
         if operator.is_paused(self.folder):
             self._status.write(state="paused")
-            raise AwaitingOperatorError("its operator has paused it.")
+            raise AwaitingOperatorError(PAUSED)
         if kind == "join":
             before, self._session = self._session, None
             self._session = self._joined(before, header)
@@ -151,7 +155,7 @@ class Site:
         answers = {name: getattr(session, name) for name in ("phase", "measure", "commit", "load", "finish")}
         if kind not in answers:
             raise WireError(f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {fedbilevel.__version__}.")
-        self._status.show(state="computing", iteration=header.get("iteration"), phase=header.get("phase") or kind)
+        self._status.write(state="computing", iteration=header.get("iteration"), phase=header.get("phase") or kind)
         content = answers[kind](header, arrays)
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
@@ -162,20 +166,18 @@ class Site:
         order = {name: len(arrays) for name, arrays in sent.items()}
         message = wire.pack({**header, "order": order, **self._reported()}, [array for arrays in sent.values() for array in arrays])
         self._session.policy.check_answer(len(message))
-        what = [
+        what: list[dict[str, Any]] = [
             {"name": name, "shape": list(array.shape), "dtype": str(array.dtype).removeprefix("torch."), "norm": float(array.double().norm())}
             for name, arrays in sent.items()
             for array in arrays
         ]
         self.audit.append({"run": self._session.plan.name, **when, "bytes": len(message), "arrays": what})
         self._status.answered(len(message), {one["name"]: one["norm"] for one in what})
-        self._status.show(
-            state=state, rounds_total=self.audit.rounds, rounds_run=self._session.rounds, now=when["kind"] in ("join", "finish"),
-        )  # fmt: skip
+        self._status.write(state=state, rounds_total=self.audit.rounds, rounds_run=self._session.rounds)
         return message
 
     def _refusal(self, reason: str, *, wait: bool = False) -> bytes:
-        message = wire.pack({"error": reason, **({"wait": True} if wait else {}), **self._reported()})
+        message = wire.pack({"error": reason, **({"wait": True} if wait else {})})
         run = self._session.plan.name if self._session else None
         self._status.failed(reason)
         if wait:  # repeated until the operator decides, and holds nothing of this site
@@ -187,7 +189,7 @@ class Site:
         return message
 
     def _reported(self) -> dict[str, Any]:
-        """Tell the server, once, which callers were refused."""
+        """Tell the server of the run, once, which callers were refused."""
         if not self._strangers:
             return {}
         told, self._strangers = dict(self._strangers), Counter()
@@ -222,7 +224,7 @@ class Site:
         if self.submitted is not None and digest != self.submitted.digest:
             raise PolicyError(
                 f"the message has the plan {digest[:12] or 'none'}, but the plan {self.submitted.digest[:12]} was submitted "
-                "for this job, and this site answers to no other."
+                "for this job: submit the plan that is to run."
             )
         try:
             plan = plan_of(content)
@@ -236,12 +238,15 @@ class Site:
         return plan
 
     def _check_consent(self, content: Mapping[str, Any], plan: Plan, settings: SiteSettings) -> None:
-        """Ask the operator about a new plan."""
-        if settings.auto_approve:
-            operator.approve_itself(self.folder, self._digest)
-        if self._decision() is None and not operator.is_asked(self.folder, self._digest):
+        """Ask the operator about a new plan. An approval by `auto_approve` counts only as long as that is set."""
+        if not settings.auto_approve:
+            operator.withdraw_automatic(self.folder)
+        if self._decision() is None:
+            leaves = {} if settings.auto_approve else preview(plan, self.name, settings)
             who = self.submitted.who if self.submitted else "this process"
-            operator.ask(self.folder, self._digest, who, plan.name, dict(content), preview(plan, self.name, settings))
+            operator.ask(self.folder, self._digest, who, plan.name, content, leaves)
+            if settings.auto_approve:
+                operator.approve(self.folder, self._digest, "auto_approve in site.toml", "auto")
         self._check_approved(plan.name)
 
     def _check_approved(self, run: str) -> None:
@@ -270,7 +275,7 @@ class Status:
     """The state of a site in a file, for its operator. It is written without waiting for the disk."""
 
     def __init__(self, path: Path, **facts: Any) -> None:
-        self._path, self._written, self._lock = path, 0.0, threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         self._facts: dict[str, Any] = {
             "state": "idle", "run": None, "iteration": None, "num_iterations": None, "phase": None, "answers": 0, "bytes": 0,
             "rounds_run": 0, "rounds_total": None, "max_rounds": None, "norms": {}, "last_error": None, **facts,
@@ -285,16 +290,9 @@ class Status:
     def failed(self, reason: str) -> None:
         self.write(last_error={"time": time.time(), "text": reason})
 
-    def show(self, *, now: bool = False, **facts: Any) -> None:
-        """Write now and then: the file is for people."""
-        self._facts |= facts
-        if now or time.monotonic() - self._written > _OFTEN:
-            self.write()
-
     def write(self, **facts: Any) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._facts |= facts
-            self._written = time.monotonic()
             beside = self._path.with_name(f"{self._path.name}.part")
             beside.write_text(json.dumps({"time": time.time(), **self._facts}, allow_nan=True))
             os.replace(beside, self._path)

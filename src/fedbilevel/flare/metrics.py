@@ -1,0 +1,205 @@
+"""Health and metrics of a server or a site over HTTP, for Prometheus and for service managers.
+
+GET /healthz answers 200 while the supervised process lives and its certificate has not ended, otherwise 503.
+GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each request.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedbilevel.errors import SettingError
+from fedbilevel.flare import certificates
+from fedbilevel.flare.job import PROGRESS, RUNS, SITE
+from fedbilevel.flare.processes import Supervised
+
+HOST = "127.0.0.1"
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+STATUS = "status.json"  # in a site's folder, written by its job
+OUTCOMES = ("running", "finished", "stopped", "failed", "interrupted")
+STATES = ("idle", "computing", "waiting for approval", "paused", "left", "finished")
+
+
+class Sample(NamedTuple):
+    name: str
+    value: float
+    labels: Mapping[str, str] = {}
+
+
+# name without the prefix: type and help
+FAMILIES = {
+    "up": ("gauge", "Whether the supervised process lives."),
+    "starts_total": ("counter", "How often the process was started since this supervisor began."),
+    "certificate_remaining_seconds": ("gauge", "Seconds until the certificate ends, negative after that."),
+    "run_outcome": ("gauge", "1 for the outcome of the run as its job wrote it last, 0 for the others."),
+    "run_iteration": ("gauge", "Outer iterations that are done."),
+    "run_iterations": ("gauge", "Outer iterations that the run has."),
+    "run_rounds": ("gauge", "Rounds so far."),
+    "run_bytes": ("gauge", "Bytes of arrays so far, both ways."),
+    "run_figure": ("gauge", "A figure of the last measurement."),
+    "run_waits": ("gauge", "Whether the run waits for sites or for an approval."),
+    "run_site_seconds": ("gauge", "Seconds that a site computed in the last outer iteration."),
+    "run_site_missing": ("gauge", "1 for a site that was missing in the last outer iteration."),
+    "site_state": ("gauge", "1 for the state of the site, 0 for the others."),
+    "site_status_timestamp_seconds": ("gauge", "When the state was written."),
+    "site_iteration": ("gauge", "Outer iteration that the site works on."),
+    "site_iterations": ("gauge", "Outer iterations that the run has."),
+    "site_answers": ("gauge", "Answers of this job."),
+    "site_bytes": ("gauge", "Bytes of the answers of this job."),
+    "site_rounds_run": ("gauge", "Answers with arrays in this run."),
+    "site_rounds_total": ("gauge", "Answers with arrays over all runs, which the policy counts."),
+    "site_max_rounds": ("gauge", "Answers with arrays that the policy allows."),
+    "site_norm": ("gauge", "Norm of the array that left last, by its name."),
+    "site_last_error_timestamp_seconds": ("gauge", "When something went wrong last at the site."),
+}
+
+
+def text(samples: list[Sample]) -> str:
+    """Samples in the text format of Prometheus, by family."""
+    lines = []
+    for name, (kind, help_text) in FAMILIES.items():
+        found = [one for one in samples if one.name == name and math.isfinite(one.value)]
+        if found:
+            lines += [f"# HELP fedbilevel_{name} {help_text}", f"# TYPE fedbilevel_{name} {kind}"]
+            lines += [f"fedbilevel_{name}{_labels(one.labels)} {one.value!r}" for one in found]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    parts = [f'{name}="{_escaped(value)}"' for name, value in labels.items()]
+    return f"{{{','.join(parts)}}}" if parts else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file that a job writes; empty where there is none yet, or none that is JSON."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _numbers(values: Mapping[str, Any], names: Mapping[str, str], **labels: str) -> Iterator[Sample]:
+    """names: family by key of `values`. A value that is no number has no sample."""
+    for key, family in names.items():
+        if isinstance(value := values.get(key), int | float):
+            yield Sample(family, float(value), labels)
+
+
+def _one_of(family: str, known: tuple[str, ...], value: Any, **labels: str) -> Iterator[Sample]:
+    key = family.rpartition("_")[2]
+    for one in known:
+        yield Sample(family, float(one == value), {**labels, key: one})
+
+
+def of_process(supervised: Supervised) -> Iterator[Sample]:
+    end = certificates.ends(supervised.kit).timestamp()
+    yield Sample("up", float(supervised.pid is not None))
+    yield Sample("starts_total", float(supervised.num_starts))
+    yield Sample("certificate_remaining_seconds", end - time.time())
+
+
+def of_runs(kit: Path) -> Iterator[Sample]:
+    """At the server: every run as its job wrote it last."""
+    for path in sorted((kit / RUNS).glob(f"*/{PROGRESS}")):
+        run, progress = path.parent.name, _read(path)
+        latest = _table((progress.get("latest") or [{}])[-1])
+        yield from _one_of("run_outcome", OUTCOMES, progress.get("outcome"), run=run)
+        yield Sample("run_waits", float(bool(progress.get("waiting"))), {"run": run})
+        names = {"iteration": "run_iteration", "num_iterations": "run_iterations", "rounds": "run_rounds"}
+        yield from _numbers(latest, names, run=run)
+        if isinstance(sent := latest.get("megabytes"), int | float):
+            yield Sample("run_bytes", 1e6 * sent, {"run": run})
+        for name, value in _table(latest.get("figures")).items():
+            yield from _numbers({"it": value}, {"it": "run_figure"}, run=run, figure=name)
+        for site, seconds in _table(latest.get("sites")).items():
+            yield from _numbers({"it": seconds}, {"it": "run_site_seconds"}, run=run, site=site)
+        for site in _table(latest.get("missing")):
+            yield Sample("run_site_missing", 1.0, {"run": run, "site": site})
+
+
+def of_site(kit: Path) -> Iterator[Sample]:
+    """At a site: the state that its job wrote last."""
+    status = _read(kit / SITE / STATUS)
+    yield from _one_of("site_state", STATES, status.get("state", "idle"))
+    names = ("answers", "bytes", "rounds_run", "rounds_total", "max_rounds", "iteration")
+    families = {name: f"site_{name}" for name in names}
+    families |= {"time": "site_status_timestamp_seconds", "num_iterations": "site_iterations"}
+    yield from _numbers(status, families)
+    for name, norm in _table(status.get("norms")).items():
+        yield from _numbers({"it": norm}, {"it": "site_norm"}, array=name)
+    yield from _numbers(_table(status.get("last_error")), {"time": "site_last_error_timestamp_seconds"})
+
+
+def samples_of(supervised: Supervised) -> list[Sample]:
+    own = of_runs(supervised.kit) if supervised.name == certificates.SERVER else of_site(supervised.kit)
+    return [*of_process(supervised), *own]
+
+
+def fault(supervised: Supervised) -> str:
+    """Why the server or site is not healthy; empty where it is."""
+    if supervised.pid is None:
+        return f"{supervised.name} does not run"
+    has_ended = certificates.ends(supervised.kit).timestamp() <= time.time()
+    return f"the certificate of {supervised.name} ended" if has_ended else ""
+
+
+class Endpoint:
+    """Serves both addresses in a thread until it is closed."""
+
+    def __init__(self, supervised: Supervised, *, host: str = HOST, port: int = 0) -> None:
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(supervised))
+        except OSError as error:
+            where = f"metrics cannot be served at {host}:{port} ({error.strerror})"
+            raise SettingError(f"{where}: give another --metrics-port, or 0 for a free port.") from None
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _handler(supervised: Supervised) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 5.0  # seconds for a request: nobody holds a thread for longer
+
+        def do_GET(self) -> None:
+            if self.path == "/healthz":
+                why = fault(supervised)
+                self._answer(503 if why else 200, f"{why or 'ok'}\n")
+            elif self.path == "/metrics":
+                self._answer(200, text(samples_of(supervised)))
+            else:
+                self._answer(404, "there are /healthz and /metrics\n")
+
+        def _answer(self, code: int, content: str) -> None:
+            body = content.encode(errors="replace")
+            self.send_response(code)
+            self.send_header("Content-Type", TEXT)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing: the terminal is for runs."""
+
+    return Handler
