@@ -1,4 +1,4 @@
-"""deploy/: the compose file is started by docker, or its commands are run as plain processes; systemd reads its units."""
+"""deploy/: docker starts the compose file, or its commands run as plain processes; systemd reads the units."""
 
 import configparser
 import os
@@ -79,18 +79,19 @@ class Plain:
 
     def here(self, name, words):
         """The same words with paths of this machine and a port of this service's own."""
-        places = {}
-        for volume in services()[name]["volumes"]:
-            source, target = volume.removesuffix(":ro").rsplit(":", 1)
-            places[target] = str(self.folder / source)
-        for target, source in sorted(places.items(), reverse=True):
-            words = [source + word.removeprefix(target) if word == target or word.startswith(f"{target}/") else word for word in words]
-        return [word.replace("9400", self.ports[name]) for word in words]
+        volumes = [volume.removesuffix(":ro").rsplit(":", 1) for volume in services()[name]["volumes"]]
+        places = {target: str(self.folder / source) for source, target in volumes}
+        found = []
+        for word in words:
+            target = next((one for one in places if word == one or word.startswith(f"{one}/")), "")
+            found.append(places.get(target, "") + word.removeprefix(target).replace("9400", self.ports[name]))
+        return found
 
     def start(self, name):
         command = [sys.executable, "-m", "fedbilevel", *self.here(name, services()[name]["command"])]
+        options = {"cwd": self.folder, "env": {**os.environ, **HERE}, "start_new_session": True}
         with (self.folder / f"{name}.txt").open("wb") as said:
-            self.started[name] = subprocess.Popen(command, cwd=self.folder, stdout=said, stderr=said, env={**os.environ, **HERE}, start_new_session=True)
+            self.started[name] = subprocess.Popen(command, stdout=said, stderr=said, **options)
 
     def is_healthy(self, name):
         kind, *words = services()[name]["healthcheck"]["test"]
@@ -124,8 +125,8 @@ def played_plain(folder):
         os.killpg(plain.started["north"].pid, signal.SIGSTOP)  # the health check is one: it does not pass by itself
         assert not plain.is_healthy("north")
         os.killpg(plain.started["north"].pid, signal.SIGCONT)
-    left = [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])]
-    assert left == []
+    commands = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+    assert [words for words in commands if any(str(folder) in word for word in words)] == []
     return made
 
 
@@ -140,7 +141,8 @@ def played_docker(folder):
         done = subprocess.run([*compose, *words], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    subprocess.run(["docker", "build", "-f", "deploy/Dockerfile", "-t", "fedbilevel", "."], cwd=DEPLOY.parent, check=True)
+    build = ["docker", "build", "-f", "deploy/Dockerfile", "-t", "fedbilevel", "."]
+    subprocess.run(build, cwd=DEPLOY.parent, check=True)
     try:
         docker("up", "--detach", "--no-build", "--wait")
         docker("run", "--rm", "lead")
@@ -178,7 +180,7 @@ def test_containers_have_no_more_rights_than_they_need():
             assert service["restart"] == "unless-stopped"
         if name in SITES:
             assert "ports" not in service
-            assert [volume for volume in service["volumes"] if "/data" in volume.split(":")[1]] == [f"./data/{name}:/data:ro"]
+            assert service["volumes"] == [f"./kits/{name}:/kit", f"./data/{name}:/data:ro"]
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     assert lines.index("USER fedbilevel") < lines.index('ENTRYPOINT ["fedbilevel"]')
     copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedbilevel.errors import SettingError
 from fedbilevel.flare import job, kits, metrics, processes
 from fedbilevel.flare.local import free_port
+from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.site import STATUS
 from real_loopback import HERE
 from test_certificates import age
 
@@ -117,16 +120,23 @@ def test_a_site_tells_what_it_does_and_what_left(made, asked):
     assert value(before, "site_state", state="idle") == 1
     status = {
         "time": 1000.5, "state": "waiting for approval", "iteration": 3, "num_iterations": None, "answers": 12,
-        "bytes": 4096, "rounds_run": 5, "rounds_total": 50, "max_rounds": 10000,
+        "bytes": 4096, "rounds_run": 5, "max_rounds": 10000,
         "norms": {"p": 1.25, "q": float("nan")}, "last_error": {"time": 900.0, "text": "x"},
     }  # fmt: skip
-    (made["north"] / job.SITE / metrics.STATUS).write_text(json.dumps(status))
+    (made["north"] / job.SITE / STATUS).write_text(json.dumps(status))
     samples = parsed(asked("north", "/metrics")[2])
     assert {state for state in metrics.STATES if value(samples, "site_state", state=state)} == {"waiting for approval"}
-    names = ("answers", "bytes", "rounds_run", "rounds_total", "max_rounds", "iteration")
+    names = ("answers", "bytes", "rounds_run", "max_rounds", "iteration")
     found = {name: value(samples, f"site_{name}") for name in names}
     assert found == {name: status[name] for name in found}
     assert ("site_iterations", frozenset()) not in samples
+    log = AuditLog(made["north"] / job.SITE, size=1)  # each line in a file of its own
+    log.append({"run": "a", "bytes": 100, "arrays": [{"name": "p"}]})
+    log.append({"run": "b", "bytes": 10, "arrays": []})
+    after = parsed(asked("north", "/metrics")[2])
+    totals = {name: value(after, f"site_left_{name}_total") for name in ("answers", "rounds", "bytes")}
+    assert totals == {"answers": 2, "rounds": 1, "bytes": 110}
+    assert ("site_left_bytes_total", frozenset()) not in samples
     assert value(samples, "site_norm", array="p") == 1.25
     assert value(samples, "site_last_error_timestamp_seconds") == 900
     assert value(samples, "site_status_timestamp_seconds") == 1000.5
@@ -137,6 +147,12 @@ def test_a_site_tells_what_it_does_and_what_left(made, asked):
 def test_every_family_is_announced_with_its_kind():
     samples = [metrics.Sample(name, 1.0) for name in metrics.FAMILIES]
     assert {name for name, _ in parsed(metrics.text(samples))} == set(metrics.FAMILIES)
+
+
+def test_the_page_names_every_family():
+    page = (Path(__file__).parents[1] / "docs" / "federation.md").read_text()
+    part = page[page.index("**Health and metrics.**") : page.index("**Services.**")]
+    assert set(metrics.FAMILIES) <= set(re.findall(r"`(\w+)(?:\{\w+\})?`", part))
 
 
 def test_a_port_that_is_taken_is_named(made):

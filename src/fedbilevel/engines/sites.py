@@ -381,8 +381,8 @@ class Sites(Server):
         return [place for site in sites for place in self.hosts[site]]
 
     def _needed(self, asked: int) -> int:
-        """How many of so many sites must answer: of those of a cohort the same share as of all, rounded down. All, before the first outer iteration: what a site has then is
-        what it goes back to later."""
+        """Number of sites that must answer, of those that are asked: the same share as of all, rounded down. All of them
+        before the first outer iteration: the state of a site then is what it goes back to later."""
         return asked if self.iteration == 0 else max(min(1, asked), self.quorum * asked // len(self.names))
 
     def _check_quorum(self, num: int, asked: int, when: str) -> None:

@@ -19,10 +19,11 @@ from fedbilevel.errors import SettingError
 from fedbilevel.flare import certificates
 from fedbilevel.flare.job import PROGRESS, RUNS, SITE
 from fedbilevel.flare.processes import Supervised
+from fedbilevel.sites import audit
 
 HOST = "127.0.0.1"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-STATUS = "status.json"  # in a site's folder, written by its job
+STATUS = "status.json"  # in a site's folder; sites.site, which writes it, imports torch
 OUTCOMES = ("running", "finished", "stopped", "failed", "interrupted")
 STATES = ("idle", "computing", "waiting for approval", "paused", "left", "finished")
 
@@ -54,8 +55,10 @@ FAMILIES = {
     "site_answers": ("gauge", "Answers of this job."),
     "site_bytes": ("gauge", "Bytes of the answers of this job."),
     "site_rounds_run": ("gauge", "Answers with arrays in this run."),
-    "site_rounds_total": ("gauge", "Answers with arrays over all runs, which the policy counts."),
     "site_max_rounds": ("gauge", "Answers with arrays that the policy allows."),
+    "site_left_answers_total": ("counter", "Lines in the log of what left, over all runs."),
+    "site_left_rounds_total": ("counter", "Answers with arrays over all runs, which the policy counts."),
+    "site_left_bytes_total": ("counter", "Bytes of the answers over all runs."),
     "site_norm": ("gauge", "Norm of the array that left last, by its name."),
     "site_last_error_timestamp_seconds": ("gauge", "When something went wrong last at the site."),
 }
@@ -134,15 +137,19 @@ def of_runs(kit: Path) -> Iterator[Sample]:
 
 
 def of_site(kit: Path) -> Iterator[Sample]:
-    """At a site: the state that its job wrote last."""
+    """At a site: the state that its job wrote last, and how much has left in all."""
     status = _read(kit / SITE / STATUS)
     yield from _one_of("site_state", STATES, status.get("state", "idle"))
-    names = ("answers", "bytes", "rounds_run", "rounds_total", "max_rounds", "iteration")
+    names = ("answers", "bytes", "rounds_run", "max_rounds", "iteration")
     families = {name: f"site_{name}" for name in names}
     families |= {"time": "site_status_timestamp_seconds", "num_iterations": "site_iterations"}
     yield from _numbers(status, families)
     for name, norm in _table(status.get("norms")).items():
         yield from _numbers({"it": norm}, {"it": "site_norm"}, array=name)
+    if (head := audit.read_head(kit / SITE)) is not None:
+        yield Sample("site_left_answers_total", float(head.n))
+        yield Sample("site_left_rounds_total", float(head.rounds))
+        yield Sample("site_left_bytes_total", float(head.bytes))
     yield from _numbers(_table(status.get("last_error")), {"time": "site_last_error_timestamp_seconds"})
 
 

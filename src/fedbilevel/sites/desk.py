@@ -84,8 +84,8 @@ class Desk:
         if isinstance(told, dict) and all(type(times) is int and 0 < times < 2**40 for times in told.values()):
             counts = self._strangers.setdefault(site, {})
             for caller, times in list(told.items())[:_CALLERS]:
-                shown = printable(caller)[:100]
-                counts[shown] = counts.get(shown, 0) + times
+                name = printable(caller)[:100]
+                counts[name] = counts.get(name, 0) + times
 
     def strangers(self) -> dict[str, dict[str, int]]:
         """Callers that sites refused since somebody last asked: how often, by site and name."""
@@ -115,4 +115,4 @@ def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> A
 
 
 def _sentence(reason: Any) -> str:
-    return printable(" ".join(str(reason).split())[:LONGEST].rstrip(".") + ".")
+    return " ".join(str(reason).split())[:LONGEST].rstrip(".") + "."

@@ -196,7 +196,7 @@ class Session:
         """Private parts of the solution, for this site alone."""
         names = {part: header.get(part) for part in ("x", "y")}
         found = {part: name for part, name in names.items() if isinstance(name, str) and name in self.host.kept.written}
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for part, kept in found.items():
             trees = self.host.trees(self.host.kept.own(kept, self.all), upper=part == "x")
             for number, tree in zip(self.numbers, trees, strict=True):
