@@ -249,5 +249,5 @@ def test_callers_that_a_site_refused_are_reported_by_name(tmp_path):
         return None
 
     federation.serve(federation.plan(ADAFBIO, PRIVATE), fault, said.append)
-    assert [entry["strangers"] for entry in federation.diary()] == [{}, {"site-1": {"west": 3, "a b": 1}}, {}, {}]
+    assert [entry["strangers"] for entry in federation.diary()] == [{}, {"site-1": {"west": 3, "a\\nb": 1}}, {}, {}]
     assert "site-1 refused 3 calls of west" in line(said[1])

@@ -404,3 +404,92 @@ def test_what_a_given_up_phase_computed_is_not_on_the_next_bill(caller, monkeypa
         assert "error" in caller.phase()[0]
     caller.say("load", version=None)
     assert caller.phase()[0]["calls"] == wanted
+
+
+# ---- several clients -----------------------------------------------------------------------------------------------------------
+
+
+def hosting(tmp_path, settings, count=2):
+    """A site that the plan has host clients 1 and 2 of 3, or as many as that."""
+    tmp_path.mkdir(exist_ok=True)
+    task = {"name": "quadratic", "num_clients": 1 + count}
+    return Caller(tmp_path / "site", settings, task=task, clients={"site-1": count})
+
+
+@pytest.mark.parametrize("clients", [[], [0], [2, 1], [1, 1], [3], "all", [True], [[1]]])
+def test_a_message_about_clients_that_are_not_here_is_refused(tmp_path, clients):
+    caller = hosting(tmp_path, TRIAL)
+    caller.join()
+    assert "expected some of [1, 2], in order" in caller.phase(clients=clients)[0]["error"]
+    caller.site.close()
+
+
+def test_an_answer_has_a_row_and_a_bill_for_each_client_that_was_asked(tmp_path):
+    caller = hosting(tmp_path, TRIAL)
+    assert caller.join()["weights"] == [1, 1]
+    header, arrays = caller.phase()
+    assert [tuple(array.shape) for array in arrays] == [(2, 4), (2, 6), (2, 6)]
+    one, rows = caller.phase(clients=[2])
+    assert all(torch.equal(row[0], array[1]) for row, array in zip(rows, arrays, strict=True))
+    assert {name: numbers[1:] for name, numbers in header["calls"].items()} == one["calls"]
+    assert [entry["shape"] for entry in caller.left()[-2]["arrays"]] == [[2, 4], [2, 6], [2, 6]]
+    caller.site.close()
+
+
+def test_a_folder_for_each_client_below_the_sites(tmp_path):
+    clients = Quadratic(num_clients=3).build().clients
+    for number, name in enumerate(("ann", "bob")):
+        write_folder(tmp_path / "data" / name, clients[number + 1])
+    own = hosting(tmp_path / "own", TRIAL.replace('loader = "simulated"', f'data = "{tmp_path / "data"}"'))
+    same = hosting(tmp_path / "same", TRIAL)
+    for caller in (own, same):
+        assert "error" not in caller.join()
+    assert all(torch.equal(one, other) for one, other in zip(own.phase()[1], same.phase()[1], strict=True))
+    own.site.close()
+    same.site.close()
+
+
+def test_a_loader_may_give_a_list_of_clients(tmp_path, monkeypatch):
+    (tmp_path / "group_loader.py").write_text(
+        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    return list(Quadratic(num_clients=3).build().clients[1:])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    caller = hosting(tmp_path, TRIAL.replace('loader = "simulated"', 'data = "here"\nloader = "group_loader:load"'))
+    assert "error" not in caller.join()
+    assert len(caller.phase()[1][0]) == 2
+    caller.site.close()
+
+
+@pytest.mark.parametrize(("here", "plan"), [(2, 1), (1, 2), (2, 3)])
+def test_a_plan_with_another_number_of_clients_is_refused(tmp_path, here, plan):
+    clients = Quadratic(num_clients=3).build().clients
+    for number in range(here):
+        write_folder(tmp_path / "data" / (f"client{number}" if here > 1 else ""), clients[number])
+    caller = hosting(tmp_path, TRIAL.replace('loader = "simulated"', f'data = "{tmp_path / "data"}"'), plan)
+    wanted = f"this site has the data of {here} clients, and the plan expects {plan}: set clients = {{site-1 = {here}}} in the run file"
+    assert wanted in caller.join()["error"]
+    caller.site.close()
+
+
+def test_clients_of_a_site_whose_data_look_different_are_named(tmp_path, monkeypatch):
+    (tmp_path / "odd_loader.py").write_text(
+        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    one, two = Quadratic(num_clients=2).build().clients\n"
+        "    two = {role: dict(fields) for role, fields in two.items()}\n    two['val']['extra'] = two['val']['t']\n    return [two, one]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    caller = hosting(tmp_path, TRIAL.replace('loader = "simulated"', 'data = "here"\nloader = "odd_loader:load"'))
+    assert "the data of its client 2 do not look like those of its client 1: there is no val/extra" in caller.join()["error"]
+    caller.site.close()
+
+
+def test_the_policy_holds_for_the_smallest_client(tmp_path):
+    caller = hosting(tmp_path, TRIAL + "min_samples = 6\n")  # client 1 has 5 samples, client 2 has 6
+    assert "fewer than the 6 training samples" in caller.join()["error"]
+    caller.site.close()
+
+
+def test_a_simulated_task_with_too_few_clients_is_refused(tmp_path):
+    caller = Caller(tmp_path / "site", TRIAL, task={"name": "quadratic", "num_clients": 2}, clients={"site-1": 2})
+    caller.join()
+    assert "the simulated task has 2 clients, this site hosts number 2" in (caller.folder / "log.txt").read_text()
+    caller.site.close()

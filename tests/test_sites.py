@@ -117,21 +117,21 @@ NAMES = [f"{algorithm['name']}-{scopes.lower}-{scopes.upper}" for algorithm, sco
 
 
 def survivors(plan, folder, iteration, first_call, who):
-    """The simulator with a client that answers no call from `first_call` of an outer iteration on, and on which that iteration leaves no trace."""
-    ours, client = plan_of(plan), torch.tensor([who])
+    """The simulator with clients that answer no call from `first_call` of an outer iteration on, and on which that iteration leaves no trace."""
+    ours = plan_of(plan)
 
     def drops(now, call):
-        return [who] if now == iteration and call >= first_call else []
+        return who if now == iteration and call >= first_call else []
 
     class Forgetful(Simulation):
         def begin(self, now, algorithm=None):
             stores = (self.host.memory, self.host.kept)
             if now == iteration:
-                self.before = [{name: store.own(name, client) for name, has in store.written.items() if has[who]} for store in stores]
+                ones = [(store, torch.tensor([one])) for store in stores for one in who]
+                self.before = [(store, name, one, store.own(name, one)) for store, one in ones for name, has in store.written.items() if has[one]]
             if now == iteration + 1:
-                for store, before in zip(stores, self.before, strict=True):
-                    for name, row in before.items():
-                        store.write(name, client, row)
+                for store, name, one, row in self.before:
+                    store.write(name, one, row)
             super().begin(now, algorithm)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +161,7 @@ def test_a_mean_is_that_of_the_survivors_and_what_a_site_did_not_finish_leaves_n
         return None
 
     assert federation.serve(plan, fault) == "finished"
-    wanted = survivors(plan, tmp_path / "simulated", 2, first_call, 1)
+    wanted = survivors(plan, tmp_path / "simulated", 2, first_call, [1])
     assert hit == ["site-1"]
     found, _ = federation.record.load()
     state = {part: far for part, far in differences(found, wanted).items() if part.startswith("state.")}
@@ -175,6 +175,103 @@ def test_a_mean_is_that_of_the_survivors_and_what_a_site_did_not_finish_leaves_n
     if how == "late":
         assert [answer["error"] for answer in federation.transport.answers_to_late]
         assert all("too late" in answer["error"] for answer in federation.transport.answers_to_late)
+
+
+# ---- several clients at a site -------------------------------------------------------------------------------------------
+
+HOSTED = [(case, hosts, call) for case in range(6) for hosts, call in (((1, 2, 2), 1), ((2, 1, 1), 2)) if call == 1 or case in (1, 4, 5)]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize(("case", "hosts", "first_call"), HOSTED, ids=[f"{NAMES[case]}-{call}" for case, _, call in HOSTED])
+def test_a_site_that_is_missing_takes_all_its_clients_with_it(tmp_path, case, hosts, first_call):
+    (algorithm, scopes), federation = KEEPS[case], Loopback(tmp_path, hosts=hosts)
+    plan = federation.plan(algorithm, quadratic(scopes, num_clients=sum(hosts)), quorum=2)
+    who = list(plan_of(plan).numbers("site-1"))
+    at = lambda header: header["kind"] == "phase" and header["iteration"] == 2 and header["call"] == first_call
+    assert federation.serve(plan, lambda name, header: "silent" if name == "site-1" and at(header) else None) == "finished"
+    found, wanted = federation.record.load()[0], survivors(plan, tmp_path / "simulated", 2, first_call, who)
+    assert {far for part, far in differences(found, wanted).items() if part.startswith("state.")} == {0.0}
+    assert [set(line["missing"]) for line in federation.diary()] == [set(), {"site-1"}, set(), set()]
+    assert [row["num_sites"] for row in federation.record.rows()] == [3.0, 2.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+@pytest.mark.parametrize(("algorithm", "scopes"), [KEEPS[3], KEEPS[5]], ids=[NAMES[3], NAMES[5]])
+def test_a_site_with_several_clients_that_is_killed_goes_on_from_its_version(tmp_path, algorithm, scopes):
+    """Of a cohort only some clients of a site have memory when it is saved."""
+    hosts = (3, 2)
+    wanted = None
+    for place, kills in (("quiet", ()), ("killed", (2, 3, 4))):
+        federation, killed = Loopback(tmp_path / place, hosts=hosts), []
+        options = {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop", "fraction": 0.4}
+        plan = federation.plan(algorithm, quadratic(scopes, num_clients=5), quorum=2, num_iterations=5, options=options)
+
+        def fault(name, header, kills=kills, killed=killed):
+            if name == "site-0" and header["kind"] == "phase" and header["iteration"] in kills and header["iteration"] not in killed:
+                killed.append(header["iteration"])
+                return "killed"
+            return None
+
+        assert federation.serve(plan, fault) == "finished"
+        found = federation.record.load()[0]
+        assert {part for part, value in differences(found, wanted or found).items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
+        wanted = wanted or found
+    assert killed
+    far = differences(found, simulated(plan, tmp_path / "simulated")[1])
+    assert {part for part, value in far.items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
+
+
+def test_a_message_goes_once_to_a_site_and_names_the_clients_of_a_cohort(tmp_path):
+    federation, asked = Loopback(tmp_path, hosts=(2, 3)), []
+    options = {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop", "fraction": 0.6}
+    plan = federation.plan({"name": "fedbio"}, options=options, num_iterations=6)
+
+    def note(name, header):
+        if header["kind"] == "phase":
+            asked.append((header["iteration"], name, header.get("clients")))
+
+    assert federation.serve(plan, note) == "finished"
+    mine = {"site-0": [0, 1], "site-1": [2, 3, 4]}
+    assert len({(iteration, name) for iteration, name, _ in asked}) == len(asked)  # one message, whoever is asked
+    for iteration in range(1, 7):
+        numbers = [number for at, name, clients in asked if at == iteration for number in clients or mine[name]]
+        assert len(numbers) == 3
+        assert numbers == sorted(numbers)
+    assert {len(clients) for _, _, clients in asked if clients} == {1, 2}
+    lines = [line for line in federation.left("site-1") if line["kind"] == "phase"]
+    assert {tuple(array["shape"]) for line in lines for array in line["arrays"] if array["name"] == "y"} <= {(1, 6), (2, 6), (3, 6)}
+    assert len(lines) == len([name for _, name, _ in asked if name == "site-1"])  # one line for each answer
+
+
+def test_private_parts_of_several_clients_are_written_one_by_one(tmp_path):
+    federation = Loopback(tmp_path, hosts=(1, 3))
+    task = {"name": "data_cleaning", "num_clients": 4, "num_clean": 12, "test_share": 0.8}
+    plan = federation.plan({"name": "fbo_aggitd", "num_lower_rounds": 2}, task, num_classes=10)
+    federation.serve(plan)
+    result, wanted = simulated(plan, tmp_path / "simulated")
+    assert torch.equal(federation.record.load()[0]["state.y"], wanted["state.y"])
+    own = load_file(tmp_path / "site-1" / "runs" / "trial" / "solution.safetensors")
+    assert set(own) == {f"x.client{number}.logit" for number in (1, 2, 3)}
+    assert all(torch.equal(own[f"x.client{number}.logit"], result.x[number]["logit"]) for number in (1, 2, 3))
+    assert torch.equal(load_file(tmp_path / "site-0" / "runs" / "trial" / "solution.safetensors")["x.logit"], result.x[0]["logit"])
+
+
+def test_a_run_goes_on_with_the_clients_that_it_began_with(tmp_path):
+    federation = Loopback(tmp_path, hosts=(2, 1))
+    plan = federation.plan({"name": "fedbio"}, num_iterations=2)
+    federation.serve(plan)
+    with pytest.raises(FedBilevelError, match=r"its hosted is \[2, 1\], here it is \[1, 2\]"):
+        federation.serve({**plan, "num_iterations": 4, "clients": {"site-1": 2}})
+
+
+def test_the_clients_of_one_site_are_one_party_when_norms_are_compared(tmp_path):
+    federation = Loopback(tmp_path, hosts=(2, 2))
+    odd = lambda answer, arrays: (answer, [torch.cat([array[:1] * -50, array[1:]]) for array in arrays])
+    fault = lambda name, header: odd if name == "site-1" and header["kind"] == "phase" and header["iteration"] == 2 else None
+    assert federation.serve(federation.plan({"name": "fedbio"}, exclude_outliers=True), fault) == "finished"
+    assert set(federation.diary()[1]["flagged"]) == {"site-0", "site-1"}  # with two sites nobody can tell
+    assert federation.diary()[1]["missing"] == {}
 
 
 def longer(header, arrays):

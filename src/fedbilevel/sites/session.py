@@ -224,7 +224,8 @@ class Session:
         """Rows of the clients that a message is about: all of this site, unless it names some."""
         if clients is None:
             return self.all
-        if not isinstance(clients, list) or not clients or sorted({*clients} & {*self.numbers}) != clients:
+        known = isinstance(clients, list) and all(type(number) is int and number in self.numbers for number in clients)
+        if not known or not clients or clients != sorted({*clients}):
             raise WireError(f"a message is about the clients {clients!r:.80}, expected some of {self.numbers}, in order.")
         return torch.tensor([self.numbers.index(number) for number in clients])
 
