@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,8 +67,10 @@ class Faulty(InProcess):
 class Loopback:
     opened: ClassVar[list[Loopback]] = []
 
-    def __init__(self, folder: Path, num_sites: int = 3, settings: str = TRIAL) -> None:
-        self.folder, self.names = folder, [f"site-{i}" for i in range(num_sites)]
+    def __init__(self, folder: Path, num_sites: int = 3, settings: str = TRIAL, *, hosts: Sequence[int] = ()) -> None:
+        """hosts: how many clients each site hosts, where that is not one."""
+        self.folder, self.names = folder, [f"site-{i}" for i in range(len(hosts) or num_sites)]
+        self.clients = dict(zip(self.names, hosts, strict=False))
         self.sites: dict[str, Site] = {}
         for name in self.names:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,9 @@ class Loopback:
         self.sites[name] = Site(name, self.folder / name)
 
     def plan(self, algorithm: Mapping[str, Any], task: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        plan = {"name": "trial", "sites": self.names, "task": task or {"name": "quadratic", "num_clients": len(self.names)}, "algorithm": dict(algorithm)}
+        number = sum(self.clients.values()) or len(self.names)
+        plan = {"name": "trial", "sites": self.names, "task": task or {"name": "quadratic", "num_clients": number}, "algorithm": dict(algorithm)}
+        plan |= {"clients": self.clients} if self.clients else {}
         return {**plan, "num_iterations": 4, "measure_every": 2, "options": {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop"}, **more}
 
     def serve(self, plan: Mapping[str, Any], fault: Fault = lambda name, header: None, say: Callable[[dict[str, Any]], None] = lambda line: None) -> str:

@@ -104,7 +104,7 @@ def test_rounds_count_answers_with_arrays_over_all_runs_and_survive_a_restart(tm
 
 
 def test_rounds_need_no_reading_of_the_log(log, monkeypatch):
-    monkeypatch.setattr(audit, "_object", lambda _: pytest.fail("a line was read"))
+    monkeypatch.setattr(audit, "parsed", lambda _: pytest.fail("a line was read"))
     assert AuditLog(log).rounds == 8
     AuditLog(log).append(answer(8))
 

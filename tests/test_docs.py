@@ -241,7 +241,11 @@ def test_letters_in_costs_are_explained():
     assert key("fbo_aggitd") == {"N": table, "Q": drawn, "tau": table, "tau_x": table}
     assert key("fednest")["N'"] == key("adafbio")["k"] == drawn
     assert key("simfbo") == {"tau_i": f"what client i has for tau {table}"}
-    assert key("hgp") == {"T": table, "M": table, "S": "`num_steps` of the averaging: steps of one averaging"}
+    assert key("hgp") == {
+        "T": table,
+        "M": table,
+        "S": "`num_steps` of the averaging: steps of one averaging (None: 10, and a robust one until all peers agree)",
+    }
     assert key("commfedbio") == dict.fromkeys("ERkr", table)
 
 

@@ -1,6 +1,5 @@
 """What the operator of a site decides: requests, approvals, pauses, and the commands for them."""
 
-import hashlib
 import json
 import os
 import stat
@@ -12,29 +11,8 @@ from click.testing import CliRunner
 from fedbilevel.cli import cli
 from fedbilevel.errors import PlanError, PolicyError, SettingError, UnknownNameError
 from fedbilevel.sites import operator
-from fedbilevel.sites.audit import LEFT, AuditLog
-
-PLAN = {
-    "name": "cleaning",
-    "sites": ["north", "south"],
-    "num_iterations": 10,
-    "measure_every": 5,
-    "task": {"name": "data_cleaning", "num_classes": 10},
-    "algorithm": {"name": "fbo_aggitd", "lr_upper": 0.1},
-    "options": {"seed": 1, "batch_size": 32},
-}
-LEAVES = {"rounds_per_iteration": 7, "arrays": {"y": 650, "x": 459}, "bytes_per_answer": 2600, "total_rounds": 73}
-
-
-def digest_of(text):
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-ONE, TWO = digest_of("one"), digest_of("two")
-
-
-def ask(folder, digest=ONE, *, who="lead@north.example", run="cleaning", **plan):
-    operator.ask(folder, digest, who, run, {**PLAN, "name": run, **plan}, LEAVES)
+from fedbilevel.sites.audit import LEFT
+from operator_kits import LEAVES, ONE, PLAN, TWO, ask, digest_of, log_answers, log_refusal, make_kit
 
 
 def type_(*words):
@@ -43,11 +21,7 @@ def type_(*words):
 
 @pytest.fixture
 def kit(tmp_path):
-    """As much of a site's kit as its operator's commands need."""
-    (tmp_path / "startup").mkdir()
-    (tmp_path / "startup" / "fed_client.json").write_text("{}")
-    (tmp_path / "site").mkdir()
-    return tmp_path
+    return make_kit(tmp_path / "kit")
 
 
 @pytest.fixture
@@ -214,11 +188,8 @@ def test_a_pause_that_is_written_otherwise_is_a_pause(folder, entry):
 
 
 def logged(folder):
-    log = AuditLog(folder)
-    for iteration in range(3):
-        arrays = [{"name": "y", "shape": [3], "dtype": "float64", "norm": 1.5 + iteration}]
-        log.append({"run": "cleaning", "kind": "phase", "iteration": iteration, "bytes": 500_000, "arrays": arrays})
-    log.append({"run": None, "kind": "error", "text": "no", "caller": "we\x1bst", "bytes": 90, "arrays": []})
+    log_answers(folder)
+    log_refusal(folder, caller="we\x1bst")
 
 
 def test_audit_says_that_the_log_is_whole_and_what_left(kit, folder):
@@ -226,7 +197,7 @@ def test_audit_says_that_the_log_is_whole_and_what_left(kit, folder):
     done = type_("audit", "--kit", kit)
     assert done.exit_code == 0
     assert done.output.startswith("The log is whole: 4 lines, from ")
-    for part in ("cleaning", "1.50", "y: 3, 3.5", "we\\x1bst was refused 1 times", "Last chain value: "):
+    for part in ("cleaning", "1.50", "y: 3, 3.5", "we\\x1bst was refused 1 time:", "Last chain value: "):
         assert part in done.output
     assert "\x1b" not in done.output
 
@@ -255,3 +226,68 @@ def test_a_kit_that_is_no_sites_is_refused(tmp_path):
     done = type_("audit", "--kit", tmp_path)
     assert isinstance(done.exception, SettingError)
     assert "is not the kit of a site" in str(done.exception)
+
+
+def test_requests_are_listed_with_the_command_that_approves_them(kit, folder):
+    assert type_("requests", "--kit", kit).output == "Nothing waits for approval.\n"
+    ask(folder, who="le\x1bad")
+    said = type_("requests", "--kit", kit).output
+    assert said.startswith(f"{ONE[:12]}  cleaning, sent by le\\x1bad, since ")
+    assert said.endswith(f": fedbilevel federation approve {ONE[:12]} --kit {kit}\n")
+
+
+def test_approve_shows_the_whole_plan_before_it_decides(kit, folder):
+    ask(folder, options={"seed": 1, "no\x1bte": "[red]x[/red]"})
+    done = type_("approve", ONE[:8], "--kit", kit, "--yes")
+    assert done.exit_code == 0
+    said = done.output
+    for part in ("cleaning", "lead@north.example", ONE, "data_cleaning", "num_classes = 10", "fbo_aggitd", "lr_upper = 0.1",
+                 "seed = 1", "10 outer iterations, measured every 5", "north, south", "lower_steps: 3250 numbers", "partial_grad: 459 numbers",
+                 "7 rounds in each outer iteration, 70 in all", "3709 numbers in each outer iteration, 0.1 MB in all",
+                 "x of the solution",
+                 "no\\x1bte = [red]x[/red]", "cleaning is approved."):  # fmt: skip
+        assert part in said
+    assert "\x1b" not in said
+    assert operator.decision(folder, ONE) == "approved"
+
+
+def test_approve_asks_a_person_and_takes_no_for_an_answer(kit, folder, monkeypatch):
+    ask(folder)
+    done = type_("approve", ONE, "--kit", kit)
+    assert "add --yes" in str(done.exception)
+    monkeypatch.setattr("fedbilevel.operator_cli._is_terminal", lambda: True)
+    for typed, wanted in (("\n", None), ("n\n", None), ("y\n", "approved")):
+        CliRunner().invoke(cli, ["federation", "approve", ONE, "--kit", str(kit)], input=typed)
+        assert operator.decision(folder, ONE) == wanted
+    again = type_("approve", ONE, "--kit", kit, "--yes").output
+    assert "So far it is approved, by " in again
+
+
+def test_refuse_leave_pause_and_unpause_say_what_they_did(kit, folder):
+    ask(folder)
+    assert type_("refuse", ONE[:8], "--kit", kit).output == "cleaning is refused.\n"
+    assert operator.decision(folder, ONE) == "refused"
+    said = type_("leave", "cleaning", "--kit", kit).output
+    assert said.endswith(f"To take part again: fedbilevel federation approve {ONE[:12]} --kit {kit}\n")
+    assert operator.decision(folder, ONE) == "left"
+    assert type_("pause", "--kit", kit).output.startswith("This site is paused.")
+    assert operator.is_paused(folder)
+    assert type_("unpause", "--kit", kit).output == "This site answers again.\n"
+    assert not operator.is_paused(folder)
+
+
+def test_who_decided_is_written_down_also_where_a_user_has_no_name(kit, folder, monkeypatch):
+    def nameless():
+        raise KeyError("no such user")
+
+    ask(folder)
+    monkeypatch.setattr("getpass.getuser", nameless)
+    type_("refuse", ONE, "--kit", kit)
+    assert operator.requests(folder)[0]["by"] == f"user {os.getuid()}"
+
+
+def test_a_file_among_the_requests_that_is_none_is_named(folder):
+    ask(folder)
+    (folder / operator.REQUESTS / f"{TWO}.json").write_text("{}")
+    with pytest.raises(PlanError, match="is not the request of a site's job"):
+        operator.pending(folder)

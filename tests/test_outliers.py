@@ -200,7 +200,7 @@ def boasting(weight):
         if name != "site-1" or header["kind"] not in ("join", "measure"):
             return None
         if header["kind"] == "join":
-            return lambda answer, arrays: ({**answer, "weight": weight}, arrays)
+            return lambda answer, arrays: ({**answer, "weights": [weight]}, arrays)
         return lambda answer, arrays: (answer, [torch.cat([arrays[0][:, :2], arrays[0].new_full((1, 1), float(weight)), arrays[0][:, 3:]], dim=1)])
 
     return fault

@@ -155,6 +155,24 @@ def test_a_tolerance_stops_as_soon_as_all_agree_and_zeros_agree_at_once(network,
     assert tight.time == now + 1
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-7), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("faults", [{"loss": 0.3}, {"loss": 0.6}, {"loss": 0.3, "max_delay": 5, "activity": 0.5}], ids=["some", "most", "late"])
+def test_a_robust_average_that_nobody_ended_otherwise_ends_as_between_real_peers(faults, dtype, limit):
+    peers = engine(Anything(), Network(kind="random_directed", seed=1, **faults), None, dtype=dtype)
+    values = rows().to(dtype)
+    found = peers.mix(u=values).double()
+    apart = (found - values.double().mean(0)).norm(dim=1).max()
+    assert float(apart / values.double().norm(dim=1).max()) < 2 * max(limit, torch.finfo(dtype).eps)
+
+
+def test_a_robust_average_of_a_number_of_steps_takes_so_many():
+    for averaging, steps in ((Averaging(kind="robust", num_steps=3), 3), (Averaging(), 10), (Averaging(kind="gossip"), 10)):
+        network = Network(kind="ring", loss=0.2 if averaging.kind == "robust" else 0.0)
+        peers = engine(Anything(), network, averaging)
+        peers.mix(u=rows())
+        assert peers.time == steps
+
+
 def test_a_tolerance_that_is_never_reached_is_an_error_that_says_how_far_it_came():
     peers = engine(averaging=Averaging(tolerance=1e-30, max_steps=30))
     with pytest.raises(NetworkError, match=r"after 30 steps the peers agree up to \d.\de-\d+ only, asked for 1.0e-30: raise the tolerance"):

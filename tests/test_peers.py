@@ -136,6 +136,18 @@ def test_robust_averages_end_when_all_agree_whatever_is_lost(tmp_path):
         assert relative(result.state.h[0], reference.state.h[number]) < 1e-10
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize(
+    "averaging", [{}, {"averaging": {"kind": "robust"}}, {"averaging": {"kind": "robust", "tolerance": 1e-11}}], ids=["left out", "kind", "both"]
+)
+def test_a_plan_that_loses_messages_ends_in_the_simulator_where_it_does_between_peers(tmp_path, averaging, dtype, rounding):
+    built = Quadratic(**SMALL).build()
+    plan = content({**HGP, "lower_solver": "mix"}, num_iterations=1, options={"network": {**DIRECTED, "loss": 0.3}, "dtype": dtype, **averaging})
+    threads = Threads(tmp_path, plan, built.clients)
+    threads.run()
+    check_same(threads, simulated(threads, built), rounding=rounding)
+
+
 # ---- coming and going ------------------------------------------------------------------------------------------------------
 
 

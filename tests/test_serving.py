@@ -10,8 +10,8 @@ import time
 import pytest
 
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError
+from fedbilevel.federation_cli import line
 from fedbilevel.sites import serve as serving
-from fedbilevel.sites import wire
 from fedbilevel.sites.desk import Answer, _read
 from fedbilevel.sites.pulse import Pulse
 from loopback import Loopback, differences, simulated
@@ -37,7 +37,7 @@ def in_bits(federation, plan, folder):
 
 
 def waiting(said):
-    return [line["waiting"] for line in said if "waiting" in line]
+    return [progress["waiting"] for progress in said if "waiting" in progress]
 
 
 # ---- operators ---------------------------------------------------------------------------------------------------------------
@@ -232,7 +232,22 @@ def test_a_pulse_tells_how_long_its_process_was_stopped():
 
 
 def test_the_desk_cleans_what_a_site_says_about_waiting():
-    answer = _read(wire.pack({"busy": False, "wait": "a\nlong\t" + "x" * 1000}), 0.1)
+    answer = _read({"busy": False, "wait": "a\nlong\t" + "x" * 1000}, [], 0.1)
     assert isinstance(answer, Answer)
     assert len(answer.header["wait"]) <= 501
     assert answer.header["wait"].startswith("a long x")
+
+
+def test_callers_that_a_site_refused_are_reported_by_name(tmp_path):
+    federation, said = Loopback(tmp_path), []
+
+    def fault(name, header):
+        if name == "site-1" and header.get("iteration") == 2 and header["kind"] == "phase":
+            return lambda answer, arrays: ({**answer, "strangers": {"west": 3, "a\nb": 1}}, arrays)
+        if name == "site-2" and header.get("iteration") == 2 and header["kind"] == "phase":
+            return lambda answer, arrays: ({**answer, "strangers": {"west": -3}}, arrays)  # no count
+        return None
+
+    federation.serve(federation.plan(ADAFBIO, PRIVATE), fault, said.append)
+    assert [entry["strangers"] for entry in federation.diary()] == [{}, {"site-1": {"west": 3, "a b": 1}}, {}, {}]
+    assert "site-1 refused 3 calls of west" in line(said[1])

@@ -46,7 +46,10 @@ def fits(name: str, scopes: Scopes) -> bool:
 
 SERVER = [name for name, kind in discovery.algorithms().items() if issubclass(kind, ServerAlgorithm)]
 NAMED = ("fedbio", "fbo_aggitd", "fedbioacc", "adafbio", "fedbioacc_local")
-CASES = [(name, scopes, dtype) for name in SERVER for scopes in SCOPES for dtype in ("float64", *(["float32"] if name in NAMED else [])) if fits(name, scopes)]
+FITTING = [(name, scopes) for name in SERVER for scopes in SCOPES if fits(name, scopes)]
+CASES = [(name, scopes, dtype, ()) for name, scopes in FITTING for dtype in ("float64", *(["float32"] if name in NAMED else []))]
+CASES += [(name, scopes, "float64", (2, 1)) for name, scopes in FITTING]
+CASES += [(name, scopes, "float32", (1, 2, 2)) for name, scopes in FITTING if name in (*NAMED, "commfedbio", "clustered_fl")]
 
 
 def quadratic(scopes: Scopes = Scopes(), **more):
@@ -58,16 +61,18 @@ def rows_of(book):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-@pytest.mark.parametrize(("name", "scopes", "dtype"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part))
-def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tmp_path, name, scopes, dtype):
-    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy."""
+@pytest.mark.parametrize(("name", "scopes", "dtype", "hosts"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(map(str, part)) or "1-1-1")
+def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tmp_path, name, scopes, dtype, hosts):
+    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy; one client per site, or several."""
     fraction = 1.0 if discovery.algorithm(name).needs_everyone else 0.67
     options = {"seed": 5, "batch_size": 3, "dtype": dtype, "strategy": "loop", "fraction": fraction, "schedule_power": 0.3}
     settings = {"name": name, **fewer(discovery.algorithm(name)), **SETTINGS.get(name, {})}
     if "num_local_steps" in settings:
-        settings["num_local_steps"] = [2, 1, 3] if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
-    federation = Loopback(tmp_path)
-    plan = federation.plan(settings, quadratic(scopes, weights="by_samples", cross=0.2), options=options, num_iterations=3)
+        steps = [2, 1, 3, 1, 2][: sum(hosts) or 3]
+        settings["num_local_steps"] = steps if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
+    federation = Loopback(tmp_path, hosts=hosts)
+    task = quadratic(scopes, weights="by_samples", cross=0.2, num_clients=sum(hosts) or 3)
+    plan = federation.plan(settings, task, options=options, num_iterations=3)
     assert federation.serve(plan) == "finished"
     result, wanted = simulated(plan, tmp_path / "simulated")
     found, about = federation.record.load()
@@ -177,10 +182,11 @@ def longer(header, arrays):
 
 
 CRAFTED = {
-    "calls beyond counting": lambda header, arrays: ({**header, "calls": {"samples": 10**30}}, arrays),
-    "negative calls": lambda header, arrays: ({**header, "calls": {"gy": -5}}, arrays),
-    "calls of bytes": lambda header, arrays: ({**header, "calls": {"bytes_up": 5}}, arrays),
-    "calls that are no number": lambda header, arrays: ({**header, "calls": {"gy": True}}, arrays),
+    "calls beyond counting": lambda header, arrays: ({**header, "calls": {"samples": [10**30]}}, arrays),
+    "negative calls": lambda header, arrays: ({**header, "calls": {"gy": [-5]}}, arrays),
+    "calls of bytes": lambda header, arrays: ({**header, "calls": {"bytes_up": [5]}}, arrays),
+    "calls that are no number": lambda header, arrays: ({**header, "calls": {"gy": [True]}}, arrays),
+    "calls of two clients": lambda header, arrays: ({**header, "calls": {"gy": [1, 1]}}, arrays),
     "no calls": lambda header, arrays: ({**header, "calls": None}, arrays),
     "no word about changes": lambda header, arrays: ({**header, "changed": 1}, arrays),
     "no results": lambda header, arrays: ({**header, "results": []}, arrays),
@@ -192,10 +198,10 @@ CRAFTED = {
     "kept, which is not": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"], "kept")}, arrays),
     "nothing at all": lambda header, arrays: ({**header, "results": dict.fromkeys(header["results"])}, arrays),
     "sparse, out of bounds": lambda header, arrays: (
-        {**header, "results": {**header["results"], "x": {"sparse": 4}}, "order": {"x": 2}}, [torch.tensor([9], dtype=torch.int32), arrays[0][0, :1]]
+        {**header, "results": {**header["results"], "x": {"sparse": 4}}, "order": {"x": 2}}, [torch.tensor([[9]], dtype=torch.int32), arrays[0][:, :1]]
     ),
     "sparse, as large as memory": lambda header, arrays: (
-        {**header, "results": {**header["results"], "x": {"sparse": 10**12}}, "order": {"x": 2}}, [torch.tensor([1], dtype=torch.int32), arrays[0][0, :1]]
+        {**header, "results": {**header["results"], "x": {"sparse": 10**12}}, "order": {"x": 2}}, [torch.tensor([[1]], dtype=torch.int32), arrays[0][:, :1]]
     ),
     "an order that is none": lambda header, arrays: ({**header, "order": {"x": 77}}, arrays),
     "noise": lambda header, arrays: b"noise",
@@ -216,7 +222,9 @@ def test_an_answer_that_is_none_is_that_sites_fault_alone(tmp_path, what):
     assert {part for part, value in differences(*states).items() if value} <= {"ledger.bytes_down", "ledger.floats_down"}
 
 
-@pytest.mark.parametrize("wrong", [{"weight": 0}, {"weight": -3}, {"weight": True}, {"weight": None}, {"stored": "x"}, {"stored": [None]}])
+@pytest.mark.parametrize(
+    "wrong", [{"weights": [0]}, {"weights": [-3]}, {"weights": [True]}, {"weights": None}, {"weights": [1, 1]}, {"stored": "x"}, {"stored": [None]}]
+)
 def test_a_site_that_introduces_itself_badly_is_named(tmp_path, wrong):
     federation = Loopback(tmp_path)
     craft = lambda header, arrays: ({**header, **wrong}, arrays)

@@ -105,7 +105,7 @@ def test_a_line_of_progress_is_one_line():
     assert shown == rf"outer iteration 3, loss{SHOWN} 0.5, north\n 0.10 s, without south (no{SHOWN}\nFinished.)"
 
 
-def test_followers_and_errors_of_the_command_line_show_refusals_as_text(lead, tmp_path):  # noqa: F811 - a fixture
+def test_followers_and_errors_of_the_command_line_show_refusals_as_text(lead, tmp_path, monkeypatch):  # noqa: F811 - a fixture
     """A server that forwards a site's refusal as it came, to a lead who follows the run and asks how it is."""
     refusal = f"south does not join: {EVIL}\nFinished."
     shown = f"south does not join: {SHOWN}\\nFinished."
@@ -117,6 +117,7 @@ def test_followers_and_errors_of_the_command_line_show_refusals_as_text(lead, tm
     assert followed.returncode == 2
     assert followed.stderr == f"Error: {shown}\n"
     assert followed.stdout == f"outer iteration 1, without south ({shown})\n{shown}\n"
+    monkeypatch.setattr("fedbilevel.flare.certificates.notices", lambda _kit: [])  # this lead's kit has no certificate
     asked = call("federation", "status", "--kit", lead.kit, cwd=tmp_path)
     assert asked.returncode == 0
     assert f"r: failed, outer iteration 1, without south ({shown})" in asked.stdout.splitlines()

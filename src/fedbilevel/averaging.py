@@ -24,6 +24,8 @@ from fedbilevel.network import AnyNetwork, Links
 from fedbilevel.settings import Settings, setting
 
 Kind = Literal["push_sum", "gossip", "exact", "robust"]
+STEPS = 10  # of an average whose end nobody chose
+TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of a robust one, relative to the largest row
 _LEAST = 1e-6  # the least weight that a split may leave; weights are one on average
 
 
@@ -41,10 +43,23 @@ class Averaging(Settings):
     """
 
     kind: Kind = setting("push_sum", "the operator behind an average")
-    num_steps: int = setting(10, "steps of one averaging", symbol="S", least=1)
+    num_steps: int | None = setting(None, "steps of one averaging (None: 10, and a robust one until all peers agree)", symbol="S", least=1)
     tolerance: float | None = setting(None, "instead of a fixed number of steps: until all peers agree up to this, relative to the largest row", above=0)
     max_steps: int = setting(10_000, "with a tolerance: an error after so many steps", least=1)
     weights: Literal["reset", "kept"] = setting("reset", "Push-Sum weights start at one for every average, or where the last one left them")
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of an average that has no limit."""
+        return STEPS if self.num_steps is None else self.num_steps
+
+    def limit(self, dtype: torch.dtype) -> float | None:
+        """The disagreement at which an average of such rows ends, relative to the largest row; None where a number of steps ends it.
+
+        A robust average without either ends as it does between real peers, who cannot count steps together.
+        """
+        is_open = self.kind == "robust" and self.num_steps is None and self.tolerance is None
+        return TOLERANCE[dtype] if is_open else self.tolerance
 
     def check(self, network: AnyNetwork, links: Links) -> None:
         if network.faulty and self.kind != "robust":

@@ -13,7 +13,7 @@ import click
 
 from fedbilevel.errors import SettingError
 from fedbilevel.escapes import printable
-from fedbilevel.sites import policy
+from fedbilevel.sites import policy, view
 from fedbilevel.sites.plan import read_plan
 from fedbilevel.terminal import say, say_line
 
@@ -137,11 +137,18 @@ def start_site_command(kit: Path, data: Path | None, metrics_host: str, metrics_
     settings = policy.read_settings(kit / job.SITE)
     if data or settings.data:
         policy.check_data(settings, (data or Path(settings.data)).resolve())
+    follower = view.Follower(kit)
+
+    def follow() -> None:
+        for text in follower.lines(view.look(kit / job.SITE)):
+            say_line(text)
+
     environment = {policy.DATA: str(data.resolve())} if data else {}
-    _keep(processes.Supervised(kit, environment=environment, say=say_line), metrics_host, metrics_port)
+    _keep(processes.Supervised(kit, environment=environment, say=say_line), metrics_host, metrics_port, follow)
 
 
-def _keep(supervised: Any, metrics_host: str, metrics_port: int | None) -> None:
+def _keep(supervised: Any, metrics_host: str, metrics_port: int | None, follow: Callable[[], None] = lambda: None) -> None:
+    """follow: called twice a second."""
     from fedbilevel.flare.metrics import Endpoint
 
     endpoint = None if metrics_port is None else Endpoint(supervised, host=metrics_host, port=metrics_port)
@@ -153,7 +160,7 @@ def _keep(supervised: Any, metrics_host: str, metrics_port: int | None) -> None:
         say(f"{supervised.name} serves {endpoint.url}/metrics and {endpoint.url}/healthz.")
     try:
         while not supervised.wait(0.5):
-            pass
+            follow()
     finally:
         supervised.stop()
         if endpoint is not None:

@@ -76,8 +76,8 @@ def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, A
 
 
 def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
-    """What to suggest for the averaging: only the robust kind recovers what a network loses."""
-    return {**suggested, **({"kind": "robust"} if network.faulty else {})}
+    """What to suggest for the averaging: only the robust kind recovers what a network loses, and it ends when all agree."""
+    return {"kind": "robust"} if network.faulty else suggested
 
 
 def names_of(found: Callable[[], dict[str, Any]]) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:

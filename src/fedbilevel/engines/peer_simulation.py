@@ -98,9 +98,9 @@ class PeerSimulation(Peering):
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """A fixed number of steps, or until all agree: all peers are looked at, so it stops as soon as they do."""
-        tolerance = self.averaging.tolerance
+        tolerance = self.averaging.limit(rows.dtype)
         if tolerance is None:
-            for _ in range(self.averaging.num_steps):
+            for _ in range(self.averaging.steps):
                 advance()
             return
         scale = self._everyone(torch.linalg.vector_norm(rows, dim=1, keepdim=True)).max().double()  # values may be wider than rows

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbilevel.averaging import Averaging, Message, RunningSums
+from fedbilevel.averaging import TOLERANCE, Averaging, Message, RunningSums
 from fedbilevel.clients import Host
 from fedbilevel.draws import Stream
 from fedbilevel.engines.group import Group, digest
@@ -27,7 +27,6 @@ from fedbilevel.peers.wire import SKETCH
 from fedbilevel.population import figures, total
 
 OnCrash = Literal["reclaim", "absorb", "restart"]
-TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of robust averages, relative to the largest row
 _TABLES, _BUCKETS = 7, (SKETCH - 1) // 7  # of a sketch
 _FEW = 64  # peers up to which the whole product of a step is computed, as a simulation does
 
@@ -120,7 +119,7 @@ class Peer(Peering):
         self.ledger.count_round()
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
-        for _ in range(self.averaging.num_steps):
+        for _ in range(self.averaging.steps):
             advance()
 
     # ---- robust averages -------------------------------------------------------------------------------------------------

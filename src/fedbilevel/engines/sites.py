@@ -7,6 +7,7 @@ did not finish leaves no trace there.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -39,12 +40,13 @@ class Member(NamedTuple):
     """A site as the server knows it."""
 
     name: str
-    weight: int
+    weights: Sequence[int]  # of each client that it hosts
     missing: str | None = None  # why it takes no part yet
 
 
 class Sites(Server):
-    """Implements `Federation`. Client i is members[i].
+    """Implements `Federation`. Places are those of clients; numbers of sites are their places among the members. A site hosts clients whose places follow
+    each other: it is asked by one message for all of them, is missing with all of them, and has one version of what they keep.
 
     layouts: names and shapes of x and y. quorum: how many sites must answer, of all. deadline: seconds for an answer. plan, welcome: what a site is told
     that comes back, perhaps as a new process, and who looks at its introduction. exclude_outliers: whether a flagged answer is left out of the mean.
@@ -70,12 +72,15 @@ class Sites(Server):
         dtype: torch.dtype = torch.float32,
         **_: Any,
     ) -> None:
-        n = len(members)
-        weights = torch.tensor([member.weight for member in members])
+        counts = [len(member.weights) for member in members]
+        n, ends = sum(counts), list(itertools.accumulate(counts))
+        weights = torch.tensor([weight for member in members for weight in member.weights])
         super().__init__(algorithm, problem, seed=seed, cohort=cohort, ids=torch.arange(n), weights=weights, ledger=Ledger(n), stream=Stream(seed))
         self.names, self.desk = [member.name for member in members], desk
+        self.hosts = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]  # places of the clients of each site
+        self.site_of = [site for site, count in enumerate(counts) for _ in range(count)]  # by place
         self.plan, self.welcome = plan, welcome
-        self.layouts, self.quorum, self.deadline = dict(layouts), n if algorithm.needs_everyone else quorum, deadline
+        self.layouts, self.quorum, self.deadline = dict(layouts), len(members) if algorithm.needs_everyone else quorum, deadline
         self.exclude_outliers = exclude_outliers
         self.batch_size, self.sampling, self.dtype = batch_size, sampling, dtype
         self.layout_y = Layout(problem.y0)
@@ -84,17 +89,17 @@ class Sites(Server):
             self.layout_x = Layout(problem.initial_x({}))
             self.x0 = self.layout_x.ravel(problem.initial_x({})).detach().to(dtype)
         self.settings = algorithm  # before a schedule scales its steps
-        self.missing = {place: member.missing for place, member in enumerate(members) if member.missing is not None}  # why, by place
-        self.versions: list[int | None] = [None] * n  # of what each site has on disk, and would go back to
-        self.changed: set[int] = set()  # places whose sites have something newer
+        self.missing = {site: member.missing for site, member in enumerate(members) if member.missing is not None}  # why, by site
+        self.versions: list[int | None] = [None] * len(members)  # of what each site has on disk, and would go back to
+        self.changed: set[int] = set()  # sites that have something newer
         self.ways: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}  # what each site took for the phases of this outer iteration
         self.lost: dict[str, str] = {}  # who was left out since somebody asked, and why
         self.flags: dict[str, str] = {}  # sites whose answers were far from the others' since somebody asked, and how far
         self._suspects: dict[str, Flag] = {}  # the first such answer of each site that went into a mean, in this outer iteration or the one before
         self.without_solution: list[str] = []
-        self._pending: list[dict[str, str]] = [{} for _ in range(n)]  # values that sites still have to place
-        self._asked = {place: (-_APART[1], _APART[0]) for place in range(n)}  # when a missing site was last asked, and how long to leave it in peace
+        self._pending: list[dict[str, str]] = [{} for _ in members]  # values that sites still have to place
+        self._asked = {site: (-_APART[1], _APART[0]) for site in range(len(members))}  # when a missing site was last asked, and how long to leave it in peace
         self._at_fault: set[int] = set()  # of the missing, those that answered with an error
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
@@ -118,55 +123,55 @@ class Sites(Server):
     def _placed(self, name: str, how: str, value: Callable[[], Tensor]) -> Any:
         if name not in self.kept_names:
             return value()
-        here = self._here()
-        for place in here:
-            self._pending[place][name] = how
-        return self._keep(name, torch.tensor(here, dtype=torch.int64))
+        for site in self._here():
+            self._pending[site][name] = how
+        return self._keep(name, torch.tensor(self._places(self._here()), dtype=torch.int64))
 
     def _ask(self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool) -> tuple[Answers, Tensor, Tensor]:
-        self._check_quorum(len(places), len(self._positions), f"call {self.call} ({phase}) of outer iteration {self.iteration}")
+        asked, what = len(self._by_site(self._positions.tolist())), f"{phase} of outer iteration {self.iteration}"
+        self._check_quorum(len(self._by_site(places.tolist())), asked, f"call {self.call} ({phase}) of outer iteration {self.iteration}")
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call, "scaled": self._scaled()}
-        asked, what = len(self._positions), f"{phase} of outer iteration {self.iteration}"
-        answers = self._exchange(head, broadcast, places.tolist(), what, self._rows, asked)
+        answers = self._exchange(head, broadcast, self._by_site(places.tolist()), what, self._rows, asked)
         self._leave_out_odd_ones(answers, lambda rows: tuple((name, _form(row)) for name, row in sorted(rows.items())), asked, what)
         self._look_for_outliers(phase, broadcast, answers, asked, what)
-        for place, (answer, _) in answers.items():
-            for column, number in answer.header["calls"].items():
-                self.ledger.charge(column, torch.tensor([place]), number)
+        for site, (answer, _) in answers.items():
+            for column, numbers in answer.header["calls"].items():
+                self.ledger.charge(column, torch.tensor([place for place in places.tolist() if self.site_of[place] == site]), torch.tensor(numbers))
             if answer.header["changed"]:
-                self.changed.add(place)
-        stay = torch.tensor([place in answers for place in places.tolist()])
+                self.changed.add(site)
+        stay = torch.tensor([self.site_of[place] in answers for place in places.tolist()])
         first = next(iter(answers.values()))[1]
         return {name: _stacked([rows[name] for _, rows in answers.values()]) for name in first}, places[stay], times[stay]
 
     def _leave_out_odd_ones(self, answers: dict[int, tuple[Answer, Any]], form: Callable[[Any], Any], asked: int, what: str) -> None:
         """Sites whose answers have other names or lengths than most: another version of the algorithm, or worse."""
-        forms = {place: form(read) for place, (_, read) in answers.items()}
+        forms = {site: form(read) for site, (_, read) in answers.items()}
         [(usual, _)] = Counter(forms.values()).most_common(1)
-        for place in [place for place, one in forms.items() if one != usual]:
-            del answers[place]
-            self._drop(place, Failure(False, "its answer has not the form of the others': install the same version of fedbilevel at all sites.", 0.0), what)
+        for site in [site for site, one in forms.items() if one != usual]:
+            del answers[site]
+            self._drop(site, Failure(False, "its answer has not the form of the others': install the same version of fedbilevel at all sites.", 0.0), what)
         self._check_quorum(len(answers), asked, what)
 
     def _look_for_outliers(self, phase: str, broadcast: Mapping[str, Value], answers: dict[int, tuple[Answer, Answers]], asked: int, what: str) -> None:
-        """Flag answers whose norm is far above the others', and leave them out where the run says so. Two answers do not tell which one is odd."""
+        """Flag answers whose norm is far above the others', and leave them out where the run says so. Two answers do not tell which one is odd. Sites are
+        compared, each by its longest row: the clients of one site are one party."""
         least = max((log_norm(value) for value in broadcast.values() if isinstance(value, Tensor)), default=-math.inf)
         worst: dict[int, Flag] = {}
         for name in next(iter(answers.values()))[1]:
-            sent = {place: rows[name] for place, (_, rows) in answers.items()}
-            logs = {place: log_norm(_dense(row)) for place, row in sent.items() if row is not None and row is not _KEPT}
-            for place in outliers(logs, least) if logs else ():
-                others = max(log for other, log in logs.items() if other != place)
-                flag = Flag(phase, self.iteration, name, logs[place], others, alone=len(logs) > 2)
-                if place not in worst or flag.norm - flag.others > worst[place].norm - worst[place].others:
-                    worst[place] = flag
-        for place, flag in worst.items():
-            self.flags.setdefault(self.names[place], str(flag))
+            sent = {site: rows[name] for site, (_, rows) in answers.items()}
+            logs = {site: log_norm(_dense(row)) for site, row in sent.items() if row is not None and row is not _KEPT}
+            for site in outliers(logs, least) if logs else ():
+                others = max(log for other, log in logs.items() if other != site)
+                flag = Flag(phase, self.iteration, name, logs[site], others, alone=len(logs) > 2)
+                if site not in worst or flag.norm - flag.others > worst[site].norm - worst[site].others:
+                    worst[site] = flag
+        for site, flag in worst.items():
+            self.flags.setdefault(self.names[site], str(flag))
             if self.exclude_outliers and flag.alone:
-                del answers[place]
-                self._drop(place, Failure(False, f"{flag}, so it was left out.", 0.0), what)
+                del answers[site]
+                self._drop(site, Failure(False, f"{flag}, so it was left out.", 0.0), what)
             elif flag.alone:
-                self._suspects.setdefault(self.names[place], flag)
+                self._suspects.setdefault(self.names[site], flag)
         self._check_quorum(len(answers), asked, what)
 
     def who_was_flagged(self) -> dict[str, str]:
@@ -191,12 +196,12 @@ class Sites(Server):
                 )
         return means
 
-    def _rows(self, answer: Answer) -> Answers:
-        """What a site sent, looked at before anybody uses it."""
+    def _rows(self, answer: Answer, num: int) -> Answers:
+        """What a site sent for `num` clients, looked at before anybody uses it."""
         results, calls = answer.header.get("results"), answer.header.get("calls")
         if not isinstance(results, dict) or not isinstance(calls, dict) or not isinstance(answer.header.get("changed"), bool):
             raise WireError("its answer does not say what it is.")
-        if not all(name in CALLS and type(number) is int and 0 <= number < 2**40 for name, number in calls.items()):
+        if not all(name in CALLS and are_counts(numbers, num, least=0) for name, numbers in calls.items()):
             raise WireError("its answer does not say what it computed.")
         rows: Answers = {}
         for name, kind in results.items():
@@ -207,16 +212,16 @@ class Sites(Server):
                 continue
             arrays = answer.arrays.get(name, [])
             if kind == "rows" and len(arrays) == 1 and name not in self.kept_names:
-                rows[name] = _finite(name, arrays[0], self.dtype, self._expected(name))
+                rows[name] = _finite(name, arrays[0], self.dtype, num, self._expected(name))
             elif isinstance(kind, dict) and isinstance(kind.get("sparse"), int) and len(arrays) == 2 and name not in self.kept_names:
-                places, values = arrays[0].long(), _finite(name, arrays[1][None], self.dtype)[0]
+                places, values = arrays[0].long(), _finite(name, arrays[1], self.dtype, num)
                 known = self._expected(name)
                 widths = [known] if known is not None else [len(self.y0), *([len(self.x0)] if self.problem.scopes.upper == "shared" else [])]
                 if kind["sparse"] not in widths:
                     raise WireError(f"its sparse {name} has {kind['sparse']} entries, expected {' or '.join(map(str, widths))}.")
-                if places.ndim != 1 or places.shape != values.shape or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < kind["sparse"]):
+                if places.shape != values.shape or (places.numel() and not 0 <= int(places.min()) <= int(places.max()) < kind["sparse"]):
                     raise WireError(f"its sparse {name} has entries that lie nowhere.")
-                rows[name] = Sparse(torch.zeros(1, kind["sparse"], dtype=self.dtype).index_put_((torch.zeros_like(places), places), values), len(places))
+                rows[name] = Sparse(torch.zeros(num, kind["sparse"], dtype=self.dtype).scatter_(1, places, values), places.shape[1])
             else:
                 raise WireError(f"its answer has {name} in a form that was not asked for.")
         return rows
@@ -227,14 +232,14 @@ class Sites(Server):
         return self.algorithm.lengths.get(name, self.width(name)) if declared else None
 
     def _absent(self) -> Iterable[int]:
-        return self.missing
+        return self._places(self.missing)
 
     def _nobody(self) -> FedBilevelError:
-        return self._too_few(0, self._needed(len(self._positions)), f"call {self.call} of outer iteration {self.iteration}")
+        return self._too_few(0, self._needed(len(self._by_site(self._positions.tolist()))), f"call {self.call} of outer iteration {self.iteration}")
 
     def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         if len(places) < self.num_clients:
-            raise self._too_few(len(places), self.num_clients, f"outer iteration {self.iteration}")
+            raise self._too_few(len(self._by_site(places.tolist())), len(self.names), f"outer iteration {self.iteration}")
         return super()._by_client(sent, places, times)
 
     # ---- what the run loop uses --------------------------------------------------------------------------------------
@@ -249,14 +254,15 @@ class Sites(Server):
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Losses and metrics over the sites that answer, and how many those were. Not charged, as in a simulation."""
         here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
-        self._check_quorum(len(here), self.num_clients, when)
-        looks = self._exchange({"kind": "measure", "iteration": self.iteration}, {"x": x, "y": y}, here, when, _look, self.num_clients, charged=False)
-        self._leave_out_odd_ones(looks, lambda look: tuple(look[0]), self.num_clients, when)
+        self._check_quorum(len(here), len(self.names), when)
+        head = {"kind": "measure", "iteration": self.iteration}
+        looks = self._exchange(head, {"x": x, "y": y}, self._whole(here), when, _look, len(self.names), charged=False)
+        self._leave_out_odd_ones(looks, lambda look: tuple(look[0]), len(self.names), when)
         names = next(iter(looks.values()))[1][0]
-        self.changed |= {place for place, (answer, _) in looks.items() if answer.header["changed"]}
+        self.changed |= {site for site, (answer, _) in looks.items() if answer.header["changed"]}
         table = torch.cat([rows for _, (_, rows) in looks.values()])
-        table[:, 2] = self.weights_by_place[list(looks)].double()  # which may be capped, not what a site says
-        return {**figures(self.problem, names, table), "num_sites": float(len(table))}
+        table[:, 2] = self.weights_by_place[self._places(looks)].double()  # which may be capped, not what a site says
+        return {**figures(self.problem, names, table), "num_sites": float(len(looks))}
 
     def trees(self, value: Any, *, upper: bool) -> Any:
         """Nothing, for what never left the sites: each has written its own part."""
@@ -275,23 +281,24 @@ class Sites(Server):
         return self.desk.transport.stop_asked()
 
     def identity(self) -> dict[str, Any]:
-        return {**self.layouts, "sites": self.names, "cohort": self.cohort._asdict()}
+        several = {"hosted": [len(places) for places in self.hosts]} if self.num_clients > len(self.names) else {}
+        return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict()}
 
     def commit(self) -> None:
         """Sites that have something new write it to disk, before the server writes that it counts on it."""
         version = self.iteration
-        places = [place for place in sorted(self.changed) if place not in self.missing]
-        done = self._exchange({"kind": "commit", "version": version}, {}, places, f"saving after outer iteration {version}", _nothing, len(places))
-        for place in done:
-            self.versions[place] = version
+        sites = self._whole([site for site in sorted(self.changed) if site not in self.missing])
+        done = self._exchange({"kind": "commit", "version": version}, {}, sites, f"saving after outer iteration {version}", _nothing, len(sites))
+        for site in done:
+            self.versions[site] = version
         self.changed -= done.keys()
 
     def finish(self, state: Any) -> None:
         """Sites write private parts of the solution."""
         kept = {part: value.name if isinstance(value := getattr(state, part), Kept) else None for part in ("x", "y")}
-        done = self._exchange({"kind": "finish", **kept}, {}, self._here(), "the end of the run", _nothing)
+        done = self._exchange({"kind": "finish", **kept}, {}, self._whole(self._here()), "the end of the run", _nothing)
         if any(kept.values()):
-            self.without_solution = [name for place, name in enumerate(self.names) if place not in done]
+            self.without_solution = [name for site, name in enumerate(self.names) if site not in done]
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """With the version that each site would go back to, and nothing of what is in it."""
@@ -312,56 +319,71 @@ class Sites(Server):
 
     # ---- who is there --------------------------------------------------------------------------------------------------
 
-    def back_to_versions(self, places: Sequence[int]) -> None:
+    def back_to_versions(self, sites: Sequence[int]) -> None:
         """Each of these sites goes to the version that was last agreed on with it."""
-        for version in dict.fromkeys(self.versions[place] for place in places):
-            some = [place for place in places if self.versions[place] == version]
-            done = self._exchange({"kind": "load", "version": version}, {}, some, f"going back to version {version}", _nothing)
+        for version in dict.fromkeys(self.versions[site] for site in sites):
+            some = [site for site in sites if self.versions[site] == version]
+            done = self._exchange({"kind": "load", "version": version}, {}, self._whole(some), f"going back to version {version}", _nothing)
             self.changed -= done.keys()
 
     def readmit(self) -> None:
         """Ask those that are missing whether they are there, less and less often; whoever is begins from its last version."""
         now = time.monotonic()
-        due = [place for place in self.missing if self.names[place] in self.desk.reachable and now - self._asked[place][0] >= self._asked[place][1]]
+        due = [site for site in self.missing if self.names[site] in self.desk.reachable and now - self._asked[site][0] >= self._asked[site][1]]
         if not due:
             return
-        answers, _ = self.desk.exchange({self.names[place]: Message({"kind": "ping"}) for place in due}, deadline=_PROBE)
-        back = [place for place in due if self.names[place] in answers and is_free(answers[self.names[place]])]
-        for place in due:
-            self._asked[place] = (time.monotonic(), _APART[0] if place in back else min(2 * self._asked[place][1], _APART[1]))
-        for place in back:
-            del self.missing[place]
-        joined = self._exchange({"kind": "join", "plan": self.plan, "version": fedbilevel.__version__}, {}, back, "joining again", lambda answer: answer.header)
-        for place, (_, about) in joined.items():
+        answers, _ = self.desk.exchange({self.names[site]: Message({"kind": "ping"}) for site in due}, deadline=_PROBE)
+        back = [site for site in due if self.names[site] in answers and is_free(answers[self.names[site]])]
+        for site in due:
+            self._asked[site] = (time.monotonic(), _APART[0] if site in back else min(2 * self._asked[site][1], _APART[1]))
+        for site in back:
+            del self.missing[site]
+        join = {"kind": "join", "plan": self.plan, "version": fedbilevel.__version__}
+        joined = self._exchange(join, {}, self._whole(back), "joining again", lambda answer, _: answer.header)
+        for site, (_, about) in joined.items():
             try:
-                self.welcome(self.names[place], about)
+                self.welcome(self.names[site], about)
             except FedBilevelError as error:
-                self._drop(place, Failure(False, str(error), 0.0), "joining again")
-        self.back_to_versions([place for place in back if place not in self.missing])
+                self._drop(site, Failure(False, str(error), 0.0), "joining again")
+        self.back_to_versions([site for site in back if site not in self.missing])
 
-    def _drop(self, place: int, failure: Failure, what: str) -> None:
+    def _drop(self, site: int, failure: Failure, what: str) -> None:
         """What a site held is gone: it will begin from its last version."""
         reason = failure.reason if not failure.silent else f"no answer within {failure.seconds:.3g} s"
-        self.missing[place] = f"{what}: {reason}"
-        self.lost[self.names[place]] = self.missing[place]
-        self._asked[place] = (time.monotonic() if failure.silent else -_APART[1], _APART[0])  # who answers at all is asked again soon
-        self._held.forget(place)
-        self._pending[place] = {}
-        self.changed.discard(place)
-        (self._at_fault.discard if failure.silent or failure.wait else self._at_fault.add)(place)
+        self.missing[site] = f"{what}: {reason}"
+        self.lost[self.names[site]] = self.missing[site]
+        self._asked[site] = (time.monotonic() if failure.silent else -_APART[1], _APART[0])  # who answers at all is asked again soon
+        for place in self.hosts[site]:
+            self._held.forget(place)
+        self._pending[site] = {}
+        self.changed.discard(site)
+        (self._at_fault.discard if failure.silent or failure.wait else self._at_fault.add)(site)
 
     def who_was_missing(self) -> dict[str, str]:
         """Since somebody last asked: also those that failed when the last outer iteration was being saved, and are back."""
-        found, self.lost = {self.names[place]: why for place, why in sorted(self.missing.items())} | self.lost, {}
+        found, self.lost = {self.names[site]: why for site, why in sorted(self.missing.items())} | self.lost, {}
         return found
 
     def _here(self) -> list[int]:
-        return [place for place in range(self.num_clients) if place not in self.missing]
+        return [site for site in range(len(self.names)) if site not in self.missing]
+
+    def _by_site(self, places: Iterable[int]) -> dict[int, list[int]]:
+        """Places of clients, by the site that hosts them."""
+        found: dict[int, list[int]] = {}
+        for place in places:
+            found.setdefault(self.site_of[place], []).append(place)
+        return found
+
+    def _whole(self, sites: Iterable[int]) -> dict[int, list[int]]:
+        return {site: list(self.hosts[site]) for site in sites}
+
+    def _places(self, sites: Iterable[int]) -> list[int]:
+        return [place for site in sites for place in self.hosts[site]]
 
     def _needed(self, asked: int) -> int:
-        """How many of so many must answer: of a cohort the same share as of all, rounded down. All, before the first outer iteration: what a site has then is
-        what it goes back to later."""
-        return asked if self.iteration == 0 else max(min(1, asked), self.quorum * asked // self.num_clients)
+        """Number of sites that must answer, of those that are asked: the same share as of all, rounded down. All of them
+        before the first outer iteration: the state of a site then is what it goes back to later."""
+        return asked if self.iteration == 0 else max(min(1, asked), self.quorum * asked // len(self.names))
 
     def _check_quorum(self, num: int, asked: int, when: str) -> None:
         if num < self._needed(asked):
@@ -372,7 +394,7 @@ class Sites(Server):
         they refused what another site's answer led to, that site is named."""
         if self._at_fault & self.missing.keys() and (blame := self._blame()):
             return FedBilevelError(blame)
-        named = "; ".join(f"{self.names[place]} ({why})" for place, why in sorted(self.missing.items()))
+        named = "; ".join(f"{self.names[site]} ({why})" for site, why in sorted(self.missing.items()))
         text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}."
         return FedBilevelError(text) if self._at_fault >= self.missing.keys() else QuorumError(text)
 
@@ -382,42 +404,44 @@ class Sites(Server):
         self,
         head: Mapping[str, Any],
         broadcast: Mapping[str, Value],
-        places: Sequence[int],
+        sites: Mapping[int, Sequence[int]],
         what: str,
-        read: Callable[[Answer], Any],
+        read: Callable[[Answer, int], Any],
         asked: int = 0,
         *,
         charged: bool = True,
     ) -> dict[int, tuple[Answer, Any]]:
-        """Ask these sites; who does not answer properly is missing from now on. Answers by place, each with what `read` makes of it.
+        """Ask these sites, each about its clients at these places; who does not answer properly is missing from now on. Answers by site, each with what
+        `read` makes of it and of the number of clients.
 
         asked: of so many a quorum must answer. charged: arrays that a site lacks are paid for, and it goes on holding them.
         """
-        if not places:
+        if not sites:
             return {}
-        messages = self._messages(head, broadcast, places, charged)
+        messages = self._messages(head, broadcast, sites, charged)
         answers, failures = self.desk.exchange(messages, deadline=self.deadline)
         good: dict[int, tuple[Answer, Any]] = {}
-        for place in places:
-            name = self.names[place]
+        for site, places in sites.items():
+            name = self.names[site]
             if name in answers:
                 try:
-                    good[place] = (answers[name], read(answers[name]))
+                    good[site] = (answers[name], read(answers[name], len(places)))
                 except (WireError, NonFiniteError) as error:
                     failures[name] = Failure(False, str(error), answers[name].seconds)
                 else:
                     if head["kind"] in ("phase", "measure"):  # those place what they are told to
-                        self._pending[place] = {}
+                        self._pending[site] = {}
                     if head["kind"] == "phase":
                         self.seconds[name] = self.seconds.get(name, 0.0) + answers[name].seconds
             if name in failures:
-                self._drop(place, failures[name], what)
+                self._drop(site, failures[name], what)
         self._check_quorum(len(good), asked, what)
         return good
 
-    def _messages(self, head: Mapping[str, Any], broadcast: Mapping[str, Value], places: Sequence[int], charged: bool) -> dict[str, Message]:
+    def _messages(self, head: Mapping[str, Any], broadcast: Mapping[str, Value], sites: Mapping[int, Sequence[int]], charged: bool) -> dict[str, Message]:
+        """Every client pays for the arrays that it lacks; they travel once to a site, and of a matrix all rows of its clients."""
         values: dict[str, Any] = {}
-        brings: dict[int, list[tuple[int, Tensor]]] = {place: [] for place in places}
+        brings: dict[int, list[tuple[int, Tensor]]] = {site: [] for site in sites}
         for name, value in broadcast.items():
             if isinstance(value, Kept):
                 self._check_kept(value)
@@ -425,10 +449,11 @@ class Sites(Server):
             elif isinstance(value, Tensor):
                 number = self._held.number(value)
                 values[name] = {"array": number}
-                all_of_them = torch.tensor(places)
-                lacks = self._lacking(value, all_of_them) if charged else all_of_them[~self._held.mask(value)[all_of_them]]
-                for place in lacks.tolist():
-                    brings[place].append((number, value if value.ndim == 1 else value[place : place + 1]))
+                held = self._held.mask(value)
+                for site in [site for site in sites if not bool(held[list(self.hosts[site])].any())]:
+                    brings[site].append((number, value if value.ndim == 1 else value[self.hosts[site].start : self.hosts[site].stop]))
+                if charged:
+                    self._lacking(value, torch.tensor([place for places in sites.values() for place in places]))
             elif isinstance(value, float) and not math.isfinite(value):
                 raise NonFiniteError(
                     self._blame() or f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
@@ -436,9 +461,11 @@ class Sites(Server):
             else:
                 values[name] = {"value": value}
         messages = {}
-        for place in places:
-            new = {"new": [number for number, _ in brings[place]], "live": self._held.at(place), "place": dict(self._pending[place])}
-            messages[self.names[place]] = Message({**head, "values": values, **new}, [array for _, array in brings[place]])
+        for site, places in sites.items():
+            live = sorted({number for place in self.hosts[site] for number in self._held.at(place)})
+            new = {"new": [number for number, _ in brings[site]], "live": live, "place": dict(self._pending[site])}
+            some = {"clients": list(places)} if len(places) < len(self.hosts[site]) else {}  # otherwise all of them
+            messages[self.names[site]] = Message({**head, "values": values, **new, **some}, [array for _, array in brings[site]])
         return messages
 
     def _scaled(self) -> dict[str, float]:
@@ -452,32 +479,37 @@ def is_free(answer: Answer) -> bool:
     return answer.header.get("busy") is False and "wait" not in answer.header
 
 
-def _nothing(_answer: Answer) -> None:
+def _nothing(_answer: Answer, _num: int) -> None:
     """There is nothing to read in it."""
 
 
-def _look(answer: Answer) -> tuple[list[str], Tensor]:
+def _look(answer: Answer, num: int) -> tuple[list[str], Tensor]:
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not isinstance(answer.header.get("changed"), bool):
         raise WireError("its measurement does not say what it is.")
-    if len(tables) != 1 or tables[0].shape != (1, len(names)) or tables[0].dtype != torch.float64 or names[:3] != ["upper", "lower", "weight"]:
-        raise WireError("its measurement is not a row of figures.")
-    if not 0 < float(tables[0][0, 2]) < 2**40:
+    if len(tables) != 1 or tables[0].shape != (num, len(names)) or tables[0].dtype != torch.float64 or names[:3] != ["upper", "lower", "weight"]:
+        raise WireError("its measurement is not a row of figures for each client.")
+    if not bool(((tables[0][:, 2] > 0) & (tables[0][:, 2] < 2**40)).all()):
         raise WireError("its measurement has no weight.")
     return names, tables[0]
 
 
+def are_counts(numbers: Any, num: int, least: int) -> bool:
+    """Whether these are `num` whole numbers that can be counted with."""
+    return isinstance(numbers, list) and len(numbers) == num and all(type(number) is int and least <= number < 2**40 for number in numbers)
+
+
 def _form(row: Any) -> Any:
-    return type(row), row.num_kept if isinstance(row, Sparse) else None if row is None else row.shape
+    return type(row), row.num_kept if isinstance(row, Sparse) else None if row is None else row.shape[1:]
 
 
 def _dense(rows: Any) -> Tensor:
     return rows.rows if isinstance(rows, Sparse) else rows
 
 
-def _finite(name: str, rows: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
-    if rows.ndim != 2 or len(rows) != 1 or rows.dtype != dtype or rows.shape[1] != (width or rows.shape[1]):
-        raise WireError(f"it sent {name} as {rows.dtype} of shape {tuple(rows.shape)}, expected one row of {dtype}{f' of length {width}' if width else ''}.")
+def _finite(name: str, rows: Tensor, dtype: torch.dtype, num: int, width: int | None = None) -> Tensor:
+    if rows.ndim != 2 or len(rows) != num or rows.dtype != dtype or rows.shape[1] != (width or rows.shape[1]):
+        raise WireError(f"it sent {name} as {rows.dtype} of shape {tuple(rows.shape)}, expected {num} rows of {dtype}{f' of length {width}' if width else ''}.")
     if not bool(torch.isfinite(rows).all()):
         raise NonFiniteError(f"it sent a value of {name!r} that is not finite: its steps are too long, or its data are extreme.")
     return rows

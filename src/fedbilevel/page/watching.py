@@ -55,16 +55,15 @@ class Live:
         return found
 
 
-class Watch(ThreadingHTTPServer):
-    """port 0: any that is free. Closed with the `with` statement."""
+class OwnMachine(ThreadingHTTPServer):
+    """Answers on this machine alone. port 0: any that is free. Closed with the `with` statement."""
 
     daemon_threads = True
     allow_reuse_address = False  # two watches on one port would take turns
 
-    def __init__(self, live: Live, port: int = 0) -> None:
-        self.live = live
+    def __init__(self, answer: type[Answer], port: int = 0) -> None:
         try:
-            super().__init__((HOST, port), _Answer)
+            super().__init__((HOST, port), answer)
         except OverflowError:
             raise ReportError(f"the port is {port}, expected a number from 1 to 65535, or 0 for any that is free.") from None
         except OSError as error:
@@ -83,30 +82,31 @@ class Watch(ThreadingHTTPServer):
         """A browser that goes away in the middle of an answer is no error."""
 
 
-class _Answer(BaseHTTPRequestHandler):
-    server: Watch
+class Answer(BaseHTTPRequestHandler):
+    """Checks the Host header, and sends headers that forbid the browser all that the page does not need."""
+
+    server: OwnMachine
     server_version, sys_version = "fedbilevel", ""
     timeout = 30
 
-    def do_GET(self) -> None:
-        if self.headers.get("Host") not in self.server.hosts():
-            return self._say(403, "text/plain", "This server answers its own machine only, under its own name.")
-        kinds: dict[str, tuple[str, Callable[[], str]]] = {
-            "/": ("text/html", lambda: whole(self.server.live.content(), live=True)),
-            "/data.json": ("application/json", lambda: as_data(self.server.live.content())),
-        }
-        if self.path not in kinds:
-            return self._say(404, "text/plain", "There is only / and /data.json here.")
-        kind, made = kinds[self.path]
-        return self._say(200, kind, made())
+    def policy(self) -> str:
+        """The Content-Security-Policy of every answer."""
+        return policy(live=True)
 
-    def _say(self, code: int, kind: str, text: str) -> None:
+    def is_for_us(self) -> bool:
+        """Else it is refused here."""
+        ours = self.headers.get("Host") in self.server.hosts()
+        if not ours:
+            self.say(403, "text/plain", "This server answers its own machine only, under its own name.")
+        return ours
+
+    def say(self, code: int, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(code)
         for name, value in {
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(body)),
-            "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
+            "Content-Security-Policy": f"{self.policy()}; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",
@@ -118,6 +118,28 @@ class _Answer(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """The terminal is for the run."""
+
+
+class Watch(OwnMachine):
+    def __init__(self, live: Live, port: int = 0) -> None:
+        self.live = live
+        super().__init__(_OfRecord, port)
+
+
+class _OfRecord(Answer):
+    server: Watch
+
+    def do_GET(self) -> None:
+        if not self.is_for_us():
+            return
+        kinds: dict[str, tuple[str, Callable[[], str]]] = {
+            "/": ("text/html", lambda: whole(self.server.live.content(), live=True)),
+            "/data.json": ("application/json", lambda: as_data(self.server.live.content())),
+        }
+        if self.path not in kinds:
+            return self.say(404, "text/plain", "There is only / and /data.json here.")
+        kind, made = kinds[self.path]
+        self.say(200, kind, made())
 
 
 def watch(live: Live, port: int, begun: Callable[[str], None], ended: Callable[[str], None], *, every: float = 2.0) -> None:

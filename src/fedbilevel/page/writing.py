@@ -45,17 +45,22 @@ def write_report(paths: Sequence[Path | str] | Path | str, out: Path | str | Non
 
 def whole(data: Mapping[str, Any], *, live: bool = False) -> str:
     """live: it may ask the server that it came from for newer content, and nobody else."""
-    script, plotly = _file("page.js"), _plotly()
+    script, plotly = file_of("page.js"), _plotly()
     parts = {
         "title": html.escape(str(data["title"])),
         "policy": policy(live=live),
-        "style": _file("page.css"),
+        "style": file_of("page.css"),
         "plotly": plotly,
         "script": script,
         "data": as_data(data),
         "live": "yes" if live else "no",
     }
-    return _OPEN.sub(lambda found: parts[found[1]], _file("page.html"))
+    return filled("page.html", parts)
+
+
+def filled(name: str, parts: Mapping[str, str]) -> str:
+    """A template with its places {{part}} filled in."""
+    return _OPEN.sub(lambda found: parts[found[1]], file_of(name))
 
 
 def as_data(data: Mapping[str, Any]) -> str:
@@ -66,10 +71,19 @@ def as_data(data: Mapping[str, Any]) -> str:
 
 def policy(*, live: bool = False) -> str:
     """What a browser may do with the page. Styles are free because plotly sets them on what it draws; a style can ask for nothing here either."""
-    scripts = " ".join(f"'sha256-{_digest(text)}'" for text in (_plotly(), _file("page.js")))
     asks = "'self'" if live else "'none'"
-    rest = f"img-src data: blob:; connect-src {asks}; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; {rest}"
+    return policy_of([_plotly(), file_of("page.js")], "'unsafe-inline'", f"img-src data: blob:; connect-src {asks}")
+
+
+def policy_of(scripts: Sequence[str], styles: str, rest: str) -> str:
+    """A policy that allows these scripts, by their hashes, and nothing that is not named."""
+    allowed = " ".join(map(hash_of, scripts))
+    return f"default-src 'none'; script-src {allowed}; style-src {styles}; {rest}; base-uri 'none'; form-action 'none'"
+
+
+def hash_of(text: str) -> str:
+    """As a Content-Security-Policy names a script or a style."""
+    return f"'sha256-{_digest(text)}'"
 
 
 def _digest(text: str) -> str:
@@ -77,7 +91,7 @@ def _digest(text: str) -> str:
 
 
 @cache
-def _file(name: str) -> str:
+def file_of(name: str) -> str:
     return (files("fedbilevel.page") / name).read_text(encoding="utf-8").replace("\r\n", "\n")
 
 

@@ -159,7 +159,7 @@ def _beyond(head: Head, marks: dict[str, str], tail: bytes) -> _Place:
     *whole, rest = tail.split(b"\n")
     for raw in whole:
         chain.follow(raw)
-    if rest and not chain.torn and _object(rest) is not None:  # all of a line but its line break
+    if rest and not chain.torn and parsed(rest) is not None:  # all of a line but its line break
         chain.follow(rest)
     if chain.problem:  # `verify` names it: the next line continues what the head knows
         return _Place(dataclasses.replace(head, size=end), marks, unended=bool(rest))
@@ -190,13 +190,13 @@ def _is_old(folder: Path) -> bool:
     """Whether the active file was begun before there was a chain."""
     if (folder / OLD).exists() or not (folder / LEFT).exists():
         return False
-    found = (line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := _object(raw)) is not None)
+    found = (line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := parsed(raw)) is not None)
     return "chain" not in next(found, {"chain": START})
 
 
 def _counted(path: Path) -> Head:
     """Rounds and bytes of a file without a chain."""
-    found = [line for raw in path.read_bytes().split(b"\n") if (line := _object(raw))] if path.exists() else []
+    found = [line for raw in path.read_bytes().split(b"\n") if (line := parsed(raw))] if path.exists() else []
     return Head(rounds=sum(map(is_round, found)), bytes=sum(_whole(line.get("bytes")) for line in found))
 
 
@@ -224,7 +224,7 @@ def _from(path: Path, place: int) -> bytes:
         return file.read()
 
 
-def _object(raw: bytes) -> dict[str, Any] | None:
+def parsed(raw: bytes) -> dict[str, Any] | None:
     """None: no JSON object, as the torn part of one is."""
     try:
         line = json.loads(raw)
@@ -269,7 +269,7 @@ class _Chain:
     def follow(self, raw: bytes) -> dict[str, Any] | None:
         """A line that ended with a line break."""
         self._number, self._read = self._number + 1, self._read + len(raw) + 1
-        line = _object(raw)
+        line = parsed(raw)
         if line is None:
             self.torn.append(raw)
             return None
@@ -398,7 +398,7 @@ def lines(folder: Path | str) -> Iterator[dict[str, Any]]:
     """All lines, oldest first, without torn parts."""
     with _Snapshot.of(Path(folder)) as log:
         for _, _, content in log.contents():
-            yield from (line for raw in content if (line := _object(raw)) is not None)
+            yield from (line for raw in content if (line := parsed(raw)) is not None)
 
 
 def verify(folder: Path | str) -> AuditReport:
@@ -431,7 +431,7 @@ def verify(folder: Path | str) -> AuditReport:
 
 
 def _add_old(content: list[bytes], report: AuditReport) -> Head:
-    found = [line for raw in content if (line := _object(raw)) is not None]
+    found = [line for raw in content if (line := parsed(raw)) is not None]
     for line in found:
         report.add(line)
     return Head(rounds=sum(map(is_round, found)), bytes=sum(_whole(line.get("bytes")) for line in found))

@@ -65,8 +65,9 @@ class Desk:
             if name in replies:
                 self.received += len(replies[name].content)
                 try:
-                    answers[name] = _read(replies[name].content, replies[name].seconds)
-                    self._note_strangers(name, answers[name].header.get("strangers"))
+                    header, arrays = wire.unpack(replies[name].content)
+                    self._hear(name, header.pop("strangers", None))
+                    answers[name] = _read(header, arrays, replies[name].seconds)
                 except WireError as error:
                     failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
             elif name not in failures:
@@ -78,14 +79,16 @@ class Desk:
             raise SuspendedError(f"the server was suspended for {asleep:.1f} s while it waited for answers; the outer iteration is done again.")
         return answers, dict(sorted(failures.items()))
 
-    def _note_strangers(self, name: str, found: Any) -> None:
-        if isinstance(found, dict) and all(type(times) is int for times in found.values()):
-            for caller, times in list(found.items())[:_CALLERS]:
-                known = self._strangers.setdefault(name, {})
-                known[printable(caller)[:100]] = known.get(caller, 0) + times
+    def _hear(self, site: str, told: Any) -> None:
+        """A site tells which callers it refused, and how often."""
+        if isinstance(told, dict) and all(type(times) is int and 0 < times < 2**40 for times in told.values()):
+            counts = self._strangers.setdefault(site, {})
+            for caller, times in list(told.items())[:_CALLERS]:
+                name = printable(caller)[:100]
+                counts[name] = counts.get(name, 0) + times
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Callers that sites refused since the last question: how often, by site and caller."""
+        """Callers that sites refused since somebody last asked: how often, by site and name."""
         found, self._strangers = self._strangers, {}
         return found
 
@@ -94,8 +97,7 @@ class _Waits(WireError):
     """A site waits for its operator."""
 
 
-def _read(content: bytes, seconds: float) -> Answer:
-    header, arrays = wire.unpack(content)
+def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> Answer:
     if "error" in header:
         raise (_Waits if header.get("wait") is True else WireError)(_sentence(header["error"]))
     if "wait" in header:
@@ -107,7 +109,7 @@ def _read(content: bytes, seconds: float) -> Answer:
         raise WireError("its answer does not say which arrays it brings.")
     named, start = {}, 0
     for name, many in order.items():
-        named[name] = arrays[start : start + many]
+        named[name] = list(arrays[start : start + many])
         start += many
     return Answer(header, named, seconds)
 

@@ -27,6 +27,7 @@ REQUESTS, APPROVALS, CONTROL, LOCK = "requests", "approvals.json", "control.json
 SHORTEST = 8  # letters of a digest that a person must type
 SHOWN = 12  # letters of a digest that a person is shown
 MOST = 100  # plans that may wait: a lead must not fill the site's disk
+_KEYS = {"digest", "time", "who", "run", "plan", "leaves"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _read: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # content of a file by its stamp
 
@@ -42,8 +43,7 @@ def site_folder(kit: Path) -> Path:
 
 
 def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """File a request, unless it is there with its preview. leaves: what would leave, as rounds_per_iteration, arrays (number of
-    floats by name), bytes_per_answer and total_rounds."""
+    """File a request, unless it is there with its preview. leaves: what would leave, as `preview` counts it."""
     place = folder / REQUESTS / f"{_checked(digest)}.json"
     before = _table(place)
     if before and (before.get("leaves") or not leaves):  # an automatic approval asks without a preview
@@ -68,9 +68,12 @@ def is_paused(folder: Path) -> bool:
 
 def withdraw_automatic(folder: Path) -> None:
     """Forget approvals by `auto_approve`, which the site no longer sets: the operator is asked about these plans."""
-    kept = {digest: entry for digest, entry in _table(folder / APPROVALS).items() if entry["how"] != "auto"}
-    if kept != _table(folder / APPROVALS):
-        with _locked(folder):
+    if not _table(folder / APPROVALS):
+        return
+    with _locked(folder):
+        before = _table(folder / APPROVALS)
+        kept = {digest: entry for digest, entry in before.items() if entry["how"] != "auto"}
+        if kept != before:
             _write(folder / APPROVALS, kept)
 
 
@@ -78,11 +81,16 @@ def withdraw_automatic(folder: Path) -> None:
 
 
 def requests(folder: Path) -> list[Request]:
-    """All plans that ever came, oldest first, each with its `decision` or None."""
+    """All plans that ever came, oldest first, each with its `decision` or None, and then `by` and `how`."""
     decided = _table(folder / APPROVALS)
-    found = [_table(path) for path in (folder / REQUESTS).glob("*.json") if _DIGEST.fullmatch(path.stem)]
-    found = [{**one, "decision": decided.get(one.get("digest", ""), {}).get("decision")} for one in found if one]
-    return sorted(found, key=lambda one: one.get("time", 0.0))
+    found = []
+    for path in (folder / REQUESTS).glob("*.json"):
+        one = _table(path)
+        if not one.keys() >= _KEYS or one["digest"] != path.stem:
+            raise PlanError(f"{path} is not the request of a site's job: remove it.")
+        entry = decided.get(path.stem, {})
+        found.append({**one, **{name: entry.get(name) for name in ("decision", "by", "how")}})
+    return sorted(found, key=lambda one: one["time"])
 
 
 def pending(folder: Path) -> list[Request]:

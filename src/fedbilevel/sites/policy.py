@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.data.clients import Holdings
-from fedbilevel.data.folders import read_folder
+from fedbilevel.data.folders import read_folder, read_folders
 from fedbilevel.errors import DataError, PlanError, PolicyError, UnknownNameError
 from fedbilevel.settings import check_plain
 from fedbilevel.sites.plan import Plan
@@ -183,19 +183,32 @@ class SiteSettings:
     auto_approve: bool = False
     policy: Policy = field(default_factory=Policy)
 
-    def holdings(self, plan: Plan, number: int) -> Holdings:
-        """Read this client's data. number: its place in a simulated task."""
+    def holdings(self, plan: Plan, site: str) -> list[Holdings]:
+        """Read the data of the clients that this site hosts: a folder with train and val, or one such folder for each client."""
+        found, numbers = self._read(plan, plan.numbers(site)), plan.numbers(site)
+        if len(found) != len(numbers):
+            raise PolicyError(
+                f"this site has the data of {len(found)} clients, and the plan expects {len(numbers)}: set clients = {{{site} = {len(found)}}} in the run file."
+            )
+        return found
+
+    def _read(self, plan: Plan, numbers: range) -> list[Holdings]:
         if self.loader == "simulated":
             clients = plan.built_task().build().clients
-            if number >= len(clients):
-                raise PlanError(f"the simulated task has {len(clients)} clients, this site is number {number}: raise num_clients of the task in the plan.")
-            return clients[number]
+            if numbers.stop > len(clients):
+                raise PlanError(
+                    f"the simulated task has {len(clients)} clients, this site hosts number {numbers.stop - 1}: raise num_clients of the task in the plan."
+                )
+            return list(clients[numbers.start : numbers.stop])
         place = os.environ.get(DATA) or self.data
         if not place:
             raise PlanError(f"this site does not say where its data are: set data in its {FILE}, or start it with --data.")
+        if self.loader == "folder" and _is_one_client(Path(place)):
+            return [read_folder(Path(place), num_classes=plan.num_classes)]
         if self.loader == "folder":
-            return read_folder(Path(place), num_classes=plan.num_classes)
-        return _function(self.loader)(place)
+            return list(read_folders(place, num_classes=plan.num_classes).values())
+        found = _function(self.loader)(place)
+        return found if isinstance(found, list) else [found]
 
 
 def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -246,11 +259,18 @@ def _range(name: str, value: Any) -> Range:
 
 def check_data(settings: SiteSettings, place: Path) -> None:
     """Check when a site is started that there is something to read, before a run depends on it."""
-    if settings.loader == "folder" and (not place.is_dir() or not any(path.stem == "train" for path in place.iterdir())):
-        raise DataError(f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or .safetensors).")
+    if settings.loader == "folder" and not any(path.stem == "train" for pattern in ("*", "*/*") for path in place.glob(pattern)):
+        raise DataError(
+            f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or .safetensors), or one such folder per client."
+        )
 
 
-def _function(name: str) -> Callable[[str], Holdings]:
+def _is_one_client(place: Path) -> bool:
+    """Whether a folder holds the files of a single client. One that is not there, or is empty, is reported as such a folder."""
+    return not place.is_dir() or any(path.is_file() for path in place.iterdir()) or not any(place.iterdir())
+
+
+def _function(name: str) -> Callable[[str], Holdings | list[Holdings]]:
     """Find a loader that the site has installed and named itself."""
     module, _, attribute = name.partition(":")
     try:

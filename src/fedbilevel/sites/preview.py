@@ -16,9 +16,9 @@ _SAMPLES = 32  # samples of each role: the costs of a round do not depend on the
 
 def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
     """Run the plan's first outer iteration in this process, on a few of this site's own samples as every client's data,
-    and count what each client sends. Empty where the plan or the data do not allow it: joining then says why."""
+    and count what the clients of this site send. Empty where the plan or the data do not allow it: joining then says why."""
     try:
-        holdings = settings.holdings(plan, plan.sites.index(name))
+        holdings = settings.holdings(plan, name)[0]
         shapes = Shapes.of(holdings, plan.num_classes)
         few = _few(holdings)
         options = {key: value for key, value in plan.keywords().items() if key != "device"}
@@ -26,13 +26,13 @@ def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
         result = run(algorithm, problem, [few] * plan.num_clients, num_iterations=1, measure_every=1, residuals=False, **options)
     except (FedBilevelError, OSError):
         return {}
-    rounds, floats = result.ledger["rounds"], result.ledger["floats_up"] // plan.num_clients
+    rounds, share = result.ledger["rounds"], lambda paid: paid // plan.num_clients * len(plan.numbers(name))
     return {
         "rounds_per_iteration": rounds,
-        "floats_per_iteration": floats,
+        "floats_per_iteration": share(result.ledger["floats_up"]),
         "total_rounds": rounds * plan.num_iterations,
-        "total_bytes": result.ledger["bytes_up"] // plan.num_clients * plan.num_iterations,
-        "by_phase": {phase: paid["floats_up"] // plan.num_clients for phase, paid in result.ledger.phases.items()},
+        "total_bytes": share(result.ledger["bytes_up"]) * plan.num_iterations,
+        "by_phase": {phase: share(paid["floats_up"]) for phase, paid in result.ledger.phases.items()},
         "stays_here": [part for part, kept in (("x", problem.scopes.upper == "private"), ("y", problem.scopes.lower == "local")) if kept],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedbilevel
-from fedbilevel.engines.sites import Member, Sites, is_free
+from fedbilevel.engines.sites import Member, Sites, are_counts, is_free
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, SuspendedError
 from fedbilevel.record import Record, shorten
 from fedbilevel.run import Progress, run_between
@@ -66,8 +67,7 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
             "run": plan.name, "iteration": now.iteration, "num_iterations": now.num_iterations, "rounds": now.rounds, "megabytes": now.megabytes,
             "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_was_missing(),
             "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
-            "flagged": fed.who_was_flagged(), "capped": dict(capped.sites),
-            "strangers": desk.strangers(),
+            "flagged": fed.who_was_flagged(), "capped": dict(capped.sites), "strangers": desk.strangers(),
         }  # fmt: skip
         capped.sites.clear()  # said once
         with open(diary, "a") as file:
@@ -108,7 +108,7 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
         named = "; ".join(f"{name} ({reason})" for name, reason in why.items())
         raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}.")
     for name, answer in answers.items():
-        _check_introduction(name, answer.header)
+        _check_introduction(plan, name, answer.header)
     newer = [name for name, answer in answers.items() if everyone and max([0, *answer.header["stored"]]) > 0]
     if newer:
         raise PlanError(f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: give the run another name.")
@@ -118,16 +118,16 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
         _agree(plan, (first, about), (name, other.header))
 
     def welcome(name: str, header: Mapping[str, Any]) -> None:
-        _check_introduction(name, header)
+        _check_introduction(plan, name, header)
         _agree(plan, (first, about), (name, header))
 
     problem, algorithm = plan.built_task().problem(Shapes.from_dict(about["shapes"])), plan.built_algorithm()
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
-    stated = {name: answers[name].header["weight"] for name in answers}
-    most = plan.max_weight or max(1, int(100 * statistics.median(stated.values())))
-    cut = {name: f"it says that its weight is {weight}, and counts with {most}" for name, weight in stated.items() if weight > most}
-    members = [Member(name, min(stated.get(name, 1), most), why.get(name)) for name in plan.sites]
+    stated = {name: answers[name].header["weights"] for name in answers}
+    most = plan.max_weight or max(1, int(100 * statistics.median(itertools.chain(*stated.values()))))
+    cut = {name: f"it says that its weight is {max(weights)}, and counts with {most}" for name, weights in stated.items() if max(weights) > most}
+    members = [Member(name, [min(weight, most) for weight in stated.get(name, [1] * len(plan.numbers(name)))], why.get(name)) for name in plan.sites]
     fed = Sites(
         algorithm, problem, members, desk, layouts=about["layouts"], quorum=plan.quorum, deadline=plan.deadline, plan=plan.asdict(), welcome=welcome,
         exclude_outliers=plan.exclude_outliers, **plan.keywords(),
@@ -135,15 +135,16 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     return fed, _Capped(most, cut)
 
 
-def _check_introduction(name: str, header: Mapping[str, Any]) -> None:
+def _check_introduction(plan: Plan, name: str, header: Mapping[str, Any]) -> None:
     theirs, ours = str(header.get("version"))[:20], fedbilevel.__version__
     if theirs != ours:
         older = None if _release(theirs) == _release(ours) else f"at {name}" if _release(theirs) < _release(ours) else "at the server"
         mend = f"upgrade fedbilevel {older}" if older else "install the same version at both"
         raise PlanError(f"{name} has fedbilevel {theirs} and the server {ours}: {mend}.")
-    weight, stored = header.get("weight"), header.get("stored")
+    stored = header.get("stored")
     Shapes.from_dict(header.get("shapes", {}))
-    if type(weight) is not int or not 0 < weight < 2**40 or not isinstance(stored, list) or not all(type(version) is int for version in stored):
+    good = isinstance(stored, list) and all(type(version) is int for version in stored)
+    if not good or not are_counts(header.get("weights"), len(plan.numbers(name)), least=1):
         raise PlanError(f"{name} did not introduce itself properly: install the same version of fedbilevel there.")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 import fedbilevel
 from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
+from fedbilevel.engines.server import below
 from fedbilevel.errors import ProblemError, SettingError, WireError
 from fedbilevel.federation import Sparse
 from fedbilevel.figures import CALLS
@@ -32,18 +33,18 @@ from fedbilevel.sites.plan import Plan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
 
-ONLY = torch.tensor([0])  # a site hosts one client
 Content = tuple[dict[str, Any], Mapping[str, list[Tensor]], dict[str, Any]]  # header, arrays by name, and the line for the audit log
 _WAIT = 30.0  # seconds for an earlier job process to let go of the run's folder
 _VERSION = re.compile(r"version-(\d+)\.safetensors")
 
 
 class Session:
-    """A run that the site takes part in: it holds the data, memory and private values of the site's client."""
+    """A run that the site takes part in: it holds the data, memory and private values of the clients that the site hosts, one row each."""
 
     def __init__(self, name: str, folder: Path, settings: SiteSettings, plan: Plan, audit: AuditLog) -> None:
         self.plan, self.name, self.settings, self.policy, self.audit = plan, name, settings, settings.policy, audit
-        self.number = self.plan.sites.index(name)
+        self.numbers = list(self.plan.numbers(name))  # of the clients of this site among all
+        self.all = torch.arange(len(self.numbers))  # their rows here
         self.site_folder, self.folder = folder, folder / "runs" / self.plan.name
         make_folder(self.folder)
         self.enter()
@@ -54,8 +55,12 @@ class Session:
             raise
 
     def _prepare(self, settings: SiteSettings) -> None:
-        holdings = settings.holdings(self.plan, self.number)
-        self.shapes = Shapes.of(holdings, self.plan.num_classes)
+        holdings = settings.holdings(self.plan, self.name)
+        self.shapes = Shapes.of(holdings[0], self.plan.num_classes)
+        for number, own in zip(self.numbers, holdings, strict=True):
+            misfit = self.shapes.misfit(Shapes.of(own, self.plan.num_classes))
+            if misfit is not None:
+                raise WireError(f"the data of its client {number} do not look like those of its client {self.numbers[0]}: {misfit}.")
         self.algorithm = self.plan.built_algorithm()
         options = {name: value for name, value in self.plan.keywords().items() if name not in ("cohort", "schedule", "device")}
         device = torch_device(settings.device)
@@ -64,18 +69,18 @@ class Session:
         except ProblemError as error:  # about names and shapes, of which the server is told anyway
             raise WireError(str(error)) from error
         try:
-            self.host = Host(self.algorithm, problem, [holdings], ids=[self.number], num_clients=len(self.plan.sites), device=device, **options)
+            self.host = Host(self.algorithm, problem, holdings, ids=self.numbers, num_clients=self.plan.num_clients, device=device, **options)
         except SettingError as error:  # about options of the plan
             raise WireError(str(error)) from error
-        self.policy.check_samples({role: int(sizes[0]) for role, sizes in self.host.data.sizes.items()})
+        self.policy.check_samples({role: int(sizes.min()) for role, sizes in self.host.data.sizes.items()})  # of the smallest client
         self.kept_names = self.algorithm.kept_names(self.host.problem.scopes)
-        self.data = digest(self.host.data, 0).hex()  # stays here
+        self.data = "".join(digest(self.host.data, row).hex() for row in self.all.tolist())  # stays here
         self.rounds = 0  # answers with arrays since this process joined
         self.arrays: dict[int, Tensor] = {}
         self.iteration = -1
         self.base: int | None = None  # the version that the server would go back to
         self._saved = self._changes()
-        one = self.host.data.batch(ONLY, "train", torch.zeros(1, 1, dtype=torch.int64, device=self.host.device))
+        one = self.host.data.batch(self.all, "train", torch.zeros(len(self.all), 1, dtype=torch.int64, device=self.host.device))
         self.host.oracle.lower_grad(self.host.x0, self.host.y0, one)  # the first derivative in a process takes seconds, which no deadline should see
 
     def enter(self) -> None:
@@ -93,7 +98,7 @@ class Session:
         shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
         start = hashlib.blake2b(b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).hexdigest()
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
-        about = {"weight": int(host.weights(ONLY)[0]), "shapes": self.shapes.asdict(), "layouts": layouts, "start": start, "stored": self._stored()}
+        about = {"weights": host.weights(self.all).tolist(), "shapes": self.shapes.asdict(), "layouts": layouts, "start": start, "stored": self._stored()}
         return {**about, "version": fedbilevel.__version__}, {}, {"kind": "join"}
 
     def phase(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
@@ -104,7 +109,8 @@ class Session:
         if not isinstance(iteration, int) or not isinstance(call, int):
             raise WireError("a message about a phase does not say in which outer iteration and call.")
         self._begin(iteration, header.get("scaled") or {})
-        values = self._values(header, arrays)
+        rows = self._asked(header.get("clients"))
+        values = self._values(header, arrays, rows)
         wanted = {name: parameter for name, parameter in inspect.signature(method).parameters.items() if name != "clients"}  # type: ignore[arg-type]
         rest = {name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD}  # takes any further name
         lacking = [name for name, parameter in wanted.items() if parameter.default is parameter.empty and name not in values and name not in rest]
@@ -112,27 +118,27 @@ class Session:
             raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing'}.")
         self.policy.check_rounds(self.audit.rounds + 1)
         with self._within_time():
-            answers = self.host.run_phase(phase, values, ONLY, iteration, call)
+            answers = self.host.run_phase(phase, values, rows, iteration, call)
         results: dict[str, Any] = {}
         sent: dict[str, list[Tensor]] = {}
         for name, value in answers.items():
             if value is None:
                 results[name] = None
             elif name in self.kept_names:
-                self.host.kept.write(name, ONLY, value.rows if isinstance(value, Sparse) else value)
+                self.host.kept.write(name, rows, value.rows if isinstance(value, Sparse) else value)
                 results[name] = "kept"
             elif isinstance(value, Sparse):
-                places = value.rows[0].abs().topk(value.num_kept).indices.sort().values  # all that are not zero, and zeros that were counted
+                places = value.rows.abs().topk(value.num_kept).indices.sort().values  # all that are not zero, and zeros that were counted
                 results[name] = {"sparse": value.rows.shape[1]}
-                sent[name] = [places.to(torch.int32), value.rows[0, places]]
+                sent[name] = [places.to(torch.int32), value.rows.gather(1, places)]
             else:
                 results[name], sent[name] = "rows", [value]
         self.rounds += bool(sent)
-        head = {"results": results, "calls": self._calls(), "changed": self._changes() != self._saved}
+        head = {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call}
 
     def measure(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
-        values = self._values(header, arrays)
+        values = self._values(header, arrays, self.all)
         if values.keys() != {"x", "y"}:
             raise WireError("a message that asks for a measurement does not have x and y.")
         self.policy.check_rounds(self.audit.rounds + 1)
@@ -147,7 +153,11 @@ class Session:
         if type(version) is not int or version < 0:
             raise WireError(f"a message asks to save version {version!r:.40}, expected a whole number.")
         stores = (("memory", self.host.memory), ("kept", self.host.kept))
-        tensors = {f"{label}.{name}": store.own(name, ONLY).cpu().contiguous().clone() for label, store in stores for name in store.written}
+        tensors = {}
+        for label, store in stores:
+            for name, has in store.written.items():  # of a cohort, some clients only
+                tensors[f"{label}-written.{name}"] = has.clone()
+                tensors[f"{label}.{name}"] = store.own(name, has.nonzero()[:, 0]).cpu().contiguous().clone()
         content = save(tensors, {"data": self.data, "run": self.plan.name})
         self.policy.check_disk(self.site_folder, len(content))
         write_whole(self._place(version), content)
@@ -174,20 +184,25 @@ class Session:
                 raise WireError(f"version {version} of the run at this site is damaged: start a new run.") from error
             if labels.get("data") != self.data:
                 raise WireError("the data of this site are not those that the run began with: restore them, or start a new run.")
-            for name, row in tensors.items():
-                label, _, key = name.partition(".")
-                (self.host.memory if label == "memory" else self.host.kept).write(key, ONLY, row.to(self.host.device))
+            for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
+                for name in below(tensors, f"{label}."):
+                    rows = tensors[f"{label}.{name}"].to(self.host.device)
+                    store.write(name, tensors[f"{label}-written.{name}"].nonzero()[:, 0], rows)
         self.base, self._saved = version, self._changes()
-        self._calls()
+        self._calls(self.all)
         return {}, {}, {"kind": "load"}
 
     def finish(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
         """Private parts of the solution, for this site alone."""
         names = {part: header.get(part) for part in ("x", "y")}
         found = {part: name for part, name in names.items() if isinstance(name, str) and name in self.host.kept.written}
-        trees = {part: self.host.trees(self.host.kept.own(name, ONLY), upper=part == "x")[0] for part, name in found.items()}
-        if trees:
-            tensors = {f"{part}.{name}": leaf.cpu().contiguous().clone() for part, tree in trees.items() for name, leaf in tree.items()}
+        tensors: dict[str, Tensor] = {}
+        for part, kept in found.items():
+            trees = self.host.trees(self.host.kept.own(kept, self.all), upper=part == "x")
+            for number, tree in zip(self.numbers, trees, strict=True):
+                prefix = part if len(self.numbers) == 1 else f"{part}.client{number}"
+                tensors |= {f"{prefix}.{name}": leaf.cpu().contiguous().clone() for name, leaf in tree.items()}
+        if tensors:
             write_whole(self.folder / "solution.safetensors", save(tensors))
         return {}, {}, {"kind": "finish"}
 
@@ -205,8 +220,16 @@ class Session:
             raise WireError(f"a message sets {longer[0]} to {scaled[longer[0]]:.3g}, but a schedule may only shorten the plan's step.")
         self.host.algorithm = dataclasses.replace(self.algorithm, **scaled) if scaled else self.algorithm
 
-    def _values(self, header: Mapping[str, Any], arrays: list[Tensor]) -> dict[str, Any]:
-        """Values of a message by name. Arrays that the server has let go are let go here."""
+    def _asked(self, clients: Any) -> Tensor:
+        """Rows of the clients that a message is about: all of this site, unless it names some."""
+        if clients is None:
+            return self.all
+        if not isinstance(clients, list) or not clients or sorted({*clients} & {*self.numbers}) != clients:
+            raise WireError(f"a message is about the clients {clients!r:.80}, expected some of {self.numbers}, in order.")
+        return torch.tensor([self.numbers.index(number) for number in clients])
+
+    def _values(self, header: Mapping[str, Any], arrays: list[Tensor], rows: Tensor) -> dict[str, Any]:
+        """Values of a message by name, for the clients of these rows. Arrays that the server has let go are let go here."""
         for name, how in (header.get("place") or {}).items():
             self._place_value(name, how)
         numbers, live, values = header.get("new", []), header.get("live", []), header.get("values", {})
@@ -214,23 +237,25 @@ class Session:
             raise WireError("a message does not say which arrays it brings.")
         self.arrays = {number: self.arrays[number] for number in live if number in self.arrays}
         self.arrays.update({number: array.to(self.host.device) for number, array in zip(numbers, arrays, strict=True)})
-        found = {name: self._value(name, entry, measuring=header["kind"] == "measure") for name, entry in values.items()}
+        found = {name: self._value(name, entry, rows, measuring=header["kind"] == "measure") for name, entry in values.items()}
         if not {*numbers} <= {entry.get("array") for entry in values.values()}:
             self.arrays.clear()
             raise WireError("a message brings arrays that it does not use.")
         return found
 
-    def _value(self, name: str, entry: Any, measuring: bool) -> Any:
+    def _value(self, name: str, entry: Any, rows: Tensor, measuring: bool) -> Any:
         """What is kept here may only stand for what is kept here, or a phase would send it away under another name; a measurement sends figures."""
         match entry:
             case {"array": number}:
                 if number not in self.arrays:
                     raise WireError(f"a message refers to array {number!r:.40} for {name}, which this site does not hold.")
-                return self._checked(name, self.arrays[number])
+                array = self._checked(name, self.arrays[number])
+                return array if array.ndim == 1 else array[rows.to(array.device)]
             case {"kept": str(kept)}:
                 if kept not in self.kept_names or not (measuring or name in self.kept_names):
                     raise WireError(f"a message gives {kept!r:.40} as {name}, but not both are kept at this site.")
-                return self.host.kept.read(kept, ONLY, torch.zeros(1, self.host.width(kept), dtype=self.host.dtype, device=self.host.device))
+                zeros = torch.zeros(self.host.width(kept), dtype=self.host.dtype, device=self.host.device)
+                return self.host.kept.read(kept, rows, zeros.expand(len(rows), -1))
             case {"value": None | bool() | int() | str() as plain}:
                 return plain
             case {"value": float(number)} if math.isfinite(number):
@@ -242,7 +267,7 @@ class Session:
             width = self.algorithm.lengths.get(name, self.host.width(name))
         except KeyError:
             raise WireError(f"a message brings an array named {name}, which {self.algorithm.name()} does not declare.") from None
-        if array.dtype != self.host.dtype or array.shape not in ((width,), (1, width)):
+        if array.dtype != self.host.dtype or array.shape not in ((width,), (len(self.all), width)):
             raise WireError(f"{name} arrived as {array.dtype} of shape {tuple(array.shape)}, expected {self.host.dtype} of length {width}.")
         if not bool(torch.isfinite(array).all()):
             raise WireError(f"{name} arrived with a value that is not finite.")
@@ -251,16 +276,17 @@ class Session:
     def _place_value(self, name: str, how: Any) -> None:
         if name not in self.kept_names or how not in ("start", "zeros"):
             raise WireError(f"a message asks to place {name!r:.40} as {how!r:.40}, expected a kept name, at its start or at zero.")
-        rows = self.host.x0 if name in self.algorithm.upper_space else self.host.y0
-        self.host.kept.write(name, ONLY, (rows if rows.ndim == 2 else rows[None]).clone() if how == "start" else rows.new_zeros(1, self.host.width(name)))
+        start = self.host.x0 if name in self.algorithm.upper_space else self.host.y0
+        rows = start if how == "start" else start.new_zeros(self.host.width(name))
+        self.host.kept.write(name, self.all, (rows if rows.ndim == 2 else rows.expand(len(self.all), -1)).clone())
 
-    def _calls(self) -> dict[str, int]:
-        """Derivatives and samples since the last answer."""
+    def _calls(self, rows: Tensor) -> dict[str, list[int]]:
+        """Derivatives and samples of each client since the last answer."""
         columns = self.host.ledger.columns
-        found = {name: int(columns[name][self.number]) for name in CALLS}
+        found = {name: columns[name][self.host.ids[rows]].tolist() for name in CALLS}
         for name in CALLS:
             columns[name].zero_()
-        return {name: number for name, number in found.items() if number}
+        return {name: numbers for name, numbers in found.items() if any(numbers)}
 
     @contextlib.contextmanager
     def _within_time(self) -> Iterator[None]:

@@ -80,7 +80,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     y = train(built, training, network=network, seed=seed, batch_size=trained_on, **options).y[0]
     solution = lower_solution(peers.host, x, y.mean(0))
     truth = hypergradient(peers.host, x, solution, method="exact")
-    say(f"{algorithm.num_terms} terms, each after an average of {averaging.num_steps} steps")
+    say(f"{algorithm.num_terms} terms, each after an average " + (f"of {averaging.steps} steps" if averaging.limit(y.dtype) is None else "until all agree"))
     size, curve, shown = float(_norms(truth.value).mean()), [], set(terms(algorithm.num_terms))
     with torch.no_grad():
         for m, (v, _) in enumerate(algorithm.partial_sums(peers, x, y), start=1):

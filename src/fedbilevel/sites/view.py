@@ -1,0 +1,274 @@
+"""What a site is doing, read from its folder: for its operator's terminal and page, and for a metrics endpoint.
+
+`look` reads small files only and raises nothing for a damaged one: `View.problems` says which. `Follower` turns
+successive looks into one line per change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.errors import PlanError
+from fedbilevel.escapes import printable
+from fedbilevel.sites import audit, operator
+
+STATUS = "status.json"
+TAIL = 2**16  # bytes at the end of the log that are searched for refusals
+REFUSALS = 5  # that a view holds
+OVER = ("finished", "left", "interrupted")  # states of a run that this site works on no more
+
+
+@dataclass(frozen=True)
+class View:
+    """status: as the site's job wrote it, {} before the first job; job_alive: whether that job's process is there;
+    running, connected: of the site's parent process and its connection to the server, None where it cannot be told;
+    head: totals of the audit log; refusals: the last ones, oldest first, with time, text and, if known, caller."""
+
+    name: str
+    folder: Path
+    time: float
+    status: dict[str, Any] = field(default_factory=dict)
+    job_alive: bool = False
+    pid: int | None = None
+    running: bool | None = None
+    server: str = ""
+    connected: bool | None = None
+    paused: bool = False
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    head: audit.Head = field(default_factory=audit.Head)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def pending(self) -> list[dict[str, Any]]:
+        return [one for one in self.requests if one["decision"] is None]
+
+    @property
+    def run(self) -> str:
+        return str(self.status.get("run") or "")
+
+    @property
+    def state(self) -> str:
+        """As the job wrote it; `idle` within a run is "waiting for the server", and a job that ended without a word is
+        "interrupted"."""
+        state = str(self.status.get("state") or "idle")
+        if not self.run or state in OVER:
+            return state
+        if not self.job_alive:
+            return "interrupted"
+        return "waiting for the server" if state == "idle" else state
+
+    @property
+    def is_at_work(self) -> bool:
+        return bool(self.run) and self.state not in OVER
+
+    @property
+    def iterations(self) -> tuple[int | None, int]:
+        """Outer iteration, None where the last message was about none, of how many (0: not known)."""
+        iteration = self.status.get("iteration")
+        return iteration if type(iteration) is int else None, whole(self.status, "num_iterations")
+
+    def asdict(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder), "state": self.state}
+
+
+def whole(table: Mapping[str, Any], name: str) -> int:
+    value = table.get(name)
+    return value if type(value) is int and value >= 0 else 0
+
+
+def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
+    """processes: of the site's kit by pid, as `flare.processes.running` finds them; None: nobody looked."""
+    problems: list[str] = []
+
+    def read(what: Any, *given: Any, default: Any) -> Any:
+        try:
+            return what(*given)
+        except (OSError, PlanError) as error:
+            problems.append(str(error))
+            return default
+
+    status = _status(folder, problems)
+    pid = status.get("pid")
+    alive = type(pid) is int and (pid in processes if processes is not None else _is_there(pid))
+    parents = [found for found, kind in processes.items() if kind == "parent"] if processes is not None else []
+    server = _server(folder.parent)
+    return View(
+        name=_name(folder.parent),
+        folder=folder,
+        time=time.time(),
+        status=status,
+        job_alive=alive,
+        pid=parents[0] if parents else None,
+        running=bool(parents) if processes is not None else None,
+        server=server,
+        connected=_is_connected(parents[0], server) if parents else False if processes is not None else None,
+        paused=read(operator.is_paused, folder, default=True),
+        requests=read(operator.requests, folder, default=[]),
+        head=audit.read_head(folder) or audit.Head(),
+        refusals=read(_refusals, folder, default=[]),
+        problems=problems,
+    )
+
+
+def _is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / STATUS).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{folder / STATUS} cannot be read ({error}).")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _kit_settings(kit: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((kit / "startup" / "fed_client.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _name(kit: Path) -> str:
+    """As the federation knows the site."""
+    return str(_kit_settings(kit).get("client", {}).get("fqsn") or kit.resolve().name)
+
+
+def _server(kit: Path) -> str:
+    """host:port"""
+    servers = _kit_settings(kit).get("servers") or [{}]
+    return str(servers[0].get("service", {}).get("target", ""))
+
+
+def _is_connected(pid: int, server: str) -> bool | None:
+    """Whether the process holds an open TCP connection to the server's port. A server that hangs still counts."""
+    port = server.rpartition(":")[2]
+    if not port.isdigit():
+        return None
+    try:
+        own = _sockets(Path(f"/proc/{pid}/fd"))
+        tables = [path.read_text() for path in Path(f"/proc/{pid}/net").glob("tcp*")]  # tcp6 where IPv6 is on
+    except OSError:  # no Linux, another user's process, or it ended meanwhile
+        return None
+    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
+    return any(row[2].endswith(f":{int(port):04X}") and row[3] == "01" and row[9] in own for row in rows)
+
+
+def _sockets(files: Path) -> set[str]:
+    """Inodes of a process's sockets."""
+    found = set()
+    for file in files.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if link := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+                found.add(link[1])
+    return found
+
+
+def _refusals(folder: Path) -> list[dict[str, Any]]:
+    """The last refusals in the audit log's active file."""
+    path = folder / audit.LEFT
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        found = [line for raw in file.read().split(b"\n") if (line := audit.parsed(raw)) is not None]
+    return [line for line in found if line.get("kind") == "error"][-REFUSALS:]
+
+
+class Follower:
+    """One line per change, for the output of `start-site`. Text of other parties has no control characters in it."""
+
+    def __init__(self, kit: Path) -> None:
+        self.kit = kit
+        self._before: View | None = None
+        self._begun: tuple[Any, ...] = ()
+        self._ended: tuple[Any, ...] = ()
+        self._iteration: int | None = None
+
+    def lines(self, now: View) -> list[str]:
+        """What changed since the view before. Of the first view: the plans that wait."""
+        before, self._before = self._before, now
+        said = self._of_requests(before, now)
+        if before is None:
+            self._of_run(now)
+        else:
+            said += [*_of_pause(before, now), *self._of_run(now), *_of_refusals(before, now)]
+        return [printable(line) for line in said]
+
+    def _of_requests(self, before: View | None, now: View) -> list[str]:
+        known = {one["digest"]: one["decision"] for one in before.requests} if before is not None else {}
+        said = []
+        for one in now.requests:
+            run, digest, decision = one["run"], one["digest"], one["decision"]
+            if decision is None and digest not in known:
+                how = f"fedbilevel federation approve {digest[: operator.SHOWN]} --kit {self.kit}"
+                said.append(f"{run}, sent by {one['who']}, waits for your approval: {how}")
+            elif before is not None and decision is not None and known.get(digest) != decision:
+                by = "auto_approve of this site's settings" if one["how"] == "auto" else one["by"]
+                said.append(f"{run}: {decision} by {by}")
+        return said
+
+    def _of_run(self, now: View) -> list[str]:
+        said, job = [], (now.status.get("job"), now.status.get("pid"), now.run)
+        iteration, num_iterations = now.iterations
+        self._iteration = iteration if iteration is not None or self._begun != job else self._iteration
+        if self._begun != job and now.run and (now.state in ("computing", "waiting for the server", "finished")):
+            self._begun = job
+            said.append(f"{now.run}: {_beginning(now)}")
+        if self._begun == job and now.state in OVER and self._ended != (job, now.state):
+            self._ended = (job, now.state)
+            paid = f"{plural(whole(now.status, 'answers'), 'answer')}, {megabytes(whole(now.status, 'bytes'))}"
+            where = f" at outer iteration {self._iteration} of {num_iterations}" if self._iteration is not None else ""
+            how = f"ended{where}, not finished (stopped, or a fault)," if now.state == "interrupted" else now.state
+            said.append(f"{now.run}: {how} after {paid}")
+        return said
+
+
+def _beginning(now: View) -> str:
+    who = next((one["who"] for one in now.requests if one["digest"] == now.status.get("digest")), None)
+    by = f", submitted by {who}" if who else ""
+    iteration, num_iterations = now.iterations
+    if (iteration or 0) <= 1 and (iteration is not None or not whole(now.status, "rounds_run")):
+        return f"begins{by}, {num_iterations} outer iterations"
+    return f"goes on{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
+
+
+def _of_pause(before: View, now: View) -> list[str]:
+    if before.paused == now.paused:
+        return []
+    return ["paused: this site answers nothing until `federation unpause`" if now.paused else "goes on after a pause"]
+
+
+def _of_refusals(before: View, now: View) -> list[str]:
+    last = max((whole(one, "n") for one in before.refusals), default=0)
+    new = [one for one in now.refusals if whole(one, "n") > last]
+    said = [refusal(one) for one in new[-1:]]
+    return said if len(new) < 2 else [f"{said[0]} (and {len(new) - 1} more before it)"]
+
+
+def refusal(line: Mapping[str, Any]) -> str:
+    caller, run = line.get("caller"), line.get("run")
+    times = whole(line, "times")
+    who = f"{caller} was refused{f' {times} times' if times > 1 else ''}" if caller else "refused"
+    return f"{f'{run}: ' if run else ''}{who}: {line.get('text', '')}"
+
+
+def plural(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def megabytes(number: int) -> str:
+    return f"{number / 1e6:.1f} MB" if number >= 50_000 else f"{number / 1e3:.1f} kB"
