@@ -201,13 +201,14 @@ def test_an_end_within_a_month_is_announced_and_an_end_in_the_past_refuses_the_s
 
 
 def test_a_site_connects_with_a_renewed_certificate_and_not_with_one_that_has_ended(tmp_path):
-    """Real processes: the server has never seen the renewed certificate."""
+    """Real processes of which each has never seen the renewed certificates of the others, the server's among them."""
     kits.init(tmp_path / "federation.toml", sites=SITES, port=free_port(), lead=LEAD)
     made = kits.provision(tmp_path / "federation.toml", tmp_path / "kits")
-    age(made["north"], datetime.now(UTC) - DAY)
+    for kit in made.values():
+        age(kit, datetime.now(UTC) - DAY)
     with pytest.raises(FedBilevelError, match="ended on"), federation_of(tmp_path, SITES):
         pass
-    files = certificates.renew(tmp_path / "kits", ["north"], tmp_path)
-    certificates.install(files["north"], made["north"])
-    with federation_of(tmp_path, SITES) as running:  # which waits until both are connected
+    for name, file in certificates.renew(tmp_path / "kits", [], tmp_path).items():
+        certificates.install(file, made[name])
+    with federation_of(tmp_path, SITES) as running:  # where the lead asks until both are connected
         assert running.pids("north")["parent"]

@@ -181,10 +181,18 @@ def test_containers_have_no_more_rights_than_they_need():
         if name in SITES:
             assert "ports" not in service
             assert service["volumes"] == [f"./kits/{name}:/kit", f"./data/{name}:/data:ro"]
+
+
+def test_the_image_has_what_the_package_is_built_from(tmp_path):
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     assert lines.index("USER fedbilevel") < lines.index('ENTRYPOINT ["fedbilevel"]')
     copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
-    assert all((DEPLOY.parent / word).exists() for word in copied)
+    for name in copied:
+        place = DEPLOY.parent / name
+        (shutil.copytree if place.is_dir() else shutil.copy)(place, tmp_path / name)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
+    assert len(list((tmp_path / "dist").glob("fedbilevel-*.whl"))) == 1
     kept = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == copied
 

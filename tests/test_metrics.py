@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedbilevel.errors import SettingError
-from fedbilevel.flare import job, kits, metrics, processes
+from fedbilevel.flare import certificates, job, kits, metrics, processes
 from fedbilevel.flare.local import free_port
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.site import STATUS
@@ -159,7 +160,7 @@ def test_a_port_that_is_taken_is_named(made):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(SettingError, match=r"metrics cannot be served at 127\.0\.0\.1:\d+ \(Address already in use\)"):
+        with pytest.raises(SettingError, match=r"metrics cannot be served at \S+:\d+ \(Address already in use\)"):
             metrics.Endpoint(processes.Supervised(made["north"]), port=taken.getsockname()[1])
 
 
@@ -168,7 +169,23 @@ def test_a_certificate_that_ended_meanwhile_is_not_healthy(made, monkeypatch):
     monkeypatch.setattr(processes.Supervised, "pid", 1)
     assert metrics.fault(supervised) == ""
     age(made["north"], datetime.now(UTC) - timedelta(days=1))
-    assert metrics.fault(supervised) == "the certificate of north ended"
+    assert "client.crt ended on" in metrics.fault(supervised)
+    certificates.own(made["north"]).unlink()
+    assert "holds no certificate in startup" in metrics.fault(supervised)
+    assert {one.name for one in metrics.of_process(supervised)} == {"up", "starts_total"}
+
+
+def test_a_client_that_goes_away_is_no_news(made, capfd):
+    """Reset while the answer is on its way."""
+    endpoint = metrics.Endpoint(processes.Supervised(made["north"]))
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert get(endpoint.url + "/healthz")[0] == 503
+    endpoint.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_start_site_serves_both_while_it_runs_and_counts_restarts(made, tmp_path):

@@ -6,13 +6,16 @@ GET /metrics answers figures in the text format 0.0.4, read from the kit's files
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any, NamedTuple
 
 from fedbilevel.errors import SettingError
@@ -21,6 +24,7 @@ from fedbilevel.flare.job import PROGRESS, RUNS, SITE
 from fedbilevel.flare.processes import Supervised
 from fedbilevel.sites import audit
 
+log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 STATUS = "status.json"  # in a site's folder; sites.site, which writes it, imports torch
@@ -111,10 +115,10 @@ def _one_of(family: str, known: tuple[str, ...], value: Any, **labels: str) -> I
 
 
 def of_process(supervised: Supervised) -> Iterator[Sample]:
-    end = certificates.ends(supervised.kit).timestamp()
     yield Sample("up", float(supervised.pid is not None))
     yield Sample("starts_total", float(supervised.num_starts))
-    yield Sample("certificate_remaining_seconds", end - time.time())
+    with contextlib.suppress(SettingError):  # the certificate is gone, which /healthz tells
+        yield Sample("certificate_remaining_seconds", certificates.ends(supervised.kit).timestamp() - time.time())
 
 
 def of_runs(kit: Path) -> Iterator[Sample]:
@@ -162,8 +166,11 @@ def fault(supervised: Supervised) -> str:
     """Why the server or site is not healthy; empty where it is."""
     if supervised.pid is None:
         return f"{supervised.name} does not run"
-    has_ended = certificates.ends(supervised.kit).timestamp() <= time.time()
-    return f"the certificate of {supervised.name} ended" if has_ended else ""
+    try:
+        certificates.check(supervised.kit)
+    except SettingError as error:
+        return str(error)
+    return ""
 
 
 class Endpoint:
@@ -171,10 +178,10 @@ class Endpoint:
 
     def __init__(self, supervised: Supervised, *, host: str = HOST, port: int = 0) -> None:
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(supervised))
+            self._server = _Server((host, port), _handler(supervised))
         except OSError as error:
             where = f"metrics cannot be served at {host}:{port} ({error.strerror})"
-            raise SettingError(f"{where}: give another --metrics-port, or 0 for a free port.") from None
+            raise SettingError(f"{where}: give another --metrics-port (0: a free one) or --metrics-host.") from None
         self.url = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -183,6 +190,15 @@ class Endpoint:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer asks the name service for this machine's name, which may take long
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing on the terminal: a client went away before it had its answer."""
+        log.debug("a request of %s failed", client_address, exc_info=True)
 
 
 def _handler(supervised: Supervised) -> type[BaseHTTPRequestHandler]:
