@@ -1,6 +1,7 @@
 """The page of a site's operator: what it shows and does, whom it refuses, and how it looks and works in a Chromium."""
 
 import json
+import os
 import re
 import threading
 import urllib.error
@@ -11,7 +12,7 @@ import pytest
 
 import browser
 from fedbilevel.errors import ReportError, SettingError
-from fedbilevel.page.operating import LONGEST, OperatorPage, act, serve
+from fedbilevel.page.operating import LONGEST, OperatorPage, act, content, serve
 from fedbilevel.sites import operator
 from fedbilevel.sites.view import look
 from operator_kits import ONE, TWO, ask, log_answers, log_refusal, make_kit, write_status
@@ -102,6 +103,17 @@ def test_the_content_has_the_facts_and_whole_plans(page, folder):
     rows = dict(found["pending"][0]["rows"])
     assert rows["Leaves"][1:] == ["lower_steps: 3250 numbers", "partial_grad: 459 numbers"]
     assert "token" not in found
+
+
+def test_what_keeps_a_site_from_answering_is_named_first(kit, folder):
+    def trouble(processes):
+        return content(look(folder, processes), kit)["trouble"]
+
+    assert trouble(None) == ""
+    assert trouble({}).startswith("This site is not running")
+    assert trouble({os.getpid(): "parent"}).startswith("This site is not connected")
+    (folder / operator.CONTROL).write_text("{")
+    assert trouble(None) == "A file of this site cannot be read; see below."
 
 
 # ---- whom it refuses -------------------------------------------------------------------------------

@@ -37,8 +37,17 @@ def content(view: View, kit: Path) -> dict[str, Any]:
         "paused": view.paused,
         "run": view.run if view.is_at_work else "",
         "progress": view.iterations if view.is_at_work else (None, 0),
-        "good": view.running is not False and view.connected is not False and not view.problems,
+        "trouble": _trouble(view),
     }
+
+
+def _trouble(view: View) -> str:
+    """What keeps the site from answering; empty where nothing is known to."""
+    if view.running is False:
+        return "This site is not running: start it with start-site."
+    if view.connected is False:
+        return "This site is not connected to the server; it tries again by itself."
+    return "A file of this site cannot be read; see below." if view.problems else ""
 
 
 def _named(request: dict[str, Any]) -> dict[str, str]:

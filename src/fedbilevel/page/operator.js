@@ -67,10 +67,10 @@
   function status(data) {
     const number = data.pending.length, waits = number === 1 ? "A plan waits" : `${number} plans wait`;
     const state = data.paused ? "This site is paused: it answers nothing."
-      : !data.good ? "Something needs your attention; see below."
+      : data.trouble ? data.trouble
       : number ? `${waits} for your approval.` : "This site is up.";
     at("status").textContent = said || state;
-    at("status").className = `status ${failed || !data.good ? "lost" : data.paused ? "" : "over"}`;
+    at("status").className = `status ${failed || data.trouble ? "lost" : data.paused ? "" : "over"}`;
   }
 
   // drawn anew only when something changed, so that a button stays under the pointer
