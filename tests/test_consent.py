@@ -53,8 +53,8 @@ def caller(tmp_path):
 
 def test_a_new_plan_waits_for_the_operator_and_nothing_leaves_meanwhile(caller):
     for answer in (caller.join(), caller.join()):
-        assert answer == {"error": f"its operator has not approved the plan yet: `fedbilevel federation approve {DIGEST[:12]}` there.", "wait": True}
-    assert caller.ping() == {"busy": False, "wait": f"its operator has not approved the plan yet: `fedbilevel federation approve {DIGEST[:12]}` there."}
+        assert answer == {"error": f"the plan is not approved there yet: `fedbilevel federation approve {DIGEST[:12]}`.", "wait": True}
+    assert caller.ping() == {"busy": False, "wait": f"the plan is not approved there yet: `fedbilevel federation approve {DIGEST[:12]}`."}
     assert "takes no part" in caller.phase()["error"]
     assert caller.status()["state"] == "waiting for approval"
     assert not any(line["arrays"] for line in audit.lines(caller.folder))

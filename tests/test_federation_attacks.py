@@ -154,7 +154,7 @@ def test_attack_by_a_plan_that_nobody_approved_gets_no_answer(federation, bound)
     before = len([line for line in lines(federation, "north") if line["arrays"]])
     try:
         for answer in (bound.join(), bound.phase(1)[0]):
-            assert f"has not approved the plan yet: `fedbilevel federation approve {digest[:12]}`" in answer["error"] or "takes no part" in answer["error"]
+            assert f"the plan is not approved there yet: `fedbilevel federation approve {digest[:12]}`" in answer["error"] or "takes no part" in answer["error"]
         [request] = [one for one in operator.pending(place) if one["digest"] == digest]
         assert (request["who"], request["run"], request["plan"]) == ("lead@example.org", "bound", bound.plan)
         assert request["leaves"]["rounds_per_iteration"] > 0

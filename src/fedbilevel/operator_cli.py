@@ -82,9 +82,12 @@ def _norm(value: float | None) -> str:
 
 @click.command("requests")
 @with_kit
-def requests_command(kit: Path) -> None:
+@click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="seconds to wait for a plan if there is none")
+def requests_command(kit: Path, wait: float) -> None:
     """List the plans that wait for this site's approval."""
-    waiting = operator.pending(operator.site_folder(kit))
+    folder, end = operator.site_folder(kit), time.monotonic() + wait
+    while not (waiting := operator.pending(folder)) and time.monotonic() < end:
+        time.sleep(0.2)
     if not waiting:
         say("Nothing waits for approval.")
     for one in waiting:

@@ -104,6 +104,9 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     if refused and everyone:
         raise PlanError("; ".join(f"{name} does not join the run {plan.name}: {reason.removesuffix('.')}" for name, reason in refused.items()) + ".")
     needed = len(plan.sites) if everyone else plan.quorum
+    waits = {name: failure.reason for name, failure in failures.items() if failure.wait}
+    if len(answers) < needed and why.keys() == waits.keys():
+        raise QuorumError(_for_operators(waits))
     if len(answers) < needed:
         named = "; ".join(f"{name} ({reason})" for name, reason in why.items())
         raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}.")
@@ -165,6 +168,14 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
+def _for_operators(waits: Mapping[str, str]) -> str:
+    """One sentence for all sites that wait, by reason."""
+    sites: dict[str, list[str]] = {}
+    for name, reason in waits.items():
+        sites.setdefault(reason.removesuffix("."), []).append(name)
+    return "; ".join(f"waiting for the operator of {', '.join(names)}: {reason}" for reason, names in sites.items()) + "."
+
+
 class _Waiting:
     """Waits for enough sites: `patience` seconds for those that are silent, for every outer iteration anew, and `approval_wait` for operators. Time in which
     the server itself was suspended does not count."""
@@ -207,7 +218,7 @@ class _Waiting:
         """took: seconds since the last question, which patience does not pay for."""
         self._approval -= took
         self._until += took
-        text = "; ".join(f"{name} waits for its operator: {reason.removesuffix('.')}" for name, reason in waits.items()) + "."
+        text = _for_operators(waits)
         if self._approval < 0:
             seconds = f"{self.plan.approval_wait:g} s"
             raise FedBilevelError(f"{text.removesuffix('.')}, for longer than the {seconds} of approval_wait: ask there, then resume the run.")

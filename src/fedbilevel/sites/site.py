@@ -49,7 +49,7 @@ from fedbilevel.sites.session import Session
 LOG, STATUS = "log.txt", "status.json"
 SAYABLE = (WireError, PolicyError, NonFiniteError)  # errors whose texts hold nothing of this site but names and shapes
 _LONGEST_LOG = 2**22  # bytes of log.txt before it is renamed to log-before.txt
-PAUSED = "its operator has paused it: wait for `fedbilevel federation unpause` there."
+PAUSED = "the site is paused: `fedbilevel federation unpause` there ends the pause."
 log = logging.getLogger(__name__)
 
 
@@ -155,7 +155,8 @@ class Site:
         answers = {name: getattr(session, name) for name in ("phase", "measure", "commit", "load", "finish")}
         if kind not in answers:
             raise WireError(f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {fedbilevel.__version__}.")
-        self._status.write(state="computing", iteration=header.get("iteration"), phase=header.get("phase") or kind)
+        where = {"iteration": header["iteration"]} if "iteration" in header else {}
+        self._status.write(state="computing", phase=header.get("phase") or kind, **where)
         content = answers[kind](header, arrays)
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
@@ -268,7 +269,7 @@ class Site:
         return False
 
     def _waiting(self) -> str:
-        return f"its operator has not approved the plan yet: `fedbilevel federation approve {self._digest[:12]}` there."
+        return f"the plan is not approved there yet: `fedbilevel federation approve {self._digest[:12]}`."
 
 
 class Status:
