@@ -12,7 +12,9 @@ from typing import NamedTuple
 import fedbilevel
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
-CLOCK = re.compile(r'(?<="time": )\d+\.\d+|\d+\.\d\d(?= s\b)')  # moments and durations, which are nobody's promise
+CLOCK = re.compile(  # moments and durations, which are nobody's promise, and what is computed from them
+    r'(?<="time": )\d+(\.\d+)?|\d+\.\d\d(?= s\b)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|(?<="chain": ")[0-9a-f]{64}'
+)
 PATIENCE = 120.0  # seconds for a command
 ROUNDING = 1e-5  # what a machine that rounds otherwise may add to a float32 run
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -1,6 +1,7 @@
 """The tutorial docs/three-hospitals.md, run as it is written: its files are made, its commands typed, and what it quotes is what comes out."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def played(tmp_path_factory):
         yield said, folder
     finally:
         terminal.close()
-    assert [one.returncode for one in terminal.running] == [0] * 4, terminal.screens()
+    assert [one.returncode for one in terminal.running] == [0] * 5, terminal.screens()
     left = [one.pid for one in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in one.info["cmdline"] or [])]
     assert left == []
 
@@ -61,8 +62,8 @@ def test_the_page_quotes_what_is_said(played):
     _, folder = played
     page = PAGE.read_text()
     kinds = [(block.language, bool(block.file)) for block in blocks(page)]
-    assert kinds.count(("text", False)) == 8
-    assert kinds.count(("bash", False)) == kinds.count(("text", False)) + 1  # those that run in the background say nothing
+    assert kinds.count(("text", False)) == 12
+    assert kinds.count(("bash", False)) == kinds.count(("text", False)) + 3  # what runs in the background, and two that say what a third one says
     assert {kind for kind in kinds if kind[0] != "text"} == {("bash", False), ("python", True), ("toml", True)}
     assert page.count("```") == 2 * len(kinds)  # none was overlooked
     assert PORT in page
@@ -73,13 +74,26 @@ def test_the_accuracy_that_the_lead_sees_is_that_of_the_record_and_of_the_simula
     said, folder = played
     last = json.loads((folder / "kits/server/runs/cleaning/metrics.jsonl").read_text().splitlines()[-1])
     assert (last["iteration"], last["num_sites"]) == (10, 3)
-    submitted = next(text for command, text in said.items() if " submit " in command)
+    submitted = (folder / "terminal-4.txt").read_text()  # the lead's
     assert f"test_accuracy {last['test_accuracy']:.4g}," in submitted.splitlines()[-2]
     assert f"test_accuracy {last['test_accuracy']:.4f} after {last['rounds']} rounds" in said["python simulate.py"]
     assert not {"precision", "recall", "f1"} & last.keys()  # no hospital knows which labels are wrong
     differences = [float(number) for number in NUMBER.findall(said["python simulate.py"].splitlines()[-1])]
     assert len(differences) == 2
     assert max(differences) <= ROUNDING
+
+
+def test_nothing_left_before_the_hospital_approved_and_its_screen_says_what_happened(played):
+    _, folder = played
+    for number, hospital in enumerate(SITES, start=1):
+        kit = folder / "kits" / hospital / "site"
+        [decided] = json.loads((kit / "approvals.json").read_text()).values()
+        first = json.loads((kit / "left.jsonl").read_text().splitlines()[0])
+        assert (decided["decision"], decided["how"]) == ("approved", "operator")
+        assert decided["time"] < first["time"]
+        screen = (folder / f"terminal-{number}.txt").read_text()
+        assert re.search(r"cleaning, sent by lead@north.example, waits for your approval: .*\n(.*\n)*.*cleaning: begins.*\n(.*\n)*cleaning: finished", screen)
+    assert "waiting for the operator of north, south, west: the plan is not approved there yet" in (folder / "terminal-4.txt").read_text()
 
 
 def test_private_weights_are_at_their_hospital_alone(played):
