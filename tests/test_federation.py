@@ -35,7 +35,11 @@ def plan(name, dtype, /, **more):
 
 
 HEAVY = plan("fedbio", "float64", name="heavy", num_iterations=12, measure_every=100, task={"name": "hyper_representation", "num_clients": 3})
-PLANS = [plan(name, dtype) for name in TASKS for dtype in ("float64", "float32")]
+HOSTED = plan(
+    "fbo_aggitd", "float64", name="hosted", clients={"site-2": 2, "site-3": 2}, task={"name": "data_cleaning", "num_clients": 5},
+    algorithm={"name": "fbo_aggitd", "num_lower_rounds": 2, "num_local_steps": [2, 1, 3, 1, 2]},
+)  # fmt: skip
+PLANS = [*(plan(name, dtype) for name in TASKS for dtype in ("float64", "float32")), HOSTED]
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +75,16 @@ def test_the_trajectory_and_the_ledger_are_those_of_the_simulator(finished, want
     assert int(found["ledger.rounds"]) > 0
     assert max(value for name, value in far.items() if name.startswith("state.")) < limit
     kept = {part: trees for part, trees in (("x", result.x), ("y", result.y)) if isinstance(trees, list)}
-    for number, site in enumerate(SITES):
+    for site in SITES:
+        numbers = plan_of(wanted).numbers(site)
         place = where[site] / job.SITE / "runs" / wanted["name"] / "solution.safetensors"
         assert place.exists() == bool(kept)
         own = load_file(place) if kept else {}
         for part, trees in kept.items():
-            for name, leaf in trees[number].items():
-                assert float((own[f"{part}.{name}"] - leaf).norm() / leaf.norm()) < limit
+            for number in numbers:
+                prefix = part if len(numbers) == 1 else f"{part}.client{number}"
+                for name, leaf in trees[number].items():
+                    assert float((own[f"{prefix}.{name}"] - leaf).norm() / leaf.norm()) < limit
     rows, theirs = Record(runs / wanted["name"]).rows(), result.rows
     for mine, other in zip(rows, theirs, strict=True):
         assert mine["upper_loss"] == pytest.approx(other["upper_loss"], rel=limit)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedbilevel.data.folders import write_folder
-from fedbilevel.errors import PlanError
+from fedbilevel.errors import DataError, PlanError
 from fedbilevel.sites import wire
+from fedbilevel.sites.policy import SiteSettings, check_data
 from fedbilevel.sites.site import Site
 from fedbilevel.tasks.quadratic import Quadratic
 from loopback import TRIAL, Loopback
@@ -438,8 +439,12 @@ def test_an_answer_has_a_row_and_a_bill_for_each_client_that_was_asked(tmp_path)
 
 def test_a_folder_for_each_client_below_the_sites(tmp_path):
     clients = Quadratic(num_clients=3).build().clients
+    with pytest.raises(DataError, match="there is no train file in .* or one such folder per client"):
+        check_data(SiteSettings(), tmp_path / "data")
     for number, name in enumerate(("ann", "bob")):
         write_folder(tmp_path / "data" / name, clients[number + 1])
+    (tmp_path / "data" / "notes.txt").write_text("two wards\n")
+    check_data(SiteSettings(), tmp_path / "data")
     own = hosting(tmp_path / "own", TRIAL.replace('loader = "simulated"', f'data = "{tmp_path / "data"}"'))
     same = hosting(tmp_path / "same", TRIAL)
     for caller in (own, same):

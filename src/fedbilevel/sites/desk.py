@@ -115,4 +115,4 @@ def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> A
 
 
 def _sentence(reason: Any) -> str:
-    return " ".join(str(reason).split())[:LONGEST].rstrip(".") + "."
+    return printable(" ".join(str(reason).split())[:LONGEST].rstrip(".") + ".")

@@ -266,8 +266,9 @@ def check_data(settings: SiteSettings, place: Path) -> None:
 
 
 def _is_one_client(place: Path) -> bool:
-    """Whether a folder holds the files of a single client. One that is not there, or is empty, is reported as such a folder."""
-    return not place.is_dir() or any(path.is_file() for path in place.iterdir()) or not any(place.iterdir())
+    """Whether a folder holds the files of a single client. A folder that is not there, or holds nothing, is reported as such a folder."""
+    inside = list(place.iterdir()) if place.is_dir() else []
+    return any(path.is_file() and path.stem == "train" for path in inside) or not any(path.is_dir() for path in inside)
 
 
 def _function(name: str) -> Callable[[str], Holdings | list[Holdings]]:
