@@ -140,3 +140,29 @@ def test_the_package_was_found():
     assert {"fedbilevel.oracle", "fedbilevel.engines.simulation", "fedbilevel.data.clients"} <= {dotted(path) for path in MODULES}
     assert below("algorithms")
     assert below("engines")
+
+
+HEAVY = ("torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes", "networkx", "rich", "click", "sklearn", "scipy", "pandas", "matplotlib", "plotly")
+
+
+def test_a_site_takes_part_in_a_run_without_what_takes_long_to_import(tmp_path):
+    code = """
+import json, sys
+from pathlib import Path
+from fedbilevel.sites import policy
+from fedbilevel.sites.serve import serve
+from fedbilevel.sites.site import Site
+from fedbilevel.sites.transport import InProcess
+from fedbilevel.sites.trial import prepare
+place = Path(sys.argv[1])
+plan, data = prepare(place / "data", ["north", "south"])
+for name in data:
+    (place / name).mkdir()
+    (place / name / policy.FILE).write_text(f"data = {json.dumps(str(data[name]))}")
+(place / "server").mkdir()
+sites = InProcess({name: Site(name, place / name).handle for name in data})
+assert serve({**plan, "num_iterations": 1}, sites, place / "server", lambda line: None) == "finished"
+print([name for name in sys.argv[2:] if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), *HEAVY], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import networkx as nx
 import torch
 from torch import Tensor
 
@@ -101,6 +100,8 @@ class Network(Settings):
                 return drawn[step] if self.kind == "random_directed" else drawn[step].triu(1) | drawn[step].triu(1).T
 
             return at
+        import networkx as nx  # only where there are peers: a site of a federation imports it for nothing
+
         if self.kind == "torus":
             side = max(k for k in range(1, int(n**0.5) + 1) if n % k == 0)
             graph: Any = nx.convert_node_labels_to_integers(nx.grid_2d_graph(side, n // side, periodic=True), ordering="sorted")
@@ -278,6 +279,8 @@ class Links:
 
     def _connects(self, start: int) -> int:
         """Steps from `start` until all are connected; an error that names who cannot be."""
+        import networkx as nx
+
         links = torch.zeros(self.num_peers, self.num_peers, dtype=torch.bool)
         window = self.period or _WINDOW
         for step in range(window):
@@ -308,6 +311,8 @@ def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:
     Boyd, Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is a semidefinite programme; their subgradient
     method is enough here, because any iterate is a valid matrix and the best one seen is kept. Where the links leave islands, each mixes by itself.
     """
+    import networkx as nx
+
     n = len(adjacency)
     islands = list(nx.connected_components(nx.from_numpy_array(adjacency.numpy())))
     if len(islands) > 1:  # a step of a random network: the second eigenvalue is 1 whatever the shares, and its slope is zero

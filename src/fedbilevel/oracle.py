@@ -31,10 +31,13 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from fedbilevel.compiler import postpone
 from fedbilevel.data.clients import Batch
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Fields, Layout, Loss, Problem, with_features
 from fedbilevel.tracing import compiled, traced
+
+postpone()
 
 Strategy = Literal["auto", "vmap", "loop", "compiled"]
 FlatLoss = Callable[[Tensor, Tensor, Fields], Tensor]
@@ -242,21 +245,31 @@ def _upper_grads(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
     return grad(upper, argnums=(0, 1))
 
 
+def _product(gradient: Callable[..., Tensor], v: Tensor, *points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The derivatives of gradient(*points) . v by the points, and gradient(*points). `vjp` does the same, and imports sympy to compare two shapes."""
+
+    def dotted(*at: Tensor) -> tuple[Tensor, Tensor]:
+        value = gradient(*at)
+        return torch.dot(value, v), value
+
+    derivatives, value = grad(dotted, argnums=tuple(range(len(points))), has_aux=True)(*points)
+    return derivatives, value
+
+
 def _pull_both(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
     def pull_both(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
-        _, pull, *_ = vjp(lambda x, y: grad(lower, argnums=1)(x, y, fields), x, y)
-        jv, hv = pull(v)
+        (jv, hv), _ = _product(lambda x, y: grad(lower, argnums=1)(x, y, fields), v, x, y)
         return jv, hv
 
     return pull_both
 
 
 def _pull_x(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
-    return lambda x, y, v, fields: vjp(lambda x: grad(lower, argnums=1)(x, y, fields), x)[1](v)[0]
+    return lambda x, y, v, fields: _product(lambda x: grad(lower, argnums=1)(x, y, fields), v, x)[0][0]
 
 
 def _pull_y(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
-    return lambda x, y, v, fields: vjp(lambda y: grad(lower, argnums=1)(x, y, fields), y)[1](v)[0]
+    return lambda x, y, v, fields: _product(lambda y: grad(lower, argnums=1)(x, y, fields), v, y)[0][0]
 
 
 def _upper_by_features(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
@@ -267,7 +280,7 @@ def _upper_by_features(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
 def _pull_by_features(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
     def pull(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
         gradient = lambda x, features: grad(lower, argnums=1)(x, y, {**fields, "features": features})
-        direct, through = vjp(gradient, x, fields["features"])[1](v)
+        (direct, through), _ = _product(gradient, v, x, fields["features"])
         return direct, through
 
     return pull
@@ -282,8 +295,7 @@ def _all_three(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
             else:
                 d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
             if one_second:
-                value, pull, *_ = vjp(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), x, y)
-                d_ju, d_hu = pull(u)
+                (d_ju, d_hu), value = _product(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), u, x, y)
             else:
                 value, d_ju, d_hu = None, _pull_x(upper, lower)(x, y, u, b_ju), _pull_y(upper, lower)(x, y, u, b_hu)
             d_gy = value if one_lower and value is not None else grad(lower, argnums=1)(x, y, b_gy)

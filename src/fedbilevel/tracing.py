@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 Flat = Callable[..., tuple[Tensor, ...]]
 _aten = torch.ops.aten
@@ -39,6 +36,10 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]:
     """`function(*tensors) -> tuple of tensors` for tensors of the shapes and types of the example, and which it reads: None may stand for others."""
+    from torch._guards import TracingContext, tracing  # these import the compiler, which a process that traces nothing does without
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     with tracing(TracingContext(FakeTensorMode())):  # the form of every value is noted with it; otherwise make_fx makes one for each, which takes as long again
         module = make_fx(function)(*example)
     values = _Values(module)
