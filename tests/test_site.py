@@ -439,7 +439,7 @@ def test_an_answer_has_a_row_and_a_bill_for_each_client_that_was_asked(tmp_path)
 
 def test_a_folder_for_each_client_below_the_sites(tmp_path):
     clients = Quadratic(num_clients=3).build().clients
-    with pytest.raises(DataError, match="there is no train file in .* or one such folder per client"):
+    with pytest.raises(DataError, match=r"there is no train file in .* or one such folder per client"):
         check_data(SiteSettings(), tmp_path / "data")
     for number, name in enumerate(("ann", "bob")):
         write_folder(tmp_path / "data" / name, clients[number + 1])
