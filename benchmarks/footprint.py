@@ -68,7 +68,11 @@ class Watch:
     def look(self) -> None:
         import psutil
 
-        for process in [self._root, *self._root.children(recursive=True)]:
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:  # it has just ended
+            return
+        for process in processes:
             try:
                 with process.oneshot():
                     memory, times, words = process.memory_full_info(), process.cpu_times(), process.cmdline()
