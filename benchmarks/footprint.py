@@ -24,7 +24,7 @@ had imported. The row of the command itself has the seconds of the whole; `heavy
 Aims: {job:.0f} MB for the job process of a site, {whole:.0f} s for the whole on two cores with nothing else to do; `load` is the load average before and
 after, as the machine is not alone."""
 HEADINGS = {"rss": "RSS, MB", "pss": "PSS, MB", "cpu": "CPU, s", "aim": "aim, MB", "load_before": "load before", "load_after": "load after"}
-EVERY = 0.2  # seconds between looks
+EVERY = 0.5  # seconds between looks
 JOB_AIM, WHOLE_AIM = 300.0, 15.0  # megabytes, seconds
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx", "sympy", "networkx", "pandas", "scipy", "sklearn", "matplotlib", "rich")
 MODULES = "FEDBILEVEL_FOOTPRINT"  # environment: the folder in which every process notes what it has imported
@@ -68,7 +68,11 @@ class Watch:
     def look(self) -> None:
         import psutil
 
-        for process in [self._root, *self._root.children(recursive=True)]:
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:  # it has just ended
+            return
+        for process in processes:
             try:
                 with process.oneshot():
                     memory, times, words = process.memory_full_info(), process.cpu_times(), process.cmdline()

@@ -4,14 +4,16 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import federation, growth, paths, peers, problems, push_sum, ranks_section, results, soak, sockets
+from benchmarks import federation, footprint, growth, paths, peers, problems, push_sum, ranks_section, results, soak, sockets
 from benchmarks.clock import Setup, Timing, compare, rows_of
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
@@ -431,3 +433,51 @@ def test_wrong_options_are_refused(words, said, capsys):
     with pytest.raises(SystemExit):
         command.main(words)
     assert said in capsys.readouterr().err
+
+
+# ---- footprint -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "role"),
+    [
+        ("python -m nvflare.lighter.provision -p project.yml", "provision"),
+        ("python -u -m nvflare.private.fed.app.server.server_train -m kits/server --set org=server", "server, parent"),
+        ("python -m nvflare.private.fed.app.server.runner_process -m kits/server -n 1", "server, job"),
+        ("python -u -m nvflare.private.fed.app.client.client_train -m kits/site-1 --set uid=site-1", "site-1, parent"),
+        ("python -m nvflare.private.fed.app.client.worker_process -m kits/site-2 -c site-2 --set uid=site-2", "site-2, job"),
+        ("cat progress.json", "other"),
+    ],
+)
+def test_a_process_of_a_federation_is_known_by_its_command_line(line, role):
+    assert footprint.role_of(line.split()) == role
+
+
+def test_the_footprint_lists_the_command_first_and_leaves_out_what_lives_for_a_moment():
+    entry = lambda name, seconds: {"name": name, "seconds": seconds, "cpu": 1.0, "rss": 2.0, "pss": 1.5, "modules": ["os", "sympy"]}
+    found = footprint.rows_of([entry("site-1, job", 9.0), entry("other", 0.2), entry("the command", 20.0), entry("server, job", 9.0)])
+    assert [row["name"] for row in found] == ["the command", "server, job", "site-1, job"]
+    assert [row.get("aim") for row in found] == [None, None, footprint.JOB_AIM]
+    assert found[0] == {"name": "the command", "seconds": 20.0, "cpu": 1.0, "rss": 2.0, "pss": 1.5, "modules": 2, "heavy": "sympy"}
+
+
+def test_processes_below_a_command_are_watched_with_what_they_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(footprint.NOTES)
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path), footprint.MODULES: str(tmp_path)}
+    command = subprocess.Popen([sys.executable, "-c", "import colorsys; input()"], env=variables, stdin=subprocess.PIPE)
+    try:
+        note = tmp_path / f"{command.pid}.json"
+        end = time.monotonic() + 60
+        while not note.exists() or "colorsys" not in note.read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        watch = footprint.Watch(command.pid, tmp_path)
+        watch.look()
+    finally:
+        command.communicate(b"\n")
+    found = watch.found[command.pid]
+    assert found["name"] == "the command"
+    assert "colorsys" in found["modules"]
+    assert found["rss"] >= found["pss"] > 1
+    watch.look()  # it is gone
+    assert set(watch.found) == {command.pid}

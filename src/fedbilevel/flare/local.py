@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,8 +67,8 @@ class Loopback:
     def close(self) -> None:
         for one in self.supervised.values():
             one.ask_to_stop()
-        for one in self.supervised.values():
-            one.stop()
+        with ThreadPoolExecutor(max(1, len(self.supervised))) as threads:  # each waits a second or two for processes that do not end by themselves
+            list(threads.map(processes.Supervised.stop, self.supervised.values()))
 
     def start(self, name: str) -> None:
         mine = {policy.DATA: str(self._data[name].resolve())} if name in self._data else {}

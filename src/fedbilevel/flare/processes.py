@@ -21,6 +21,7 @@ from fedbilevel.flare import certificates, kits
 CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
 PATIENCE = 5.0  # seconds that a process is given to end by itself
 SHORT_LIFE = 10.0  # a child that lived for less is waited for longer and longer before the next start
+LEAN = {"MALLOC_ARENA_MAX": "2"}  # FLARE's hundreds of threads would otherwise have pools of memory of their own
 BEAT = 4  # seconds between heart-beats of a site, by which it notices that the server was restarted; FLARE's own: 10
 _PARENT = ("server_train", "client_train")
 
@@ -83,7 +84,7 @@ class Supervised:
         certificates.check(kit)
         if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it on to job processes as text that is divided again
             raise SettingError(f"the kit lies in {str(self.kit)!r}, and FLARE cannot start jobs below a path with blanks or quotes: move it.")
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**LEAN, **os.environ, **(environment or {})}
         if "PYTHONPATH" in self._environment:  # the child works in its kit
             self._environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in self._environment["PYTHONPATH"].split(os.pathsep) if part)
         self._pause, self._say = pause, say
