@@ -158,7 +158,7 @@ place = Path(sys.argv[1])
 plan, data = prepare(place / "data", ["north", "south"])
 for name in data:
     (place / name).mkdir()
-    (place / name / policy.FILE).write_text(f"data = {json.dumps(str(data[name]))}")
+    (place / name / policy.FILE).write_text(f"data = {json.dumps(str(data[name]))}\\nauto_approve = true\\n")
 (place / "server").mkdir()
 sites = InProcess({name: Site(name, place / name).handle for name in data})
 assert serve({**plan, "num_iterations": 1}, sites, place / "server", lambda line: None) == "finished"

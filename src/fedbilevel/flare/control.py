@@ -27,7 +27,7 @@ from fedbilevel.record import make_folder, write_whole
 from fedbilevel.sites.plan import NAME
 
 SERVER, CLIENT = "fedbilevel.flare.job.Server", "fedbilevel.flare.job.Client"
-TASK_INTERVAL = 0.5  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
+TASK_INTERVAL = 0.2  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
 REJOIN = "rejoin"  # why a job is asked to stop: to be followed by one with more sites
 APART = 30.0  # seconds between two jobs for the sake of sites that were left out; twice as many each time
 GRACE = 15.0  # seconds for which a job may be listed as running without a process: while it starts and ends

@@ -254,7 +254,7 @@ def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
     parts = {part["id"]: part for part in resources["components"]}
     if is_server:
         resources["servers"][0] |= {"heart_beat_timeout": BEAT_TIMEOUT}
-        parts["job_scheduler"]["args"] |= {"min_schedule_interval": 1.0, "max_schedule_interval": 10.0, "max_jobs": MAX_JOBS}
+        parts["job_scheduler"]["args"] |= {"min_schedule_interval": 0.2, "max_schedule_interval": 10.0, "max_jobs": MAX_JOBS}
     for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
         parts.pop(name, None)
     resources["components"] = list(parts.values())
