@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from fedbilevel.errors import PolicyError, SettingError
-from fedbilevel.flare import identity, job, kits
+from fedbilevel.flare import configuration, identity, job, kits
 from fedbilevel.flare.identity import Party, Signer, root_of
 from fedbilevel.sites.plan import plan_digest
 
@@ -48,14 +48,14 @@ def test_a_signature_of_another_kit_is_told_apart(made):
 
 
 def test_a_plan_counts_when_a_lead_signed_it(made):
-    packed = job.packed(PLAN)
-    found = job.submitted(made["north"], packed, job.sealed(made["lead@example.org"], packed), "job-1")
+    packed = configuration.packed(PLAN)
+    found = job.submitted(made["north"], packed, configuration.sealed(made["lead@example.org"], packed), "job-1")
     assert found == (plan_digest(PLAN), "lead@example.org", "job-1")
-    other = job.packed({**PLAN, "options": {"batch_size": 1}})
+    other = configuration.packed({**PLAN, "options": {"batch_size": 1}})
     for seal, plan in (
-        (job.sealed(made["lead@example.org"], packed), other),
-        (job.sealed(made["west"], packed), packed),
-        (job.sealed(made["server"], packed), packed),
+        (configuration.sealed(made["lead@example.org"], packed), other),
+        (configuration.sealed(made["west"], packed), packed),
+        (configuration.sealed(made["server"], packed), packed),
     ):
         with pytest.raises(PolicyError, match="not signed by a lead of this federation"):
             job.submitted(made["north"], plan, seal, "job-1")

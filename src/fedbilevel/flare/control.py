@@ -21,13 +21,12 @@ from nvflare.fuel.hci.proto import MetaStatusValue
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.escapes import printable
-from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP, packed, sealed
+from fedbilevel.flare.configuration import CLIENT, SERVER, configurations, packed, sealed
+from fedbilevel.flare.job import ASKED, PROGRESS, RUNS, STOP
 from fedbilevel.flare.kits import MAX_JOBS
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.sites.plan import NAME
 
-SERVER, CLIENT = "fedbilevel.flare.job.Server", "fedbilevel.flare.job.Client"
-TASK_INTERVAL = 0.2  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
 REJOIN = "rejoin"  # why a job is asked to stop: to be followed by one with more sites
 APART = 30.0  # seconds between two jobs for the sake of sites that were left out; twice as many each time
 GRACE = 15.0  # seconds for which a job may be listed as running without a process: while it starts and ends
@@ -44,30 +43,13 @@ logging.getLogger("nvflare").addHandler(logging.NullHandler())  # lost connectio
 
 
 def job_folder(folder: Path, plan: dict[str, Any], *, seal: str, needed: int = 0, server: str = SERVER, client: str = CLIENT) -> Path:
-    """A job that names installed classes and holds no code. seal: the lead's signature of the plan. needed: sites without
-    which it does not begin."""
-    place = folder / plan["name"]
-    controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
-    executor = {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}, "max_inbound_call_threads": 2}  # a second one answers while a phase runs
-    files: dict[str, Any] = {
-        "meta.json": {
-            "name": plan["name"], "resource_spec": {}, "min_clients": needed or quorum(plan),
-            "deploy_map": {"at_server": ["server"], "at_site": list(plan["sites"])},
-        },
-        "at_server/config/config_fed_server.json": {
-            "format_version": 2, "server": {"task_request_interval": TASK_INTERVAL},
-            "workflows": [{"id": "controller", "path": "nvflare.collab.runtime.controller.CollabController", "args": controller}],
-            "components": [{"id": "_server", "path": server, "args": {"plan": packed(plan)}}],
-            "task_data_filters": [], "task_result_filters": [],
-        },
-        "at_site/config/config_fed_client.json": {
-            "format_version": 2,
-            "executors": [{"tasks": ["*"], "executor": {"path": "nvflare.collab.runtime.executor.CollabExecutor", "args": executor}}],
-            "components": [{"id": "_client", "path": client, "args": {"plan": packed(plan), "seal": seal}}],
-            "task_data_filters": [], "task_result_filters": [],
-        },
+    """Write a job. needed: sites without which it does not begin."""
+    place, sites = folder / plan["name"], list(plan["sites"])
+    meta = {
+        "name": plan["name"], "resource_spec": {}, "min_clients": needed or quorum(plan),
+        "deploy_map": {"at_server": ["server"], "at_site": sites},
     }  # fmt: skip
-    for name, content in files.items():
+    for name, content in {"meta.json": meta, **configurations(plan, seal, server=server, client=client)}.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(json.dumps(content))
     return place

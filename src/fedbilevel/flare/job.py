@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import gc
@@ -21,7 +20,8 @@ from nvflare.collab import CollabCallError, collab
 from nvflare.collab.api.exceptions import RunAborted
 
 from fedbilevel.errors import FedBilevelError, PolicyError, QuorumError
-from fedbilevel.flare.identity import LEAD, Party, Signer, root_of, server_of
+from fedbilevel.flare.configuration import lead_of, unpacked
+from fedbilevel.flare.identity import Party, Signer, root_of, server_of
 from fedbilevel.record import write_whole
 from fedbilevel.sites.transport import Failure, Reply, Transport
 
@@ -36,7 +36,7 @@ LONGEST = 500  # letters of a refusal
 PASSED = 2**25  # bytes of messages between two collections of garbage
 ASKED = "asked"  # by a person
 SERVER = "server"  # FLARE's name for the caller that is the server's job
-CALL, ANSWER, PLAN = "call", "answer", "plan"  # purposes of signatures
+CALL, ANSWER = "call", "answer"  # purposes of signatures
 STOP = "fedbilevel_stop"  # the command by which the lead asks a running job to stop after the current outer iteration
 
 log = logging.getLogger(__name__)
@@ -131,20 +131,7 @@ def submitted(kit: Path, plan: str, seal: str, job: str) -> Submitted:
     from fedbilevel.sites.plan import plan_digest
     from fedbilevel.sites.site import Submitted
 
-    parts = seal.split(".")
-    if len(parts) != 2:
-        raise PolicyError("the job brings no plan that a lead has signed: submit it with `fedbilevel federation submit`.")
-    certificate, signature = (base64.urlsafe_b64decode(part) for part in parts)
-    lead = Party(certificate, root_of(kit))
-    if lead.role != LEAD or not lead.signed(signature, PLAN, plan):
-        raise PolicyError("the plan of the job is not signed by a lead of this federation: submit it with a lead's kit.")
-    return Submitted(plan_digest(unpacked(plan)), lead.name, job)
-
-
-def sealed(kit: Path, plan: str) -> str:
-    """The lead's signature of a packed plan, with the lead's certificate."""
-    lead = Signer(kit)
-    return ".".join(base64.urlsafe_b64encode(part).decode() for part in (lead.certificate, lead.sign(PLAN, plan)))
+    return Submitted(plan_digest(unpacked(plan)), lead_of(kit, plan, seal), job)
 
 
 class Rejections(logging.Handler):
@@ -284,20 +271,11 @@ class Progress:
         write_whole(self._path, json.dumps({**self._content, "latest": list(self._latest)}).encode())  # a reader sees the old one or the new one, never half
 
 
-def packed(plan: dict[str, Any]) -> str:
-    """A plan as an argument in a job's configuration, in letters only: FLARE reads braces there as names to be replaced."""
-    return base64.urlsafe_b64encode(json.dumps(plan).encode()).decode()
-
-
-def unpacked(plan: str) -> dict[str, Any]:
-    return json.loads(base64.urlsafe_b64decode(plan))
-
-
 class Server:
     """Runs the plan, or goes on with it where an earlier job of the same run was."""
 
-    def __init__(self, plan: str) -> None:
-        self.plan = plan
+    def __init__(self, plan: str, seal: str = "") -> None:
+        self.plan, self.seal = plan, seal
 
     def serve(self, plan: dict[str, Any], transport: Transport, folder: Path, say: Callable[[dict[str, Any]], None]) -> str:
         from fedbilevel.sites.serve import serve
@@ -307,6 +285,7 @@ class Server:
     @collab.main
     def run(self) -> None:
         plan = unpacked(self.plan)
+        lead_of(Path(collab.workspace.get_root_dir()), self.plan, self.seal)
         transport = FlareTransport()
         folder = Path(collab.workspace.get_root_dir()) / RUNS / plan["name"]
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,10 @@ from fedbilevel.sites.plan import NAME
 PORT = 8002
 AUTHORITY, SERVER = certificates.AUTHORITY, certificates.SERVER
 SITES = "sites.json"  # in the lead's kit: who takes part in a run that does not say
-ALLOWED = ["fedbilevel.flare.job.", "nvflare.collab.runtime."]  # the only classes that a job may name
+ALLOWED = [  # the only classes that a job may name; a prefix would admit functions beside them
+    "fedbilevel.flare.job.Server", "fedbilevel.flare.job.Client",
+    "nvflare.collab.runtime.controller.CollabController", "nvflare.collab.runtime.executor.CollabExecutor",
+]  # fmt: skip
 _STARTED = ("startup/sub_start.sh", "local/resources.json", "local/authorization.json", "local/log_config.json")
 FILES = {  # without which a kit of this kind is not whole
     "server": ("startup/fed_server.json", "startup/server.crt", "startup/server.key", "startup/rootCA.pem", *_STARTED),
@@ -257,7 +260,9 @@ def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
         parts["job_scheduler"]["args"] |= {"min_schedule_interval": 0.2, "max_schedule_interval": 10.0, "max_jobs": MAX_JOBS}
     for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
         parts.pop(name, None)
-    resources["components"] = list(parts.values())
+    guard = {"id": "guard", "path": "fedbilevel.flare.guard.Guard", "args": {}}
+    resources["components"] = [guard, *parts.values()]
+    resources["app_validator"] = {"path": "fedbilevel.flare.guard.Validator", "args": {}}
     rights = {"submit_job": "any", "clone_job": "none", "manage_job": "any", "view": "any", "byoc": "none", "server-predeployed-flwr": "none"}
     of_server = {name: "any" if is_server else "none" for name in ("download_job", "operate", "shell_commands", "app_command")}  # nobody reads files at a site
     logs = json.loads((local / "log_config.json.default").read_text())

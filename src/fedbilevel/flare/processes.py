@@ -21,7 +21,9 @@ from fedbilevel.flare import certificates, kits
 CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
 PATIENCE = 5.0  # seconds that a process is given to end by itself
 SHORT_LIFE = 10.0  # a child that lived for less is waited for longer and longer before the next start
-LEAN = {"MALLOC_ARENA_MAX": "2"}  # FLARE's hundreds of threads would otherwise have pools of memory of their own
+LEAN = {  # FLARE's hundreds of threads would otherwise have pools of memory of their own; nothing in a kit is a module
+    "MALLOC_ARENA_MAX": "2", "PYTHONSAFEPATH": "1",
+}  # fmt: skip
 BEAT = 4  # seconds between heart-beats of a site, by which it notices that the server was restarted; FLARE's own: 10
 _PARENT = ("server_train", "client_train")
 
