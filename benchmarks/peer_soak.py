@@ -28,13 +28,13 @@ from benchmarks.federation import lines
 from benchmarks.peer_steps import forked, row_of
 from fedbilevel.data.clients import Holdings
 from fedbilevel.federation import PeerAlgorithm, Peers
+from fedbilevel.loop import Progress
 from fedbilevel.peers import part
 from fedbilevel.peers.local import free_ports
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.peers.roster import assemble, keygen, read_roster, read_secret
 from fedbilevel.peers.sockets import Sockets
 from fedbilevel.problem import Problem
-from fedbilevel.run import Progress
 
 WIDTH = 1000  # numbers in a row
 PER_SECOND = 1.0  # outer iterations that begin in a second, if nothing happens

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.clock import Row, Setup
+from fedbilevel.loop import versions
 from fedbilevel.record import make_folder, write_whole
 from fedbilevel.reproduce import commit, machine
-from fedbilevel.run import versions
 
 FOLDER = Path(__file__).resolve().parent / "results"
 HEADINGS = {

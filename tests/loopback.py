@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from fedbilevel.figures import COLUMNS
+from fedbilevel.loop import Result, run
 from fedbilevel.record import Record
-from fedbilevel.run import Result, run
 from fedbilevel.sites import wire
 from fedbilevel.sites.plan import plan_of
 from fedbilevel.sites.serve import serve

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedbilevel.data.clients import Holdings
 from fedbilevel.federation import PeerAlgorithm, Peers
+from fedbilevel.loop import Progress
 from fedbilevel.peers import part
 from fedbilevel.peers.local import free_ports
 from fedbilevel.peers.plan import PeerPlan, plan_of
@@ -26,7 +27,6 @@ from fedbilevel.peers.roster import assemble, keygen, read_roster, read_secret
 from fedbilevel.peers.sockets import Sockets
 from fedbilevel.peers.wire import KINDS
 from fedbilevel.problem import Problem
-from fedbilevel.run import Progress
 from fedbilevel.tasks.quadratic import Quadratic
 
 forked = multiprocessing.get_context("forkserver")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.data.clients import Holdings
+from fedbilevel.loop import Result
 from fedbilevel.peers.part import take_part
 from fedbilevel.peers.plan import plan_of
 from fedbilevel.peers.transport import Faults, MemoryNetwork
-from fedbilevel.run import Result
 
 
 class Threads:

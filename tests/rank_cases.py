@@ -40,8 +40,8 @@ from fedbilevel.cli import main
 from fedbilevel.engines import distributed, simulate
 from fedbilevel.errors import FedBilevelError, RankLostError, ScopeWarning
 from fedbilevel.federation import Cohort, phase
+from fedbilevel.loop import run
 from fedbilevel.network import Network
-from fedbilevel.run import run
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built

@@ -16,8 +16,8 @@ from fedbilevel.algorithms.clustered_fl import ClusteredFL, _two_parts
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.errors import ScopeError, SettingError
 from fedbilevel.federation import Cohort
+from fedbilevel.loop import run
 from fedbilevel.problem import Scopes
-from fedbilevel.run import run
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 from yardstick import check_continues, drive, relative, start_at

@@ -21,9 +21,9 @@ from fedbilevel.cli import cli
 from fedbilevel.engines import distributed, group_of, simulate
 from fedbilevel.engines.group import Group
 from fedbilevel.errors import RankLostError, SettingError
+from fedbilevel.loop import _interrupts
 from fedbilevel.network import Network
 from fedbilevel.record import Record
-from fedbilevel.run import _interrupts
 from fedbilevel.tasks.quadratic import Quadratic
 from rank_cases import CASES, CLOSE, EXACT, NUM, RESUMED, compared, go
 

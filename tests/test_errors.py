@@ -25,13 +25,13 @@ from fedbilevel.compare import compare
 from fedbilevel.engines import distributed
 from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, ProblemError, ReportError, SettingError
 from fedbilevel.federation import Cohort, PeerAlgorithm
+from fedbilevel.loop import EarlyStopping, run
 from fedbilevel.network import Network
 from fedbilevel.page import write_report
 from fedbilevel.peers.local import Local
 from fedbilevel.peers.roster import assemble, keygen
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.record import FORMAT, Record
-from fedbilevel.run import EarlyStopping, run
 from fedbilevel.settings import made
 from fedbilevel.sites import policy
 from fedbilevel.steps import Schedule

@@ -12,7 +12,7 @@ from by_hand import Samples, gy, states
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedavg_plus import FedAvgPlus
 from fedbilevel.federation import Cohort, Kept
-from fedbilevel.run import run
+from fedbilevel.loop import run
 from fedbilevel.tasks.quadratic import Quadratic
 from yardstick import X0, Y0, check_continues, drive, relative, small, start_at
 

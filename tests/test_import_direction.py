@@ -11,7 +11,7 @@ import fedbilevel
 
 ROOT = Path(fedbilevel.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
-FRONT = ("engines", "run", "cli")  # what starts and drives computations
+FRONT = ("engines", "loop", "cli")  # what starts and drives computations
 
 
 def dotted(path: Path) -> str:
@@ -61,7 +61,7 @@ def test_an_algorithm_knows_no_engine_no_loop_and_no_task(path):
 
 @pytest.mark.parametrize("path", below("engines"), ids=dotted)
 def test_an_engine_names_no_algorithm_and_no_task(path):
-    assert reaches(path, "algorithms", "tasks", "discovery", "run", "cli") == []
+    assert reaches(path, "algorithms", "tasks", "discovery", "loop", "cli") == []
 
 
 @pytest.mark.parametrize("path", below("engines"), ids=dotted)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedbilevel import discovery, influence
+from fedbilevel.loop import run
 from fedbilevel.page.content import _are_findings
 from fedbilevel.personalisation import Plan, personalise
-from fedbilevel.run import run
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.few_shot import FewShot
 from fedbilevel.tasks.findings import histogram, images, share

@@ -20,11 +20,11 @@ from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import CheckpointError, FedBilevelError, PlanError
 from fedbilevel.figures import figures_of
 from fedbilevel.ledger import EDGES
+from fedbilevel.loop import Result, run
 from fedbilevel.peers.collect import Collected, collect, is_mask
 from fedbilevel.peers.plan import plan_of
 from fedbilevel.problem import Problem, Scopes
 from fedbilevel.record import Record, read_tensors
-from fedbilevel.run import Result, run
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic

@@ -13,9 +13,9 @@ pytest.importorskip("zmq")
 
 from fedbilevel.averaging import Averaging
 from fedbilevel.hypergradient import hypergradient, lower_solution
+from fedbilevel.loop import run
 from fedbilevel.network import Network
 from fedbilevel.population import Population
-from fedbilevel.run import run
 from peer_processes import Processes, own_rows, wide_clients, wide_plan, wide_problem
 from yardstick import relative
 

@@ -21,6 +21,7 @@ from fedbilevel.engines.peers import Peer, _Settling
 from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, PlanError, QuorumError, SettingError
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.hypergradient import lower_solution
+from fedbilevel.loop import Result, run
 from fedbilevel.network import Network
 from fedbilevel.peers.office import Office, Status
 from fedbilevel.peers.plan import PeerPlan, plan_of
@@ -28,7 +29,6 @@ from fedbilevel.peers.transport import Faults, MemoryNetwork
 from fedbilevel.peers.wire import SKETCH
 from fedbilevel.population import Population
 from fedbilevel.record import Record
-from fedbilevel.run import Result, run
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic

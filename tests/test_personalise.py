@@ -10,8 +10,8 @@ import fedbilevel.personalisation as study
 from fedbilevel import report
 from fedbilevel.cli import cli
 from fedbilevel.errors import CheckpointError, SettingError, UnknownNameError
+from fedbilevel.loop import EarlyStopping, Progress
 from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
-from fedbilevel.run import EarlyStopping, Progress
 from fedbilevel.tasks.personalisation import Personalisation
 
 TASK = Personalisation(num_clients=6, share=0.1, model="linear")

@@ -15,7 +15,7 @@ from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.errors import ExperimentError, FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.experiment import Job
 from fedbilevel.federation import Cohort
-from fedbilevel.run import run
+from fedbilevel.loop import run
 from fedbilevel.studies import optimise
 from fedbilevel.tasks.quadratic import Quadratic
 

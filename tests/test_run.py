@@ -22,9 +22,9 @@ from fedbilevel.algorithms.hgp import HGP
 from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, NonFiniteError, ProblemError, ScopeError, SettingError
+from fedbilevel.loop import EarlyStopping, Progress
 from fedbilevel.network import Network, given
 from fedbilevel.record import Record
-from fedbilevel.run import EarlyStopping, Progress
 from fedbilevel.steps import Schedule
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
@@ -442,7 +442,7 @@ def test_what_is_not_finite_is_null_in_the_record_and_nan_in_python(tmp_path):
 def test_who_looks_longer_or_saves_more_often_is_not_slower(tmp_path, monkeypatch):
     """A clock that stands still but for looks and checkpoints, which seconds do not count."""
     clock = types.SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(sys.modules["fedbilevel.run"], "time", clock)
+    monkeypatch.setattr(sys.modules["fedbilevel.loop"], "time", clock)
 
     def slow(sums):
         clock.now += 100.0
@@ -601,7 +601,7 @@ def test_a_result_tells_what_it_is_and_draws_itself(cleaning, monkeypatch):
         result.plot("test_acuracy")
     with pytest.raises(LookupError, match="There is no column in the history named '3'"):
         result.plot(3)
-    monkeypatch.setattr(sys.modules["fedbilevel.run"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["fedbilevel.loop"], "find_spec", lambda name: None)
     assert result.history is result.rows
 
 

@@ -136,7 +136,7 @@ def survivors(plan, folder, iteration, first_call, who):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            sys.modules["fedbilevel.run"],
+            sys.modules["fedbilevel.loop"],
             "simulate",
             lambda algorithm, problem, clients, *, network, averaging, **rest: Forgetful(algorithm, problem, clients, **rest),
         )

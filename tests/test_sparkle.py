@@ -16,8 +16,8 @@ from fedbilevel.algorithms.sparkle import Sparkle
 from fedbilevel.checks import check_algorithm
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import SettingError
+from fedbilevel.loop import run
 from fedbilevel.network import Network
-from fedbilevel.run import run
 from fedbilevel.steps import Schedule
 from fedbilevel.tasks.quadratic import Quadratic
 from yardstick import check_continues, drive, relative, settled_peers, start_at

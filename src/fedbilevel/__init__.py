@@ -6,17 +6,34 @@ problem = fb.Problem(upper=..., lower=..., x0={...}, y0={...})
 result = fb.solve(problem, clients, "fedbio", num_rounds=100)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from fedbilevel.averaging import Averaging
-from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
-from fedbilevel.data.folders import read_folders
-from fedbilevel.errors import FedBilevelError
-from fedbilevel.federation import Cohort
-from fedbilevel.network import Network
-from fedbilevel.problem import Problem, Scopes
-from fedbilevel.run import EarlyStopping, Progress, Result, run, solve
-from fedbilevel.steps import Schedule, check_timescales, curvature, projection_radius, suggest
+if TYPE_CHECKING:
+    from fedbilevel.averaging import Averaging
+    from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
+    from fedbilevel.data.folders import read_folders
+    from fedbilevel.errors import FedBilevelError
+    from fedbilevel.federation import Cohort
+    from fedbilevel.loop import EarlyStopping, Progress, Result, run, solve
+    from fedbilevel.network import Network
+    from fedbilevel.problem import Problem, Scopes
+    from fedbilevel.steps import Schedule, check_timescales, curvature, projection_radius, suggest
+
+_PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
+    "averaging": ["Averaging"],
+    "checks": ["check_algorithm", "check_hypergradient", "check_problem"],
+    "data.folders": ["read_folders"],
+    "errors": ["FedBilevelError"],
+    "federation": ["Cohort"],
+    "loop": ["EarlyStopping", "Progress", "Result", "run", "solve"],
+    "network": ["Network"],
+    "problem": ["Problem", "Scopes"],
+    "steps": ["Schedule", "check_timescales", "curvature", "projection_radius", "suggest"],
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
     "Averaging",
@@ -40,3 +57,14 @@ __all__ = [
     "solve",
     "suggest",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedbilevel' has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f"fedbilevel.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

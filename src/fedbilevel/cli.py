@@ -29,6 +29,7 @@ from fedbilevel.escapes import printable
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.federation_cli import federation
 from fedbilevel.flags import TaskCommand, chosen, fitting, names_of, with_looks, with_run_options
+from fedbilevel.loop import Result, run
 from fedbilevel.network import Network
 from fedbilevel.options import DEFAULTS, keywords, torch_device
 from fedbilevel.page.writing import write_report
@@ -37,7 +38,6 @@ from fedbilevel.page_cli import watch as watch_page
 from fedbilevel.peer_cli import peer
 from fedbilevel.recipe import PLAN, Recipe, written
 from fedbilevel.record import Record
-from fedbilevel.run import Result, run
 from fedbilevel.starter_cli import new
 from fedbilevel.steps import check_timescales, suggest
 from fedbilevel.studies_cli import COMMANDS

@@ -14,9 +14,9 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.figures import falls, figures_of, metric_and_value
+from fedbilevel.loop import Progress, run, versions
 from fedbilevel.network import AnyNetwork
 from fedbilevel.record import finite, make_folder, write_whole
-from fedbilevel.run import Progress, run, versions
 from fedbilevel.settings import whole_number
 from fedbilevel.tasks.task import Task
 

@@ -38,11 +38,11 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import CheckpointError, ScopeError, SettingError
 from fedbilevel.federation import Algorithm, PeerAlgorithm, ServerAlgorithm, debiased
 from fedbilevel.hypergradient import SOLVERS, hypergradient, lower_solution
+from fedbilevel.loop import versions
 from fedbilevel.network import AnyNetwork, Network, given
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem
 from fedbilevel.record import make_folder, write_whole
-from fedbilevel.run import versions
 from fedbilevel.settings import Settings, setting
 from fedbilevel.tasks.findings import images
 from fedbilevel.tasks.influence import Influence

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.errors import LogError, UnknownNameError
+from fedbilevel.loop import Callback, Progress
 from fedbilevel.record import finite, line_of, write_whole
-from fedbilevel.run import Callback, Progress
 
 Row = Mapping[str, Any]
 

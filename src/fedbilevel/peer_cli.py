@@ -11,11 +11,11 @@ import click
 from fedbilevel import report, terminal
 from fedbilevel.data.folders import read_folder
 from fedbilevel.errors import RosterError
+from fedbilevel.loop import Progress
 from fedbilevel.peers import roster as rosters
 from fedbilevel.peers.collect import Collected, collect
 from fedbilevel.peers.part import say_how_far, take_part
 from fedbilevel.peers.plan import read_plan
-from fedbilevel.run import Progress
 from fedbilevel.terminal import say, say_line
 
 FILE = click.Path(dir_okay=False, path_type=Path)

@@ -27,10 +27,10 @@ from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.averaging import Averaging
 from fedbilevel.errors import CheckpointError, SettingError, UnknownNameError
 from fedbilevel.federation import Algorithm, PeerAlgorithm
+from fedbilevel.loop import EarlyStopping, Progress, run, versions
 from fedbilevel.network import Network
 from fedbilevel.problem import Problem
 from fedbilevel.record import make_folder, write_whole
-from fedbilevel.run import EarlyStopping, Progress, run, versions
 from fedbilevel.settings import Settings, setting
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.task import Built

@@ -33,8 +33,8 @@ from fedbilevel import pictures
 from fedbilevel.compare import Spread
 from fedbilevel.errors import ExperimentError, FedBilevelError, UnknownNameError
 from fedbilevel.experiment import Experiment, Job, write
+from fedbilevel.loop import versions
 from fedbilevel.record import make_folder, write_whole
-from fedbilevel.run import versions
 from fedbilevel.studies import given
 
 Say = Callable[[str], None]

@@ -16,10 +16,10 @@ from fedbilevel.compare import Target, compare
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.flags import TaskCommand, chosen, fitting, flags, value_of, with_looks, with_run_options
 from fedbilevel.hypergradient import SOLVERS
+from fedbilevel.loop import Progress
 from fedbilevel.network import Network
 from fedbilevel.options import BETWEEN_PEERS, DEFAULTS, DTYPES, keywords, torch_device
 from fedbilevel.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
-from fedbilevel.run import Progress
 from fedbilevel.settings import Settings
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from fedbilevel.escapes import printable
 from fedbilevel.figures import DIAGNOSTICS
-from fedbilevel.run import Progress as RunProgress
+from fedbilevel.loop import Progress as RunProgress
 
 console = Console()
 if not console.is_terminal:

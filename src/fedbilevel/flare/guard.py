@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,7 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import CellChannel, MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.utils import make_reply
 from nvflare.fuel.f3.message import Message
+from nvflare.private.defs import RequestHeader
 
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.escapes import printable
@@ -36,9 +38,12 @@ SERVER = "server"
 REFUSED = "refused.jsonl"  # in a kit: messages that were refused, for its people
 _MOST = 1000  # lines of it
 _ADMIN = {  # what the server may ask of a site's parent process
-    "train.deploy", "train.start_job", "train.abort", "train.check_status", "train.notify_job_status",
+    "train.deploy", "train.start_job", "train.abort", "train.check_status",
     "scheduler.check_resource", "scheduler.allocate_resource", "scheduler.cancel_resource",
 }  # fmt: skip
+_FROM_JOB = "train.notify_job_status"  # what the process of a job tells its parent
+_SIGNATURES = {".__nvfl_sig.json", ".__nvfl_submitter.crt"}  # which FLARE adds when a lead submits
+_JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 log = logging.getLogger(__name__)
 
 
@@ -74,15 +79,19 @@ class Watch:
 
     def arriving(self, message: Message) -> Message | None:
         """Every request for this cell, also those that came in one message with others."""
-        origin, channel, topic = (
-            str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
-        )
-        return self._answer(message, why_not_accepted(self.me, origin, channel, topic))
+        origin, channel = (str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.CHANNEL))
+        if channel != CellChannel.CLIENT_MAIN:
+            return self._answer(message, why_not_accepted(self.me, origin, channel))
+        command, job = getattr(message.payload, "topic", ""), ""
+        if command:
+            job = str(message.payload.get_header(RequestHeader.JOB_ID, ""))
+        return self._answer(message, why_not_commanded(self.me, origin, str(command), job))
 
     def _answer(self, message: Message, reason: str) -> Message | None:
         if not reason:
             return None
-        facts = [str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)]
+        keys = (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
+        facts = [str(message.get_header(key, "")) for key in keys]
         self._note(facts, reason)
         if message.get_header(MessageHeaderKey.MSG_TYPE) != MessageType.REQ:
             message.set_header(MessageHeaderKey.DESTINATION, "")  # a reply that nobody waits for
@@ -113,19 +122,29 @@ def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None)
     return ""
 
 
-def why_not_accepted(me: str, origin: str, channel: str, topic: str) -> str:
+def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
+    """Why a site's parent process does not obey; empty where it does. job: FLARE makes it the name of a folder."""
+    if origin.split(".")[0] == me and command == _FROM_JOB:
+        return ""
+    if origin != SERVER:
+        return "a site takes commands from its server only"
+    if command not in _ADMIN:
+        return f"a site's process takes no command {printable(command)[:80]}"
+    if job and not _JOB.fullmatch(job):
+        return f"{printable(job)[:80]} is not the number of a job"
+    return ""
+
+
+def why_not_accepted(me: str, origin: str, channel: str) -> str:
     """Why a request may not be answered; empty where it may."""
     home, sender = me.split(".")[0], origin.split(".")[0]
-    own = sender == home
-    if channel == CellChannel.CLIENT_MAIN and not (origin == SERVER and topic in _ADMIN):
-        return "a site's process takes no such command"
-    if channel in (CellChannel.CLIENT_COMMAND, CellChannel.SERVER_COMMAND, CellChannel.SERVER_PARENT_LISTENER) and not own:
+    if channel in (CellChannel.CLIENT_COMMAND, CellChannel.SERVER_COMMAND, CellChannel.SERVER_PARENT_LISTENER) and sender != home:
         return "commands of a job come from its own parent process"
-    if channel == CellChannel.HCI and (home != SERVER or "." in me):
+    if channel == CellChannel.HCI and me != SERVER:
         return "only the server is administered"
     if channel in _NEVER:
         return "no run needs this"
-    if home != SERVER and not own and sender != SERVER:
+    if home != SERVER and sender not in (home, SERVER):
         return "a site answers its server only"
     return ""
 
@@ -152,7 +171,7 @@ class Validator(AppValidator):  # type: ignore[misc]
 
 def why_not_deployed(app: Path, kit: Path) -> str:
     parts = {"config_fed_server.json": "at_server", "config_fed_client.json": "at_site"}
-    files = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file() and not path.name.startswith(".__nvfl_sig"))
+    files = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file() and path.name not in _SIGNATURES)
     name = files[0].removeprefix("config/") if len(files) == 1 else ""
     if name not in parts:
         return f"it holds {', '.join(map(printable, files))[:200] or 'nothing'}"

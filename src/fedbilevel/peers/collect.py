@@ -29,12 +29,12 @@ from fedbilevel.averaging import spread
 from fedbilevel.errors import CheckpointError, PlanError
 from fedbilevel.figures import COLUMNS
 from fedbilevel.ledger import EDGES, Ledger
+from fedbilevel.loop import versions
 from fedbilevel.peers.part import HYPERGRADIENT
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.population import figures
 from fedbilevel.problem import Layout, Problem
 from fedbilevel.record import Record, make_folder, write_whole
-from fedbilevel.run import versions
 from fedbilevel.tasks.task import Shapes
 
 INFLUENCES = "influences.json"

@@ -25,13 +25,13 @@ from fedbilevel.engines.group import digest
 from fedbilevel.engines.peers import Peer
 from fedbilevel.errors import CheckpointError, QuorumError
 from fedbilevel.ledger import Ledger
+from fedbilevel.loop import Callback, Progress, Result, run_between
 from fedbilevel.options import torch_device
 from fedbilevel.peers.office import Formation, Office, Regrouped, mark
 from fedbilevel.peers.plan import PeerPlan
 from fedbilevel.peers.transport import Faults, Lossy, Transport
 from fedbilevel.peers.wire import Introduction, Version
 from fedbilevel.record import Record, make_folder, shorten, write_whole
-from fedbilevel.run import Callback, Progress, Result, run_between
 from fedbilevel.tasks.task import Shapes
 
 DIARY, HYPERGRADIENT = "peers.jsonl", "hypergradient.safetensors"

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.run import run
+from fedbilevel.loop import run
 from fedbilevel.sites.plan import Plan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import fedbilevel
 from fedbilevel.engines.sites import Member, Sites, are_counts, is_free
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, SuspendedError
+from fedbilevel.loop import Progress, run_between
 from fedbilevel.record import Record, shorten
-from fedbilevel.run import Progress, run_between
 from fedbilevel.sites.desk import Desk, Message
 from fedbilevel.sites.plan import Plan, plan_of
 from fedbilevel.sites.pulse import Pulse

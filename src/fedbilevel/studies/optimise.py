@@ -17,10 +17,10 @@ from typing import Any
 from fedbilevel.compare import Target, costs
 from fedbilevel.errors import ExperimentError, NonFiniteError
 from fedbilevel.figures import figures_of
+from fedbilevel.loop import Progress
+from fedbilevel.loop import run as run_algorithm
 from fedbilevel.options import keywords
 from fedbilevel.record import Record
-from fedbilevel.run import Progress
-from fedbilevel.run import run as run_algorithm
 from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
 
