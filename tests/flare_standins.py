@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 from nvflare.collab import collab
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.private.admin_defs import Message as AdminMessage
+from nvflare.private.defs import new_cell_message
 
 import fedbilevel
 from fedbilevel.errors import PolicyError
@@ -75,6 +78,17 @@ class Driven(Server):
             unfinished.replace(folder / f"{number}.answer.json")
             number += 1
         return "stopped"
+
+
+class Commanding(Server):
+    """A server whose job sends a command of FLARE to a site."""
+
+    def serve(self, plan, transport, folder, say):
+        cell = collab.fl_ctx.get_engine().get_cell()
+        shell = AdminMessage("sys.shell", "cat site/site.toml")
+        reply = cell.send_request(channel="admin", topic="admin", target="north", request=new_cell_message({}, shell), timeout=5.0)
+        (folder / "reply.json").write_text(json.dumps([str(reply.get_header(MessageHeaderKey.RETURN_CODE)), repr(reply.payload)]))
+        return "finished"
 
 
 class Several(Server):
@@ -156,7 +170,23 @@ class ThiefClient(Client):
                     answers = collab.get_clients(["north"])(timeout=5.0).handle(message, *papers)
                 got = [answer for _, answer in answers]
                 found.append([how, header["kind"], got[0].get("refusal", "an answer") if got else f"failed: {list(answers.failures.values())}"])
-        return found
+        return {"calls": found, "commands": self.commands(job)}
+
+    def commands(self, job):
+        """Commands of FLARE itself: a shell and a deletion at another site, commands to its job, an end of the run."""
+        cell = collab.fl_ctx.get_engine().get_cell()
+        shell = AdminMessage("sys.shell", "cat site/site.toml")
+        delete = AdminMessage("train.delete_run", "")
+        delete.set_headers({"job_id": "site"})
+        asked = [
+            ("admin", "north", "admin", shell), ("admin", "south", "admin", delete), ("client_command", f"north.{job}", "abort", None),
+            ("server_command", f"server.{job}", "app_command", {"topic": "fedbilevel_stop", "data": {"why": "asked"}}),
+        ]  # fmt: skip
+        ask = lambda channel, target, topic, what: cell.send_request(
+            channel=channel, topic=topic, target=target, request=new_cell_message({}, what), timeout=5.0
+        )
+        replies = [ask(channel, target, topic, what) for channel, target, topic, what in asked]
+        return [str(reply.get_header(MessageHeaderKey.RETURN_CODE)) for reply in replies]
 
 
 @contextlib.contextmanager

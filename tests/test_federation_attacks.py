@@ -13,9 +13,9 @@ import torch
 from tomlkit import dumps
 
 import fedbilevel
-from driven import Driver, contents
+from driven import Driver, contents, until
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.flare import control, job
+from fedbilevel.flare import configuration, control, guard, job
 from fedbilevel.record import Record
 from fedbilevel.sites import audit, operator, wire
 from fedbilevel.sites.plan import plan_digest, plan_of
@@ -71,10 +71,8 @@ def test_attack_of_a_site_on_another_recovers_nothing(federation, robbed, tmp_pa
     plan, outcome, _, _ = robbed
     assert outcome == "finished"
     loot = json.loads((federation.kits["west"] / job.SITE / "loot.json").read_text())
-    assert len(loot) == 6
-    for how, _kind, got in loot:
-        wanted = "failed" if how == "under the server's name" else "this site answers the server of the run only, and not west"
-        assert got.startswith(wanted), (how, got)
+    assert len(loot["calls"]) == 6
+    assert all(got.startswith("failed") for _, _, got in loot["calls"]), loot  # the server does not even pass them on
     result, state = simulated(plan, tmp_path / "simulated")
     answers = [line for line in lines(federation, "north", "robbed") if line["arrays"]]
     assert len(answers) == result.ledger["rounds"] + len(result.rows)  # rounds and measurements of the run itself, and nothing else
@@ -82,15 +80,45 @@ def test_attack_of_a_site_on_another_recovers_nothing(federation, robbed, tmp_pa
     assert set(differences(found, state).values()) == {0.0}
 
 
+def test_attack_by_commands_of_flare_is_refused(federation, robbed):
+    """A shell and a deletion at another site, an end of its job, and an end of the run."""
+    loot = json.loads((federation.kits["west"] / job.SITE / "loot.json").read_text())
+    assert len(loot["commands"]) == 4
+    assert "ok" not in loot["commands"]
+    assert (federation.kits["south"] / job.SITE / "site.toml").exists()
+
+
 def test_attack_of_a_site_is_reported_with_its_name_and_the_victim_is_not_blamed(federation, robbed):
     _, _, told, _ = robbed
-    refused = [line for line in lines(federation, "north") if line.get("caller") == "west"]
-    assert refused
-    assert all(not line["arrays"] for line in refused)
     assert [line["missing"] for line in diary(federation, "robbed")] == [{}, {}]
-    reported = [line["strangers"] for line in [*diary(federation, "robbed"), *told] if line.get("strangers")]
-    assert reported
-    assert all(one == {"north": {"west": 4}} for one in reported)
+    reported = {caller for line in [*diary(federation, "robbed"), *told] for calls in line.get("strangers", {}).values() for caller in calls}
+    assert reported == {"west"}
+    assert guard.refused_by(federation.kits["server"])["west"] > 0
+
+
+def test_attack_by_a_command_of_the_servers_own_job_is_refused(federation):
+    assert federation.watch(cleaning("commanding"), server="flare_standins.Commanding") == "finished"
+    code, payload = json.loads((federation.kits["server"] / job.RUNS / "commanding" / "reply.json").read_text())
+    assert code != "ok"
+    assert "auto_approve" not in payload
+
+
+def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
+    """A module in the configuration, and a component that imports it."""
+    plan, proof = cleaning("coded"), tmp_path / "proof"
+    folder = control.job_folder(tmp_path, plan, seal=configuration.sealed(federation.lead, configuration.packed(plan)))
+    (folder / "at_site/config/evil.py").write_text(f"import pathlib; pathlib.Path({str(proof)!r}).touch()\n")
+    place = folder / "at_site/config/config_fed_client.json"
+    content = json.loads(place.read_text())
+    importing = {"id": "evil", "path": "nvflare.collab.runtime.executor.optional_import", "args": {"module": "{JOB_ID}.app_{SITE_NAME}.config.evil"}}
+    place.write_text(json.dumps({**content, "components": [*content["components"], importing]}))
+    with control.session(federation.lead) as opened:
+        number = opened.submit_job(str(folder))
+        until(lambda: str(opened.get_job_status(number)).startswith("FINISHED"))
+        assert "COMPLETED" not in str(opened.get_job_status(number))
+        detail = " ".join(map(str, opened.get_job_meta(number).get("job_deploy_detail") or []))
+    assert "runs the jobs of `fedbilevel federation submit` only" in detail
+    assert not proof.exists()
 
 
 # ---- 2: a server or lead that asks for too much --------------------------------------------------------------------------------

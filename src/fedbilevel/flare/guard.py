@@ -110,6 +110,23 @@ class Watch:
                 file.write(json.dumps(line) + "\n")
 
 
+def refused_by(kit: Path) -> dict[str, int]:
+    """Messages that the processes of a kit have refused, by sender."""
+    found: Counter[str] = Counter()
+    times: dict[tuple[str, ...], int] = {}
+    try:
+        text = (kit / REFUSED).read_text()
+    except OSError:
+        return {}
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+            one = json.loads(line)
+            key = (one["cell"], *one["message"])
+            found[key[1].split(".")[0]] += one["times"] - (times.get(key, 0) if one["times"] > times.get(key, 0) else 0)
+            times[key] = one["times"]
+    return dict(found)
+
+
 def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None) -> str:
     """Why a message may not pass; empty where it may."""
     sender, receiver = origin.split(".")[0], destination.split(".")[0]

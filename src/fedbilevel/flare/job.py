@@ -21,6 +21,7 @@ from nvflare.collab.api.exceptions import RunAborted
 
 from fedbilevel.errors import FedBilevelError, PolicyError, QuorumError
 from fedbilevel.flare.configuration import lead_of, unpacked
+from fedbilevel.flare.guard import refused_by
 from fedbilevel.flare.identity import Party, Signer, root_of, server_of
 from fedbilevel.record import write_whole
 from fedbilevel.sites.transport import Failure, Reply, Transport
@@ -162,6 +163,7 @@ class FlareTransport:
         self._kit, self._job = Path(collab.workspace.get_root_dir()), str(collab.fl_ctx.get_job_id())
         self._signer = Signer(self._kit)
         self._parties: dict[str, Party] = {}  # sites whose certificates have been seen
+        self._refused = refused_by(self._kit)
         self.stopping: str = ""  # why, once somebody asked
         self._tidy = Tidy()
 
@@ -191,6 +193,13 @@ class FlareTransport:
         if self._context.is_aborted():  # then calls end early and say that they timed out
             raise RunAborted("the job was ended from outside.")
         return replies, failures
+
+    def strangers(self) -> dict[str, dict[str, int]]:
+        """What the guard of the server's own processes has refused since the job began."""
+        found = refused_by(self._kit)
+        new = {name: times - self._refused.get(name, 0) for name, times in found.items() if times > self._refused.get(name, 0)}
+        self._refused = found
+        return {SERVER: new} if new else {}
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

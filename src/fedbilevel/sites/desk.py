@@ -90,7 +90,7 @@ class Desk:
     def strangers(self) -> dict[str, dict[str, int]]:
         """Callers that sites refused since somebody last asked: how often, by site and name."""
         found, self._strangers = self._strangers, {}
-        return found
+        return {**found, **self.transport.strangers()}
 
 
 class _Waits(WireError):

@@ -28,6 +28,9 @@ class Transport(Protocol):
     def stop_asked(self) -> bool:
         """Whether somebody wants the run to end after this outer iteration."""
 
+    def strangers(self) -> dict[str, dict[str, int]]:
+        """Senders whose messages were refused on the way since the last question: how often, by where and by name."""
+
 
 class InProcess:
     """Sites as functions in this process, one after the other: to learn, and to test without an engine."""
@@ -45,3 +48,6 @@ class InProcess:
 
     def stop_asked(self) -> bool:
         return False
+
+    def strangers(self) -> dict[str, dict[str, int]]:
+        return {}
