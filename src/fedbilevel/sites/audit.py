@@ -183,7 +183,12 @@ def read_head(folder: Path) -> Head | None:
         head = Head(**json.loads((folder / HEAD).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return head if all(type(value) is type(getattr(Head, name)) for name, value in vars(head).items()) else None
+    return head if all(_fits(value, getattr(Head, name)) for name, value in vars(head).items()) else None
+
+
+def _fits(value: Any, example: int | str) -> bool:
+    """Whether a value of the head is of its kind, and no number beyond all sizes of files."""
+    return type(value) is type(example) and (type(value) is not int or 0 <= value < 2**63)
 
 
 def _is_old(folder: Path) -> bool:
