@@ -289,6 +289,8 @@ def test_who_decided_is_written_down_also_where_a_user_has_no_name(kit, folder, 
 
 def test_a_file_among_the_requests_that_is_none_is_named(folder):
     ask(folder)
-    (folder / operator.REQUESTS / f"{TWO}.json").write_text("{}")
-    with pytest.raises(PlanError, match="is not the request of a site's job"):
-        operator.pending(folder)
+    whole = json.loads((folder / operator.REQUESTS / f"{ONE}.json").read_text())
+    for content in ({}, {**whole, "digest": TWO, "time": "x"}):
+        (folder / operator.REQUESTS / f"{TWO}.json").write_text(json.dumps(content))
+        with pytest.raises(PlanError, match="is not the request of a site's job"):
+            operator.pending(folder)

@@ -177,9 +177,10 @@ def watch_command(kit: Path, once: bool, page: bool, port: int, opens: bool) -> 
         def begun(address: str) -> None:
             say(f"{kit} is shown at {address} (Ctrl-C ends this). Whoever has this address can decide for this site.")
             if opens:
-                webbrowser.open(address)
+                webbrowser.open(shown.make_way().as_uri())
 
-        serve(OperatorPage(kit, look, user(), port), begun)
+        shown = OperatorPage(kit, look, user(), port)
+        serve(shown, begun)
     elif once or not console.is_terminal:
         now = look()
         say(f"{printable(now.name)}, {telling.clock(now.time)}")

@@ -17,8 +17,12 @@ WAITING = "Waits for approval"
 Rows = list[tuple[str, list[str]]]  # a heading, and lines
 
 
-def clock(moment: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment is not None else ""
+def clock(moment: Any) -> str:
+    """Empty for None. moment: seconds since 1970, out of a file that may be damaged."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment is not None else ""
+    except (TypeError, ValueError, OverflowError, OSError):
+        return "(no time)"
 
 
 def rows(view: View, kit: Path) -> Rows:

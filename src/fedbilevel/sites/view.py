@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class View:
 
 def whole(table: Mapping[str, Any], name: str) -> int:
     value = table.get(name)
-    return value if type(value) is int and value >= 0 else 0
+    return value if _is_count(value) else 0
 
 
 def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
@@ -124,14 +124,47 @@ def _is_there(pid: int) -> bool:
 
 
 def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """Without the parts that are not as the site's job writes them, which a problem names."""
     try:
         content = json.loads((folder / STATUS).read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no table")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{folder / STATUS} cannot be read ({error}).")
         return {}
-    return content if isinstance(content, dict) else {}
+    odd = [name for name, is_right in _KINDS.items() if content.get(name) is not None and not is_right(content[name])]
+    if odd:
+        problems.append(f"{folder / STATUS} cannot be read in part: {', '.join(odd)} is not as this site writes it.")
+    return {name: value for name, value in content.items() if name not in odd}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a float holds it, be it not finite."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, dict) and is_number(value.get("time")) and _is_text(value.get("text"))
+
+
+_COUNTS = ("iteration", "num_iterations", "answers", "bytes", "rounds_run", "rounds_total", "max_rounds", "pid")
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "time": is_number,
+    **dict.fromkeys(_COUNTS, _is_count),
+    **dict.fromkeys(("job", "run", "digest", "state", "phase"), _is_text),
+    "norms": lambda value: isinstance(value, dict) and all(one is None or is_number(one) for one in value.values()),
+    "last_error": _is_error,
+}
 
 
 def _kit_settings(kit: Path) -> dict[str, Any]:
