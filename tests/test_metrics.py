@@ -25,10 +25,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedbilevel.errors import SettingError
 from fedbilevel.flare import certificates, job, kits, metrics, processes
 from fedbilevel.flare.local import free_port
-from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.audit import HEAD, AuditLog
 from fedbilevel.sites.site import STATUS
 from real_loopback import HERE
 from test_certificates import age
+
+REFUSED = "Ask under this machine's address, or under the name that --metrics-host gives.\n"
 
 
 def parsed(text):
@@ -46,9 +48,9 @@ def parsed(text):
     return samples
 
 
-def get(url):
+def get(url, **headers):
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers["Content-Type"], error.read().decode()
@@ -143,6 +145,54 @@ def test_a_site_tells_what_it_does_and_what_left(made, asked):
     assert value(samples, "site_status_timestamp_seconds") == 1000.5
     assert asked("north", "/other") == (404, metrics.TEXT, "there are /healthz and /metrics\n")
     assert asked("north", "/healthz") == (503, metrics.TEXT, "north does not run\n")
+
+
+def test_numbers_that_no_float_holds_are_left_out_and_the_rest_is_there(made, asked):
+    huge = 10**400
+    status = {"time": huge, "answers": 12, "iteration": huge, "bytes": -huge, "num_iterations": float("inf")}
+    content = json.dumps({**status, "norms": {"p": huge, "q": 1.5}, "last_error": {"time": huge}})
+    (made["north"] / job.SITE / STATUS).write_text(content)
+    head = {"n": huge, "chain": "0" * 64, "rounds": 3, "bytes": huge, "size": 0, "files": 0}
+    (made["north"] / job.SITE / HEAD).write_text(json.dumps(head))
+    code, _, text = asked("north", "/metrics")
+    samples = parsed(text)
+    site = {(name, *labels) for name, labels in samples if name.startswith("site_") and name != "site_state"}
+    assert (code, value(samples, "site_norm", array="q"), value(samples, "site_answers")) == (200, 1.5, 12)
+    assert site == {("site_norm", ("array", "q")), ("site_answers",)}
+
+
+@pytest.mark.parametrize("latest", [{"a": 1}, 3, [3], [{"megabytes": 10**400, "rounds": 10**400, "sites": 5}]])
+def test_progress_of_a_run_that_is_damaged_is_left_out(made, asked, latest):
+    (made["server"] / job.RUNS / "odd").mkdir(parents=True)
+    (made["server"] / job.RUNS / "odd" / job.PROGRESS).write_text(json.dumps({"latest": latest}))
+    code, _, text = asked("server", "/metrics")
+    assert (code, value(parsed(text), "run_waits", run="odd")) == (200, 0)
+    assert {name for name, labels in parsed(text) if ("run", "odd") in labels} == {"run_waits", "run_outcome"}
+
+
+def test_names_of_elsewhere_in_the_host_header_are_refused(made):
+    endpoint = metrics.Endpoint(processes.Supervised(made["north"]))
+    try:
+        for path in ("/metrics", "/healthz", "/other"):
+            for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1", "127.0.0.2"):
+                code, _, text = get(endpoint.url + path, Host=host)
+                assert (code, text) == (403, REFUSED), host
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:9400", "[::1]:9400"):
+            assert get(endpoint.url + "/metrics", Host=host)[0] == 200, host
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize("given", ["0.0.0.0", "127.0.0.2"])
+def test_the_address_that_a_client_connects_to_is_a_name_of_the_endpoint(made, given):
+    endpoint = metrics.Endpoint(processes.Supervised(made["north"]), host=given)
+    try:
+        url = endpoint.url.replace("0.0.0.0", "127.0.0.2") + "/metrics"
+        assert get(url)[0] == 200
+        assert get(url, Host="127.0.0.3")[0] == 403
+        assert get(url, Host=given)[0] == 200
+    finally:
+        endpoint.close()
 
 
 def test_every_family_is_announced_with_its_kind():

@@ -116,6 +116,15 @@ def test_what_keeps_a_site_from_answering_is_named_first(kit, folder):
     assert trouble(None) == "A file of this site cannot be read; see below."
 
 
+def test_a_damaged_status_is_said_and_the_page_goes_on(page, folder):
+    damaged = '{"run":"r","state":"computing","iteration":NaN,"norms":{"a":1e999},"last_error":{"time":"x","text":1}}'
+    for text, said in ((damaged, "iteration, last_error is not"), ("{", "Expecting"), ("[" * 10**5, "recursion")):
+        (folder / "status.json").write_text(text)
+        for path in ("/data.json", page.address[page.address.index("/?") :]):
+            status, _, answer = ask_page(page, path)
+            assert (status, "status.json cannot be read" in answer, said in answer) == (200, True, True)
+
+
 # ---- whom it refuses -------------------------------------------------------------------------------
 
 
@@ -177,6 +186,14 @@ def test_it_is_served_until_ctrl_c(kit):
 
     serve(page, begun)
     assert told == [page.address]
+
+
+def test_the_file_that_leads_a_browser_to_the_page_is_gone_after_the_first_visit(page, kit):
+    way = page.make_way()
+    assert ask_page(page, "/")[0] == 403
+    assert way.exists()
+    assert ask_page(page, page.address[page.address.index("/?") :])[0] == 200
+    assert list(kit.glob("open-*")) == []
 
 
 # ---- in a browser ----------------------------------------------------------------------------------
@@ -243,4 +260,12 @@ def test_a_refusal_of_the_server_and_its_end_are_said_on_the_page(chromium, kit,
         (folder / operator.APPROVALS).unlink()
     page.server_close()
     tab.until("document.getElementById('status').textContent.includes('lost its server')")
+    tab.close()
+
+
+def test_the_file_that_leads_to_the_page_brings_a_browser_there(chromium, page, folder):
+    way = page.make_way()
+    tab = chromium.page().open(way.as_uri())
+    assert text_of(tab, "h1") == "north"
+    assert not way.exists()
     tab.close()

@@ -6,15 +6,18 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 from click.testing import CliRunner
 
 from fedbilevel.cli import cli
-from fedbilevel.sites import audit, operator, telling, view
+from fedbilevel.sites import audit, operator, summary, telling, view
 from fedbilevel.sites.view import Follower, look
 from operator_kits import ONE, SERVER, TWO, ask, log_answers, log_refusal, make_kit, write_status
 
@@ -140,9 +143,42 @@ def test_a_damaged_file_is_named_and_counts_as_a_pause(kit, folder):
 
 
 @pytest.mark.parametrize("content", [[], ODD])
-def test_a_status_of_odd_kinds_breaks_nothing(kit, folder, content):
+def test_a_status_of_odd_kinds_breaks_nothing_and_is_said(kit, folder, content):
     (folder / view.STATUS).write_text(json.dumps(content))
-    assert row(telling.rows(look(folder), kit), "Budget") == ["0 rounds; the limit is max_rounds in site.toml"]
+    rows = telling.rows(look(folder), kit)
+    assert row(rows, "Budget") == ["0 rounds; the limit is max_rounds in site.toml"]
+    assert "status.json cannot be read" in row(rows, "Cannot be read")[0]
+
+
+@pytest.mark.parametrize("value", [10**400, -1, 1e999, "x", [1], {"a": 1}, True])
+@pytest.mark.parametrize("name", [*view._KINDS])
+def test_any_damaged_part_of_a_status_is_left_out_and_the_rest_is_shown(kit, folder, name, value):
+    log_answers(folder)
+    write_status(folder, **{name: value})
+    now = look(folder)
+    rows = telling.rows(now, kit)
+    assert row(rows, "What left")[-1].startswith("in all: 3 lines")
+    if now.problems:
+        assert now.problems == [f"{folder / view.STATUS} cannot be read in part: {name} is not as this site writes it."]
+        assert row(rows, "Cannot be read") == now.problems
+    else:
+        assert now.status[name] == value
+    assert bool(now.problems) or value in (-1, 1e999, "x", {"a": 1})
+
+
+@pytest.mark.parametrize("moment", ["x", 10**400, 1e300, [1]])
+def test_a_time_that_is_none_is_said(kit, folder, moment):
+    assert telling.clock(moment) == "(no time)"
+    log_refusal(folder, time=moment)
+    assert row(telling.rows(look(folder), kit), "Last refusals")[0].startswith("(no time)")
+
+
+@pytest.mark.parametrize("changes", [{"n": 10**400}, {"bytes": 10**400}, {"rounds": -1}, {"rounds": "x"}])
+def test_totals_of_a_damaged_head_are_not_shown(kit, folder, changes):
+    log_answers(folder)
+    head = json.loads((folder / audit.HEAD).read_text())
+    (folder / audit.HEAD).write_text(json.dumps({**head, **changes}))
+    assert row(telling.rows(look(folder), kit), "What left") == ["in all: 0 lines in the log, 0 of them with arrays, 0.0 kB"]
 
 
 def test_a_kit_without_readable_settings_goes_by_its_folder(kit, folder):
@@ -180,13 +216,13 @@ def test_a_plan_says_what_is_not_known(folder):
     assert row(rows, "Otherwise") == ["deadline = 60.0"]
 
 
-@pytest.mark.parametrize("module", [audit, operator, telling, view], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [audit, operator, summary, telling, view], ids=lambda module: module.__name__)
 def test_what_a_metrics_endpoint_reads_needs_no_torch_and_no_flare(module):
     tree = ast.parse(Path(module.__file__).read_text())
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top}
     ours = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-    free = {"sites", "sites.operator", "sites.view", "errors", "escapes"}
+    free = {"sites", "sites.operator", "sites.summary", "sites.view", "errors", "escapes"}
     assert ours <= {f"fedbilevel.{name}" for name in free}
 
 
@@ -352,11 +388,23 @@ def test_watch_as_a_page_says_its_address_and_opens_it_when_asked(kit, monkeypat
             begun(page.address)
 
     monkeypatch.setattr(operating, "serve", serve)
-    monkeypatch.setattr("webbrowser.open", opened.append)
+
+    def open_(place):
+        path = Path(url2pathname(urlsplit(place).path))
+        opened.append((place, path.read_text(), stat.S_IMODE(path.stat().st_mode)))
+
+    monkeypatch.setattr("webbrowser.open", open_)
     done = CliRunner().invoke(cli, ["federation", "watch", "--kit", str(kit), "--page", *opens])
     assert (done.exit_code, shown) == (0, ["north"])
     address = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", done.output)[0]
-    assert opened == ([address] if opens else [])
+    if opens:
+        [(place, content, mode)] = opened
+        assert (place.startswith(f"file://{kit.resolve()}/open-"), mode) == (True, 0o600)
+        assert f'content="0; url={address}"' in content
+        token = address.rpartition("=")[2]
+        assert token not in place  # all users of a machine can read a browser's command line
+    assert len(opened) == len(opens)
+    assert list(kit.glob("open-*")) == []
 
 
 class Standin:

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import sys
 import time
 import webbrowser
@@ -22,6 +23,7 @@ from rich.text import Text
 from fedbilevel.errors import SettingError
 from fedbilevel.escapes import printable
 from fedbilevel.sites import audit, operator, telling, view
+from fedbilevel.sites.summary import AuditReport
 from fedbilevel.terminal import console, say
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -33,10 +35,14 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("audit")
 @with_kit
+@click.option("--contains", default="", metavar="VALUE", help="a chain value noted earlier, which must be in the log")
 @click.option("--json", "as_json", is_flag=True, help="print all of it as JSON")
-def audit_command(kit: Path, as_json: bool) -> None:
+def audit_command(kit: Path, contains: str, as_json: bool) -> None:
     """Check the log of everything that left this site, and summarise it. Exit code 1: the log was changed."""
-    report = audit.verify(operator.site_folder(kit))
+    if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
+        shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
+        raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
+    report = audit.verify(operator.site_folder(kit), contains)
     if as_json:
         click.echo(json.dumps(report.asdict(), indent=2))
     else:
@@ -45,10 +51,11 @@ def audit_command(kit: Path, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _show_audit(report: audit.AuditReport) -> None:
+def _show_audit(report: AuditReport) -> None:
     span = f", from {telling.clock(report.first)} to {telling.clock(report.last)}" if report.first is not None else ""
     if report.ok:
-        say(f"The log is whole: {report.num_lines} lines{span}.")
+        before = f", {report.num_unchained} of them from before there was a chain" if report.num_unchained else ""
+        say(f"The log is whole: {report.num_lines} lines{before}{span}.")
     else:
         say(f"The log is broken: {printable(report.problem)}")
         say(f"{report.num_lines} lines can be read{span}; what follows counts all of them.")
@@ -58,11 +65,13 @@ def _show_audit(report: audit.AuditReport) -> None:
         console.print(_by_run(report))
     for caller, count in report.callers.items():
         say(f"{printable(caller)} was refused {view.plural(count, 'time')}: it is not the server's job of a run here.")
+    if report.others:
+        say(f"Others were refused {view.plural(report.others, 'time')}.")
     if report.num_lines:
         say(f"Last chain value: {report.chain}")
 
 
-def _by_run(report: audit.AuditReport) -> Table:
+def _by_run(report: AuditReport) -> Table:
     table = Table("run", "from", "to")
     for name in ("answers", "rounds", "MB", "refusals"):
         table.add_column(name, justify="right")
@@ -177,9 +186,10 @@ def watch_command(kit: Path, once: bool, page: bool, port: int, opens: bool) -> 
         def begun(address: str) -> None:
             say(f"{kit} is shown at {address} (Ctrl-C ends this). Whoever has this address can decide for this site.")
             if opens:
-                webbrowser.open(address)
+                webbrowser.open(shown.make_way().as_uri())
 
-        serve(OperatorPage(kit, look, user(), port), begun)
+        shown = OperatorPage(kit, look, user(), port)
+        serve(shown, begun)
     elif once or not console.is_terminal:
         now = look()
         say(f"{printable(now.name)}, {telling.clock(now.time)}")

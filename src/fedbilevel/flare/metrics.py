@@ -2,6 +2,7 @@
 
 GET /healthz answers 200 while the supervised process lives and its certificate has not ended, otherwise 503.
 GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each request.
+Both need a Host header with a name of this endpoint, so that no page from elsewhere reads them (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from fedbilevel.errors import SettingError
 from fedbilevel.flare import certificates
@@ -26,6 +28,7 @@ from fedbilevel.sites import audit
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # in a Host header
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 STATUS = "status.json"  # in a site's folder; sites.site, which writes it, imports torch
 OUTCOMES = ("running", "finished", "stopped", "failed", "interrupted")
@@ -92,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
     """A file that a job writes; empty where there is none yet, or none that is JSON."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -102,10 +105,11 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str], **labels: str) -> Iterator[Sample]:
-    """names: family by key of `values`. A value that is no number has no sample."""
+    """names: family by key of `values`. A value that is no number, or too large for a float, has no sample."""
     for key, family in names.items():
         if isinstance(value := values.get(key), int | float):
-            yield Sample(family, float(value), labels)
+            with contextlib.suppress(OverflowError):
+                yield Sample(family, float(value), labels)
 
 
 def _one_of(family: str, known: tuple[str, ...], value: Any, **labels: str) -> Iterator[Sample]:
@@ -125,13 +129,14 @@ def of_runs(kit: Path) -> Iterator[Sample]:
     """At the server: every run as its job wrote it last."""
     for path in sorted((kit / RUNS).glob(f"*/{PROGRESS}")):
         run, progress = path.parent.name, _read(path)
-        latest = _table((progress.get("latest") or [{}])[-1])
+        rows = progress.get("latest")
+        latest = _table(rows[-1]) if isinstance(rows, list) and rows else {}
         yield from _one_of("run_outcome", OUTCOMES, progress.get("outcome"), run=run)
         yield Sample("run_waits", float(bool(progress.get("waiting"))), {"run": run})
         names = {"iteration": "run_iteration", "num_iterations": "run_iterations", "rounds": "run_rounds"}
         yield from _numbers(latest, names, run=run)
-        if isinstance(sent := latest.get("megabytes"), int | float):
-            yield Sample("run_bytes", 1e6 * sent, {"run": run})
+        for sent in _numbers(latest, {"megabytes": "run_bytes"}, run=run):
+            yield sent._replace(value=1e6 * sent.value)
         for name, value in _table(latest.get("figures")).items():
             yield from _numbers({"it": value}, {"it": "run_figure"}, run=run, figure=name)
         for site, seconds in _table(latest.get("sites")).items():
@@ -151,9 +156,8 @@ def of_site(kit: Path) -> Iterator[Sample]:
     for name, norm in _table(status.get("norms")).items():
         yield from _numbers({"it": norm}, {"it": "site_norm"}, array=name)
     if (head := audit.read_head(kit / SITE)) is not None:
-        yield Sample("site_left_answers_total", float(head.n))
-        yield Sample("site_left_rounds_total", float(head.rounds))
-        yield Sample("site_left_bytes_total", float(head.bytes))
+        totals = {"n": "answers", "rounds": "rounds", "bytes": "bytes"}
+        yield from _numbers(vars(head), {key: f"site_left_{name}_total" for key, name in totals.items()})
     yield from _numbers(_table(status.get("last_error")), {"time": "site_last_error_timestamp_seconds"})
 
 
@@ -178,7 +182,7 @@ class Endpoint:
 
     def __init__(self, supervised: Supervised, *, host: str = HOST, port: int = 0) -> None:
         try:
-            self._server = _Server((host, port), _handler(supervised))
+            self._server = _Server((host, port), _handler(supervised, host))
         except OSError as error:
             where = f"metrics cannot be served at {host}:{port} ({error.strerror})"
             raise SettingError(f"{where}: give another --metrics-port (0: a free one) or --metrics-host.") from None
@@ -201,18 +205,32 @@ class _Server(ThreadingHTTPServer):
         log.debug("a request of %s failed", client_address, exc_info=True)
 
 
-def _handler(supervised: Supervised) -> type[BaseHTTPRequestHandler]:
+def _name_in(host: str | None) -> str | None:
+    """The name or address in a Host header, without the port: a tunnel may have another."""
+    try:
+        return urlsplit(f"//{host or ''}").hostname
+    except ValueError:
+        return None
+
+
+def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 5.0  # seconds for a request: nobody holds a thread for longer
 
         def do_GET(self) -> None:
-            if self.path == "/healthz":
+            if not self._is_for_us():
+                self._answer(403, "Ask under this machine's address, or under the name that --metrics-host gives.\n")
+            elif self.path == "/healthz":
                 why = fault(supervised)
                 self._answer(503 if why else 200, f"{why or 'ok'}\n")
             elif self.path == "/metrics":
                 self._answer(200, text(samples_of(supervised)))
             else:
                 self._answer(404, "there are /healthz and /metrics\n")
+
+        def _is_for_us(self) -> bool:
+            """Where the endpoint listens on all addresses (0.0.0.0), the address that the client connected to counts."""
+            return _name_in(self.headers.get("Host")) in (*LOOPBACK, host.lower(), self.connection.getsockname()[0])
 
         def _answer(self, code: int, content: str) -> None:
             body = content.encode(errors="replace")

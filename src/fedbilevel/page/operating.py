@@ -1,7 +1,8 @@
 """The page of a site's operator, served by the site's machine to itself: what the site does, and buttons to decide.
 
 Other users of the machine can reach the port, too. So every answer needs the token, which is made anew at each start
-and is part of the address that only the operator's terminal shows.
+and is part of the address that only the operator's terminal shows. A browser's command line would show the address to
+all users, so a browser opens a private file that leads to it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import hmac
 import html
 import json
+import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +82,26 @@ class OperatorPage(OwnMachine):
     def __init__(self, kit: Path, look: LOOK, by: str, port: int = 0) -> None:
         self.kit, self.folder, self.look, self.by = kit, operator.site_folder(kit), look, by
         self.token, self.acting = secrets.token_urlsafe(24), threading.Lock()
+        self.way: Path | None = None
         super().__init__(_OfSite, port)
+
+    def make_way(self) -> Path:
+        """A file for its owner's eyes only that leads a browser here. It is gone after the first visit, or at the end.
+        It lies in the kit, because some browsers see no files of /tmp and none in hidden folders."""
+        file, name = tempfile.mkstemp(prefix="open-", suffix=".html", dir=self.kit.resolve())
+        self.way = Path(name)
+        with os.fdopen(file, "w") as opened:
+            target = html.escape(self.address)
+            opened.write(f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">\n')
+        return self.way
+
+    def remove_way(self) -> None:
+        if self.way is not None:
+            self.way.unlink(missing_ok=True)
+
+    def server_close(self) -> None:
+        self.remove_way()
+        super().server_close()
 
     @property
     def address(self) -> str:
@@ -101,6 +123,7 @@ class _OfSite(Answer):
         if not self.is_for_us():
             return
         if place.path == "/" and self.server.knows(parse_qs(place.query).get("token", [""])[0]):
+            self.server.remove_way()
             self.say(200, "text/html", self._page())
         elif place.path == "/data.json" and self.server.knows(self.headers.get("X-Token")):
             self.say(200, "application/json", as_data(self._content()))

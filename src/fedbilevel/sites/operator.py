@@ -86,7 +86,7 @@ def requests(folder: Path) -> list[Request]:
     found = []
     for path in (folder / REQUESTS).glob("*.json"):
         one = _table(path)
-        if not one.keys() >= _KEYS or one["digest"] != path.stem:
+        if not one.keys() >= _KEYS or one["digest"] != path.stem or not isinstance(one["time"], int | float):
             raise PlanError(f"{path} is not the request of a site's job: remove it.")
         entry = decided.get(path.stem, {})
         found.append({**one, **{name: entry.get(name) for name in ("decision", "by", "how")}})
