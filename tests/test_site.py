@@ -20,7 +20,7 @@ class Caller:
     """A server that says what a test wants it to say."""
 
     def __init__(self, folder, settings=TRIAL, algorithm="fedbio", **plan):
-        self.folder, self.step = folder, 0
+        self.folder, self.step, self.calls = folder, 0, 0
         folder.mkdir(exist_ok=True)
         (folder / "site.toml").write_text(settings)
         self.site = Site("site-1", folder)
@@ -39,7 +39,8 @@ class Caller:
     def phase(self, x=4, y=6, u=6, dtype=torch.float64, **header):
         arrays = [torch.ones(size, dtype=dtype) if isinstance(size, int) else size for size in (x, y, u)]
         values = {name: {"array": number} for number, name in enumerate("xyu")}
-        given = {"phase": "local_steps", "iteration": 1, "call": 1, "values": values, "new": [0, 1, 2], "live": [0, 1, 2], **header}
+        self.calls += 1  # a site answers to every call once
+        given = {"phase": "local_steps", "iteration": 1, "call": self.calls, "values": values, "new": [0, 1, 2], "live": [0, 1, 2], **header}
         return self.say("phase", arrays, **given)
 
     def left(self):
@@ -88,7 +89,7 @@ REFUSED = {
         lambda c: c.phase(values={"secret": {"array": 0}}), "an array named secret, which fedbio does not declare"
     ),
     "too few values": (
-        lambda c: c.say("phase", phase="local_steps", iteration=1, call=1, live=[0], values={"x": {"array": 0}}),
+        lambda c: c.say("phase", phase="local_steps", iteration=1, call=9, live=[0], values={"x": {"array": 0}}),
         "phase local_steps of this site takes x, y, u, but the message has x",
     ),
     "too many values": (
@@ -113,7 +114,7 @@ REFUSED = {
     "an unknown algorithm": (lambda c: c.say("join", plan={**c.plan, "algorithm": {"name": "fedbioo"}}), "Did you mean 'fedbio'"),
     "a plan with a path": (lambda c: c.say("join", plan={**c.plan, "name": "../../etc"}), "it becomes that of a folder"),
     "a plan without this site": (lambda c: c.say("join", plan={**c.plan, "sites": ["site-0"]}), "not among those of the plan"),
-    "measuring nothing": (lambda c: c.say("measure"), "does not have x and y"),
+    "measuring nothing": (lambda c: c.say("measure", iteration=1), "does not have x and y"),
 }  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def test_arrays_that_the_server_has_let_go_are_let_go(caller):
     values = {name: {"array": number} for number, name in enumerate("xyu")}
     again = {"phase": "local_steps", "iteration": 1, "call": 2, "values": values}
     assert "error" not in caller.say("phase", **again, live=[0, 1, 2])[0]
-    assert "does not hold" in caller.say("phase", **again, live=[1, 2])[0]["error"]
+    assert "does not hold" in caller.say("phase", **{**again, "call": 3}, live=[1, 2])[0]["error"]
 
 
 def test_a_site_says_that_it_is_there_while_it_computes(caller, monkeypatch):

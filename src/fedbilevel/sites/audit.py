@@ -81,7 +81,7 @@ class AuditLog:
 
     @property
     def rounds(self) -> int:
-        """Answers with arrays, over all runs and all files."""
+        """Phases and measurements that were computed, over all runs and all files."""
         with _locked(self.folder):
             return _place(self.folder).head.rounds
 
@@ -130,7 +130,8 @@ def rotated(number: int) -> str:
 
 
 def is_round(line: Mapping[str, Any]) -> bool:
-    return bool(line.get("arrays"))
+    """A phase or a measurement that was computed, also if nothing of it left. Lines of older versions have no "round"."""
+    return line.get("round") is True or bool(line.get("arrays"))
 
 
 @contextmanager

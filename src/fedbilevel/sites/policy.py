@@ -42,7 +42,8 @@ auto_approve = false                  # true: plans run without `fedbilevel fede
 # algorithms = ["fedbio"]             # likewise
 # min_samples = 1                     # training samples that this site must have
 # min_batch = 16                      # samples behind every number that leaves
-# max_rounds = 20000                  # answers with arrays or figures, in total over all runs of this kit
+# max_rounds = 5000                   # phases and measurements computed, in total over all runs of this kit
+# max_repeats = 100                   # outer iterations of one plan that may be done again, as after a crash
 # max_answer_megabytes = 64           # size of one answer
 # max_answer_seconds = 600            # computing time of one answer
 # max_memory_megabytes = 8192         # memory of the job's process; without this line: half of the machine's
@@ -61,7 +62,7 @@ RANGES: dict[str, Range] = {
 }  # fmt: skip
 _KINDS = {"data": "text", "loader": "text", "device": "text", "auto_approve": "flag", "policy": "table"}
 _POLICY = {
-    "tasks": "names", "algorithms": "names", "min_samples": "whole", "min_batch": "whole", "max_rounds": "whole",
+    "tasks": "names", "algorithms": "names", "min_samples": "whole", "min_batch": "whole", "max_rounds": "whole", "max_repeats": "whole",
     "max_answer_megabytes": "number", "max_answer_seconds": "number", "max_memory_megabytes": "number",
     "max_disk_megabytes": "number", "max_runs": "whole", "settings": "table",
 }  # fmt: skip
@@ -75,7 +76,8 @@ class Policy:
     algorithms: list[str] | None = None
     min_samples: int = 1
     min_batch: int = 16
-    max_rounds: int = 20_000
+    max_rounds: int = 5_000
+    max_repeats: int = 100
     max_answer_megabytes: float = 64.0
     max_answer_seconds: float = 600.0
     max_memory_megabytes: float | None = None
@@ -125,6 +127,14 @@ class Policy:
             raise PolicyError(
                 f"this site's policy allows {self.max_rounds} answers in total over all runs, and they are used up: "
                 "raise its line 'max_rounds' there, or run without this site."
+            )
+
+    def check_repeats(self, num_repeats: int) -> None:
+        """num_repeats: outer iterations of a plan that were done again, with the one that is asked for."""
+        if num_repeats > self.max_repeats:
+            raise PolicyError(
+                f"this site's policy allows to do {self.max_repeats} outer iterations of a plan again, and they are used up: "
+                "raise its line 'max_repeats' there, or start a new run."
             )
 
     def check_answer(self, num_bytes: int) -> None:

@@ -24,12 +24,13 @@ from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
 from fedbilevel.engines.server import below
 from fedbilevel.errors import ProblemError, SettingError, WireError
-from fedbilevel.federation import Sparse
+from fedbilevel.federation import ServerAlgorithm, Sparse
 from fedbilevel.figures import CALLS
 from fedbilevel.options import torch_device
 from fedbilevel.record import make_folder, read_tensors, write_whole
 from fedbilevel.sites.audit import AuditLog
-from fedbilevel.sites.plan import Plan
+from fedbilevel.sites.order import Order
+from fedbilevel.sites.plan import Plan, plan_digest
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
 
@@ -75,7 +76,10 @@ class Session:
         self.policy.check_samples({role: int(sizes.min()) for role, sizes in self.host.data.sizes.items()})  # of the smallest client
         self.kept_names = self.algorithm.kept_names(self.host.problem.scopes)
         self.data = "".join(digest(self.host.data, row).hex() for row in self.all.tolist())  # stays here
-        self.rounds = 0  # answers with arrays since this process joined
+        self.order = Order(self.folder, plan_digest(self.plan.asdict()), self.plan.num_iterations, self.policy)
+        self.rounds = 0  # phases and measurements since this process joined
+        self.ran = False  # whether the message that is answered now led to a computation
+        self.computed: set[str] = set()  # kept names that a phase has written since a version was loaded
         self.arrays: dict[int, Tensor] = {}
         self.iteration = -1
         self.base: int | None = None  # the version that the server would go back to
@@ -108,7 +112,8 @@ class Session:
             raise WireError(f"{self.algorithm.name()} of fedbilevel {fedbilevel.__version__} at this site has no phase named {phase!r:.40}.")
         if not isinstance(iteration, int) or not isinstance(call, int):
             raise WireError("a message about a phase does not say in which outer iteration and call.")
-        self._begin(iteration, header.get("scaled") or {})
+        self.order.check(iteration, call)
+        scaled = self._scaled(header.get("scaled") or {})
         rows = self._asked(header.get("clients"))
         values = self._values(header, arrays, rows)
         wanted = {name: parameter for name, parameter in inspect.signature(method).parameters.items() if name != "clients"}  # type: ignore[arg-type]
@@ -116,7 +121,11 @@ class Session:
         lacking = [name for name, parameter in wanted.items() if parameter.default is parameter.empty and name not in values and name not in rest]
         if lacking or not (rest or values.keys() <= wanted.keys()):
             raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing'}.")
-        self.policy.check_rounds(self.audit.rounds + 1)
+        self._begin(header)
+        if iteration != self.iteration:
+            self.host.scratch.clear()
+            self.iteration = iteration
+        self.host.algorithm = scaled
         with self._within_time():
             answers = self.host.run_phase(phase, values, rows, iteration, call)
         results: dict[str, Any] = {}
@@ -126,6 +135,7 @@ class Session:
                 results[name] = None
             elif name in self.kept_names:
                 self.host.kept.write(name, rows, value.rows if isinstance(value, Sparse) else value)
+                self.computed.add(name)
                 results[name] = "kept"
             elif isinstance(value, Sparse):
                 places = value.rows.abs().topk(value.num_kept).indices.sort().values  # all that are not zero, and zeros that were counted
@@ -133,19 +143,19 @@ class Session:
                 sent[name] = [places.to(torch.int32), value.rows.gather(1, places)]
             else:
                 results[name], sent[name] = "rows", [value]
-        self.rounds += bool(sent)
         head = {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
-        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call}
+        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
 
     def measure(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
+        self.order.check(header.get("iteration"))
         values = self._values(header, arrays, self.all)
         if values.keys() != {"x", "y"}:
             raise WireError("a message that asks for a measurement does not have x and y.")
-        self.policy.check_rounds(self.audit.rounds + 1)
-        names, table = self.host.looked_at(values["x"], values["y"])
-        self.rounds += 1
+        self._begin(header)
+        with self._within_time():
+            names, table = self.host.looked_at(values["x"], values["y"])
         head = {"names": names, "changed": self._changes() != self._saved}
-        return head, {"figures": [table]}, {"kind": "measure", "iteration": header.get("iteration")}
+        return head, {"figures": [table]}, {"kind": "measure", "iteration": header["iteration"], "round": True}
 
     def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
         """Memory and private values are on disk before the server writes that it counts on them. What it counted on before stays beside them."""
@@ -189,6 +199,8 @@ class Session:
                     rows = tensors[f"{label}.{name}"].to(self.host.device)
                     store.write(name, tensors[f"{label}-written.{name}"].nonzero()[:, 0], rows)
         self.base, self._saved = version, self._changes()
+        self.order.back_to(version)
+        self.computed.clear()
         self._calls(self.all)
         return {}, {}, {"kind": "load"}
 
@@ -208,17 +220,22 @@ class Session:
 
     # ---- inside --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, iteration: int, scaled: Mapping[str, Any]) -> None:
-        if iteration != self.iteration:
-            self.host.scratch.clear()
-            self.iteration = iteration
+    def _begin(self, header: Mapping[str, Any]) -> None:
+        """All is checked, and the next thing is a computation: it counts, whatever becomes of it."""
+        self.policy.check_rounds(self.audit.rounds + 1)
+        self.order.begin(header["iteration"], header.get("call") if header["kind"] == "phase" else None)
+        self.rounds += 1
+        self.ran = True
+
+    def _scaled(self, scaled: Mapping[str, Any]) -> ServerAlgorithm:
+        """The algorithm with the step sizes of a schedule."""
         wrong = [name for name, value in scaled.items() if name not in self.algorithm.decays or not _finite(value)]
         if wrong:
             raise WireError(f"a message changes {wrong[0]!r:.40}, but a schedule may only scale {', '.join(self.algorithm.decays)}.")
         longer = [name for name, value in scaled.items() if not 0 <= value <= (1 + 1e-9) * getattr(self.algorithm, name)]
         if longer:
             raise WireError(f"a message sets {longer[0]} to {scaled[longer[0]]:.3g}, but a schedule may only shorten the plan's step.")
-        self.host.algorithm = dataclasses.replace(self.algorithm, **scaled) if scaled else self.algorithm
+        return dataclasses.replace(self.algorithm, **scaled) if scaled else self.algorithm
 
     def _asked(self, clients: Any) -> Tensor:
         """Rows of the clients that a message is about: all of this site, unless it names some."""
@@ -232,6 +249,8 @@ class Session:
     def _values(self, header: Mapping[str, Any], arrays: list[Tensor], rows: Tensor) -> dict[str, Any]:
         """Values of a message by name, for the clients of these rows. Arrays that the server has let go are let go here."""
         for name, how in (header.get("place") or {}).items():
+            if name in self.computed or not self.order.at_start(header["iteration"]):
+                raise WireError(f"a message asks to place {name!r:.40} again, but start values are placed only before outer iteration 1.")
             self._place_value(name, how)
         numbers, live, values = header.get("new", []), header.get("live", []), header.get("values", {})
         if not isinstance(numbers, list) or len(numbers) != len(arrays) or not isinstance(live, list) or not isinstance(values, dict):
@@ -246,6 +265,8 @@ class Session:
 
     def _value(self, name: str, entry: Any, rows: Tensor, measuring: bool) -> Any:
         """What is kept here may only stand for what is kept here, or a phase would send it away under another name; a measurement sends figures."""
+        if name in self.kept_names and not (isinstance(entry, dict) and (isinstance(entry.get("kept"), str) or entry == {"value": None})):
+            raise WireError(f"a message brings a value of {name}, which stays at this site: it may only be named as kept.")
         match entry:
             case {"array": number}:
                 if number not in self.arrays:
