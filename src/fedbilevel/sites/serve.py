@@ -58,6 +58,9 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     diary = book.path / "sites.jsonl"
     if resume:
         shorten(diary, book.load()[1]["iteration"])
+        for before in map(json.loads, diary.read_text().splitlines() if diary.exists() else ()):
+            for site in before.get("flagged", {}):
+                fed.watch.remember(site, before["iteration"])
 
     headline = ("upper_loss", *plan.built_task().headline)
 
