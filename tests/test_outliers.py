@@ -187,7 +187,7 @@ def test_an_honest_site_that_fails_long_after_a_flag_is_named_itself(tmp_path):
     def fault(name, header):
         return "nan" if name == "site-2" and header.get("iteration") == 4 else odd(name, header)
 
-    with pytest.raises(FedBilevelError, match=r"2 of the 3 sites that are needed .* site-2 \("):
+    with pytest.raises(FedBilevelError, match=r"2 of the 3 sites that are needed .* site-2 \(.*site-1 was flagged in 1 of 4 outer iterations, last in 1\.$"):
         federation.serve(ours, fault)
     assert set(federation.diary()[0]["flagged"]) == {"site-1"}
 
@@ -206,7 +206,7 @@ def boasting(weight):
     return fault
 
 
-@pytest.mark.parametrize(("more", "most"), [({}, 600), ({"max_weight": 7}, 7)], ids=["median times 100", "of the plan"])
+@pytest.mark.parametrize(("more", "most"), [({}, 50), ({"max_weight": 7}, 7)], ids=["10 times the others", "of the plan"])
 def test_a_weight_that_a_site_makes_up_is_capped_and_said(tmp_path, more, most):
     federation, said = Loopback(tmp_path), []
     task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}  # 4, 5 and 6 samples
@@ -214,14 +214,14 @@ def test_a_weight_that_a_site_makes_up_is_capped_and_said(tmp_path, more, most):
     assert federation.serve(ours, boasting(2**39), said.append) == "finished"
     tensors, _ = federation.record.load()
     assert tensors["sites.weight"].tolist() == [4, most, 6]
-    assert federation.record.read_config()["max_weight"] == most
-    text = f"it says that its weight is {2**39}, and counts with {most}"
+    assert federation.record.read_config()["max_weight"]["site-1"] == most
+    text = f"it says that its weight is {2**39}, and counts with {most}: set max_weight if that is too little"
     assert [line["capped"] for line in federation.diary()] == [{"site-1": text}, {}, {}, {}]
     assert f"capped site-1 ({text})" in line(said[0])
     losses = [row["upper_loss"] for row in federation.record.rows()]
     assert federation.serve({**ours, "num_iterations": 6}) == "finished"  # what was agreed at first stays
     assert federation.record.load()[0]["sites.weight"].tolist() == [4, most, 6]
-    assert federation.record.read_config()["max_weight"] == most
+    assert federation.record.read_config()["max_weight"]["site-1"] == most
     assert [row["upper_loss"] for row in federation.record.rows()][: len(losses)] == losses
 
 

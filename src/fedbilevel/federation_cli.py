@@ -42,6 +42,7 @@ def line(progress: dict[str, Any]) -> str:
     parts += [f"{site} {seconds:.2f} s" for site, seconds in progress.get("sites", {}).items()]
     for label, key in (("without", "missing"), ("flagged", "flagged"), ("capped", "capped")):
         parts += [f"{label} {site} ({reason})" for site, reason in progress.get(key, {}).items()]
+    parts += [f"weight of {site} {'/'.join(map(str, weights))}" for site, weights in progress.get("weights", {}).items()]
     for site, callers in progress.get("strangers", {}).items():
         parts += [f"{site} refused {times} calls of {caller}" for caller, times in callers.items()]
     return printable(", ".join(parts))

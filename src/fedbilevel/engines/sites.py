@@ -20,7 +20,7 @@ from torch import Tensor
 import fedbilevel
 from fedbilevel.clients import BatchSize
 from fedbilevel.draws import Stream
-from fedbilevel.engines.outliers import Flag, log_norm, outliers
+from fedbilevel.engines.outliers import Flag, Watch
 from fedbilevel.engines.server import Answers, Server
 from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError, WireError
 from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
@@ -96,7 +96,8 @@ class Sites(Server):
         self.seconds: dict[str, float] = {}  # what each site took for the phases of this outer iteration
         self.lost: dict[str, str] = {}  # who was left out since somebody asked, and why
         self.flags: dict[str, str] = {}  # sites whose answers were far from the others' since somebody asked, and how far
-        self._suspects: dict[str, Flag] = {}  # the first such answer of each site that went into a mean, in this outer iteration or the one before
+        self.watch = Watch()
+        self._suspects: dict[str, Flag] = {}  # the first such answer of each site that went into a mean, until it answered well for a whole outer iteration
         self.without_solution: list[str] = []
         self._pending: list[dict[str, str]] = [{} for _ in members]  # values that sites still have to place
         self._asked = {site: (-_APART[1], _APART[0]) for site in range(len(members))}  # when a missing site was last asked, and how long to leave it in peace
@@ -155,24 +156,20 @@ class Sites(Server):
     def _look_for_outliers(self, phase: str, broadcast: Mapping[str, Value], answers: dict[int, tuple[Answer, Answers]], asked: int, what: str) -> None:
         """Flag answers whose norm is far above the others', and leave them out where the run says so. Two answers do not tell which one is odd. Sites are
         compared, each by its longest row: the clients of one site are one party."""
-        least = max((log_norm(value) for value in broadcast.values() if isinstance(value, Tensor)), default=-math.inf)
-        worst: dict[int, Flag] = {}
-        for name in next(iter(answers.values()))[1]:
-            sent = {site: rows[name] for site, (_, rows) in answers.items()}
-            logs = {site: log_norm(_dense(row)) for site, row in sent.items() if row is not None and row is not _KEPT}
-            for site in outliers(logs, least) if logs else ():
-                others = max(log for other, log in logs.items() if other != site)
-                flag = Flag(phase, self.iteration, name, logs[site], others, alone=len(logs) > 2)
-                if site not in worst or flag.norm - flag.others > worst[site].norm - worst[site].others:
-                    worst[site] = flag
-        for site, flag in worst.items():
-            self.flags.setdefault(self.names[site], str(flag))
-            if self.exclude_outliers and flag.alone:
+        names = next(iter(answers.values()))[1]
+        sent = {name: {site: _dense(rows[name]) for site, (_, rows) in answers.items()} for name, row in names.items() if row is not None and row is not _KEPT}
+        for site, flag in self.watch.compare(phase, self.iteration, sent, broadcast).items():
+            self._flag(site, flag)
+            if self.exclude_outliers and flag.alone and flag.sure and not self._suspects.keys() - {self.names[site]}:
                 del answers[site]
                 self._drop(site, Failure(False, f"{flag}, so it was left out.", 0.0), what)
             elif flag.alone:
                 self._suspects.setdefault(self.names[site], flag)
         self._check_quorum(len(answers), asked, what)
+
+    def _flag(self, site: int, flag: Flag) -> None:
+        self.flags.setdefault(self.names[site], str(flag))
+        self.watch.remember(self.names[site], flag.iteration)
 
     def who_was_flagged(self) -> dict[str, str]:
         """Since somebody last asked."""
@@ -184,7 +181,7 @@ class Sites(Server):
         if not self._suspects:
             return ""
         site, flag = min(self._suspects.items(), key=lambda entry: entry[1].iteration)
-        return f"{flag.of(site)}: look at that site, then start the run anew without it or with exclude_outliers = true."
+        return f"{flag.of(site)}: look at that site, then start the run anew without it or with exclude_outliers = true{self.watch.history(self.iteration)}."
 
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         means = super()._means(sent, places, times)
@@ -192,7 +189,8 @@ class Sites(Server):
             if not bool(torch.isfinite(mean).all()):  # although every answer is
                 raise NonFiniteError(
                     self._blame()
-                    or f"the mean of the sites' {name!r} overflows in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
+                    or f"the mean of the sites' {name!r} overflows in outer iteration {self.iteration}: the steps are too long; lower the step sizes"
+                    f"{self.watch.history(self.iteration)}."
                 )
         return means
 
@@ -248,7 +246,7 @@ class Sites(Server):
         """Sites that were missing may come back here, at the version that was last agreed on."""
         super().begin(iteration, algorithm)
         self.seconds = {}
-        self._suspects = {site: flag for site, flag in self._suspects.items() if flag.iteration >= iteration - 1}
+        self._suspects = {site: flag for site, flag in self._suspects.items() if self.watch.last(site) >= iteration - 1}
         self.readmit()
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
@@ -395,7 +393,7 @@ class Sites(Server):
         if self._at_fault & self.missing.keys() and (blame := self._blame()):
             return FedBilevelError(blame)
         named = "; ".join(f"{self.names[site]} ({why})" for site, why in sorted(self.missing.items()))
-        text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}."
+        text = f"{num} of the {needed} sites that are needed answered in {when}; missing: {named}{self.watch.history(self.iteration)}."
         return FedBilevelError(text) if self._at_fault >= self.missing.keys() else QuorumError(text)
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
@@ -456,7 +454,9 @@ class Sites(Server):
                     self._lacking(value, torch.tensor([place for places in sites.values() for place in places]))
             elif isinstance(value, float) and not math.isfinite(value):
                 raise NonFiniteError(
-                    self._blame() or f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes."
+                    self._blame()
+                    or f"the server's {name!r} is not finite in outer iteration {self.iteration}: the steps are too long; lower the step sizes"
+                    f"{self.watch.history(self.iteration)}."
                 )
             else:
                 values[name] = {"value": value}

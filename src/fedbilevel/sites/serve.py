@@ -52,24 +52,30 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     desk = Desk(transport, plan.name, pulse.lost)
     fed, capped = _federation(plan, desk, there, everyone=not resume)
     if resume:
-        capped = _Capped(book.read_config().get("max_weight", capped.most), {})  # weights come with the checkpoint
+        capped = _Capped(book.read_config().get("max_weight", capped.most), {}, {})  # weights come with the checkpoint
     if not resume:
         fed.back_to_versions(range(len(plan.sites)))
     diary = book.path / "sites.jsonl"
     if resume:
         shorten(diary, book.load()[1]["iteration"])
+        for before in map(json.loads, diary.read_text().splitlines() if diary.exists() else ()):
+            for site in before.get("flagged", {}):
+                fed.watch.remember(site, before["iteration"])
 
     headline = ("upper_loss", *plan.built_task().headline)
 
     def tell(now: Progress) -> bool:
         fed.commit()  # before the line is written, which then names a site that could not save; the checkpoint has nothing left to commit
-        line = {
+        line: dict[str, Any] = {
             "run": plan.name, "iteration": now.iteration, "num_iterations": now.num_iterations, "rounds": now.rounds, "megabytes": now.megabytes,
             "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_was_missing(),
             "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
             "flagged": fed.who_was_flagged(), "capped": dict(capped.sites), "strangers": desk.strangers(),
         }  # fmt: skip
-        capped.sites.clear()  # said once
+        if capped.stated:
+            line["weights"] = dict(capped.stated)
+        capped.sites.clear()  # said once, as are the weights
+        capped.stated.clear()
         with open(diary, "a") as file:
             file.write(json.dumps(line) + "\n")
         say(line)
@@ -91,8 +97,18 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
 class _Capped(NamedTuple):
     """Weights that were cut."""
 
-    most: int
-    sites: dict[str, str]  # what the diary says of each
+    most: dict[str, int]  # what a client of each site may count
+    sites: dict[str, str]  # what the diary says of each site whose weight was cut
+    stated: dict[str, list[int]]  # what the sites say of their clients, where that is not equal
+
+
+def _caps(plan: Plan, stated: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The most that a client of each site counts: by the plan, or 10 times the median of the clients of the other sites,
+    so that no site has a say in its own limit."""
+    if plan.max_weight:
+        return dict.fromkeys(stated, plan.max_weight)
+    others = {site: [weight for name, some in stated.items() if name != site for weight in some] for site in stated}
+    return {site: max(1, int(10 * statistics.median(weights or stated[site]))) for site, weights in others.items()}
 
 
 def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool) -> tuple[Sites, _Capped]:
@@ -128,14 +144,20 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
     stated = {name: answers[name].header["weights"] for name in answers}
-    most = plan.max_weight or max(1, int(100 * statistics.median(itertools.chain(*stated.values()))))
-    cut = {name: f"it says that its weight is {max(weights)}, and counts with {most}" for name, weights in stated.items() if max(weights) > most}
-    members = [Member(name, [min(weight, most) for weight in stated.get(name, [1] * len(plan.numbers(name)))], why.get(name)) for name in plan.sites]
+    most = _caps(plan, stated)
+    cut = {
+        name: f"it says that its weight is {max(weights)}, and counts with {most[name]}: set max_weight if that is too little"
+        for name, weights in stated.items()
+        if max(weights) > most[name]
+    }
+    counted = {name: [min(weight, most[name]) for weight in weights] for name, weights in stated.items()}
+    members = [Member(name, counted.get(name, [1] * len(plan.numbers(name))), why.get(name)) for name in plan.sites]
     fed = Sites(
         algorithm, problem, members, desk, layouts=about["layouts"], quorum=plan.quorum, deadline=plan.deadline, plan=plan.asdict(), welcome=welcome,
         exclude_outliers=plan.exclude_outliers, **plan.keywords(),
     )  # fmt: skip
-    return fed, _Capped(most, cut)
+    unequal = len(set(itertools.chain(*stated.values()))) > 1
+    return fed, _Capped(most, cut, {name: list(weights) for name, weights in stated.items()} if unequal else {})
 
 
 def _check_introduction(plan: Plan, name: str, header: Mapping[str, Any]) -> None:
