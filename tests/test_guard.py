@@ -107,7 +107,7 @@ def changed(folder, change):
         (lambda content: {**content, "task_data_filters": [{"path": "x"}]}, "its configuration is another one"),
         (lambda content: {**content, "components": [{**content["components"][0], "path": "os.system"}]}, "it names os.system"),
         (
-            lambda content: {**content, "components": [{**content["components"][0], "args": {"plan": configuration.packed({"name": "other"})}}]},
+            lambda content: {**content, "components": [{**content["components"][0], "args": {"plan": configuration.packed({"name": "b"})}}]},
             "cannot be read",
         ),
         (lambda content: [], "cannot be read"),
