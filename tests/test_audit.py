@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbilevel.sites import audit
-from fedbilevel.sites.audit import HEAD, LEFT, OLD, AuditLog, Head, lines, verify
+from fedbilevel.sites.audit import BEGUN, HEAD, LEFT, OLD, AuditLog, Head, lines, verify
 
 ARRAY = {"name": "y", "shape": [3], "dtype": "float64", "norm": 2.5}
 SMALL = 400  # bytes of a file: two lines
@@ -91,7 +91,7 @@ def test_a_full_file_is_renamed_and_the_next_names_it(log):
 
 
 def test_the_log_and_its_head_are_readable_by_their_owner_only(log):
-    assert {stat.S_IMODE((log / name).stat().st_mode) for name in (LEFT, HEAD)} == {0o600}
+    assert {stat.S_IMODE((log / name).stat().st_mode) for name in (LEFT, HEAD, BEGUN)} == {0o600}
 
 
 def test_rounds_count_answers_with_arrays_over_all_runs_and_survive_a_restart(tmp_path):
@@ -122,6 +122,15 @@ def test_a_summary_by_run_has_arrays_norms_refusals_and_callers(tmp_path):
     assert summary.arrays == {"y": {"count": 3, "largest_norm": 3.0}}
     assert (report.runs[""].refusals, report.callers) == (1, {"west": 1})
     assert json.loads(json.dumps(report.asdict()))["runs"]["cleaning"]["rounds"] == 3
+
+
+def test_a_report_names_the_most_frequent_callers_and_counts_the_others(tmp_path):
+    log = AuditLog(tmp_path)
+    for number in range(30):
+        log.append({"run": None, "kind": "error", "bytes": 5, "arrays": [], "caller": f"c{number}", "times": number + 1})
+    report = verify(tmp_path)
+    assert report.callers == {f"c{number}": number + 1 for number in range(29, 9, -1)}
+    assert report.others == sum(range(1, 11))
 
 
 # ---- changes -------------------------------------------------------------------------------------
@@ -250,6 +259,80 @@ def test_lines_appended_by_a_version_without_a_chain_are_named(log):
     assert verify(log).problem.startswith("line 3 of left.jsonl is not as this log writes lines")
 
 
+def strip(folder, name=LEFT, num_lines=2):
+    """Leave the first lines as if there never was a chain."""
+    kept = list(lines(folder))[:num_lines]
+    for path in (*files(folder), folder / HEAD):
+        path.unlink()
+    bare = [{key: value for key, value in line.items() if key not in ("n", "chain", "before")} for line in kept]
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in bare))
+
+
+def test_a_log_stripped_of_its_chain_is_named_also_after_more_lines_and_its_rounds_count(log):
+    strip(log)
+    report = verify(log)
+    assert (report.num_lines, report.num_unchained) == (2, 0)
+    assert report.problem.startswith("line 1 of left.jsonl is not as this log writes lines")
+    assert AuditLog(log).rounds == 2
+    for number in range(3):
+        AuditLog(log).append(answer(number))
+        assert verify(log).problem.startswith("line 1 of left.jsonl is not as this log writes lines")
+    assert (AuditLog(log).rounds, len(list(lines(log)))) == (5, 5)
+
+
+def test_a_log_stripped_of_its_chain_and_called_old_is_named_also_after_more_lines(log):
+    strip(log, OLD)
+    assert verify(log).problem == "no line has a chain, but left.begun says that lines had one: they were removed."
+    AuditLog(log).append(answer(9))
+    assert verify(log).problem.startswith("line 1 of left.jsonl was written after left.head was lost")
+    assert AuditLog(log).rounds == 3
+
+
+def test_a_log_of_which_only_the_marker_is_left_is_named_also_after_more_lines(log):
+    for path in (*files(log), log / HEAD):
+        path.unlink()
+    assert verify(log).problem == "no line has a chain, but left.begun says that lines had one: they were removed."
+    for number in range(2):
+        AuditLog(log).append(answer(number))
+        assert verify(log).problem.startswith("line 1 of left.jsonl was written after left.head was lost")
+
+
+def test_a_marker_that_is_gone_comes_back_with_the_next_line(log):
+    (log / BEGUN).unlink()
+    assert verify(log).ok
+    AuditLog(log).append(answer(8))
+    assert ((log / BEGUN).exists(), verify(log).ok) == (True, True)
+
+
+def test_a_chain_value_noted_earlier_is_found_until_its_line_is_gone(log, tmp_path):
+    shutil.copytree(log, tmp_path / "copy")
+    AuditLog(log).append(answer(8))
+    noted = verify(log).chain
+    AuditLog(log).append(answer(9))
+    for value in (noted, noted[:16], verify(tmp_path / "copy").chain):
+        assert verify(log, contains=value).ok
+    for other in (tmp_path / "copy", tmp_path):  # an older copy, and nothing at all
+        report = verify(other, contains=noted)
+        why = "lines were removed, or an older log was put in this place."
+        assert (report.ok, report.problem) == (False, f"no line has the chain value {noted}: {why}")
+        assert verify(other).ok
+
+
+def test_a_chain_value_in_a_line_from_before_the_chain_does_not_count(tmp_path):
+    noted = "ab" * 32
+    (tmp_path / LEFT).write_text(json.dumps(answer(0)) + "\n" + json.dumps({**answer(1), "chain": noted}) + "\n")
+    assert not verify(tmp_path, contains=noted).ok
+    AuditLog(tmp_path).append(answer(2))
+    assert (verify(tmp_path).ok, verify(tmp_path, contains=noted).ok) == (True, False)
+
+
+@pytest.mark.parametrize("part", [{"norm": 10**400}, {"norm": "x"}, {}])
+def test_odd_values_in_a_line_break_nothing(log, part):
+    AuditLog(log).append({**answer(8), "bytes": 10**400, "times": 10**400, "arrays": [part, 3], "time": 10**400})
+    report = verify(log)
+    assert (report.ok, report.num_lines, report.runs["cleaning"].bytes) == (True, 9, 800)
+
+
 # ---- crashes, which are no changes ---------------------------------------------------------------
 
 
@@ -286,7 +369,11 @@ def test_a_torn_line_is_repaired_and_said(tmp_path, num_bytes, before):
     log.append(answer(before))
     os.truncate(tmp_path / LEFT, (tmp_path / LEFT).stat().st_size - num_bytes)
     assert (tmp_path / LEFT).stat().st_size > size
-    (tmp_path / HEAD).write_bytes(kept) if kept else (tmp_path / HEAD).unlink()
+    if kept:
+        (tmp_path / HEAD).write_bytes(kept)
+    else:
+        for name in (HEAD, BEGUN):  # which are written after the line
+            (tmp_path / name).unlink()
     report = verify(tmp_path)
     assert (report.ok, report.num_lines) == (True, before)
     assert report.notes == [f"the end of left.jsonl is torn: {audit.TORN}"]
@@ -382,6 +469,9 @@ def old(folder, num_lines=3):
     return AuditLog(folder)
 
 
+UNCHAINED = f"{OLD} (3 lines) is from before there was a chain: changes made before that do not show."
+
+
 def test_an_old_log_is_set_aside_and_its_rounds_count(tmp_path):
     log = old(tmp_path)
     assert (log.rounds, verify(tmp_path).num_lines) == (3, 3)
@@ -389,7 +479,7 @@ def test_an_old_log_is_set_aside_and_its_rounds_count(tmp_path):
     assert [path.name for path in files(tmp_path)] == [OLD, LEFT]
     report = verify(tmp_path)
     assert (report.ok, report.num_lines, log.rounds, report.runs["cleaning"].rounds) == (True, 4, 4, 4)
-    assert report.notes == [f"{OLD} is from before there was a chain: changes made before that do not show."]
+    assert (report.num_unchained, report.notes) == (3, [UNCHAINED])
     assert [line["iteration"] for line in lines(tmp_path)] == [0, 1, 2, 3]
 
 

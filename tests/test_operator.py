@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import threading
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 
 from fedbilevel.cli import cli
 from fedbilevel.errors import PlanError, PolicyError, SettingError, UnknownNameError
-from fedbilevel.sites import operator
+from fedbilevel.sites import audit, operator
 from fedbilevel.sites.audit import LEFT
 from operator_kits import LEAVES, ONE, PLAN, TWO, ask, digest_of, log_answers, log_refusal, make_kit
 
@@ -209,6 +210,41 @@ def test_audit_of_a_changed_log_names_the_line_and_exits_with_1(kit, folder):
     done = type_("audit", "--kit", kit)
     assert done.exit_code == 1
     assert "The log is broken: line 2 of left.jsonl does not continue the chain" in done.output
+
+
+def test_audit_looks_for_a_chain_value_that_was_noted(kit, folder):
+    logged(folder)
+    noted = re.search(r"Last chain value: (\w{64})\n", type_("audit", "--kit", kit).output)[1]
+    kept = {path: path.read_bytes() for path in folder.glob("left*")}
+    log_refusal(folder)
+    for value in (noted, noted[:16]):
+        assert type_("audit", "--kit", kit, "--contains", value).exit_code == 0
+    later = json.loads(type_("audit", "--kit", kit, "--json").output)["chain"]
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert type_("audit", "--kit", kit).exit_code == 0
+    done = type_("audit", "--kit", kit, "--contains", later)
+    assert done.exit_code == 1
+    assert f"The log is broken: no line has the chain value {later}: lines were removed, or an older" in done.output
+
+
+@pytest.mark.parametrize("value", ["abcdef", "x" * 64, "0" * 15, "0" * 65])
+def test_audit_refuses_what_is_no_chain_value(kit, value):
+    done = type_("audit", "--kit", kit, "--contains", value)
+    assert isinstance(done.exception, SettingError)
+    assert f"--contains is '{value}', expected the last chain value of an earlier audit" in str(done.exception)
+
+
+def test_audit_counts_lines_from_before_the_chain_and_callers_beyond_the_first(kit, folder, monkeypatch):
+    (folder / LEFT).write_text('{"run": "old", "arrays": []}\n')
+    monkeypatch.setattr(audit, "CALLERS", 1)
+    for caller in ("west", "west", "east", "south"):
+        log_refusal(folder, caller=caller)
+    said = type_("audit", "--kit", kit).output
+    assert "The log is whole: 5 lines, 1 of them from before there was a chain, from " in said
+    assert "west was refused 2 times" in said
+    assert "Others were refused 2 times." in said
+    assert "east" not in said
 
 
 def test_audit_as_json_has_all_of_the_report(kit, folder):

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import sys
 import time
 import webbrowser
@@ -33,10 +34,14 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("audit")
 @with_kit
+@click.option("--contains", default="", metavar="VALUE", help="a chain value noted earlier, which must be in the log")
 @click.option("--json", "as_json", is_flag=True, help="print all of it as JSON")
-def audit_command(kit: Path, as_json: bool) -> None:
+def audit_command(kit: Path, contains: str, as_json: bool) -> None:
     """Check the log of everything that left this site, and summarise it. Exit code 1: the log was changed."""
-    report = audit.verify(operator.site_folder(kit))
+    if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
+        shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
+        raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
+    report = audit.verify(operator.site_folder(kit), contains)
     if as_json:
         click.echo(json.dumps(report.asdict(), indent=2))
     else:
@@ -48,7 +53,8 @@ def audit_command(kit: Path, as_json: bool) -> None:
 def _show_audit(report: audit.AuditReport) -> None:
     span = f", from {telling.clock(report.first)} to {telling.clock(report.last)}" if report.first is not None else ""
     if report.ok:
-        say(f"The log is whole: {report.num_lines} lines{span}.")
+        before = f", {report.num_unchained} of them from before there was a chain" if report.num_unchained else ""
+        say(f"The log is whole: {report.num_lines} lines{before}{span}.")
     else:
         say(f"The log is broken: {printable(report.problem)}")
         say(f"{report.num_lines} lines can be read{span}; what follows counts all of them.")
@@ -58,6 +64,8 @@ def _show_audit(report: audit.AuditReport) -> None:
         console.print(_by_run(report))
     for caller, count in report.callers.items():
         say(f"{printable(caller)} was refused {view.plural(count, 'time')}: it is not the server's job of a run here.")
+    if report.others:
+        say(f"Others were refused {view.plural(report.others, 'time')}.")
     if report.num_lines:
         say(f"Last chain value: {report.chain}")
 

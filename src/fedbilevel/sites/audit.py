@@ -3,6 +3,8 @@
     left.jsonl                the active file; append only
     left-0001.jsonl, ...      full files, oldest first; left-0000.jsonl: lines from before there was a chain
     left.head                 where the chain stands: number of lines, last chain value, rounds, bytes
+    left.begun                written with the first line: without lines beside it, or with lines without a chain, the
+                              log was changed
     left.lock                 held during an append
 
 A line holds its number `n`, `time`, what the caller says, and at its end
@@ -10,8 +12,8 @@ A line holds its number `n`, `time`, what the caller says, and at its end
 before (`before`). A line that follows a torn line (disk full, power loss) holds the sha256 of the torn part (`torn`):
 that answer never left, because an answer leaves only after its whole line and the head were written.
 
-The chain shows changes by anybody who does not compute it anew. Against an intruder with write access, note the last
-chain value elsewhere.
+The chain shows changes by anybody who does not compute it anew, remove all files, or put back an old copy. Against an
+intruder with write access, note the last chain value elsewhere, and ask `verify` later whether the log contains it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-LEFT, HEAD, LOCK, OLD = "left.jsonl", "left.head", "left.lock", "left-0000.jsonl"
+LEFT, HEAD, LOCK, OLD, BEGUN = "left.jsonl", "left.head", "left.lock", "left-0000.jsonl", "left.begun"
+CALLERS = 20  # that a report names
 SIZE = 2**24  # bytes of a file before the next is begun
 START = "0" * 64  # the chain before the first line
 TORN = "the disk was full or the power went, and that answer never left."
@@ -48,9 +51,12 @@ class Head:
     size: int = 0
     files: int = 0
 
-    def after(self, line: Mapping[str, Any], size: int) -> Head:
+    def plus(self, line: Mapping[str, Any]) -> Head:
         rounds, sent = self.rounds + is_round(line), self.bytes + _whole(line.get("bytes"))
-        return Head(line["n"], line["chain"], rounds, sent, size, self.files)
+        return dataclasses.replace(self, rounds=rounds, bytes=sent)
+
+    def after(self, line: Mapping[str, Any], size: int) -> Head:
+        return dataclasses.replace(self.plus(line), n=line["n"], chain=line["chain"], size=size)
 
 
 @dataclass
@@ -97,6 +103,7 @@ class AuditLog:
             body = {"n": head.n + 1, "time": round(time.time(), 3), **given, **place.marks, **first}
             body["chain"] = _chained(head.chain, body)
             size = self._write((b"\n" if place.unended else b"") + json.dumps(body).encode() + b"\n")
+            (self.folder / BEGUN).touch(0o600)  # before the head: a crash between leaves no marker without a line
             self._write_head(head.after(body, size))
 
     def _write(self, content: bytes) -> int:
@@ -139,7 +146,7 @@ def _place(folder: Path) -> _Place:
         if _is_old(folder):
             return _Place(_counted(folder / LEFT), old=True)
         head = _recovered(folder)
-        if head.n > 1:
+        if head.n > 1 or (head.n == 0 and (folder / BEGUN).exists()):
             marks["head"] = "lost"
     elif (folder / rotated(head.files + 1)).exists():  # cut off between a rotation and the next line
         head = dataclasses.replace(head, size=0, files=head.files + 1)
@@ -187,13 +194,12 @@ def read_head(folder: Path) -> Head | None:
 
 
 def _fits(value: Any, example: int | str) -> bool:
-    """Whether a value of the head is of its kind, and no number beyond all sizes of files."""
-    return type(value) is type(example) and (type(value) is not int or 0 <= value < 2**63)
+    return type(value) is str if isinstance(example, str) else type(value) is int and value == _whole(value)
 
 
 def _is_old(folder: Path) -> bool:
     """Whether the active file was begun before there was a chain."""
-    if (folder / OLD).exists() or not (folder / LEFT).exists():
+    if (folder / OLD).exists() or (folder / BEGUN).exists() or not (folder / LEFT).exists():
         return False
     found = (line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := parsed(raw)) is not None)
     return "chain" not in next(found, {"chain": START})
@@ -201,8 +207,10 @@ def _is_old(folder: Path) -> bool:
 
 def _counted(path: Path) -> Head:
     """Rounds and bytes of a file without a chain."""
-    found = [line for raw in path.read_bytes().split(b"\n") if (line := parsed(raw))] if path.exists() else []
-    return Head(rounds=sum(map(is_round, found)), bytes=sum(_whole(line.get("bytes")) for line in found))
+    head = Head()
+    for raw in path.read_bytes().split(b"\n") if path.exists() else []:
+        head = head.plus(parsed(raw) or {})
+    return head
 
 
 def _recovered(folder: Path) -> Head:
@@ -239,7 +247,7 @@ def parsed(raw: bytes) -> dict[str, Any] | None:
 
 
 def _whole(value: Any) -> int:
-    return value if type(value) is int else 0
+    return value if type(value) is int and 0 <= value < 2**63 else 0
 
 
 def _digest(content: bytes) -> str:
@@ -284,6 +292,8 @@ class _Chain:
         self.torn = []
         if type(line.get("n")) is int and type(line.get("chain")) is str:
             self.head = self.head.after(line, self._read)
+        else:  # it counts as a round nevertheless
+            self.head = self.head.plus(line)
         return line
 
     def say(self, problem: str) -> None:
@@ -333,24 +343,27 @@ class RunSummary:
                 entry = self.arrays.setdefault(str(one.get("name")), {"count": 0, "largest_norm": None})
                 entry["count"] += 1
                 norm = one.get("norm")
-                if isinstance(norm, int | float) and norm > (entry["largest_norm"] or 0.0):
-                    entry["largest_norm"] = float(norm)
+                if type(norm) is float and norm > (entry["largest_norm"] or 0.0):
+                    entry["largest_norm"] = norm
 
 
 @dataclass
 class AuditReport:
     """problem: the first break, as a sentence; notes: what is worth knowing and is no break; runs: by name, "" where a
-    line names no run; callers: how often each caller was refused; chain: the last value, to be noted elsewhere."""
+    line names no run; callers: how often each caller was refused, the most frequent; others: how often the rest was;
+    num_unchained: lines from before there was a chain; chain: the last value, to be noted elsewhere."""
 
     ok: bool = True
     problem: str = ""
     notes: list[str] = field(default_factory=list)
     num_lines: int = 0
+    num_unchained: int = 0
     first: float | None = None
     last: float | None = None
     chain: str = START
     runs: dict[str, RunSummary] = field(default_factory=dict)
     callers: dict[str, int] = field(default_factory=dict)
+    others: int = 0
 
     def asdict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -361,6 +374,10 @@ class AuditReport:
         self.runs.setdefault(str(line.get("run") or ""), RunSummary()).add(line)
         if line.get("kind") == "error" and isinstance(caller := line.get("caller"), str):
             self.callers[caller] = self.callers.get(caller, 0) + (_whole(line.get("times")) or 1)
+
+    def keep_callers(self, most: int) -> None:
+        kept = dict(sorted(self.callers.items(), key=lambda one: -one[1])[:most])
+        self.others, self.callers = sum(self.callers.values()) - sum(kept.values()), kept
 
 
 def _span(first: float | None, last: float | None, line: Mapping[str, Any]) -> tuple[float | None, float | None]:
@@ -375,6 +392,7 @@ class _Snapshot:
     head: Head | None
     damaged: bool  # there is a head, but it cannot be read
     old: bool  # the active file is from before there was a chain
+    begun: bool  # there was a chain
     files: Sequence[tuple[str, int, IO[bytes], int]]  # name, number of the full file before, content, size
 
     @staticmethod
@@ -391,7 +409,7 @@ class _Snapshot:
                         files.append((path.name, before, file, os.fstat(file.fileno()).st_size))
                 head = read_head(folder)
                 damaged, old = (head is None and found for found in ((folder / HEAD).exists(), _is_old(folder)))
-                found = _Snapshot(head, damaged, old, files)
+                found = _Snapshot(head, damaged, old, (folder / BEGUN).exists(), files)
             yield found
 
     def contents(self) -> Iterator[tuple[str, int, list[bytes]]]:
@@ -407,16 +425,18 @@ def lines(folder: Path | str) -> Iterator[dict[str, Any]]:
             yield from (line for raw in content if (line := parsed(raw)) is not None)
 
 
-def verify(folder: Path | str) -> AuditReport:
-    """Check the whole log and summarise it. A site that appends meanwhile is not held up."""
-    report, chain, before = AuditReport(), _Chain(Head(), old=""), Head()
+def verify(folder: Path | str, contains: str = "") -> AuditReport:
+    """Check the whole log and summarise it. A site that appends meanwhile is not held up. contains: the beginning of a
+    chain value noted earlier, which a line must have."""
+    report, chain, before, is_there = AuditReport(), _Chain(Head(), old=""), Head(), not contains
     with _Snapshot.of(Path(folder)) as log:
         _check_files(log, chain)
         for name, files, content in log.contents():
             if name == OLD or log.old:
                 chain.head = _add_old(content, report)
                 chain.old = _digest(b"\n".join(content))
-                report.notes.append(f"{name} is from before there was a chain: changes made before that do not show.")
+                counted = f"{name} ({report.num_unchained} lines) is from before there was a chain"
+                report.notes.append(f"{counted}: changes made before that do not show.")
                 continue
             chain.begin(name, files)
             for raw in content[:-1]:
@@ -424,6 +444,7 @@ def verify(folder: Path | str) -> AuditReport:
                 if (line := chain.follow(raw)) is not None:
                     before = latest
                     report.add(line)
+                    is_there = is_there or str(line.get("chain")).startswith(contains)
                     if "torn" in line:
                         report.notes.append(f"{chain.where} comes after a torn part: {TORN}")
             if content[-1] and name == LEFT:
@@ -432,15 +453,20 @@ def verify(folder: Path | str) -> AuditReport:
             elif content[-1] or chain.torn:
                 chain.say(f"the end of {name} is no line of this log: it was changed or added.")
         _check_end(log, chain, before, report)
+    if not is_there:
+        chain.say(f"no line has the chain value {contains}: lines were removed, or an older log was put in this place.")
+    report.keep_callers(CALLERS)
     report.ok, report.problem, report.chain = not chain.problem, chain.problem, chain.head.chain
     return report
 
 
 def _add_old(content: list[bytes], report: AuditReport) -> Head:
-    found = [line for raw in content if (line := parsed(raw)) is not None]
-    for line in found:
+    head = Head()
+    for line in filter(None, map(parsed, content)):
         report.add(line)
-    return Head(rounds=sum(map(is_round, found)), bytes=sum(_whole(line.get("bytes")) for line in found))
+        head = head.plus(line)
+    report.num_unchained = report.num_lines
+    return head
 
 
 def _check_files(log: _Snapshot, chain: _Chain) -> None:
@@ -455,6 +481,8 @@ def _check_end(log: _Snapshot, chain: _Chain, before: Head, report: AuditReport)
     """Compare with the head. It may be one line behind, as a crash between line and head leaves it."""
     head, found = log.head, chain.head
     if head is None:
+        if log.begun and not found.n:
+            chain.say(f"no line has a chain, but {BEGUN} says that lines had one: they were removed.")
         if log.damaged or found.n > 1 or found.files:
             chain.say(f"{HEAD} is missing or damaged: whether lines at the end were removed cannot be told.")
     elif head.n > found.n:

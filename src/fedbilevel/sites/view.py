@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fedbilevel.errors import PlanError
 from fedbilevel.escapes import printable
@@ -145,7 +145,7 @@ def is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
