@@ -23,6 +23,7 @@ from rich.text import Text
 from fedbilevel.errors import SettingError
 from fedbilevel.escapes import printable
 from fedbilevel.sites import audit, operator, telling, view
+from fedbilevel.sites.summary import AuditReport
 from fedbilevel.terminal import console, say
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -50,7 +51,7 @@ def audit_command(kit: Path, contains: str, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _show_audit(report: audit.AuditReport) -> None:
+def _show_audit(report: AuditReport) -> None:
     span = f", from {telling.clock(report.first)} to {telling.clock(report.last)}" if report.first is not None else ""
     if report.ok:
         before = f", {report.num_unchained} of them from before there was a chain" if report.num_unchained else ""
@@ -70,7 +71,7 @@ def _show_audit(report: audit.AuditReport) -> None:
         say(f"Last chain value: {report.chain}")
 
 
-def _by_run(report: audit.AuditReport) -> Table:
+def _by_run(report: AuditReport) -> Table:
     table = Table("run", "from", "to")
     for name in ("answers", "rounds", "MB", "refusals"):
         table.add_column(name, justify="right")

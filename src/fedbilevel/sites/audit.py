@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from fedbilevel.sites.summary import AuditReport, count, is_count
+
 LEFT, HEAD, LOCK, OLD, BEGUN = "left.jsonl", "left.head", "left.lock", "left-0000.jsonl", "left.begun"
 CALLERS = 20  # that a report names
 SIZE = 2**24  # bytes of a file before the next is begun
@@ -52,7 +54,7 @@ class Head:
     files: int = 0
 
     def plus(self, line: Mapping[str, Any]) -> Head:
-        rounds, sent = self.rounds + is_round(line), self.bytes + _whole(line.get("bytes"))
+        rounds, sent = self.rounds + is_round(line), self.bytes + count(line, "bytes")
         return dataclasses.replace(self, rounds=rounds, bytes=sent)
 
     def after(self, line: Mapping[str, Any], size: int) -> Head:
@@ -62,13 +64,12 @@ class Head:
 @dataclass
 class _Place:
     """Where the next line goes. marks: what it must mention; ahead: the head must be written first; unended: the file
-    lacks a line break; old: the active file is from before there was a chain."""
+    lacks a line break."""
 
     head: Head
     marks: dict[str, str] = field(default_factory=dict)
     ahead: bool = False
     unended: bool = False
-    old: bool = False
 
 
 class AuditLog:
@@ -90,13 +91,13 @@ class AuditLog:
 
         given = json.loads(json.dumps(finite(line)))
         with _locked(self.folder):
+            if _is_old(self.folder):
+                os.rename(self.folder / LEFT, self.folder / OLD)
             place = _place(self.folder)
             head = place.head
             if place.ahead:  # the append before was cut off between line and head, and two lines ahead is tampering
                 self._write_head(head)
-            if place.old:
-                os.rename(self.folder / LEFT, self.folder / OLD)
-            elif head.size >= self._size and "torn" not in place.marks:  # a torn part and the next line share a file
+            if head.size >= self._size and "torn" not in place.marks:  # a torn part and the next line share a file
                 os.rename(self.folder / LEFT, self.folder / rotated(head.files + 1))
                 head, place.unended = dataclasses.replace(head, size=0, files=head.files + 1), False
             first = _first(self.folder, head) if head.size == 0 else {}
@@ -143,8 +144,6 @@ def _place(folder: Path) -> _Place:
     """Where the chain stands: what the head says, and what the log has beyond it."""
     head, marks = read_head(folder), {}
     if head is None:
-        if _is_old(folder):
-            return _Place(_counted(folder / LEFT), old=True)
         head = _recovered(folder)
         if head.n > 1 or (head.n == 0 and (folder / BEGUN).exists()):
             marks["head"] = "lost"
@@ -194,12 +193,12 @@ def read_head(folder: Path) -> Head | None:
 
 
 def _fits(value: Any, example: int | str) -> bool:
-    return type(value) is str if isinstance(example, str) else type(value) is int and value == _whole(value)
+    return type(value) is str if isinstance(example, str) else is_count(value)
 
 
 def _is_old(folder: Path) -> bool:
     """Whether the active file was begun before there was a chain."""
-    if (folder / OLD).exists() or (folder / BEGUN).exists() or not (folder / LEFT).exists():
+    if not (folder / LEFT).exists() or any((folder / name).exists() for name in (OLD, BEGUN, HEAD)):
         return False
     found = (line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := parsed(raw)) is not None)
     return "chain" not in next(found, {"chain": START})
@@ -244,10 +243,6 @@ def parsed(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
-
-
-def _whole(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 2**63 else 0
 
 
 def _digest(content: bytes) -> str:
@@ -319,73 +314,6 @@ class _Chain:
 
 
 @dataclass
-class RunSummary:
-    """What left in one run. `arrays`: by name, how many and the largest norm; `first`, `last`: times."""
-
-    answers: int = 0
-    rounds: int = 0
-    bytes: int = 0
-    refusals: int = 0
-    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
-    first: float | None = None
-    last: float | None = None
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        refused = line.get("kind") == "error"
-        self.answers += not refused
-        self.refusals += refused
-        self.rounds += is_round(line)
-        self.bytes += _whole(line.get("bytes"))
-        self.first, self.last = _span(self.first, self.last, line)
-        arrays = line.get("arrays")
-        for one in arrays if isinstance(arrays, list) else []:
-            if isinstance(one, dict):
-                entry = self.arrays.setdefault(str(one.get("name")), {"count": 0, "largest_norm": None})
-                entry["count"] += 1
-                norm = one.get("norm")
-                if type(norm) is float and norm > (entry["largest_norm"] or 0.0):
-                    entry["largest_norm"] = norm
-
-
-@dataclass
-class AuditReport:
-    """problem: the first break, as a sentence; notes: what is worth knowing and is no break; runs: by name, "" where a
-    line names no run; callers: how often each caller was refused, the most frequent; others: how often the rest was;
-    num_unchained: lines from before there was a chain; chain: the last value, to be noted elsewhere."""
-
-    ok: bool = True
-    problem: str = ""
-    notes: list[str] = field(default_factory=list)
-    num_lines: int = 0
-    num_unchained: int = 0
-    first: float | None = None
-    last: float | None = None
-    chain: str = START
-    runs: dict[str, RunSummary] = field(default_factory=dict)
-    callers: dict[str, int] = field(default_factory=dict)
-    others: int = 0
-
-    def asdict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.num_lines += 1
-        self.first, self.last = _span(self.first, self.last, line)
-        self.runs.setdefault(str(line.get("run") or ""), RunSummary()).add(line)
-        if line.get("kind") == "error" and isinstance(caller := line.get("caller"), str):
-            self.callers[caller] = self.callers.get(caller, 0) + (_whole(line.get("times")) or 1)
-
-    def keep_callers(self, most: int) -> None:
-        kept = dict(sorted(self.callers.items(), key=lambda one: -one[1])[:most])
-        self.others, self.callers = sum(self.callers.values()) - sum(kept.values()), kept
-
-
-def _span(first: float | None, last: float | None, line: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    time_ = line.get("time")
-    return (first if first is not None else time_, time_) if isinstance(time_, int | float) else (first, last)
-
-
-@dataclass
 class _Snapshot:
     """The log at one moment. An open file stays what it was when the site rotates it meanwhile."""
 
@@ -407,9 +335,9 @@ class _Snapshot:
                     if path.exists():
                         file = opened.enter_context(open(path, "rb"))
                         files.append((path.name, before, file, os.fstat(file.fileno()).st_size))
-                head = read_head(folder)
-                damaged, old = (head is None and found for found in ((folder / HEAD).exists(), _is_old(folder)))
-                found = _Snapshot(head, damaged, old, (folder / BEGUN).exists(), files)
+                head, begun = read_head(folder), (folder / BEGUN).exists()
+                damaged = head is None and (folder / HEAD).exists()
+                found = _Snapshot(head, damaged, _is_old(folder), begun, files)
             yield found
 
     def contents(self) -> Iterator[tuple[str, int, list[bytes]]]:
@@ -443,7 +371,7 @@ def verify(folder: Path | str, contains: str = "") -> AuditReport:
                 latest = chain.head
                 if (line := chain.follow(raw)) is not None:
                     before = latest
-                    report.add(line)
+                    report.add(line, is_round(line))
                     is_there = is_there or str(line.get("chain")).startswith(contains)
                     if "torn" in line:
                         report.notes.append(f"{chain.where} comes after a torn part: {TORN}")
@@ -463,7 +391,7 @@ def verify(folder: Path | str, contains: str = "") -> AuditReport:
 def _add_old(content: list[bytes], report: AuditReport) -> Head:
     head = Head()
     for line in filter(None, map(parsed, content)):
-        report.add(line)
+        report.add(line, is_round(line))
         head = head.plus(line)
     report.num_unchained = report.num_lines
     return head

@@ -11,7 +11,8 @@ from typing import Any
 
 from fedbilevel.escapes import printable
 from fedbilevel.sites.operator import SHOWN
-from fedbilevel.sites.view import View, megabytes, plural, refusal, whole
+from fedbilevel.sites.summary import count
+from fedbilevel.sites.view import View, megabytes, plural, refusal
 
 WAITING = "Waits for approval"
 Rows = list[tuple[str, list[str]]]  # a heading, and lines
@@ -77,7 +78,7 @@ def left(view: View) -> list[str]:
     total = f"in all: {lines} in the log, {rounds} of them with arrays, {megabytes(view.head.bytes)}"
     if not view.run:
         return [total]
-    answers, sent = whole(view.status, "answers"), megabytes(whole(view.status, "bytes"))
+    answers, sent = count(view.status, "answers"), megabytes(count(view.status, "bytes"))
     norms = view.status.get("norms")
     pairs = norms.items() if isinstance(norms, dict) else ()
     shown = [f"{name} {value:.3g}" for name, value in pairs if isinstance(value, int | float)]
@@ -86,7 +87,7 @@ def left(view: View) -> list[str]:
 
 
 def budget(view: View) -> str:
-    used, most = max(view.head.rounds, whole(view.status, "rounds_total")), whole(view.status, "max_rounds")
+    used, most = max(view.head.rounds, count(view.status, "rounds_total")), count(view.status, "max_rounds")
     return f"{used} of {most} rounds" if most else f"{plural(used, 'round')}; the limit is max_rounds in site.toml"
 
 
@@ -122,10 +123,10 @@ def _leaving(leaves: Mapping[str, Any]) -> Rows:
     if not leaves:
         return [("Leaves", ["not counted: the plan could not be tried here, or was approved automatically"])]
     phases, stays = leaves.get("by_phase"), leaves.get("stays_here")
-    often, total = plural(whole(leaves, "rounds_per_iteration"), "round"), whole(leaves, "total_rounds")
-    numbers, sent = whole(leaves, "floats_per_iteration"), megabytes(whole(leaves, "total_bytes"))
+    often, total = plural(count(leaves, "rounds_per_iteration"), "round"), count(leaves, "total_rounds")
+    numbers, sent = count(leaves, "floats_per_iteration"), megabytes(count(leaves, "total_bytes"))
     sending = phases.items() if isinstance(phases, Mapping) else ()
-    each = [f"{name}: {count} numbers" for name, count in sending if count]
+    each = [f"{name}: {number} numbers" for name, number in sending if number]
     return [
         ("Leaves", ["in each outer iteration, by phase:", *each]),
         ("How often", [f"{often} in each outer iteration, {total} in all", "a row of figures at every measurement"]),

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from fedbilevel.errors import PlanError
 from fedbilevel.escapes import printable
 from fedbilevel.sites import audit, operator
+from fedbilevel.sites.summary import count, is_count
 
 STATUS = "status.json"
 TAIL = 2**16  # bytes at the end of the log that are searched for refusals
@@ -74,15 +75,10 @@ class View:
     def iterations(self) -> tuple[int | None, int]:
         """Outer iteration, None where the last message was about none, of how many (0: not known)."""
         iteration = self.status.get("iteration")
-        return iteration if type(iteration) is int else None, whole(self.status, "num_iterations")
+        return iteration if type(iteration) is int else None, count(self.status, "num_iterations")
 
     def asdict(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder), "state": self.state}
-
-
-def whole(table: Mapping[str, Any], name: str) -> int:
-    value = table.get(name)
-    return value if _is_count(value) else 0
 
 
 def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
@@ -145,10 +141,6 @@ def is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 2**63
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -160,7 +152,7 @@ def _is_error(value: Any) -> bool:
 _COUNTS = ("iteration", "num_iterations", "answers", "bytes", "rounds_run", "rounds_total", "max_rounds", "pid")
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "time": is_number,
-    **dict.fromkeys(_COUNTS, _is_count),
+    **dict.fromkeys(_COUNTS, is_count),
     **dict.fromkeys(("job", "run", "digest", "state", "phase"), _is_text),
     "norms": lambda value: isinstance(value, dict) and all(one is None or is_number(one) for one in value.values()),
     "last_error": _is_error,
@@ -263,7 +255,7 @@ class Follower:
             said.append(f"{now.run}: {_beginning(now)}")
         if self._begun == job and now.state in OVER and self._ended != (job, now.state):
             self._ended = (job, now.state)
-            paid = f"{plural(whole(now.status, 'answers'), 'answer')}, {megabytes(whole(now.status, 'bytes'))}"
+            paid = f"{plural(count(now.status, 'answers'), 'answer')}, {megabytes(count(now.status, 'bytes'))}"
             where = f" at outer iteration {self._iteration} of {num_iterations}" if self._iteration is not None else ""
             how = f"ended{where}, not finished (stopped, or a fault)," if now.state == "interrupted" else now.state
             said.append(f"{now.run}: {how} after {paid}")
@@ -274,7 +266,7 @@ def _beginning(now: View) -> str:
     who = next((one["who"] for one in now.requests if one["digest"] == now.status.get("digest")), None)
     by = f", submitted by {who}" if who else ""
     iteration, num_iterations = now.iterations
-    if (iteration or 0) <= 1 and (iteration is not None or not whole(now.status, "rounds_run")):
+    if (iteration or 0) <= 1 and (iteration is not None or not count(now.status, "rounds_run")):
         return f"begins{by}, {num_iterations} outer iterations"
     return f"goes on{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
 
@@ -286,15 +278,15 @@ def _of_pause(before: View, now: View) -> list[str]:
 
 
 def _of_refusals(before: View, now: View) -> list[str]:
-    last = max((whole(one, "n") for one in before.refusals), default=0)
-    new = [one for one in now.refusals if whole(one, "n") > last]
+    last = max((count(one, "n") for one in before.refusals), default=0)
+    new = [one for one in now.refusals if count(one, "n") > last]
     said = [refusal(one) for one in new[-1:]]
     return said if len(new) < 2 else [f"{said[0]} (and {len(new) - 1} more before it)"]
 
 
 def refusal(line: Mapping[str, Any]) -> str:
     caller, run = line.get("caller"), line.get("run")
-    times = whole(line, "times")
+    times = count(line, "times")
     who = f"{caller} was refused{f' {times} times' if times > 1 else ''}" if caller else "refused"
     return f"{f'{run}: ' if run else ''}{who}: {line.get('text', '')}"
 
