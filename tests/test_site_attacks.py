@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fedbilevel
-from fedbilevel.sites import audit, wire
+from fedbilevel.sites import audit, operator, wire
+from fedbilevel.sites import preview as preview_module
 from fedbilevel.sites.plan import plan_digest, plan_of
 from fedbilevel.sites.site import Site, Submitted
 
@@ -160,3 +161,169 @@ def test_another_plan_of_the_same_name_is_counted_anew(attacker):
     other.join()
     assert ["error" in other.phase(iteration, 1) for iteration in (1, 2, 3)] == [False] * 3
     other.site.close()
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_attack_answers_that_stay_and_failures_use_up_rounds(tmp_path, monkeypatch):
+    """Whether a computation is finite is an answer, too."""
+    attacker = Attacker(tmp_path / "site", f"{FREE}max_rounds = 3\n")
+    attacker.join()
+    host = attacker.site._session.host
+    ran = []
+
+    def stays(*_args, **_more):
+        ran.append(1)
+        if len(ran) == 2:
+            raise RuntimeError
+        return {"x": torch.zeros(1, 4, dtype=torch.float64)}
+
+    monkeypatch.setattr(host, "run_phase", stays)
+    answers = [attacker.phase(1, call) for call in (1, 2, 3, 4)]
+    assert answers[0]["results"] == {"x": "kept"}
+    assert "it failed with RuntimeError" in answers[1]["error"]
+    assert "and they are used up: raise its line 'max_rounds'" in answers[3]["error"]
+    assert len(ran) == attacker.site.audit.rounds == 3
+    report = audit.verify(attacker.folder)
+    assert (report.ok, report.runs["trial"].rounds) == (True, 3)
+    attacker.site.close()
+
+
+def test_rounds_of_an_older_log_count(tmp_path):
+    assert [audit.is_round(line) for line in ({"arrays": [{}]}, {"arrays": []}, {"round": True, "arrays": []}, {})] == [True, False, True, False]
+
+
+def test_attack_a_refusal_quotes_little_of_a_long_message(attacker):
+    values = {f"name{number}": {"value": 1} for number in range(5000)}
+    answer, _ = attacker.say("phase", phase="local_steps", iteration=1, call=1, values=values)
+    assert "takes x, y, u, but the message has name0, name1" in answer["error"]
+    assert len(answer["error"]) <= 500
+    assert len(attacker.lines()[-1]["text"]) <= 500
+
+
+def test_attack_repeated_refusals_are_merged_in_the_log(attacker):
+    before = len(attacker.lines())
+    noise = [attacker.site.handle(b"noise") for _ in range(100)]
+    found = attacker.lines()[before:]
+    assert [line.get("times", 1) for line in found] == [1, 1, 2, 4, 8, 16, 32]
+    assert sum(line["bytes"] for line in found) == 64 * len(noise[0])
+    for number in range(1200):  # each of them another: what is remembered has an end
+        attacker.say(f"kind{number}")
+    assert len(attacker.site._refusals) <= 1000
+    assert audit.verify(attacker.folder).ok
+
+
+def test_attack_a_full_folder_is_written_to_no_more_and_answers_nothing(attacker):
+    assert "error" not in attacker.phase(1, 1)
+    (attacker.folder / "runs" / "full").write_bytes(bytes(2 * 10**6))
+    (attacker.folder / "site.toml").write_text(f"{FREE}max_disk_megabytes = 1\n")
+    for number in range(20):
+        last = attacker.phase(2, number + 1)
+    size = lambda: sum(path.stat().st_size for path in attacker.folder.rglob("*") if path.is_file())
+    assert "the line 'max_disk_megabytes' of its policy allows 1" in last["error"]
+    before = size()
+    for number in range(20):
+        assert wire.unpack(attacker.site.handle(f"noise {number}".encode()))[0] == last
+    attacker.site.refuse_caller("west", "no")
+    attacker.site.note("an error")
+    assert size() == before
+    (attacker.folder / "runs" / "full").unlink()
+    assert "error" not in attacker.phase(3, 1)
+
+
+def test_a_site_whose_settings_broke_meanwhile_keeps_the_default_limit_of_its_disk(attacker):
+    (attacker.folder / "site.toml").write_text("[policy")
+    assert ["error" in attacker.phase(1, call) for call in range(1, 20)] == [False] * 19
+
+
+def test_attack_a_plan_with_thousands_of_clients_is_refused_before_anything_is_computed(tmp_path):
+    attacker = Attacker(tmp_path / "site", ASKING, clients={"site-0": 2000})
+    says = "does not allow num_clients = 2001: its line 'num_clients' in [policy.settings] allows 0 to 1000"
+    assert says in attacker.join()["error"]
+    attacker.site.close()
+
+
+def test_attack_a_preview_computes_for_two_clients_and_not_for_long(tmp_path, monkeypatch):
+    many = {"clients": {"site-0": 9}, "algorithm": {"name": "fedbio", "num_local_steps": [2] * 10}, "task": {**PLAN["task"], "num_clients": 10}}
+    hosted, old = [], preview_module.Simulation.__init__
+
+    def init(self, algorithm, problem, clients, **more):
+        hosted.append(len(clients))
+        old(self, algorithm, problem, clients, **more)
+
+    monkeypatch.setattr(preview_module.Simulation, "__init__", init)
+    attacker = Attacker(tmp_path / "site", ASKING, **many)
+    assert attacker.join()["wait"] is True
+    assert hosted == [2]
+    [request] = operator.pending(attacker.folder)
+    assert (request["leaves"]["floats_per_iteration"], request["leaves"]["total_bytes"]) == (12, 7 * 12 * 8)
+    attacker.site.close()
+    brief = Attacker(tmp_path / "brief", f"{ASKING}max_answer_seconds = 1e-9\n")
+    assert brief.join()["wait"] is True
+    assert operator.pending(brief.folder)[0]["leaves"] == {}
+    brief.site.close()
+
+
+def test_a_preview_counts_a_cohort_by_its_share(tmp_path):
+    attacker = Attacker(tmp_path / "site", ASKING, clients={"site-0": 9}, options={**PLAN["options"], "fraction": 0.5},
+                        task={**PLAN["task"], "num_clients": 10})  # fmt: skip
+    attacker.join()
+    assert operator.pending(attacker.folder)[0]["leaves"]["floats_per_iteration"] == 6
+    attacker.site.close()
+
+
+def test_attack_a_measurement_that_takes_too_long_is_stopped(tmp_path):
+    attacker = Attacker(tmp_path / "site", f"{FREE}max_answer_seconds = 1e-9\n")
+    attacker.join()
+    assert "the line 'max_answer_seconds' of its policy" in attacker.measure(0, place={"x": "start"})["error"]
+    assert attacker.site.audit.rounds == 1
+    attacker.site.close()
+
+
+def test_attack_a_message_with_very_many_arrays_is_refused(attacker):
+    answer, _ = attacker.say("phase", [torch.zeros(0)] * 1001)
+    assert "a message says that it brings 1001 arrays, expected at most 1000" in answer["error"]
+
+
+# ---- the operator --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decide", ["leave", "refuse"])
+def test_attack_another_plan_of_a_run_that_was_left_is_not_approved_by_itself(tmp_path, decide):
+    one = Attacker(tmp_path / "site")
+    one.join()
+    operator.leave(one.folder, "trial", "me") if decide == "leave" else operator.refuse(one.folder, one.digest, "me")
+    one.site.close()
+    other = Attacker(tmp_path / "site", deadline=61.0)
+    assert other.join()["wait"] is True
+    assert "wait" in wire.unpack(other.site.handle(wire.pack({"kind": "ping"})))[0]
+    assert [request["digest"] for request in operator.pending(other.folder)] == [other.digest]
+    operator.approve(other.folder, other.digest, "me")
+    assert "error" not in other.join()
+    other.site.close()
+
+
+@pytest.mark.parametrize("decide", ["pause", "leave"])
+def test_nothing_leaves_once_the_operator_has_decided_during_a_phase(attacker, monkeypatch, decide):
+    host = attacker.site._session.host
+    old = host.run_phase
+
+    def meanwhile(*args, **more):
+        operator.pause(attacker.folder) if decide == "pause" else operator.leave(attacker.folder, "trial", "me")
+        return old(*args, **more)
+
+    monkeypatch.setattr(host, "run_phase", meanwhile)
+    answer = attacker.phase(1, 1)
+    assert ("the site is paused" if decide == "pause" else "has left the run") in answer["error"]
+    assert [line["arrays"] for line in attacker.lines() if audit.is_round(line)] == [[]]  # it counts, and nothing left
+
+
+@pytest.mark.parametrize("odd", [{"iteration": 10**400}, {"iteration": [[1]]}, {"phase": {"a": "\x1b[2J"}}, {"phase": "\x1b]0;x\x07"}, {"iteration": True}])
+def test_attack_a_header_of_odd_values_does_not_reach_the_status(attacker, odd):
+    before = json.loads((attacker.folder / "status.json").read_text())
+    assert "error" in attacker.phase(**odd)
+    after = json.loads((attacker.folder / "status.json").read_text())
+    assert after["iteration"] in (1, before["iteration"])
+    assert after["iteration"] is not True
+    assert after["phase"] in ("phase", "local_steps")

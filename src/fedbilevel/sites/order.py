@@ -25,8 +25,9 @@ class Order:
     def __init__(self, folder: Path, digest: str, num_iterations: int, policy: Policy) -> None:
         self._place, self._num_iterations, self._policy = folder / FILE, num_iterations, policy
         before = json.loads(self._place.read_bytes()) if self._place.exists() else {}
-        known = before if before.get("digest") == digest else {"digest": digest, "latest": -1, "repeats": 0}
-        self._digest, self._latest, self._repeats = digest, int(known["latest"]), int(known["repeats"])
+        mine = before.get("digest") == digest
+        self._digest = digest
+        self._latest, self._repeats = (int(before["latest"]), int(before["repeats"])) if mine else (-1, 0)
         self.back_to(None)
 
     def back_to(self, version: int | None) -> None:

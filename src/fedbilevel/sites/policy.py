@@ -224,6 +224,7 @@ class SiteSettings:
 def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
     """All numbers of a plan that a range may bound, by name."""
     yield "num_iterations", plan.num_iterations
+    yield "num_clients", plan.num_clients
     if plan.num_classes is not None:
         yield "num_classes", plan.num_classes
     for table in (plan.task, plan.algorithm):

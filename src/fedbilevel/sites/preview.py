@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from typing import Any
 
+import torch
+
 from fedbilevel.data.clients import Holdings
+from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.loop import run
 from fedbilevel.sites.plan import Plan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
 
 _SAMPLES = 32  # samples of each role: the costs of a round do not depend on their number
+_CLIENTS = 2  # nor do those of one client on the number of clients, and nobody has approved the plan yet
+_NOT_HERE = ("device", "schedule", "cohort")
 
 
 def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
     """Run the plan's first outer iteration in this process, on a few of this site's own samples as every client's data,
-    and count what the clients of this site send. Empty where the plan or the data do not allow it: joining then says why."""
+    and count what the clients of this site send. Empty where the plan or the data do not allow it (joining then says why),
+    or where it takes longer than an answer may."""
+    start = time.monotonic()
     try:
         holdings = settings.holdings(plan, name)[0]
         shapes = Shapes.of(holdings, plan.num_classes)
-        few = _few(holdings)
-        options = {key: value for key, value in plan.keywords().items() if key != "device"}
+        num = min(_CLIENTS, plan.num_clients)
+        options = {key: value for key, value in plan.keywords().items() if key not in _NOT_HERE}
         problem, algorithm = plan.built_task().problem(shapes), plan.built_algorithm()
-        result = run(algorithm, problem, [few] * plan.num_clients, num_iterations=1, measure_every=1, residuals=False, **options)
+        each = {key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}  # a number per client
+        algorithm = dataclasses.replace(algorithm, **each)
+        algorithm.check_scopes(problem.scopes)
+        fed = Simulation(algorithm, problem, [_few(holdings)] * num, **options)
+        fed.host.before_derivative = lambda: settings.policy.check_seconds(time.monotonic() - start)
+        with torch.no_grad():
+            fed.begin(0)
+            state = algorithm.init(fed)
+            fed.begin(1, algorithm)
+            algorithm.round(fed, state)
     except (FedBilevelError, OSError):
         return {}
-    rounds, share = result.ledger["rounds"], lambda paid: paid // plan.num_clients * len(plan.numbers(name))
+    ledger = fed.bill().totals()
+    asked = plan.keywords()["cohort"].size(plan.num_clients)  # of all clients, at a time
+    rounds, share = ledger["rounds"], lambda paid: paid // num * asked // plan.num_clients * len(plan.numbers(name))
     return {
         "rounds_per_iteration": rounds,
-        "floats_per_iteration": share(result.ledger["floats_up"]),
+        "floats_per_iteration": share(ledger["floats_up"]),
         "total_rounds": rounds * plan.num_iterations,
-        "total_bytes": share(result.ledger["bytes_up"]) * plan.num_iterations,
-        "by_phase": {phase: share(paid["floats_up"]) for phase, paid in result.ledger.phases.items()},
+        "total_bytes": share(ledger["bytes_up"]) * plan.num_iterations,
+        "by_phase": {phase: share(paid["floats_up"]) for phase, paid in ledger.phases.items()},
         "stays_here": [part for part, kept in (("x", problem.scopes.upper == "private"), ("y", problem.scopes.lower == "local")) if kept],
     }
 

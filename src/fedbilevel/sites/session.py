@@ -218,6 +218,13 @@ class Session:
             write_whole(self.folder / "solution.safetensors", save(tensors))
         return {}, {}, {"kind": "finish"}
 
+    def named(self, header: Mapping[str, Any]) -> dict[str, Any]:
+        """Phase and outer iteration of a message for the site's status, where they are such."""
+        kind, phase, iteration = (header.get(part) for part in ("kind", "phase", "iteration"))
+        known = isinstance(phase, str) and getattr(getattr(self.algorithm, phase, None), "__is_phase__", False)
+        within = type(iteration) is int and 0 <= iteration <= self.plan.num_iterations
+        return {"phase": phase if known else kind, **({"iteration": iteration} if within else {})}
+
     # ---- inside --------------------------------------------------------------------------------------------------------
 
     def _begin(self, header: Mapping[str, Any]) -> None:
@@ -312,11 +319,12 @@ class Session:
 
     @contextlib.contextmanager
     def _within_time(self) -> Iterator[None]:
-        """Stop at the next derivative once the time for one answer is used up."""
+        """Stop at the next derivative, or at the end, once the time for one answer is used up."""
         start = time.monotonic()
-        self.host.before_derivative = lambda: self.policy.check_seconds(time.monotonic() - start)
+        check = self.host.before_derivative = lambda: self.policy.check_seconds(time.monotonic() - start)
         try:
             yield
+            check()
         finally:
             self.host.before_derivative = None
 

@@ -42,13 +42,16 @@ from fedbilevel.escapes import printable
 from fedbilevel.sites import operator, wire
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.plan import Plan, plan_digest, plan_of
-from fedbilevel.sites.policy import SiteSettings, read_settings
+from fedbilevel.sites.policy import Policy, SiteSettings, read_settings
 from fedbilevel.sites.preview import preview
 from fedbilevel.sites.session import Session
 
 LOG, STATUS = "log.txt", "status.json"
+LONGEST = 500  # letters of a refusal: it may quote the message
 SAYABLE = (WireError, PolicyError, NonFiniteError)  # errors whose texts hold nothing of this site but names and shapes
 _LONGEST_LOG = 2**22  # bytes of log.txt before it is renamed to log-before.txt
+_BETWEEN = 16  # messages between two looks at how full the disk is
+_KNOWN = 1000  # refusals that are remembered, to write repeated ones down less often
 PAUSED = "the site is paused: `fedbilevel federation unpause` there ends the pause."
 log = logging.getLogger(__name__)
 
@@ -70,29 +73,32 @@ class Site:
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._digest = submitted.digest if submitted else ""
+        self._run = ""  # of the plan
         self._turn: list[int] = []
         self._strangers: Counter[str] = Counter()  # refused callers that the server has not been told about
         self._refused: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._handled, self._full = 0, ""  # why nothing may be written, if so
         self._status = Status(self.folder / STATUS, job=submitted.job if submitted else "", digest=self._digest)
 
     def handle(self, message: bytes) -> bytes:
         """Answer always: with what was asked for, or with one sentence that says why not. Details of a failure, such
         as paths and values, stay in this site's own log."""
+        if full := self._disk_full():
+            return wire.pack({"error": full})
         try:
             header, arrays = wire.unpack(message)
             if header.get("kind") == "ping":  # answered while a phase is computed
                 return wire.pack(self._availability())
             with self._lock:
-                return self._answer(header, arrays)
-        except AwaitingOperatorError as error:
-            return self._refusal(str(error), wait=True)
-        except SAYABLE as error:
-            return self._refusal(str(error))
-        except Exception as error:  # noqa: BLE001 - a loss or a loader may raise anything; it is written down
-            if _is_memory(error):
-                return self._refusal(str(read_settings(self.folder).policy.memory_error()))
-            self.note(traceback.format_exc())
-            return self._refusal(f"it failed with {type(error).__name__}; its own log says more.")
+                if self._session is not None:
+                    self._session.ran = False
+                try:
+                    return self._answer(header, arrays)
+                except Exception as error:  # noqa: BLE001 - a loss or a loader may raise anything; it is written down
+                    return self._failed(error, ran=self._session is not None and self._session.ran)
+        except Exception as error:  # noqa: BLE001 - nor may a message end the site's job
+            return self._failed(error)
 
     def refuse_caller(self, caller: str, reason: str) -> str:
         """Write down a call of somebody else than the server of the run, and tell the server with the next answer."""
@@ -100,7 +106,7 @@ class Site:
         self._refused[caller] += 1
         self._strangers[caller] += 1
         many = self._refused[caller]
-        if many & (many - 1) == 0:  # 1, 2, 4, ...: repeated calls cannot fill the disk
+        if _is_power(many) and not self._full:  # 1, 2, 4, ...: repeated calls cannot fill the disk
             log.warning("refused call number %d of %s: %s", many, caller, reason)
             times = max(1, many // 2)  # since the line before
             with contextlib.suppress(OSError):
@@ -113,6 +119,8 @@ class Site:
         text = printable(text, lines=True)
         log.error("a message could not be answered:\n%s", text)
         place = self.folder / LOG
+        if self._full:
+            return
         with contextlib.suppress(OSError):
             if place.exists() and place.stat().st_size > _LONGEST_LOG:
                 place.replace(self.folder / "log-before.txt")
@@ -141,9 +149,7 @@ class Site:
         if turn <= self._turn:
             raise WireError(f"the message of turn {turn} came after that of turn {self._turn} was answered, so it is too late for it.")
         self._turn = turn
-        if operator.is_paused(self.folder):
-            self._status.write(state="paused")
-            raise AwaitingOperatorError(PAUSED)
+        self._check_unpaused()
         if kind == "join":
             before, self._session = self._session, None
             self._session = self._joined(before, header)
@@ -155,8 +161,7 @@ class Site:
         answers = {name: getattr(session, name) for name in ("phase", "measure", "commit", "load", "finish")}
         if kind not in answers:
             raise WireError(f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {fedbilevel.__version__}.")
-        where = {"iteration": header["iteration"]} if "iteration" in header else {}
-        self._status.write(state="computing", phase=header.get("phase") or kind, **where)
+        self._status.write(state="computing", **session.named(header))
         content = answers[kind](header, arrays)
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
@@ -167,6 +172,8 @@ class Site:
         order = {name: len(arrays) for name, arrays in sent.items()}
         message = wire.pack({**header, "order": order, **self._reported()}, [array for arrays in sent.values() for array in arrays])
         self._session.policy.check_answer(len(message))
+        self._check_unpaused()  # the operator may have decided while it was computed
+        self._check_approved(self._session.plan.name)
         what: list[dict[str, Any]] = [
             {"name": name, "shape": list(array.shape), "dtype": str(array.dtype).removeprefix("torch."), "norm": float(array.double().norm())}
             for name, arrays in sent.items()
@@ -177,17 +184,54 @@ class Site:
         self._status.write(state=state, rounds_total=self.audit.rounds, rounds_run=self._session.rounds)
         return message
 
-    def _refusal(self, reason: str, *, wait: bool = False) -> bytes:
+    def _failed(self, error: Exception, *, ran: bool = False) -> bytes:
+        """ran: whether something was computed, which counts as a round."""
+        if isinstance(error, AwaitingOperatorError):
+            return self._refusal(str(error), wait=True, ran=ran)
+        if isinstance(error, SAYABLE):
+            return self._refusal(str(error), ran=ran)
+        if _is_memory(error):
+            return self._refusal(str(read_settings(self.folder).policy.memory_error()), ran=ran)
+        self.note("".join(traceback.format_exception(error)))
+        return self._refusal(f"it failed with {type(error).__name__}; its own log says more.", ran=ran)
+
+    def _refusal(self, reason: str, *, wait: bool = False, ran: bool = False) -> bytes:
+        reason = reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4]} ..."
         message = wire.pack({"error": reason, **({"wait": True} if wait else {})})
         run = self._session.plan.name if self._session else None
         self._status.failed(reason)
-        if wait:  # repeated until the operator decides, and holds nothing of this site
+        if wait and not ran:  # repeated until the operator decides, and holds nothing of this site
             return message
+        line: dict[str, Any] = {"run": run, "kind": "error", "text": reason}
+        if ran:
+            line |= {"round": True, "bytes": len(message)}
+        else:
+            if len(self._refusals) >= _KNOWN:
+                self._refusals.clear()
+            self._refusals[reason] += 1
+            many = self._refusals[reason]
+            if not _is_power(many):
+                return message
+            times = max(1, many // 2)  # since the line before
+            line |= {**({"times": times} if times > 1 else {}), "bytes": times * len(message)}
         try:
-            self.audit.append({"run": run, "kind": "error", "text": reason, "bytes": len(message), "arrays": []})
+            self.audit.append({**line, "arrays": []})
         except OSError:
             return wire.pack({"error": "it cannot write down what leaves it, so nothing does."})
         return message
+
+    def _disk_full(self) -> str:
+        """Say why nothing may be written any more, logs included; then nothing leaves either. Looks now and then."""
+        self._handled += 1
+        if self._full or self._handled % _BETWEEN == 1:
+            try:
+                _policy(self.folder).check_disk(self.folder)
+                self._full = ""
+            except PolicyError as error:
+                self._full = str(error)
+            except OSError:  # a file that was removed meanwhile
+                pass
+        return self._full
 
     def _reported(self) -> dict[str, Any]:
         """Tell the server of the run, once, which callers were refused."""
@@ -195,6 +239,11 @@ class Site:
             return {}
         told, self._strangers = dict(self._strangers), Counter()
         return {"strangers": told}
+
+    def _check_unpaused(self) -> None:
+        if operator.is_paused(self.folder):
+            self._status.write(state="paused")
+            raise AwaitingOperatorError(PAUSED)
 
     # ---- joining a run -----------------------------------------------------------------------------------------------
 
@@ -242,11 +291,13 @@ class Site:
         """Ask the operator about a new plan. An approval by `auto_approve` counts only as long as that is set."""
         if not settings.auto_approve:
             operator.withdraw_automatic(self.folder)
+        self._run = plan.name
         if self._decision() is None:
-            leaves = {} if settings.auto_approve else preview(plan, self.name, settings)
+            auto = self._approves_itself()
+            leaves = {} if auto else preview(plan, self.name, settings)
             who = self.submitted.who if self.submitted else "this process"
             operator.ask(self.folder, self._digest, who, plan.name, content, leaves)
-            if settings.auto_approve:
+            if auto:
                 operator.approve(self.folder, self._digest, "auto_approve in site.toml", "auto")
         self._check_approved(plan.name)
 
@@ -264,8 +315,10 @@ class Site:
         return operator.decision(self.folder, self._digest)
 
     def _approves_itself(self) -> bool:
+        """Whether plans of this run need no operator: never where one has refused a plan of the run, or has left it."""
         with contextlib.suppress(PlanError, UnknownNameError):
-            return read_settings(self.folder).auto_approve
+            said = {one["decision"] for one in operator.requests(self.folder) if one["run"] == self._run}
+            return read_settings(self.folder).auto_approve and not said & {"refused", "left"}
         return False
 
     def _waiting(self) -> str:
@@ -303,6 +356,19 @@ def _check_version(version: Any) -> None:
     mine = fedbilevel.__version__
     if version is not None and version != mine:
         raise WireError(f"this site has fedbilevel {mine}, the server {version!r:.20}: install the same version at both.")
+
+
+def _is_power(number: int) -> bool:
+    """1, 2, 4, ..."""
+    return number & (number - 1) == 0
+
+
+def _policy(folder: Path) -> Policy:
+    """The default one where the file cannot be read, which joining a run says."""
+    try:
+        return read_settings(folder).policy
+    except (PlanError, UnknownNameError):
+        return Policy()
 
 
 def _is_memory(error: Exception) -> bool:

@@ -21,6 +21,7 @@ from fedbilevel.errors import WireError
 MAGIC = b"fedbilevel-1\n"
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 _LONGEST = 2**24  # bytes of a header
+_MOST = 1000  # arrays of a message
 
 
 def pack(header: Mapping[str, Any], arrays: Sequence[Tensor] = ()) -> bytes:
@@ -47,6 +48,8 @@ def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
         raise WireError("the header of a message is not readable as JSON.") from error
     if not isinstance(header, dict) or not isinstance(header.get("arrays"), list):
         raise WireError("the header of a message is no table with a list of arrays.")
+    if len(header["arrays"]) > _MOST:
+        raise WireError(f"a message says that it brings {len(header['arrays'])} arrays, expected at most {_MOST}.")
     sizes = [_size(entry) for entry in header.pop("arrays")]
     if end + sum(size for _, _, size in sizes) != len(message):
         raise WireError(f"a message of {len(message)} bytes says that it has {end + sum(size for _, _, size in sizes)}.")
