@@ -415,7 +415,7 @@ JOINING = {
     "a folder that is not its own": ('loader = "os:sep"', "loader in site.toml is 'os:sep', which is not a function"),
     "a loader that is not installed": ('loader = "nobody:load"', r"is 'nobody:load' \(No module named 'nobody'\), expected .* package\.module:function"),
     "a policy": ('[policy]\ntasks = ["imbalance"]\n', "site-0 does not join the run trial: this site's policy does not allow quadratic"),
-    "another point": (None, "site-0 and site-1 do not have the same initial point in the run trial"),
+    "another point": (None, "site-0 and site-1 do not have the same initial point"),
     "one site too many": ("", "the simulated task has 2 clients, this site hosts number 2: raise num_clients of the task in the plan"),
 }  # fmt: skip
 

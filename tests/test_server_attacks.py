@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedbilevel.engines.outliers import Watch
-from fedbilevel.errors import FedBilevelError
+from fedbilevel.errors import FedBilevelError, PlanError
 from fedbilevel.federation_cli import line
 from fedbilevel.sites import serve as serving
 from loopback import Loopback
@@ -111,3 +111,84 @@ def test_answers_near_zero_are_not_flagged_after_larger_ones():
     assert set(watch.compare("steps", 1, {"z": rows}, {})) == {2}
     assert watch.compare("steps", 2, {"z": {site: row * 1e-5 for site, row in rows.items()}}, {}) == {}
     assert set(watch.compare("steps", 3, {"z": {**rows, 2: rows[2] * 1e9}}, {})) == {2}
+
+
+@pytest.mark.parametrize("factor", [1e6, -10.0, 1e38])
+def test_attack_by_scaled_answers_to_three_sites_is_left_out(tmp_path, factor):
+    federation = Loopback(tmp_path)
+    task = {"name": "hyper_representation", "num_clients": 3, "num_hidden": 20}
+    ours = federation.plan(
+        {"name": "fedbio", "num_local_steps": 2}, task, num_classes=10, exclude_outliers=True, quorum=2, num_iterations=3, options={"batch_size": 16}
+    )
+    scaled = at("phase", lambda header, arrays: (header, [array * factor for array in arrays]))
+    assert federation.serve(ours, lambda name, header: scaled(name, header) if header.get("iteration") == 2 else None) == "finished"
+    assert [set(one["missing"]) for one in federation.diary()] == [set(), {"site-1"}, set()]
+
+
+# ---- measurements ---------------------------------------------------------------------------------------------------------
+
+
+def test_attack_by_a_measurement_that_is_not_finite_is_named_and_does_not_count(tmp_path):
+    federation = Loopback(tmp_path)
+    spoil = at("measure", lambda header, arrays: (header, [torch.cat([arrays[0][:, :1] * float("nan"), arrays[0][:, 1:]], dim=1)]))
+    ours = federation.plan({"name": "fedavg"}, quorum=2)
+    assert federation.serve(ours, lambda name, header: spoil(name, header) if header.get("iteration") == 2 else None) == "finished"
+    assert "it measured a value of 'upper' that is not finite" in federation.diary()[1]["missing"]["site-1"]
+    assert all(torch.isfinite(torch.tensor(row["upper_loss"])) for row in federation.record.rows())
+
+
+def test_attack_by_a_huge_measured_loss_is_flagged(tmp_path):
+    federation = Loopback(tmp_path)
+    boast = at("measure", lambda header, arrays: (header, [torch.cat([torch.full_like(arrays[0][:, :2], 1e300), arrays[0][:, 2:]], dim=1)]))
+    ours = federation.plan({"name": "fedavg"}, quorum=2)
+    assert federation.serve(ours, lambda name, header: boast(name, header) if header.get("iteration") == 2 else None) == "finished"
+    assert [set(one["flagged"]) for one in federation.diary()] == [set(), {"site-1"}, set(), set()]
+    assert "has an upper loss of norm 1e+300, the others at most" in federation.diary()[1]["flagged"]["site-1"]
+    assert all(one["missing"] == {} for one in federation.diary())
+
+
+# ---- introductions ----------------------------------------------------------------------------------------------------------
+
+
+def more_data(header, arrays):
+    fields = header["shapes"]["fields"]
+    return {**header, "shapes": {**header["shapes"], "fields": {**fields, "extra": {"q": [[10**12], "float32"]}}}}, arrays
+
+
+@pytest.mark.parametrize(("num", "sentence"), [(3, "^site-0 is not like the other sites of the run trial"), (2, "^site-0 and site-1 do not agree in the run")])
+def test_attack_by_false_shapes_of_the_first_site_does_not_name_another(tmp_path, num, sentence):
+    federation = Loopback(tmp_path, num)
+    with pytest.raises(PlanError, match=sentence):
+        federation.serve(federation.plan({"name": "fedavg"}), at("join", more_data, "site-0"))
+
+
+def test_a_site_that_comes_back_with_other_data_is_named(tmp_path):
+    federation = Loopback(tmp_path)
+
+    def fault(name, header):
+        if name == "site-1" and header["kind"] == "phase" and header["iteration"] == 2:
+            return "silent"
+        return more_data if name == "site-1" and header["kind"] == "join" and federation.record.checkpoint.exists() else None
+
+    assert federation.serve(federation.plan({"name": "fedavg"}, quorum=2), fault) == "finished"
+    assert "site-1 is not like the other sites of the run trial: " in federation.diary()[-1]["missing"]["site-1"]
+
+
+def test_attack_by_malformed_shapes_is_named_in_few_words(tmp_path):
+    federation = Loopback(tmp_path)
+    long = at("join", lambda header, arrays: ({**header, "shapes": {"fields": {"train": {"a" * 5000: [[-1], "x"]}}, "num_classes": None}}, arrays))
+    with pytest.raises(PlanError, match=r"^site-1 did not describe its data properly: the fields are ") as caught:
+        federation.serve(federation.plan({"name": "fedavg"}), long)
+    assert len(str(caught.value)) < 400
+
+
+# ---- size -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["phase", "measure"])
+def test_attack_by_an_answer_that_is_too_long_is_refused_by_name(tmp_path, kind):
+    federation = Loopback(tmp_path)
+    long = at(kind, lambda header, arrays: ({**header, "padding": "x" * 2_000_000}, arrays))
+    ours = federation.plan({"name": "fedavg"}, quorum=2)
+    assert federation.serve(ours, lambda name, header: long(name, header) if header.get("iteration") == 2 else None) == "finished"
+    assert re.search(r"its answer has 2\d{6} bytes, expected at most 1\d{6}", federation.diary()[1]["missing"]["site-1"])

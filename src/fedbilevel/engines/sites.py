@@ -28,7 +28,7 @@ from fedbilevel.figures import CALLS
 from fedbilevel.ledger import Ledger
 from fedbilevel.population import figures
 from fedbilevel.problem import Layout, Problem
-from fedbilevel.sites.desk import Answer, Desk, Message
+from fedbilevel.sites.desk import ROOM, Answer, Desk, Message
 from fedbilevel.sites.transport import Failure
 
 _PROBE = 2.0  # seconds that a site has to say that it is there
@@ -257,6 +257,8 @@ class Sites(Server):
         looks = self._exchange(head, {"x": x, "y": y}, self._whole(here), when, _look, len(self.names), charged=False)
         self._leave_out_odd_ones(looks, lambda look: tuple(look[0]), len(self.names), when)
         names = next(iter(looks.values()))[1][0]
+        for site, flag in self.watch.losses(self.iteration, {site: rows for site, (_, (_, rows)) in looks.items()}).items():
+            self._flag(site, flag)
         self.changed |= {site for site, (answer, _) in looks.items() if answer.header["changed"]}
         table = torch.cat([rows for _, (_, rows) in looks.values()])
         table[:, 2] = self.weights_by_place[self._places(looks)].double()  # which may be capped, not what a site says
@@ -417,7 +419,8 @@ class Sites(Server):
         if not sites:
             return {}
         messages = self._messages(head, broadcast, sites, charged)
-        answers, failures = self.desk.exchange(messages, deadline=self.deadline)
+        longest = {self.names[site]: self._longest(len(places)) for site, places in sites.items()}
+        answers, failures = self.desk.exchange(messages, deadline=self.deadline, longest=longest)
         good: dict[int, tuple[Answer, Any]] = {}
         for site, places in sites.items():
             name = self.names[site]
@@ -435,6 +438,12 @@ class Sites(Server):
                 self._drop(site, failures[name], what)
         self._check_quorum(len(good), asked, what)
         return good
+
+    def _longest(self, num: int) -> int:
+        """Bytes that no answer for `num` clients exceeds: every sequence once as values and places, four more, counts, and a megabyte of words."""
+        widths = [len(self.y0), *([len(self.x0)] if self.problem.scopes.upper == "shared" else []), *self.algorithm.lengths.values()]
+        sequences = len(self.algorithm.upper_space) + len(self.algorithm.lower_space) + 4
+        return ROOM + (1024 + 16 * max(widths) * sequences) * num
 
     def _messages(self, head: Mapping[str, Any], broadcast: Mapping[str, Value], sites: Mapping[int, Sequence[int]], charged: bool) -> dict[str, Message]:
         """Every client pays for the arrays that it lacks; they travel once to a site, and of a matrix all rows of its clients."""
@@ -491,6 +500,9 @@ def _look(answer: Answer, num: int) -> tuple[list[str], Tensor]:
         raise WireError("its measurement is not a row of figures for each client.")
     if not bool(((tables[0][:, 2] > 0) & (tables[0][:, 2] < 2**40)).all()):
         raise WireError("its measurement has no weight.")
+    if not bool(torch.isfinite(tables[0]).all()):
+        odd = [name for name, column in zip(names, tables[0].unbind(1), strict=True) if not bool(torch.isfinite(column).all())]
+        raise NonFiniteError(f"it measured a value of {odd[0]!r:.80} that is not finite: its steps are too long, or its data are extreme.")
     return names, tables[0]
 
 

@@ -14,6 +14,7 @@ from fedbilevel.sites import wire
 from fedbilevel.sites.transport import Failure, Transport
 
 LONGEST = 500  # letters of a reason
+ROOM = 2**20  # bytes of an answer that brings no arrays
 _CALLERS = 20  # refused callers that one answer may name
 
 
@@ -46,8 +47,13 @@ class Desk:
     def reachable(self) -> Sequence[str]:
         return self.transport.sites
 
-    def exchange(self, messages: Mapping[str, Message], *, deadline: float) -> tuple[dict[str, Answer], dict[str, Failure]]:
-        """Answers that can be read, and failures, by site and in the order of names. Equal messages are the same bytes."""
+    def exchange(
+        self, messages: Mapping[str, Message], *, deadline: float, longest: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, Answer], dict[str, Failure]]:
+        """Answers that can be read, and failures, by site and in the order of names. Equal messages are the same bytes.
+
+        longest: the most bytes that an answer of each site may have.
+        """
         self._turn[2] += 1
         packed: dict[tuple[str, tuple[int, ...]], bytes] = {}
         content = {}
@@ -65,6 +71,7 @@ class Desk:
             if name in replies:
                 self.received += len(replies[name].content)
                 try:
+                    _check_length(replies[name].content, (longest or {}).get(name, ROOM))
                     header, arrays = wire.unpack(replies[name].content)
                     self._hear(name, header.pop("strangers", None))
                     answers[name] = _read(header, arrays, replies[name].seconds)
@@ -91,6 +98,11 @@ class Desk:
         """Callers that sites refused since somebody last asked: how often, by site and name."""
         found, self._strangers = self._strangers, {}
         return {**found, **self.transport.strangers()}
+
+
+def _check_length(content: bytes, most: int) -> None:
+    if len(content) > most:
+        raise WireError(f"its answer has {len(content)} bytes, expected at most {most}: install the same version of fedbilevel at all sites.")
 
 
 class _Waits(WireError):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import fedbilevel
 from fedbilevel.engines.sites import Member, Sites, are_counts, is_free
-from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, SuspendedError
+from fedbilevel.errors import FedBilevelError, PlanError, ProblemError, QuorumError, SuspendedError
 from fedbilevel.loop import Progress, run_between
 from fedbilevel.record import Record, shorten
 from fedbilevel.sites.desk import Desk, Message
@@ -131,14 +131,13 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     newer = [name for name, answer in answers.items() if everyone and max([0, *answer.header["stored"]]) > 0]
     if newer:
         raise PlanError(f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: give the run another name.")
-    (first, answer), *others = answers.items()
-    about = answer.header
-    for name, other in others:
-        _agree(plan, (first, about), (name, other.header))
+    usual = _agreed(plan, {name: answer.header for name, answer in answers.items()})
+    about = answers[usual].header
 
     def welcome(name: str, header: Mapping[str, Any]) -> None:
         _check_introduction(plan, name, header)
-        _agree(plan, (first, about), (name, header))
+        if words := _difference(usual, about, name, header):
+            raise PlanError(f"{name} is not like the other sites of the run {plan.name}: {words}.")
 
     problem, algorithm = plan.built_task().problem(Shapes.from_dict(about["shapes"])), plan.built_algorithm()
     for warning in algorithm.check_scopes(problem.scopes):
@@ -167,21 +166,38 @@ def _check_introduction(plan: Plan, name: str, header: Mapping[str, Any]) -> Non
         mend = f"upgrade fedbilevel {older}" if older else "install the same version at both"
         raise PlanError(f"{name} has fedbilevel {theirs} and the server {ours}: {mend}.")
     stored = header.get("stored")
-    Shapes.from_dict(header.get("shapes", {}))
+    try:
+        Shapes.from_dict(header.get("shapes", {}))
+    except ProblemError as error:
+        raise PlanError(f"{name} did not describe its data properly: {str(error)[:300].removesuffix('.')}.") from error
     good = isinstance(stored, list) and all(type(version) is int for version in stored)
     if not good or not are_counts(header.get("weights"), len(plan.numbers(name)), least=1):
         raise PlanError(f"{name} did not introduce itself properly: install the same version of fedbilevel there.")
 
 
-def _agree(plan: Plan, one: tuple[str, Mapping[str, Any]], other: tuple[str, Mapping[str, Any]]) -> None:
-    for (here, about), (there, others) in ((one, other), (other, one)):
-        misfit = Shapes.from_dict(about["shapes"]).misfit(Shapes.from_dict(others["shapes"]))
-        if misfit is not None:
-            raise PlanError(f"the data of {there} do not look like those of {here} in the run {plan.name}: {misfit}.")
+def _agreed(plan: Plan, headers: Mapping[str, Mapping[str, Any]]) -> str:
+    """A site that all others agree with on what a run needs. Where most sites agree, the error names the odd one; otherwise both."""
+    like = {one: [other for other in headers if _difference(one, headers[one], other, headers[other]) is None] for one in headers}
+    usual = max(like, key=lambda name: len(like[name]))
+    odd = next((name for name in headers if name not in like[usual]), None)
+    if odd is None:
+        return usual
+    words = _difference(usual, headers[usual], odd, headers[odd])
+    if 2 * len(like[usual]) > len(headers):
+        raise PlanError(f"{odd} is not like the other sites of the run {plan.name}: {words}.")
+    raise PlanError(f"{usual} and {odd} do not agree in the run {plan.name}: {words}.")
+
+
+def _difference(one: str, about: Mapping[str, Any], other: str, others: Mapping[str, Any]) -> str | None:
+    """Words on the first difference between what two sites say of themselves; nothing where they agree."""
+    mine, theirs = Shapes.from_dict(about["shapes"]), Shapes.from_dict(others["shapes"])
+    for first, second, here, there in ((one, other, mine, theirs), (other, one, theirs, mine)):
+        if misfit := here.misfit(there):
+            return f"the data of {second} do not look like those of {first}, {misfit[:300]}"
     for part, meaning in (("layouts", "shape of x and y"), ("start", "initial point")):
-        mine, theirs = one[1].get(part), other[1].get(part)
-        if mine != theirs:
-            raise PlanError(f"{one[0]} and {other[0]} do not have the same {meaning} in the run {plan.name}: {mine!r:.200} and {theirs!r:.200}.")
+        if about.get(part) != others.get(part):
+            return f"{one} and {other} do not have the same {meaning}, {about.get(part)!r:.150} and {others.get(part)!r:.150}"
+    return None
 
 
 def _release(version: str) -> tuple[int, ...]:
