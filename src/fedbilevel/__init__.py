@@ -6,8 +6,7 @@ problem = fb.Problem(upper=..., lower=..., x0={...}, y0={...})
 result = fb.solve(problem, clients, "fedbio", num_rounds=100)
 """
 
-__version__ = "0.1.0"
-
+from fedbilevel._version import __version__ as __version__
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.data.folders import read_folders
