@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs bench lint types check-format install clean
+.PHONY: demo test smoke docs bench lint types check-format install clean
 
 demo: $(VENV)/.run
 	$(BIN)/fedbilevel demo
 
 test: install lint types
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+smoke: $(VENV)/.run
+	OMP_NUM_THREADS=1 $(BIN)/python tests/smoke.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -219,6 +221,13 @@ def test_without_cleanlab_one_sentence_says_what_to_install(tmp_path, monkeypatc
     with pytest.raises(FedBilevelError, match=r"needs the package cleanlab, which is not installed: install it with pip install 'fedbilevel\[reference\]'"):
         study(tmp_path)
     assert study(tmp_path, keep="clean")["f1"] == 1  # the bounds need no cleanlab
+
+
+def test_without_scikit_learn_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
+    monkeypatch.delitem(sys.modules, confident_learning.__name__)
+    with pytest.raises(FedBilevelError, match=r"needs scikit-learn, which is not installed: install it with pip install 'fedbilevel\[reference\]'"):
+        importlib.import_module(confident_learning.__name__)
 
 
 @pytest.mark.parametrize(

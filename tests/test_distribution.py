@@ -62,7 +62,21 @@ def test_the_wheel_says_what_it_is(installed, there):
     assert f"\nVersion: {fedbilevel.__version__}\n" in text
     assert "\nLicense-Expression: Apache-2.0\n" in text
     assert there("--version").strip() == f"fedbilevel, version {fedbilevel.__version__}"
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == fedbilevel.__version__
+
+
+def test_the_wheel_needs_scikit_learn_for_extras_only(installed):
+    [about] = installed.glob("fedbilevel-*.dist-info/METADATA")
+    needs = re.findall(r"^Requires-Dist: scikit-learn(.*)$", about.read_text(), re.MULTILINE)
+    assert {re.sub(r".*; extra == '(\w+)'$", r"\1", line) for line in needs} == {"all", "dev", "libsvm", "reference"}
+    assert (installed / "fedbilevel" / "data" / "digits.npz").stat().st_size < 50_000
+
+
+def test_the_version_is_written_in_one_place_of_the_source():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    place = ROOT / project["tool"]["hatch"]["version"]["path"]
+    assigned = [path for path in (ROOT / "src").rglob("*.py") if re.search(r"^__version__\s*=", path.read_text(), re.MULTILINE)]
+    assert assigned == [place]
 
 
 def test_the_demo_of_the_wheel_is_that_of_the_readme(there, installed):

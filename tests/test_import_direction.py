@@ -123,6 +123,42 @@ def test_a_task_knows_no_algorithm_and_no_engine(path):
     assert reaches(path, *FRONT, "algorithms", "clients", "federation", "discovery") == []
 
 
+def from_the_root(path: Path) -> list[str]:
+    """Imports of `path` that need a complete package root: `fedbilevel` itself, and names that only the root defines."""
+    inside = {part.stem for part in ROOT.iterdir()} - {"__init__"}
+    found = [name.split(".") for name in imports(path)]
+    return sorted(".".join(parts) for parts in found if parts[0] == "fedbilevel" and (len(parts) == 1 or parts[1] not in inside))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import fedbilevel", ["fedbilevel"]),
+        ("import fedbilevel as fb", ["fedbilevel"]),
+        ("importlib.import_module('fedbilevel')", ["fedbilevel"]),
+        ("from fedbilevel import __version__", ["fedbilevel.__version__"]),
+        ("from .. import __version__", ["fedbilevel.__version__"]),
+        ("from fedbilevel import solve", ["fedbilevel.solve"]),
+        ("from fedbilevel import discovery", []),
+        ("from fedbilevel._version import __version__", []),
+        ("import fedbilevel.errors", []),
+    ],
+)
+def test_imports_of_the_package_root_are_found_in_every_spelling(tmp_path, monkeypatch, line, found):
+    place = tmp_path / "fedbilevel" / "sites" / "new.py"
+    place.parent.mkdir(parents=True)
+    for name in ("_version", "discovery", "errors"):
+        (tmp_path / "fedbilevel" / f"{name}.py").touch()
+    place.write_text(line)
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path / "fedbilevel")
+    assert from_the_root(place) == found
+
+
+def test_nothing_in_the_package_imports_the_package_root_for_the_version():
+    others = [path for path in MODULES if path not in (ROOT / "__init__.py", ROOT / "__main__.py")]
+    assert {dotted(path): found for path in others if (found := from_the_root(path))} == {}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_nothing_in_the_package_imports_tests(path):
     first = {name.split(".")[0] for name in imports(path)}
@@ -164,5 +200,5 @@ sites = InProcess({name: Site(name, place / name).handle for name in data})
 assert serve({**plan, "num_iterations": 1}, sites, place / "server", lambda line: None) == "finished"
 print([name for name in sys.argv[2:] if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), *HEAVY], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), *HEAVY], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -415,6 +416,12 @@ def test_features_may_count_from_zero(tmp_path):
 def test_other_text_is_not_libsvm(tmp_path, text):
     with pytest.raises(DataError, match=r"some cannot be read as LIBSVM text with 6 features .*: get the file anew"):
         libsvm.read(put(tmp_path, "data/some", text), 6)
+
+
+def test_libsvm_text_without_scikit_learn_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"some is LIBSVM text, .* not installed: pip install 'fedbilevel\[libsvm\]'"):
+        libsvm.read(put(tmp_path, "data/some", b"1 1:1\n"), 6)
 
 
 def test_a_missing_libsvm_file_is_refused(tmp_path):

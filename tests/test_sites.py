@@ -598,7 +598,8 @@ def test_a_site_that_lost_its_versions_or_changed_its_data_is_left_out_by_name(t
 )
 def test_of_two_versions_the_older_side_is_told_to_upgrade(tmp_path, monkeypatch, theirs, mend):
     federation = Loopback(tmp_path)
-    monkeypatch.setattr("fedbilevel.__version__", "0.1.0")
+    for module in ("serve", "session", "site"):
+        monkeypatch.setattr(f"fedbilevel.sites.{module}.__version__", "0.1.0")
     said = []
 
     def fault(name, header):

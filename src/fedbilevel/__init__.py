@@ -9,7 +9,7 @@ result = fb.solve(problem, clients, "fedbio", num_rounds=100)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fedbilevel._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedbilevel.averaging import Averaging

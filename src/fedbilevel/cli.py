@@ -17,8 +17,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
-import fedbilevel
 from fedbilevel import discovery, logs, operator_cli, report, terminal
+from fedbilevel._version import __version__
 from fedbilevel.averaging import Averaging
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.data_cli import data
@@ -73,7 +73,7 @@ def _group(engine: Any, device: str, timeout: float) -> Group:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
-@click.version_option(fedbilevel.__version__, prog_name="fedbilevel")
+@click.version_option(__version__, prog_name="fedbilevel")
 def cli() -> None:
     """Federated bilevel optimisation: clean labels, tune hyper-parameters, learn representations across clients that share no data."""
 

@@ -24,8 +24,8 @@ import numpy
 import torch
 from torch import Tensor
 
-import fedbilevel
 from fedbilevel import discovery
+from fedbilevel._version import __version__
 from fedbilevel.averaging import Averaging
 from fedbilevel.clients import BatchSize
 from fedbilevel.data.clients import Holdings
@@ -553,7 +553,7 @@ def _due(plan: _Plan) -> Callable[[int, int, int], bool]:
 
 
 def versions() -> dict[str, str]:
-    return {"fedbilevel": fedbilevel.__version__, "torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version(),
+    return {"fedbilevel": __version__, "torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version(),
             "platform": platform.system(), "machine": platform.machine()}  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-import fedbilevel
 from fedbilevel import discovery
+from fedbilevel._version import __version__
 from fedbilevel.errors import SettingError
 
 FILES = {  # template -> what it is called in the project
@@ -55,7 +55,7 @@ def _words(project: str) -> dict[str, str]:
         "module": module,
         "class_name": "".join(part[0].upper() + part[1:] for part in parts),
         "title": " ".join(parts).capitalize(),
-        "version": fedbilevel.__version__,
+        "version": __version__,
     }
 
 

@@ -14,8 +14,10 @@ def read(place: str | Path, num_features: int, *, zero_based: bool = False, what
 
     The number of features is given, since a file need not name the last of them: the test part of a9a never does.
     """
-    from sklearn.datasets import load_svmlight_file  # takes long to import
-
+    try:
+        from sklearn.datasets import load_svmlight_file  # an extra, and slow to import
+    except ImportError as error:
+        raise DataError(f"{place} is LIBSVM text, which scikit-learn reads, and scikit-learn is not installed: pip install 'fedbilevel[libsvm]'.") from error
     try:
         x, y = load_svmlight_file(str(place), n_features=num_features, dtype=np.float32, zero_based=zero_based)
     except (EOFError, OSError, OverflowError, ValueError) as error:

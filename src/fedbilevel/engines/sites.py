@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fedbilevel
+from fedbilevel._version import __version__
 from fedbilevel.clients import BatchSize
 from fedbilevel.draws import Stream
 from fedbilevel.engines.outliers import Flag, Watch
@@ -338,7 +338,7 @@ class Sites(Server):
             self._asked[site] = (time.monotonic(), _APART[0] if site in back else min(2 * self._asked[site][1], _APART[1]))
         for site in back:
             del self.missing[site]
-        join = {"kind": "join", "plan": self.plan, "version": fedbilevel.__version__}
+        join = {"kind": "join", "plan": self.plan, "version": __version__}
         joined = self._exchange(join, {}, self._whole(back), "joining again", lambda answer, _: answer.header)
         for site, (_, about) in joined.items():
             try:

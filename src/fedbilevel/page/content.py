@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import fedbilevel
+from fedbilevel._version import __version__
 from fedbilevel.errors import ReportError
 from fedbilevel.figures import DIAGNOSTICS, falls, figures_of, metric_and_value
 
@@ -74,7 +74,7 @@ def read(paths: Sequence[Path | str], *, target: Goal = None, title: str | None 
     return plain(
         {
             "title": title or _title(runs, studies),
-            "made": {"fedbilevel": fedbilevel.__version__, "time": datetime.now(UTC).isoformat(timespec="seconds")},
+            "made": {"fedbilevel": __version__, "time": datetime.now(UTC).isoformat(timespec="seconds")},
             "over": over,
             "curves": curves,
             "runs": [{name: value for name, value in run.items() if name not in ("told", "clients", "empty")} for run in runs],

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-import fedbilevel
+from fedbilevel._version import __version__
 from fedbilevel.clients import Host
 from fedbilevel.data.clients import Holdings
 from fedbilevel.engines.group import digest
@@ -126,7 +126,7 @@ def longest(host: Host, num_peers: int) -> int:
 
 def _introduction(plan: PeerPlan, host: Host, book: Record, roster: bytes) -> Introduction:
     shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
-    form = json.dumps([fedbilevel.__version__, host.layout_y.describe(), host.layout_x.describe() if host.x_sizes is None else None], default=str)
+    form = json.dumps([__version__, host.layout_y.describe(), host.layout_x.describe() if host.x_sizes is None else None], default=str)
     start = hashlib.blake2b(form.encode() + b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).digest()
     return Introduction(float(host.weights(_ONLY)[0]), plan.digest(), roster, start, 0, run_of(book), versions(book))
 

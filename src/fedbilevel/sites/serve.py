@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fedbilevel
+from fedbilevel._version import __version__
 from fedbilevel.engines.sites import Member, Sites, are_counts, is_free
 from fedbilevel.errors import FedBilevelError, PlanError, ProblemError, QuorumError, SuspendedError
 from fedbilevel.loop import Progress, run_between
@@ -113,7 +113,7 @@ def _caps(plan: Plan, stated: Mapping[str, Sequence[int]]) -> dict[str, int]:
 
 def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool) -> tuple[Sites, _Capped]:
     """Ask those who are there to join. A new run needs all sites, and none that refuses; one that goes on, a quorum."""
-    join = Message({"kind": "join", "plan": plan.asdict(), "version": fedbilevel.__version__})
+    join = Message({"kind": "join", "plan": plan.asdict(), "version": __version__})
     answers, failures = desk.exchange({name: join for name in there}, deadline=plan.join_deadline)
     why = {name: "it is not connected" for name in plan.sites if name not in there} | {name: failure.reason for name, failure in failures.items()}
     refused = {name: failure.reason for name, failure in failures.items() if not (failure.silent or failure.wait)}
@@ -160,7 +160,7 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
 
 
 def _check_introduction(plan: Plan, name: str, header: Mapping[str, Any]) -> None:
-    theirs, ours = str(header.get("version"))[:20], fedbilevel.__version__
+    theirs, ours = str(header.get("version"))[:20], __version__
     if theirs != ours:
         older = None if _release(theirs) == _release(ours) else f"at {name}" if _release(theirs) < _release(ours) else "at the server"
         mend = f"upgrade fedbilevel {older}" if older else "install the same version at both"

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-import fedbilevel
+from fedbilevel._version import __version__
 from fedbilevel.clients import Host
 from fedbilevel.engines.group import digest
 from fedbilevel.engines.server import below
@@ -103,13 +103,13 @@ class Session:
         start = hashlib.blake2b(b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).hexdigest()
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
         about = {"weights": host.weights(self.all).tolist(), "shapes": self.shapes.asdict(), "layouts": layouts, "start": start, "stored": self._stored()}
-        return {**about, "version": fedbilevel.__version__}, {}, {"kind": "join"}
+        return {**about, "version": __version__}, {}, {"kind": "join"}
 
     def phase(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
         phase, iteration, call = (header.get(part) for part in ("phase", "iteration", "call"))
         method = getattr(self.algorithm, phase, None) if isinstance(phase, str) else None
         if not isinstance(phase, str) or not getattr(method, "__is_phase__", False):
-            raise WireError(f"{self.algorithm.name()} of fedbilevel {fedbilevel.__version__} at this site has no phase named {phase!r:.40}.")
+            raise WireError(f"{self.algorithm.name()} of fedbilevel {__version__} at this site has no phase named {phase!r:.40}.")
         if not isinstance(iteration, int) or not isinstance(call, int):
             raise WireError("a message about a phase does not say in which outer iteration and call.")
         self.order.check(iteration, call)

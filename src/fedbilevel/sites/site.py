@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-import fedbilevel
+from fedbilevel._version import __version__
 from fedbilevel.errors import (
     AwaitingOperatorError,
     NonFiniteError,
@@ -160,7 +160,7 @@ class Site:
         self._check_approved(session.plan.name)
         answers = {name: getattr(session, name) for name in ("phase", "measure", "commit", "load", "finish")}
         if kind not in answers:
-            raise WireError(f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {fedbilevel.__version__}.")
+            raise WireError(f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {__version__}.")
         self._status.write(state="computing", **session.named(header))
         content = answers[kind](header, arrays)
         return self._sent(content, state="finished" if kind == "finish" else "idle")
@@ -353,7 +353,7 @@ class Status:
 
 
 def _check_version(version: Any) -> None:
-    mine = fedbilevel.__version__
+    mine = __version__
     if version is not None and version != mine:
         raise WireError(f"this site has fedbilevel {mine}, the server {version!r:.20}: install the same version at both.")
 

@@ -31,14 +31,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import StratifiedKFold
 
 from fedbilevel.errors import FedBilevelError, ProblemError, SettingError
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
 from fedbilevel.studies.outcome import Outcome
+
+try:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import StratifiedKFold
+except ImportError as missing:
+    raise FedBilevelError(
+        "the study confident_learning needs scikit-learn, which is not installed: install it with pip install 'fedbilevel[reference]'."
+    ) from missing
 
 TOLERANCE = 3e-4  # largest entry of the gradient at which the classifier's solver stops
 
