@@ -32,6 +32,7 @@ from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.compiler import postpone
+from fedbilevel.contraction import contracted, weighted
 from fedbilevel.data.clients import Batch
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Fields, Layout, Loss, Problem, with_features
@@ -56,12 +57,23 @@ def one_row(value: Tensor) -> Tensor:
 
 
 class Oracle:
-    def __init__(self, problem: Problem, layout_x: Layout, layout_y: Layout, *, strategy: Strategy = "auto", chunk_size: int | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        layout_x: Layout,
+        layout_y: Layout,
+        *,
+        per_sample: Collection[str] = (),
+        strategy: Strategy = "auto",
+        chunk_size: int | None = None,
+    ) -> None:
+        """per_sample: which of the losses `upper` and `lower` return one value per sample, as `check_losses` found."""
         if strategy not in get_args(Strategy):
             raise SettingError(f"strategy is {strategy!r}, expected {', '.join(map(repr, get_args(Strategy)[:-1]))} or {get_args(Strategy)[-1]!r}.")
         if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
             raise SettingError(f"chunk_size is {chunk_size!r}, expected at least 1 client, or None for all at once.")
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
+        self.per_sample = per_sample
         self.compiles = strategy == "compiled"  # which is auto in everything else
         if self.compiles:
             _try_compiler()
@@ -134,11 +146,21 @@ class Oracle:
     # ---- one client, or all clients' mean ----------------------------------------------------------------------------
 
     def _flat(self, loss: Loss) -> FlatLoss:
+        contract = self._contraction(loss)
+
         def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             tree = self.layout_x.unravel(x)
-            return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+            value = loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+            return value if contract is None else contract(value, fields["weight"])
 
         return flat
+
+    def _contraction(self, function: Callable[..., Any]) -> Callable[[Any, Tensor], Any] | None:
+        """How values per sample become one: the form of the two losses is known, that of other functions shows in what they return."""
+        forms = [label in self.per_sample for label in ("upper", "lower") if function is getattr(self.problem, label)]
+        if not forms:
+            return contracted
+        return weighted if forms[0] else None
 
     def _pooled(self, loss: Loss) -> FlatLoss:
         """The weighted mean over clients: one product with a shared matrix for all of them, forwards and backwards."""
