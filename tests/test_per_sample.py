@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from fedbilevel import oracle
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.contraction import contracted, counted, weighted
+from fedbilevel.data.clients import RESERVED
 from fedbilevel.errors import ProblemError
 from fedbilevel.population import Population
 from fedbilevel.problem import Problem, Scopes
@@ -228,6 +230,13 @@ def test_only_one_of_the_losses_may_be_per_sample():
     mixed = dataclasses.replace(problem("scalar"), upper=FORMS["per sample"]["upper"])
     assert Population(mixed, clients()).per_sample == {"upper"}
     assert fb.check_problem(mixed, clients(), show=False).ok
+
+
+def test_the_page_about_batches_names_every_reserved_field():
+    page = (Path(__file__).parents[1] / "docs" / "concepts" / "batch.md").read_text()
+    reserved = next(line for line in page.splitlines() if "reserved" in line)
+    assert [name for name in RESERVED if f"`{name}`" not in reserved or f"| `{name}` |" not in page] == []
+    assert reserved.count("`") == 2 * len(RESERVED)
 
 
 # ---- padding -----------------------------------------------------------------------------------------------------------

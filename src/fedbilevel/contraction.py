@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 
+def mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Sum of the losses of a batch without padding times their weights, which sum to one."""
+    return (weight * values).sum()
+
+
 def weighted(values: Tensor, weight: Tensor) -> Tensor:
-    """Sum of the losses of real samples times their weights, which sum to one."""
-    return (weight * torch.where(weight > 0, values, 0.0)).sum()
+    """The same for a batch that may hold padding."""
+    return mean(torch.where(weight > 0, values, 0.0), weight)
 
 
 def counted(found: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
