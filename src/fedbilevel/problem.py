@@ -383,8 +383,8 @@ def check_statistics(problem: Problem, data: ClientData, layout_x: Layout, layou
                     raise
                 continue  # they are not defined away from the start
             other = _count(problem, role, statistics, *point, padded)
-            for name in plain.keys() & other.keys():
-                if not torch.allclose(plain[name].double(), other[name].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+            for name in plain:
+                if name in other and not torch.allclose(plain[name].double(), other[name].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
                     raise ProblemError(
                         f"the statistics of {role!r} gave {name!r} = {plain[name]:.6g} on a batch and {other[name]:.6g} on the same "
                         "batch with padded samples of weight 0: return one value per sample, which the library sums over real samples, "
