@@ -81,17 +81,21 @@ AT_THE_START = {
     "x0 of numbers": (losses(x0=lambda sizes: {"x": 1.0}, scopes=PRIVATE), "got an entry 'x' of type float"),
     "statistics of nobody": (losses(statistics={"tset": raising}), "statistics for the role 'tset', expected one that the clients have: train, val"),
     "statistics that fail": (losses(statistics={"val": raising}), r"the statistics of 'val' failed on a batch of shapes .*: RuntimeError: no such luck\.$"),
-    "statistics that are none": (losses(statistics={"val": lambda x, y, batch: None}), "the statistics of 'val' returned NoneType, expected a dict of scalar"),
-    "statistics per sample": (losses(statistics={"val": lambda x, y, batch: {"r": batch["a"]}}), "returned 'r' as something else, expected a dict of scalar"),
+    "statistics that are none": (losses(statistics={"val": lambda x, y, batch: None}), "the statistics of 'val' returned NoneType, expected a dict of tensors"),
+    "statistics with two axes": (losses(statistics={"val": lambda x, y, batch: {"r": batch["a"]}}),
+                                 r"returned 'r' as a tensor of shape \(4, 3\) on 4 samples, expected .* shape \(4,\), or a scalar"),
+    "statistics that are numbers": (losses(statistics={"val": lambda x, y, batch: {"r": 1.0}}), "returned 'r' as float on 4 samples, expected a tensor"),
+    "statistics that count padding": (losses(statistics={"val": lambda x, y, batch: {"n": torch.tensor(float(len(batch["a"])))}}),
+                                      r"gave 'n' = 4 on a batch and 8 on the same batch with padded samples of weight 0: return one value per sample"),
     "the same statistic twice": (
-        losses(statistics=dict.fromkeys(("train", "val"), lambda x, y, batch: {"r": batch["a"].sum()})), "two roles have a statistic named 'r'"
+        losses(statistics=dict.fromkeys(("train", "val"), lambda x, y, batch: {"r": batch["a"].sum(1)})), "two roles have a statistic named 'r'"
     ),
     "metrics that fail": (losses(metrics=lambda sums: sums["hits"]), r"metrics\(\) failed: KeyError: 'hits'"),
     "metrics that are none": (losses(metrics=lambda sums: None), r"metrics\(\) returned None, expected a dict of numbers"),
     "metrics that are tensors": (losses(metrics=lambda sums: {"a": torch.ones(2)}), r"expected a dict of numbers: use float\(\.\.\.\)"),
     "across that fails": (losses(across=raising), r"across\(\) failed: RuntimeError: no such luck"),
     "diagnostics that fail": (losses(diagnostics=raising), r"diagnostics\(\) failed: RuntimeError: no such luck"),
-    "a whole number as a loss": (losses(upper=lambda x, y, batch: torch.tensor(1)), r"of shape \(\) and type torch.int64, expected a scalar tensor of floats"),
+    "a whole number as a loss": (losses(upper=lambda x, y, batch: torch.tensor(1)), r"and type torch.int64 on 4 samples, expected a tensor of floats"),
     "a loss that fails": (losses(lower=raising), r"lower\(\) failed on a batch of the first client of shapes .*: RuntimeError: no such luck"),
 }  # fmt: skip
 

@@ -244,7 +244,8 @@ def losses(built, population, x, y, role, loss):
         num = len(next(iter(fields.values())))
         batch = {"index": torch.arange(num), "weight": torch.full((num,), 1 / num, dtype=torch.float64), **fields}
         row_x, row_y = (w if w.ndim == 1 else w[i] for w in (x, y))
-        values.append(loss(population.layout_x.unravel(row_x), population.layout_y.unravel(row_y), batch))
+        value = loss(population.layout_x.unravel(row_x), population.layout_y.unravel(row_y), batch)
+        values.append((batch["weight"] * value).sum() if value.ndim else value)  # one value per sample, or their sum
     return torch.stack(values)
 
 

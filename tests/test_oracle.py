@@ -146,7 +146,8 @@ def losses(built, population, i, index=None):
     def on(loss, batch):
         def flat(x, y):
             seen = batch if features is None else {**batch, "features": features(unravel_x(x), batch)}
-            return loss(unravel_x(x), unravel_y(y), seen)
+            value = loss(unravel_x(x), unravel_y(y), seen)
+            return (batch["weight"] * value).sum() if value.ndim else value  # one value per sample, or their sum
 
         return flat
 

@@ -144,12 +144,19 @@ def test_an_upper_loss_may_ignore_x_or_a_leaf_of_y():
 
 
 @pytest.mark.parametrize("label", ["lower", "upper"])
-def test_a_loss_must_return_one_real_number(label):
-    refuse(f"{label}() returned a tensor of shape (4,)" if label == "lower" else f"{label}() returned a tensor of shape (2,)",
-           **{label: lambda x, y, batch: batch["weight"] * (batch["a"] @ y["y"] - batch["b"]) ** 2})  # fmt: skip
-    refuse(f"{label}() returned float, expected a scalar tensor", **{label: lambda x, y, batch: ridge(x, y, batch).item()})
-    refuse(f"{label}() returned NoneType, expected a scalar tensor", **{label: lambda x, y, batch: None})
-    refuse(f"{label}() returned a tensor of shape ()", **{label: lambda x, y, batch: ridge(x, y, batch).to(torch.int64)})
+def test_a_loss_must_return_one_real_number_or_one_per_sample(label):
+    n = {"lower": 4, "upper": 2}[label]
+    error = lambda y, batch: batch["a"] @ y["y"] - batch["b"]
+    wrong = {
+        f"a tensor of shape ({n}, 1) and type torch.float64": lambda x, y, batch: (error(y, batch) ** 2)[:, None],
+        f"a tensor of shape ({n + 1},) and type torch.float64": lambda x, y, batch: torch.cat([error(y, batch) ** 2, (y["y"] ** 2).sum()[None]]),
+        f"a tensor of shape ({n},) and type torch.int64": lambda x, y, batch: error(y, batch).to(torch.int64),
+        "a tensor of shape () and type torch.int64": lambda x, y, batch: ridge(x, y, batch).to(torch.int64),
+        "float": lambda x, y, batch: ridge(x, y, batch).item(),
+        "NoneType": lambda x, y, batch: None,
+    }
+    for got, loss in wrong.items():
+        refuse(f"{label}() returned {got} on {n} samples, expected a tensor of floats with one value per sample, shape ({n},), or a scalar", **{label: loss})
 
 
 @pytest.mark.parametrize("label", ["lower", "upper"])

@@ -32,6 +32,7 @@ from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.compiler import postpone
+from fedbilevel.contraction import contracted, mean, weighted
 from fedbilevel.data.clients import Batch
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem import Fields, Layout, Loss, Problem, with_features
@@ -56,12 +57,23 @@ def one_row(value: Tensor) -> Tensor:
 
 
 class Oracle:
-    def __init__(self, problem: Problem, layout_x: Layout, layout_y: Layout, *, strategy: Strategy = "auto", chunk_size: int | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        layout_x: Layout,
+        layout_y: Layout,
+        *,
+        per_sample: Collection[str] = (),
+        strategy: Strategy = "auto",
+        chunk_size: int | None = None,
+    ) -> None:
+        """per_sample: which of the losses `upper` and `lower` return one value per sample, as `check_losses` found."""
         if strategy not in get_args(Strategy):
             raise SettingError(f"strategy is {strategy!r}, expected {', '.join(map(repr, get_args(Strategy)[:-1]))} or {get_args(Strategy)[-1]!r}.")
         if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
             raise SettingError(f"chunk_size is {chunk_size!r}, expected at least 1 client, or None for all at once.")
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
+        self.per_sample = per_sample
         self.compiles = strategy == "compiled"  # which is auto in everything else
         if self.compiles:
             _try_compiler()
@@ -133,16 +145,29 @@ class Oracle:
 
     # ---- one client, or all clients' mean ----------------------------------------------------------------------------
 
-    def _flat(self, loss: Loss) -> FlatLoss:
+    def _flat(self, loss: Loss, *, padded: bool = True) -> FlatLoss:
+        """padded: whether batches may hold padding, which costs a mask."""
+        contract = self._contraction(loss, padded=padded)
+
         def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             tree = self.layout_x.unravel(x)
-            return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+            value = loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+            return value if contract is None else contract(value, fields["weight"])
 
         return flat
 
-    def _pooled(self, loss: Loss) -> FlatLoss:
+    def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
+        """How values per sample become one: the form of the two losses is known, that of other functions shows in what they return."""
+        forms = [label in self.per_sample for label in ("upper", "lower") if function is getattr(self.problem, label)]
+        if not forms:
+            return contracted
+        if not forms[0]:
+            return None
+        return weighted if padded else mean
+
+    def _pooled(self, loss: Loss, *, padded: bool) -> FlatLoss:
         """The weighted mean over clients: one product with a shared matrix for all of them, forwards and backwards."""
-        each = vmap(self._flat(loss), in_dims=(None, None, 0))
+        each = vmap(self._flat(loss, padded=padded), in_dims=(None, None, 0))
 
         def pooled(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             rest = {name: value for name, value in fields.items() if name != _SHARES}
@@ -175,7 +200,8 @@ class Oracle:
         if self._frozen and (plan is None or not plan.settled):
             raise RuntimeError(f"{kind} has not been evaluated at these shapes before")
         if plan is None:
-            plan = _Plan(self, (name, *key[1:]), build, "pooled" if pooled else self._usual(k), chunk, is_derivative=isinstance(kind, str))
+            way, padded = "pooled" if pooled else self._usual(k), any(batch.size is None for batch in batches)
+            plan = _Plan(self, (name, *key[1:]), build, way, chunk, is_derivative=isinstance(kind, str), padded=padded)
             if isinstance(kind, str) or any(kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())):
                 self._plans[key] = plan  # of other functions the address may come again for another one
         return plan(vectors, batches, shares)
@@ -314,11 +340,11 @@ _SHARES = "shares of the clients"  # travels with the fields of a pooled evaluat
 class _Plan:
     """One derivative at given shapes: how the clients are evaluated, and its trace."""
 
-    def __init__(self, oracle: Oracle, key: tuple[Any, ...], build: Build, way: str, chunk: int | None, *, is_derivative: bool) -> None:
+    def __init__(self, oracle: Oracle, key: tuple[Any, ...], build: Build, way: str, chunk: int | None, *, is_derivative: bool, padded: bool) -> None:
         problem = oracle.problem
         self.oracle, self.chunk, self.calls = oracle, chunk, 0
-        self.each = build(oracle._flat(problem.upper), oracle._flat(problem.lower))
-        self.mean = build(oracle._pooled(problem.upper), oracle._pooled(problem.lower))
+        self.each = build(*(oracle._flat(loss, padded=padded) for loss in (problem.upper, problem.lower)))
+        self.mean = build(*(oracle._pooled(loss, padded=padded) for loss in (problem.upper, problem.lower)))
         self.name, self.label = key[0], repr(key)
         self.way = oracle.choices.get(self.label, way) if oracle.strategy == "auto" else way
         self.is_derivative = is_derivative  # what only measurements ask for is not worth compiling

@@ -61,10 +61,9 @@ class Population:
         self.layout_x, self.x0 = self._initial_x()
         self.layout_y = Layout(problem.y0)
         self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
-        first_x = self.x0 if self.x_sizes is None else self.x0[0, : int(self.x_sizes[0])]
-        check_losses(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
-        check_statistics(problem, self.data, self.layout_x, self.layout_y, first_x, self.y0)
-        self.oracle = Oracle(problem, self.layout_x, self.layout_y, strategy=strategy, chunk_size=chunk_size)
+        self.per_sample = check_losses(problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0)
+        check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
+        self.oracle = self._oracle(strategy, chunk_size)
         self._watcher: Oracle | None = None
         two = self.data.positions[:2]
         few = self.data.batch(two, "train", torch.zeros(len(two), 1, dtype=torch.int64, device=self.device))
@@ -72,6 +71,13 @@ class Population:
 
     def __len__(self) -> int:
         return self.data.num_clients
+
+    def _oracle(self, strategy: Strategy, chunk_size: int | None = None) -> Oracle:
+        return Oracle(self.problem, self.layout_x, self.layout_y, per_sample=self.per_sample, strategy=strategy, chunk_size=chunk_size)
+
+    def _own_x(self, position: int) -> Tensor:
+        """The initial x of one client without padding."""
+        return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
 
     def _initial_x(self) -> tuple[Layout, Tensor]:
         """x0 as a shared vector, or as private rows padded with zeros to the widest client hosted here."""
@@ -157,7 +163,7 @@ class Population:
     @property
     def watcher(self) -> Oracle:
         """An oracle for those who look on, so that a run does not depend on them."""
-        self._watcher = self._watcher or Oracle(self.problem, self.layout_x, self.layout_y, strategy="loop" if self.oracle.strategy == "loop" else "auto")
+        self._watcher = self._watcher or self._oracle("loop" if self.oracle.strategy == "loop" else "auto")
         return self._watcher
 
     def portions(self, x: Points, y: Points) -> Iterator[Portion]:

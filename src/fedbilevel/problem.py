@@ -3,9 +3,11 @@
     min_x  mean_i f_i(x, y*(x))   subject to   y*(x) = argmin_y mean_i g_i(x, y)
 
 `upper(x, y, batch)` is f_i and `lower(x, y, batch)` is g_i on a batch of one client. x and y are dicts of named tensors.
-A batch holds the client's fields plus `index` (position of each sample within its client) and `weight` (sums to one, zero
-on padding), so a loss reads `(batch["weight"] * loss_per_sample).sum()`. A loss is a function of its arguments: it may read constants, but nothing that
-changes during a run, because it is not called anew for every derivative.
+A batch holds the client's fields plus `index` (position of each sample within its client) and `weight` (1/n, zero on padding).
+A loss returns one value per sample, shape (n,), and the library sums them with the weights: a penalty added to every entry counts
+once, because the weights sum to one. Or it returns that sum itself, `(batch["weight"] * loss_per_sample).sum()`.
+A loss is a function of its arguments: it may read constants, but nothing that changes during a run, because it is not called anew
+for every derivative.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fedbilevel.contraction import contracted, counted
 from fedbilevel.data.clients import ClientData
 from fedbilevel.errors import ProblemError
 from fedbilevel.figures import BESIDE, COLUMNS, DIAGNOSTICS
@@ -28,6 +31,7 @@ from fedbilevel.figures import BESIDE, COLUMNS, DIAGNOSTICS
 Tree = Mapping[str, Tensor]
 Fields = Mapping[str, Any]
 Loss = Callable[[Any, Any, Fields], Tensor]
+Statistics = Callable[[Any, Any, Fields], dict[str, Tensor]]
 
 
 class Scopes(NamedTuple):
@@ -97,15 +101,17 @@ class Problem:
     features: optional `features(x, batch) -> Tensor` with one entry per sample; losses then find it as `batch["features"]`, and the
         library computes it once per x instead of once per call. It never changes a result.
     weights: how clients are averaged: `mean` (every client counts the same, as in the papers) or `by_samples` (by training samples).
-    statistics: per role, a function (x, y, batch) -> additive scalars; `metrics` turns their sums over all clients into figures.
+    upper, lower: functions (x, y, batch) -> one value per sample, shape (n,), or a scalar that sums them with `batch["weight"]`.
+    statistics: per role, a function (x, y, batch) -> dict of values per sample, shape (n,), which the library sums over real samples, or of scalars
+        that count nothing where `batch["weight"]` is 0; `metrics` turns their sums over all clients into figures.
     across: figures from the statistics of the clients one by one, each a tensor with one entry per client, e.g. the accuracy of the worst tenth.
     diagnostics: figures the server can compute from a shared x and global y alone, e.g. the distance to a known solution.
 
     >>> import torch
     >>> import fedbilevel as fb
     >>> fb.Problem(
-    ...     upper=lambda x, y, batch: (batch["weight"] * (batch["a"] @ y["w"] - batch["b"]) ** 2).sum(),
-    ...     lower=lambda x, y, batch: (batch["weight"] * (batch["a"] @ y["w"] - batch["b"]) ** 2).sum() + x["penalty"].exp() * (y["w"] ** 2).sum(),
+    ...     upper=lambda x, y, batch: (batch["a"] @ y["w"] - batch["b"]) ** 2,
+    ...     lower=lambda x, y, batch: (batch["a"] @ y["w"] - batch["b"]) ** 2 + x["penalty"].exp() * (y["w"] ** 2).sum(),
     ...     x0={"penalty": torch.tensor(0.0)}, y0={"w": torch.zeros(3)}, name="ridge",
     ... )
     <Problem ridge: x (shared) = {penalty: ()}, y (global) = {w: (3)}>
@@ -118,7 +124,7 @@ class Problem:
     scopes: Scopes = Scopes()
     features: Callable[[Any, Fields], Tensor] | None = None
     weights: Literal["mean", "by_samples"] = "mean"
-    statistics: Mapping[str, Callable[[Any, Any, Fields], dict[str, Tensor]]] = field(default_factory=dict)
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)
     metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty
     across: Callable[[Mapping[str, Tensor]], dict[str, float]] | None = None
     diagnostics: Callable[[Tree, Tree], dict[str, float]] | None = None
@@ -178,7 +184,7 @@ class Problem:
         upper: Loss,
         lower: Loss,
         features: Callable[[Any, Fields], Tensor] | None = None,
-        statistics: Mapping[str, Callable[[Any, Any, Fields], dict[str, Tensor]]] = MappingProxyType({}),
+        statistics: Mapping[str, Statistics] = MappingProxyType({}),
         **options: Any,
     ) -> Problem:
         """x = parameters of `upper_module`, y = parameters of `lower_module`.
@@ -275,8 +281,12 @@ def check_kind(problem: Any) -> None:
 
 
 @torch.enable_grad()
-def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
-    """Evaluate both losses on a few samples of the first client, and say what is wrong with them."""
+def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> set[str]:
+    """Evaluate both losses on a few samples of the first client, and say what is wrong with them.
+
+    Returns which of the two (`upper`, `lower`) give one value per sample instead of a scalar.
+    """
+    per_sample = set()
     for label, loss, role in (("lower", problem.lower, "train"), ("upper", problem.upper, "val")):
         few = torch.arange(min(4, int(data.sizes[role][0])), device=x.device)
         fields = data.batch(data.positions[:1], role, few[None]).row(0)
@@ -286,20 +296,31 @@ def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y:
         xs, ys = x.clone().requires_grad_(), y.clone().requires_grad_()
         tree_x, tree_y = layout_x.unravel(xs), layout_y.unravel(ys)
         with _RefuseNoise(f"{label}()"):
-            value = _evaluate(problem, loss, tree_x, tree_y, fields, f"{label}() failed on a batch of the first client")
-        again = _evaluate(problem, loss, tree_x, tree_y, fields, f"{label}() failed on a batch of the first client")
+            value, _ = _evaluate(problem, loss, tree_x, tree_y, fields, f"{label}() failed on a batch of the first client")
+        again, _ = _evaluate(problem, loss, tree_x, tree_y, fields, f"{label}() failed on a batch of the first client")
         if not torch.equal(value, again):
             raise ProblemError(
                 f"{label}() gave {value:.6g} and then {again:.6g} for the same input: a loss must not draw random numbers; move them into the data."
             )
         # away from the start, where symmetry may hide what padding does (at y = 0 every sample may have the same loss)
-        point: tuple[Tree, Tree] = (layout_x.unravel(away(x)), layout_y.unravel(away(y)))
+        point: tuple[Tree, Tree] = (layout_x.unravel(away(xs)), layout_y.unravel(away(ys)))
         try:
-            plain = _evaluate(problem, loss, *point, fields, f"{label}() failed away from the initial point")
+            plain, _ = _evaluate(problem, loss, *point, fields, f"{label}() failed away from the initial point")
         except ProblemError:  # the loss is not defined there
             point, plain = (tree_x, tree_y), value
-        other = _evaluate(problem, loss, *point, padded, f"{label}() failed on a batch of the first client padded with two samples of the last")
-        if not torch.allclose(plain, other, rtol=1e-4, atol=1e-6):
+        other, has_samples = _evaluate(problem, loss, *point, padded, f"{label}() failed on a batch of the first client padded with samples of the last")
+        if has_samples:
+            per_sample.add(label)
+            _check_per_sample(label, plain, other, (xs, ys))
+            twice = {name: torch.cat([value, value]) for name, value in fields.items()}
+            twice["weight"] = twice["weight"] / 2
+            doubled, _ = _evaluate(problem, loss, *point, twice, f"{label}() failed on a batch that holds every sample twice")
+            if not _near(plain, doubled):
+                raise ProblemError(
+                    f"{label}() returns one value per sample, and their mean was {plain:.6g} on a batch and {doubled:.6g} on a batch with "
+                    "every sample twice: return the loss of each sample by itself, without batch['weight'], which the library multiplies with."
+                )
+        elif not _near(plain, other):
             raise ProblemError(
                 f"{label}() gave {plain:.6g} on a batch and {other:.6g} on the same batch with two padded samples of weight 0: "
                 "write (batch['weight'] * loss_per_sample).sum() instead of a mean over samples."
@@ -309,26 +330,86 @@ def check_losses(problem: Problem, data: ClientData, layout_x: Layout, layout_y:
             unused = [name for name, gradient in zip(tree_y, used, strict=True) if gradient is None]
             if unused:
                 raise ProblemError(f"lower() does not depend on y[{unused[0]!r}], so y*(x) is not determined: use it in the lower loss or leave it out of y0.")
+    return per_sample
 
 
-def check_statistics(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> None:
-    """Likewise with what is counted for the metrics."""
+def _near(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def _check_per_sample(label: str, plain: Tensor, padded: Tensor, at: tuple[Tensor, Tensor]) -> None:
+    """Padding changes neither the mean of the losses of real samples nor its gradient."""
+    if not _near(plain, padded):
+        raise ProblemError(
+            f"{label}() returns one value per sample, and the mean over real samples was {plain:.6g} on a batch and {padded:.6g} on the "
+            "same batch with two padded samples: the loss of a sample may depend on other samples only through sums with batch['weight']."
+        )
+    if not padded.requires_grad:
+        return
+    finite = [
+        all(bool(torch.isfinite(part).all()) for part in torch.autograd.grad(value, at, allow_unused=True, retain_graph=True) if part is not None)
+        for value in (plain, padded)
+    ]
+    if finite == [True, False]:
+        raise ProblemError(
+            f"{label}() has a gradient that is not finite on padded samples, whose batch['weight'] is 0: "
+            "return the loss of each sample by itself, and divide by no weight."
+        )
+
+
+_ENOUGH = 32  # samples on which statistics are tried: of so many some answer is right, and a count of right answers is not 0
+
+
+@torch.no_grad()
+def check_statistics(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, own_x: Callable[[int], Tensor], y: Tensor) -> None:
+    """Evaluate the statistics of every role on some samples of the first client that has any, with and without padding."""
     for role, statistics in problem.statistics.items():
         if role not in data.sizes:
             raise ProblemError(f"there are statistics for the role {role!r}, expected one that the clients have: {', '.join(data.sizes)}.")
-        few = torch.arange(min(4, int(data.sizes[role][0])), device=x.device)
-        if not len(few):
+        if not int(data.sizes[role].max()):
             continue
-        fields = data.batch(data.positions[:1], role, few[None]).row(0)
-        try:
-            found = statistics(layout_x.unravel(x), layout_y.unravel(y), with_features(problem, layout_x.unravel(x), fields))
-        except Exception as error:  # the user's function may raise anything; name it, keep the cause
-            shapes = {name: tuple(value.shape) for name, value in fields.items()}
-            raise ProblemError(f"the statistics of {role!r} failed on a batch of shapes {shapes}: {reason(error)}.") from error
-        wrong = [name for name, value in found.items() if not isinstance(value, Tensor) or value.ndim] if isinstance(found, Mapping) else None
-        if wrong or wrong is None:
-            got = f"{wrong[0]!r} as something else" if wrong else type(found).__name__
-            raise ProblemError(f"the statistics of {role!r} returned {got}, expected a dict of scalar tensors: sum over the samples of the batch.")
+        first = int((data.sizes[role] > 0).nonzero()[0])
+        some = torch.arange(min(_ENOUGH, int(data.sizes[role][first])), device=y.device)
+        fields = data.batch(data.positions[first : first + 1], role, some[None]).row(0)
+        padded = {name: torch.cat([value, value]) for name, value in fields.items()}
+        padded["weight"] = torch.cat([fields["weight"], torch.zeros_like(fields["weight"])])
+        x = own_x(first)
+        for start_x, start_y in ((x, y), (away(x), away(y))):  # at the start a symmetry may hide what padding does
+            point = layout_x.unravel(start_x), layout_y.unravel(start_y)
+            try:
+                plain = _count(problem, role, statistics, *point, fields)
+            except ProblemError:
+                if start_x is x:
+                    raise
+                continue  # they are not defined away from the start
+            other = _count(problem, role, statistics, *point, padded)
+            for name in plain:
+                if name in other and not torch.allclose(plain[name].double(), other[name].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+                    raise ProblemError(
+                        f"the statistics of {role!r} gave {name!r} = {plain[name]:.6g} on a batch and {other[name]:.6g} on the same "
+                        "batch with padded samples of weight 0: return one value per sample, which the library sums over real samples, "
+                        "or count only where batch['weight'] > 0."
+                    )
+
+
+def _count(problem: Problem, role: str, statistics: Statistics, x: Tree, y: Tree, fields: Fields) -> dict[str, Tensor]:
+    """Statistics of one batch, summed over its real samples."""
+    try:
+        found = statistics(x, y, with_features(problem, x, fields))
+    except Exception as error:  # the user's function may raise anything; name it, keep the cause
+        shapes = {name: tuple(value.shape) for name, value in fields.items()}
+        raise ProblemError(f"the statistics of {role!r} failed on a batch of shapes {shapes}: {reason(error)}.") from error
+    if not isinstance(found, Mapping):
+        raise ProblemError(f"the statistics of {role!r} returned {type(found).__name__}, expected a dict of tensors: one value per sample each, or a scalar.")
+    shape = tuple(fields["weight"].shape)
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or tuple(value.shape) not in ((), shape):
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ProblemError(
+                f"the statistics of {role!r} returned {name!r} as {got} on {shape[0]} samples, expected a tensor with one value per sample, "
+                f"shape {shape}, or a scalar: sum over everything but the samples."
+            )
+    return counted(found, fields["weight"])
 
 
 _TAKEN = {*BESIDE, *COLUMNS, *DIAGNOSTICS, "upper_loss", "lower_loss", "num_sites"}  # columns that every measurement may have
@@ -352,7 +433,8 @@ def away(vector: Tensor) -> Tensor:
     return vector + 0.1 * torch.arange(1, vector.shape[-1] + 1, dtype=vector.dtype, device=vector.device).cos()
 
 
-def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, failed: str) -> Tensor:
+def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, failed: str) -> tuple[Tensor, bool]:
+    """The loss of a batch as a scalar, and whether the function returned one value per sample."""
     label = failed.split(" ", 1)[0]
     try:
         value = loss(x, y, with_features(problem, x, fields))
@@ -361,12 +443,17 @@ def _evaluate(problem: Problem, loss: Loss, x: Tree, y: Tree, fields: Fields, fa
     except Exception as error:  # the user's function may raise anything; name it, keep the cause
         shapes = {name: tuple(value.shape) for name, value in fields.items()}
         raise ProblemError(f"{failed} of shapes {shapes}: {reason(error)}.") from error
-    if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
+    shape = tuple(fields["weight"].shape)
+    if not isinstance(value, Tensor) or tuple(value.shape) not in ((), shape) or not value.is_floating_point():
         got = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise ProblemError(f"{label} returned {got}, expected a scalar tensor of floats: sum batch['weight'] times the loss of each sample.")
-    if not torch.isfinite(value):
-        raise ProblemError(f"{label} is {value:.6g} at the initial point on the first client: check the data and the initial values.")
-    return value
+        raise ProblemError(
+            f"{label} returned {got} on {shape[0]} samples, expected a tensor of floats with one value per sample, shape {shape}, "
+            "or a scalar: return the loss of each sample, e.g. with reduction='none'."
+        )
+    mean = contracted(value, fields["weight"])
+    if not torch.isfinite(mean):
+        raise ProblemError(f"{label} is {mean:.6g} at the initial point on the first client: check the data and the initial values.")
+    return mean, value.ndim > 0
 
 
 def with_features(problem: Problem, x: Any, fields: Fields) -> Fields:

@@ -32,6 +32,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fedbilevel.contraction import counted
 from fedbilevel.errors import FedBilevelError, ProblemError, SettingError
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
@@ -143,5 +144,5 @@ def _figures(problem: Any, train: Mapping[str, np.ndarray], test: Mapping[str, n
         num = len(part["label"])
         batch = {name: torch.tensor(values) for name, values in part.items()} | {"index": torch.arange(num), "weight": torch.full((num,), 1 / num)}
         batch["image"] = batch["image"].double()
-        sums.update({name: float(value) for name, value in problem.statistics[role](x, y, batch).items()})
+        sums.update({name: float(value) for name, value in counted(problem.statistics[role](x, y, batch), batch["weight"]).items()})
     return problem.metrics(sums)

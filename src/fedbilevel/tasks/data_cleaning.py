@@ -112,8 +112,8 @@ class DataCleaning(Task):
         if marked:
             shapes.sample("wrong", "train", kinds=("bool", "int"), ndim=0)
         return Problem(
-            upper=_upper,
-            lower=lambda x, y, batch: _weighted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            upper=lambda x, y, batch: _losses(y, batch),
+            lower=lambda x, y, batch: _trusted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"logit": torch.zeros(sizes["train"])},
             y0=self._start(dim, shapes.classes()),
             scopes=Scopes(upper="private"),
@@ -194,23 +194,18 @@ def _losses(y: Any, batch: Any) -> Tensor:
     return cross_entropy(_scores(y, batch["image"]), batch["label"], reduction="none")
 
 
-def _weighted(x: Any, y: Any, batch: Any) -> Tensor:
-    return (batch["weight"] * torch.sigmoid(x["logit"][batch["index"]]) * _losses(y, batch)).sum()
-
-
-def _upper(x: Any, y: Any, batch: Any) -> Tensor:
-    return (batch["weight"] * _losses(y, batch)).sum()
+def _trusted(x: Any, y: Any, batch: Any) -> Tensor:
+    return torch.sigmoid(x["logit"][batch["index"]]) * _losses(y, batch)
 
 
 def _flagged(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    real, flagged, wrong = batch["weight"] > 0, x["logit"][batch["index"]] < 0, batch["wrong"].bool()
-    return {"tp": (real & flagged & wrong).sum(), "fp": (real & flagged & ~wrong).sum(), "fn": (real & ~flagged & wrong).sum()}
+    flagged, wrong = x["logit"][batch["index"]] < 0, batch["wrong"].bool()
+    return {"tp": flagged & wrong, "fp": flagged & ~wrong, "fn": ~flagged & wrong}
 
 
 def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
     right = _scores(y, batch["image"]).argmax(-1) == batch["label"]
-    real = batch["weight"] > 0
-    return {"right": (real & right).sum(), "tested": real.sum()}
+    return {"right": right, "tested": torch.ones_like(right)}
 
 
 def _metrics(sums: Any) -> dict[str, float]:

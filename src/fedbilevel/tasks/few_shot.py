@@ -155,8 +155,8 @@ class FewShot(Task):
         weights = uniform(layers, torch.Generator().manual_seed(self.data_seed))
         heads = (self.num_tasks, self.num_ways)
         return Problem(
-            upper=lambda x, y, batch: (batch["weight"] * _losses(y, batch).mean(1)).sum(),
-            lower=lambda x, y, batch: (batch["weight"] * _losses(y, batch).sum(1)).sum() + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            upper=lambda x, y, batch: _losses(y, batch).mean(1),
+            lower=lambda x, y, batch: _losses(y, batch).sum(1) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0={name: leaf for name, leaf in weights.items() if name != f"conv{num_layers}.bias"},
             y0={"head.weight": torch.zeros(*heads, num_filters), "head.bias": torch.zeros(heads)},
             scopes=Scopes(lower="local"),
@@ -235,7 +235,7 @@ class FewShot(Task):
         def adapted(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
             features = torch.cat([batch["features"], torch.ones_like(batch["features"][..., :1])], -1)  # the last weight of a head is its bias
             head = self._head(features[:, : self.num_shots].flatten(1, 2))
-            return _counted(name, torch.einsum("rqnd,rcd->rqnc", features[:, self.num_shots :], head), batch["weight"])
+            return _counted(name, torch.einsum("rqnd,rcd->rqnc", features[:, self.num_shots :], head))
 
         return adapted
 
@@ -264,15 +264,15 @@ def _losses(y: Any, batch: Any) -> Tensor:
     return -_logits(y, batch).log_softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def _counted(name: str, logits: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    right = logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)
-    real = (weight > 0).reshape(-1, *(1,) * (right.ndim - 1))
-    return {f"{name}_right": (real & right).sum(), f"{name}_answers": (real & torch.ones_like(right)).sum()}
+def _counted(name: str, logits: Tensor) -> dict[str, Tensor]:
+    """Right answers and answers of every sample."""
+    right = (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).flatten(1)
+    return {f"{name}_right": right.sum(1), f"{name}_answers": torch.ones_like(right).sum(1)}
 
 
 def _own(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
     """Right answers of the clients' own heads to their own queries."""
-    return _counted("query", _logits(y, batch), batch["weight"])
+    return _counted("query", _logits(y, batch))
 
 
 def _metrics(sums: Any) -> dict[str, float]:

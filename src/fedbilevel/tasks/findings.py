@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbilevel.contraction import counted as sums
 from fedbilevel.data.clients import ClientData, Holdings
 from fedbilevel.problem import Problem, with_features
 
@@ -77,7 +78,7 @@ def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: st
         for i in range(len(clients)):
             x, fields = of_client(result.x, i), data.batch(torch.tensor([i]), role).row(0)
             some = problem.statistics[role](x, of_client(result.y, i), with_features(problem, x, fields))
-            found.append({name: float(value) for name, value in some.items()})
+            found.append({name: float(value) for name, value in sums(some, fields["weight"]).items()})
     return found
 
 

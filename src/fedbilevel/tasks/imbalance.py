@@ -89,8 +89,8 @@ class Imbalance(Task):
         (num_pixels,) = shapes.sample("image", "train", "val", "test", ndim=1)
         num_classes, tested = shapes.classes(), shapes.has("test", "image", "label")
         return Problem(
-            upper=lambda x, y, batch: _mean(_logits(y, batch), batch),
-            lower=lambda x, y, batch: _mean(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            upper=lambda x, y, batch: _entropy(_logits(y, batch), batch),
+            lower=lambda x, y, batch: _entropy(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0={"delta": torch.zeros(num_classes), "ell": torch.zeros(num_classes)},
             y0=self._weights(num_pixels, num_classes),
             statistics={"test": _tested(num_classes)} if tested else {},
@@ -150,8 +150,8 @@ def _adjusted(x: Any, y: Any, batch: Any) -> Tensor:
     return 2 * torch.sigmoid(x["delta"]) * _logits(y, batch) + x["ell"]
 
 
-def _mean(logits: Tensor, batch: Any) -> Tensor:
-    return (batch["weight"] * cross_entropy(logits, batch["label"], reduction="none")).sum()
+def _entropy(logits: Tensor, batch: Any) -> Tensor:
+    return cross_entropy(logits, batch["label"], reduction="none")
 
 
 def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
@@ -159,8 +159,8 @@ def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
         right = _logits(y, batch).argmax(-1) == batch["label"]
         counts: dict[str, Tensor] = {}
         for label in range(num_classes):
-            here = (batch["weight"] > 0) & (batch["label"] == label)
-            counts |= {f"right_{label}": (here & right).sum(), f"tested_{label}": here.sum()}
+            here = batch["label"] == label
+            counts |= {f"right_{label}": here & right, f"tested_{label}": here}
         return counts
 
     return tested

@@ -110,7 +110,7 @@ class Influence(Task):
                 f"influence on {self.data} has images of shape {(_SIDES[self.data],) * 2}, but samples of train/input are of shape {shape}: choose other data."
             )
         return Problem(
-            upper=lambda x, y, batch: (batch["weight"] * self._losses(y, batch)).sum(),
+            upper=lambda x, y, batch: self._losses(y, batch),
             lower=self._lower,
             x0=lambda sizes: {"mask": torch.ones(sizes["train"])},
             y0=self._start(shape),
@@ -150,7 +150,7 @@ class Influence(Task):
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def _lower(self, x: Any, y: Any, batch: Any) -> Tensor:
-        masked = (batch["weight"] * x["mask"][batch["index"]] * self._losses(y, batch)).sum()
+        masked = x["mask"][batch["index"]] * self._losses(y, batch)
         return masked + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
 
     def _losses(self, y: Any, batch: Any) -> Tensor:
@@ -168,9 +168,9 @@ class Influence(Task):
         return inputs.flatten(1) @ y["weight"] + y["bias"]
 
     def _right(self, x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-        scores, real = self._scores(y, batch["input"]), batch["weight"] > 0
-        chosen = (scores > 0).long() if self.data == "mixture" else scores.argmax(-1)
-        return {"right": (real & (chosen == batch["label"])).sum(), "seen": real.sum()}
+        scores = self._scores(y, batch["input"])
+        right = ((scores > 0).long() if self.data == "mixture" else scores.argmax(-1)) == batch["label"]
+        return {"right": right, "seen": torch.ones_like(right)}
 
     def _start(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Zero where the model is convex; the network starts uniform within 1 / sqrt(inputs of a unit)."""

@@ -114,8 +114,8 @@ class Personalisation(Task):
         fit = nll_loss if self.personalise == "mixture" else cross_entropy
         return Problem(
             # cross_entropy scales the weights of the mixture to sum to one, nll_loss takes them as they are
-            upper=lambda x, y, batch: _mean(cross_entropy, score(x, y, batch), batch) + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum(),
-            lower=lambda x, y, batch: _mean(fit, score(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            upper=lambda x, y, batch: cross_entropy(score(x, y, batch), batch["label"], reduction="none") + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum(),
+            lower=lambda x, y, batch: fit(score(x, y, batch), batch["label"], reduction="none") + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"lambda": torch.full((length,), start)},
             y0=uniform(
                 self._layers(num_pixels, num_classes),
@@ -214,14 +214,10 @@ def _cnn(y: Any, image: Tensor, side: int) -> Tensor:
 _NETWORKS: dict[str, Network] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
 
 
-def _mean(loss: Any, score: Tensor, batch: Any) -> Tensor:
-    return (batch["weight"] * loss(score, batch["label"], reduction="none")).sum()
-
-
 def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
     def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-        real = batch["weight"] > 0
-        return {f"{role}_right": (real & (score(x, y, batch).argmax(-1) == batch["label"])).sum(), f"{role}_samples": real.sum()}
+        right = score(x, y, batch).argmax(-1) == batch["label"]
+        return {f"{role}_right": right, f"{role}_samples": torch.ones_like(right)}
 
     return answers
 

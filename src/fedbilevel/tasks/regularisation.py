@@ -84,7 +84,7 @@ class Regularisation(Task):
         (dim,) = shapes.sample("input", "train", "val", "test", ndim=1)
         tested = shapes.has("test", "input", "label")
         return Problem(
-            upper=_upper,
+            upper=lambda x, y, batch: _losses(y, batch),
             lower=self._lower,
             x0={"lambda": torch.full((dim + 1,), self._start())},
             y0={"weight": torch.zeros(dim), "bias": torch.zeros(1)},
@@ -99,7 +99,7 @@ class Regularisation(Task):
 
     def _lower(self, x: Any, y: Any, batch: Any) -> Tensor:
         decay = x["lambda"].exp() if self.parametrisation == "exp" else x["lambda"]
-        return _upper(x, y, batch) + 0.5 * ((decay + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
+        return _losses(y, batch) + 0.5 * ((decay + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
 
     def _mixture(self, rng: np.random.Generator) -> Clients:
         drawn = mixture(
@@ -148,14 +148,9 @@ def _losses(y: Any, batch: Any) -> Tensor:
     return softplus(scores) - batch["label"] * scores
 
 
-def _upper(x: Any, y: Any, batch: Any) -> Tensor:
-    return (batch["weight"] * _losses(y, batch)).sum()
-
-
 def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    real = batch["weight"] > 0
     right = (_scores(y, batch) > 0) == (batch["label"] == 1)
-    return {"right": (real & right).sum(), "loss": (real * _losses(y, batch)).sum(), "tested": real.sum()}
+    return {"right": right, "loss": _losses(y, batch), "tested": torch.ones_like(right)}
 
 
 def _metrics(sums: Any) -> dict[str, float]:
