@@ -1,6 +1,7 @@
 """The guard in front of FLARE's own channels, as a table: which messages pass, and which jobs are admitted."""
 
 import json
+import shutil
 
 import pytest
 
@@ -128,3 +129,18 @@ def test_attack_by_a_plan_that_no_lead_signed_or_by_more_files_is_refused(made, 
     (folder / "at_site/config/evil.py").write_text("import os\n")
     assert "it holds config/config_fed_client.json, config/evil.py" in guard.Validator().validate(str(folder / "at_site"))[0]
     assert "it holds nothing" in guard.Validator().validate(str(tmp_path / "empty"))[0]
+
+
+def test_a_kit_without_the_guard_is_not_started(made, tmp_path):
+    from fedbilevel.errors import SettingError
+    from fedbilevel.flare.processes import Supervised
+
+    kit = tmp_path / "north"
+    shutil.copytree(made["north"], kit)
+    Supervised(kit)
+    place = kit / "local/resources.json"
+    content = json.loads(place.read_text())
+    for other in ({**content, "components": content["components"][1:]}, {name: value for name, value in content.items() if name != "app_validator"}):
+        place.write_text(json.dumps(other))
+        with pytest.raises(SettingError, match=r"has no guard in local/resources\.json.*make it anew"):
+            Supervised(kit)

@@ -33,6 +33,8 @@ FILES = {  # without which a kit of this kind is not whole
     "lead": ("startup/fed_admin.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem"),
 }
 MAX_JOBS = 4  # that a server works on at once; others wait
+GUARD: dict[str, Any] = {"id": "guard", "path": "fedbilevel.flare.guard.Guard", "args": {}}
+VALIDATOR: dict[str, Any] = {"path": "fedbilevel.flare.guard.Validator", "args": {}}
 BEAT_TIMEOUT = 30  # seconds after which the server takes a site that sends no heart-beat for gone; FLARE's own: 600
 _ORG = re.compile(r"[A-Za-z0-9_]+")
 _HOST, _MAIL = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*"), re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+")
@@ -217,6 +219,13 @@ def check_whole(kit: Path, kind: str) -> None:
             raise SettingError(f"the kit {kit} is half-made, {name} is {what}: delete it and run provision again.")
 
 
+def check_guarded(kit: Path) -> None:
+    """Refuse a kit whose processes would obey FLARE's own commands."""
+    resources = json.loads((kit / "local" / "resources.json").read_text())
+    if GUARD not in resources.get("components", []) or resources.get("app_validator") != VALIDATOR:
+        raise SettingError(f"the kit {kit} has no guard in local/resources.json, as kits of earlier versions: make it anew with `provision`.")
+
+
 def _is_whole(path: Path) -> bool:
     """Whether a file that FLARE wrote is there up to its end."""
     if not path.is_file():
@@ -260,9 +269,8 @@ def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
         parts["job_scheduler"]["args"] |= {"min_schedule_interval": 0.2, "max_schedule_interval": 10.0, "max_jobs": MAX_JOBS}
     for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
         parts.pop(name, None)
-    guard = {"id": "guard", "path": "fedbilevel.flare.guard.Guard", "args": {}}
-    resources["components"] = [guard, *parts.values()]
-    resources["app_validator"] = {"path": "fedbilevel.flare.guard.Validator", "args": {}}
+    resources["components"] = [GUARD, *parts.values()]
+    resources["app_validator"] = VALIDATOR
     rights = {"submit_job": "any", "clone_job": "none", "manage_job": "any", "view": "any", "byoc": "none", "server-predeployed-flwr": "none"}
     of_server = {name: "any" if is_server else "none" for name in ("download_job", "operate", "shell_commands", "app_command")}  # nobody reads files at a site
     logs = json.loads((local / "log_config.json.default").read_text())

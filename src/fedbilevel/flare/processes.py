@@ -83,6 +83,7 @@ class Supervised:
     def __init__(self, kit: Path, *, environment: Mapping[str, str] | None = None, pause: float = 2.0, say: Callable[[str], None] = lambda _: None) -> None:
         self.kit, self.command, self.name = kit.resolve(), command_of(kit), name_of(kit)
         kits.check_whole(kit, "server" if self.name == kits.SERVER else "site")
+        kits.check_guarded(kit)
         certificates.check(kit)
         if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it on to job processes as text that is divided again
             raise SettingError(f"the kit lies in {str(self.kit)!r}, and FLARE cannot start jobs below a path with blanks or quotes: move it.")
