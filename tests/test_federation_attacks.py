@@ -155,7 +155,8 @@ class Server:
     def phase(self, call, plan=None):
         y = torch.zeros(650, dtype=torch.float64)
         values = {"x": {"kept": "x"}, "y": {"array": 0}, "z": {"value": None}, "t": {"value": 0}, "Q": {"value": 1}}
-        asked = {"phase": "aggregate", "iteration": 1, "call": call, "values": values, "new": [0], "live": [0], "place": {"x": "start"}}
+        asked = {"phase": "aggregate", "iteration": 1, "call": call, "values": values, "new": [0], "live": [0]}
+        asked |= {"place": {"x": "start"}} if call == 1 else {}
         return self.say("phase", [y], run=(plan or self.plan)["name"], **asked)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fedbilevel
+from fedbilevel.errors import WireError
 from fedbilevel.sites import audit, operator, wire
 from fedbilevel.sites import preview as preview_module
 from fedbilevel.sites.plan import plan_digest, plan_of
@@ -194,12 +195,18 @@ def test_rounds_of_an_older_log_count(tmp_path):
     assert [audit.is_round(line) for line in ({"arrays": [{}]}, {"arrays": []}, {"round": True, "arrays": []}, {})] == [True, False, True, False]
 
 
-def test_attack_a_refusal_quotes_little_of_a_long_message(attacker):
+def test_attack_a_refusal_quotes_little_of_a_long_message(attacker, monkeypatch):
     values = {f"name{number}": {"value": 1} for number in range(5000)}
     answer, _ = attacker.say("phase", phase="local_steps", iteration=1, call=1, values=values)
     assert "takes x, y, u, but the message has name0, name1" in answer["error"]
-    assert len(answer["error"]) <= 500
-    assert len(attacker.lines()[-1]["text"]) <= 500
+    assert len(answer["error"]) < 200
+
+    def quotes(header, arrays):
+        raise WireError(f"a message of kind {header['kind']} is not known.")
+
+    monkeypatch.setattr(attacker.site, "_answer", quotes)
+    answer, _ = attacker.say("x" * 10**6)
+    assert len(answer["error"]) == len(attacker.lines()[-1]["text"]) == 500
 
 
 def test_attack_repeated_refusals_are_merged_in_the_log(attacker):

@@ -120,7 +120,7 @@ class Session:
         rest = {name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD}  # takes any further name
         lacking = [name for name, parameter in wanted.items() if parameter.default is parameter.empty and name not in values and name not in rest]
         if lacking or not (rest or values.keys() <= wanted.keys()):
-            raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing'}.")
+            raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing':.100}.")
         self._begin(header)
         if iteration != self.iteration:
             self.host.scratch.clear()
@@ -277,25 +277,25 @@ class Session:
         match entry:
             case {"array": number}:
                 if number not in self.arrays:
-                    raise WireError(f"a message refers to array {number!r:.40} for {name}, which this site does not hold.")
+                    raise WireError(f"a message refers to array {number!r:.40} for {name:.40}, which this site does not hold.")
                 array = self._checked(name, self.arrays[number])
                 return array if array.ndim == 1 else array[rows.to(array.device)]
             case {"kept": str(kept)}:
                 if kept not in self.kept_names or not (measuring or name in self.kept_names):
-                    raise WireError(f"a message gives {kept!r:.40} as {name}, but not both are kept at this site.")
+                    raise WireError(f"a message gives {kept!r:.40} as {name:.40}, but not both are kept at this site.")
                 zeros = torch.zeros(self.host.width(kept), dtype=self.host.dtype, device=self.host.device)
                 return self.host.kept.read(kept, rows, zeros.expand(len(rows), -1))
             case {"value": None | bool() | int() | str() as plain}:
                 return plain
             case {"value": float(number)} if math.isfinite(number):
                 return number
-        raise WireError(f"a message gives {name} as {entry!r:.80}, expected an array, a kept value or a finite number.")
+        raise WireError(f"a message gives {name:.40} as {entry!r:.80}, expected an array, a kept value or a finite number.")
 
     def _checked(self, name: str, array: Tensor) -> Tensor:
         try:
             width = self.algorithm.lengths.get(name, self.host.width(name))
         except KeyError:
-            raise WireError(f"a message brings an array named {name}, which {self.algorithm.name()} does not declare.") from None
+            raise WireError(f"a message brings an array named {name:.40}, which {self.algorithm.name()} does not declare.") from None
         if array.dtype != self.host.dtype or array.shape not in ((width,), (len(self.all), width)):
             raise WireError(f"{name} arrived as {array.dtype} of shape {tuple(array.shape)}, expected {self.host.dtype} of length {width}.")
         if not bool(torch.isfinite(array).all()):

@@ -6,6 +6,7 @@ Files in its folder:  site.toml              settings and policy, never sent
                       status.json            the site's state now, for `fedbilevel federation watch`
                       log.txt                errors in full
                       runs/NAME/version-K    memory and private values after outer iteration K, the last two
+                      runs/NAME/order.json   the latest outer iteration, and how many were done again, see `order`
                       runs/NAME/solution     private parts of the solution
 
 An answer carries the turn of its message. A message of an earlier turn than the last one answered is refused: the
