@@ -75,7 +75,8 @@ class Watch:
         """Every message that this cell receives, for itself or to be forwarded."""
         origin, destination = (str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION))
         shown = message.get_prop(MessagePropKey.COMMON_NAME)  # of the certificate; None on connections within a kit
-        return self._answer(message, why_not_forwarded(self.me, origin, destination, shown))
+        known = shown if self.me == SERVER and shown else origin  # at the server the certificate is the sender's own
+        return self._answer(message, why_not_forwarded(self.me, origin, destination, shown), known)
 
     def arriving(self, message: Message) -> Message | None:
         """Every request for this cell, also those that came in one message with others."""
@@ -87,12 +88,13 @@ class Watch:
             job = str(message.payload.get_header(RequestHeader.JOB_ID, ""))
         return self._answer(message, why_not_commanded(self.me, origin, str(command), job))
 
-    def _answer(self, message: Message, reason: str) -> Message | None:
+    def _answer(self, message: Message, reason: str, sender: str = "") -> Message | None:
+        """sender: who it is, where that is known better than by what the message says."""
         if not reason:
             return None
         keys = (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
         facts = [str(message.get_header(key, "")) for key in keys]
-        self._note(facts, reason)
+        self._note([sender or facts[0], *facts[1:]], reason)
         if message.get_header(MessageHeaderKey.MSG_TYPE) != MessageType.REQ:
             message.set_header(MessageHeaderKey.DESTINATION, "")  # a reply that nobody waits for
         return make_reply(ReturnCode.UNAUTHENTICATED, reason)
