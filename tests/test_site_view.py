@@ -49,7 +49,7 @@ def test_a_site_before_its_first_run_has_nothing_to_show_and_nothing_fails(kit, 
     assert (now.running, now.connected) == (None, None)
     rows = telling.rows(now, kit)
     assert row(rows, "Run") == ["no run yet"]
-    assert row(rows, "What left") == ["in all: 0 lines in the log, 0 of them with arrays, 0.0 kB"]
+    assert row(rows, "What left") == ["in all: 0 lines in the log, 0 of them phases and measurements, 0.0 kB"]
     assert row(rows, telling.WAITING) == ["nothing"]
     assert row(rows, "Last refusals") == ["none"]
 
@@ -66,7 +66,7 @@ def test_a_site_at_work_shows_run_progress_what_left_and_its_budget(kit, folder)
     assert row(rows, "What left") == [
         "cleaning: 31 answers, 0.3 MB",
         "norms of the last arrays: y 2.51, x 0.334",
-        "in all: 4 lines in the log, 3 of them with arrays, 1.5 MB",
+        "in all: 4 lines in the log, 3 of them phases and measurements, 1.5 MB",
     ]
     assert row(rows, "Budget") == ["28 of 10000 rounds"]
     assert f"{ONE[:12]}  cleaning, sent by lead@north.example" in row(rows, telling.WAITING)[0]

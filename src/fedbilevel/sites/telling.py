@@ -75,7 +75,7 @@ def run(view: View) -> str:
 def left(view: View) -> list[str]:
     """Counts, bytes and norms; no value that left is kept anywhere."""
     lines, rounds = plural(view.head.n, "line"), view.head.rounds
-    total = f"in all: {lines} in the log, {rounds} of them with arrays, {megabytes(view.head.bytes)}"
+    total = f"in all: {lines} in the log, {rounds} of them phases and measurements, {megabytes(view.head.bytes)}"
     if not view.run:
         return [total]
     answers, sent = count(view.status, "answers"), megabytes(count(view.status, "bytes"))
