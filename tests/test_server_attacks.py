@@ -133,8 +133,16 @@ def test_attack_by_a_measurement_that_is_not_finite_is_named_and_does_not_count(
     spoil = at("measure", lambda header, arrays: (header, [torch.cat([arrays[0][:, :1] * float("nan"), arrays[0][:, 1:]], dim=1)]))
     ours = federation.plan({"name": "fedavg"}, quorum=2)
     assert federation.serve(ours, lambda name, header: spoil(name, header) if header.get("iteration") == 2 else None) == "finished"
-    assert "it measured a value of 'upper' that is not finite" in federation.diary()[1]["missing"]["site-1"]
+    assert "it measured a value that is not finite, while others did not" in federation.diary()[1]["missing"]["site-1"]
     assert all(torch.isfinite(torch.tensor(row["upper_loss"])) for row in federation.record.rows())
+
+
+def test_measurements_of_a_model_that_has_diverged_are_told_as_they_are(tmp_path):
+    federation = Loopback(tmp_path)
+    spoil = lambda header, arrays: (header, [torch.cat([arrays[0][:, :1] * float("inf"), arrays[0][:, 1:]], dim=1)])
+    assert federation.serve(federation.plan({"name": "fedavg"}), lambda name, header: spoil if header["kind"] == "measure" else None) == "finished"
+    assert all(one["missing"] == one["flagged"] == {} for one in federation.diary())
+    assert not any(torch.isfinite(torch.tensor(row["upper_loss"])) for row in federation.record.rows())
 
 
 def test_attack_by_a_huge_measured_loss_is_flagged(tmp_path):

@@ -257,12 +257,23 @@ class Sites(Server):
         looks = self._exchange(head, {"x": x, "y": y}, self._whole(here), when, _look, len(self.names), charged=False)
         self._leave_out_odd_ones(looks, lambda look: tuple(look[0]), len(self.names), when)
         names = next(iter(looks.values()))[1][0]
-        for site, flag in self.watch.losses(self.iteration, {site: rows for site, (_, (_, rows)) in looks.items()}).items():
-            self._flag(site, flag)
+        self._look_at_losses(looks, when)
         self.changed |= {site for site, (answer, _) in looks.items() if answer.header["changed"]}
         table = torch.cat([rows for _, (_, rows) in looks.values()])
         table[:, 2] = self.weights_by_place[self._places(looks)].double()  # which may be capped, not what a site says
         return {**figures(self.problem, names, table), "num_sites": float(len(looks))}
+
+    def _look_at_losses(self, looks: dict[int, tuple[Answer, tuple[list[str], Tensor]]], when: str) -> None:
+        """Leave out measurements that are not finite, unless they are most of them: then it is the model that has diverged. Flag losses far out."""
+        odd = [site for site, (_, (_, table)) in looks.items() if not bool(torch.isfinite(table).all())]
+        if 2 * len(odd) > len(looks):
+            return
+        for site in odd:
+            del looks[site]
+            self._drop(site, Failure(False, "it measured a value that is not finite, while others did not: look at its data.", 0.0), when)
+        self._check_quorum(len(looks), len(self.names), when)
+        for site, flag in self.watch.losses(self.iteration, {site: table for site, (_, (_, table)) in looks.items()}).items():
+            self._flag(site, flag)
 
     def trees(self, value: Any, *, upper: bool) -> Any:
         """Nothing, for what never left the sites: each has written its own part."""
@@ -500,9 +511,6 @@ def _look(answer: Answer, num: int) -> tuple[list[str], Tensor]:
         raise WireError("its measurement is not a row of figures for each client.")
     if not bool(((tables[0][:, 2] > 0) & (tables[0][:, 2] < 2**40)).all()):
         raise WireError("its measurement has no weight.")
-    if not bool(torch.isfinite(tables[0]).all()):
-        odd = [name for name, column in zip(names, tables[0].unbind(1), strict=True) if not bool(torch.isfinite(column).all())]
-        raise NonFiniteError(f"it measured a value of {odd[0]!r:.80} that is not finite: its steps are too long, or its data are extreme.")
     return names, tables[0]
 
 
