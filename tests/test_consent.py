@@ -146,6 +146,15 @@ def test_refused_callers_are_written_down_and_reported_once(caller):
     assert (report.ok, report.callers) == (True, {"west": 4})  # lines for 1, 2 and 4 calls: repeated calls cannot fill the disk
 
 
+def test_attack_by_calls_under_ever_new_names_is_counted_under_one(caller):
+    for number in range(500):
+        caller.site.refuse_caller(f"name-{number}", "no")
+    caller.join()
+    operator.approve(caller.folder, DIGEST, "me")
+    told = caller.join()["strangers"]
+    assert (len(told), told["others"], sum(told.values())) == (51, 450, 500)
+
+
 def test_an_answer_that_takes_too_long_is_stopped_at_the_next_derivative(caller, monkeypatch):
     caller.join()
     operator.approve(caller.folder, DIGEST, "me")

@@ -9,7 +9,7 @@
     join_deadline = 300.0             # seconds that a site has to read its data, before the first
     patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
     num_classes = 10                  # where labels are classes: a site may lack some
-    max_weight = 5000                 # most that one client counts in a mean; nothing: 100 times the median of all clients
+    max_weight = 5000                 # most that one client counts in a mean; nothing: 10 times the median of the other sites' clients
     exclude_outliers = true           # leave out answers whose norm is far from the others'; nothing: name them only
     approval_wait = 86400.0           # seconds to wait for the operators of the sites
     clients = {north = 2}             # clients that a site hosts; nothing: 1

@@ -54,6 +54,7 @@ _LONGEST_LOG = 2**22  # bytes of log.txt before it is renamed to log-before.txt
 _BETWEEN = 16  # messages between two looks at how full the disk is
 _KNOWN = 1000  # refusals that are remembered, to write repeated ones down less often
 PAUSED = "the site is paused: `fedbilevel federation unpause` there ends the pause."
+_CALLERS = 50  # refused callers that are told apart
 log = logging.getLogger(__name__)
 
 
@@ -104,6 +105,8 @@ class Site:
     def refuse_caller(self, caller: str, reason: str) -> str:
         """Write down a call of somebody else than the server of the run, and tell the server with the next answer."""
         caller = printable(caller)[:100]
+        if caller not in self._refused and len(self._refused) >= _CALLERS:
+            caller = "others"
         self._refused[caller] += 1
         self._strangers[caller] += 1
         many = self._refused[caller]
