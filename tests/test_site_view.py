@@ -178,7 +178,7 @@ def test_totals_of_a_damaged_head_are_not_shown(kit, folder, changes):
     log_answers(folder)
     head = json.loads((folder / audit.HEAD).read_text())
     (folder / audit.HEAD).write_text(json.dumps({**head, **changes}))
-    assert row(telling.rows(look(folder), kit), "What left") == ["in all: 0 lines in the log, 0 of them with arrays, 0.0 kB"]
+    assert row(telling.rows(look(folder), kit), "What left") == ["in all: 0 lines in the log, 0 of them phases and measurements, 0.0 kB"]
 
 
 def test_a_kit_without_readable_settings_goes_by_its_folder(kit, folder):
