@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from nvflare.apis.fl_constant import ServerCommandKey
+from nvflare.apis.shareable import Shareable
 from nvflare.collab import collab
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.private.admin_defs import Message as AdminMessage
@@ -16,7 +18,7 @@ from nvflare.private.defs import new_cell_message
 import fedbilevel
 from fedbilevel.errors import PolicyError
 from fedbilevel.flare.identity import Signer
-from fedbilevel.flare.job import CALL, Client, Server, unpacked
+from fedbilevel.flare.job import CALL, STOP, Client, Server, unpacked
 from fedbilevel.sites import wire
 from fedbilevel.sites.policy import read_settings
 from fedbilevel.sites.serve import serve
@@ -178,9 +180,11 @@ class ThiefClient(Client):
         shell = AdminMessage("sys.shell", "cat site/site.toml")
         delete = AdminMessage("train.delete_run", "")
         delete.set_headers({"job_id": "site"})
+        stop = Shareable()
+        stop[ServerCommandKey.TOPIC], stop[ServerCommandKey.DATA] = STOP, {"why": "asked"}
         asked = [
             ("admin", "north", "admin", shell), ("admin", "south", "admin", delete), ("client_command", f"north.{job}", "abort", None),
-            ("server_command", f"server.{job}", "app_command", {"topic": "fedbilevel_stop", "data": {"why": "asked"}}),
+            ("server_command", f"server.{job}", "app_command", stop),
         ]  # fmt: skip
         ask = lambda channel, target, topic, what: cell.send_request(
             channel=channel, topic=topic, target=target, request=new_cell_message({}, what), timeout=5.0

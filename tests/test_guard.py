@@ -83,6 +83,13 @@ def test_channels_of_commands_belong_to_a_process_and_its_parent(me, origin, cha
     assert (guard.why_not_accepted(me, origin, channel) == "") == answers
 
 
+def test_a_stream_is_judged_by_the_channel_that_it_carries():
+    assert guard.why_not_accepted("north", "server", "admin", streamed=True)
+    assert guard.why_not_accepted(f"server.{JOB}", f"west.{JOB}", "server_command", "app_command", streamed=True)
+    assert guard.why_not_accepted(f"north.{JOB}", f"server.{JOB}", "collab", streamed=True) == ""
+    assert guard.why_not_accepted(f"server.{JOB}", f"west.{JOB}", "server_command", "get_task", streamed=True) == ""
+
+
 def job_of(tmp_path, kit, plan=PLAN, **more):
     packed = configuration.packed(plan)
     return control.job_folder(tmp_path, plan, seal=configuration.sealed(kit, packed), **more)

@@ -28,6 +28,7 @@ from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.cellnet.defs import CellChannel, MessageHeaderKey, MessagePropKey, MessageType, ReturnCode
 from nvflare.fuel.f3.cellnet.utils import make_reply
 from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming.stream_const import STREAM_CHANNEL, STREAM_DATA_TOPIC, StreamHeaderKey
 from nvflare.private.defs import RequestHeader
 
 from fedbilevel.errors import FedBilevelError
@@ -41,6 +42,7 @@ _ADMIN = {  # what the server may ask of a site's parent process
     "train.deploy", "train.start_job", "train.abort", "train.check_status",
     "scheduler.check_resource", "scheduler.allocate_resource", "scheduler.cancel_resource",
 }  # fmt: skip
+_TASKS = {"get_task", "submit_update"}  # what the job of a site asks of the server's job
 _FROM_JOB = "train.notify_job_status"  # what the process of a job tells its parent
 _SIGNATURES = {".__nvfl_sig.json", ".__nvfl_submitter.crt"}  # which FLARE adds when a lead submits
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -59,7 +61,8 @@ class Guard(FLComponent):  # type: ignore[misc]
                 made(cell, *arguments, **more)
                 watch = Watch(cell)
                 cell.add_incoming_filter("*", "*", watch.passing)
-                cell.add_incoming_request_filter("*", "*", watch.arriving)
+                for channel, topic in (("*", "*"), (STREAM_CHANNEL, STREAM_DATA_TOPIC)):  # FLARE asks the closest match only
+                    cell.add_incoming_request_filter(channel, topic, watch.arriving)
 
             CoreCell.__init__ = guarded
 
@@ -75,14 +78,18 @@ class Watch:
         """Every message that this cell receives, for itself or to be forwarded."""
         origin, destination = (str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION))
         shown = message.get_prop(MessagePropKey.COMMON_NAME)  # of the certificate; None on connections within a kit
+        reason = why_not_forwarded(self.me, origin, destination, shown)
+        if not reason and destination == self.me and message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ:
+            channel, topic, streamed = _meant(message)
+            reason = why_not_accepted(self.me, origin, channel, topic, streamed=streamed)
         known = shown if self.me == SERVER and shown else origin  # at the server the certificate is the sender's own
-        return self._answer(message, why_not_forwarded(self.me, origin, destination, shown), known)
+        return self._answer(message, reason, known)
 
     def arriving(self, message: Message) -> Message | None:
         """Every request for this cell, also those that came in one message with others."""
-        origin, channel = (str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.CHANNEL))
-        if channel != CellChannel.CLIENT_MAIN:
-            return self._answer(message, why_not_accepted(self.me, origin, channel))
+        origin, (channel, topic, streamed) = str(message.get_header(MessageHeaderKey.ORIGIN, "")), _meant(message)
+        if channel != CellChannel.CLIENT_MAIN or streamed:
+            return self._answer(message, why_not_accepted(self.me, origin, channel, topic, streamed=streamed))
         command, job = getattr(message.payload, "topic", ""), ""
         if command:
             job = str(message.payload.get_header(RequestHeader.JOB_ID, ""))
@@ -154,9 +161,21 @@ def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
     return ""
 
 
-def why_not_accepted(me: str, origin: str, channel: str) -> str:
+def _meant(message: Message) -> tuple[str, str, bool]:
+    """Channel and topic that a request is for, and whether it comes as a stream, which has a channel of its own."""
+    inner = message.get_header(StreamHeaderKey.CHANNEL)
+    keys = (StreamHeaderKey.CHANNEL, StreamHeaderKey.TOPIC) if inner else (MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
+    channel, topic = (str(message.get_header(key, "")) for key in keys)
+    return channel, topic, bool(inner)
+
+
+def why_not_accepted(me: str, origin: str, channel: str, topic: str = "", *, streamed: bool = False) -> str:
     """Why a request may not be answered; empty where it may."""
+    if streamed and channel == CellChannel.CLIENT_MAIN:
+        return "commands to a site do not come as streams"
     home, sender = me.split(".")[0], origin.split(".")[0]
+    if channel == CellChannel.SERVER_COMMAND and topic in _TASKS:
+        return ""
     if channel in (CellChannel.CLIENT_COMMAND, CellChannel.SERVER_COMMAND, CellChannel.SERVER_PARENT_LISTENER) and sender != home:
         return "commands of a job come from its own parent process"
     if channel == CellChannel.HCI and me != SERVER:
