@@ -20,16 +20,41 @@ SECTIONS = ("paths", "iteration", "algorithms", "growth", "push_sum", "ranks", "
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="How fast the library is, as ratios to stated floors; see benchmarks/README.md.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="How fast the library is, as ratios to stated floors; see benchmarks/README.md.",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=2, help="threads of the processor (default 2)")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION", help=f"some of {', '.join(SECTIONS)}")
-    parser.add_argument("--small", action="store_true", help="a version of seconds, which shows that everything runs and nothing else")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds in which the contestants take turns, at least 5 (default 7)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="SECTION",
+        help=f"some of {', '.join(SECTIONS)}",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a version of seconds, which shows that everything runs and nothing else"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds in which the contestants take turns, at least 5 (default 7)"
+    )
     parser.add_argument("--steps", type=int, default=None, help="hgp_paper: time so many lower steps and extrapolate")
-    parser.add_argument("--networks", nargs="+", default=["random_directed"], metavar="NETWORK", help="hgp_paper: which networks")
-    parser.add_argument("--save", nargs="?", const="", default=None, metavar="NAME", help="write results/NAME.json (default: cpu or cuda) and RESULTS.md")
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)")
+    parser.add_argument(
+        "--networks", nargs="+", default=["random_directed"], metavar="NETWORK", help="hgp_paper: which networks"
+    )
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="NAME",
+        help="write results/NAME.json (default: cpu or cuda) and RESULTS.md",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)"
+    )
     given = parser.parse_args(words)
     if given.rounds < 5:
         parser.error(f"--rounds is {given.rounds}, expected at least 5: medians of fewer say little.")
@@ -45,7 +70,12 @@ def section(name: str, setup: Setup) -> dict[str, Any]:
     where = results.circumstances(setup)
     try:
         module = importlib.import_module("benchmarks.ranks_section" if name == "ranks" else f"benchmarks.{name}")
-        content = {"title": module.TITLE, "about": module.ABOUT, "where": where, "headings": getattr(module, "HEADINGS", {})}
+        content = {
+            "title": module.TITLE,
+            "about": module.ABOUT,
+            "where": where,
+            "headings": getattr(module, "HEADINGS", {}),
+        }
         why = module.skipped(setup) if hasattr(module, "skipped") else None
         return {**content, **({"skipped": why} if why else {"rows": module.rows(setup)})}
     except FedBilevelError as error:
@@ -56,18 +86,30 @@ def main(words: Sequence[str] | None = None) -> int:
     given = _arguments(words)
     torch.set_num_threads(given.threads)
     rounds = 2 if given.small else given.rounds
-    setup = Setup(device=given.device, threads=given.threads, small=given.small, rounds=rounds, steps=given.steps, networks=tuple(given.networks))
+    setup = Setup(
+        device=given.device,
+        threads=given.threads,
+        small=given.small,
+        rounds=rounds,
+        steps=given.steps,
+        networks=tuple(given.networks),
+    )
     kind = torch.device(given.device).type + ("-small" if given.small else "")
     name = given.save or kind
     for one in given.only:
         found = section(one, setup)
-        print(f"\n{found['title']} ({one})\n{found['about']}\n\n{found.get('skipped') or results.table(found['rows'], found.get('headings', {}))}", flush=True)
+        print(
+            f"\n{found['title']} ({one})\n{found['about']}\n\n{found.get('skipped') or results.table(found['rows'], found.get('headings', {}))}",
+            flush=True,
+        )
         if given.save is not None:
             if one == "growth" and "rows" in found:
                 from benchmarks.growth import draw
 
                 found["picture"] = draw(found["rows"], given.folder / f"growth-{name}.png")
-            results.save(name, {one: found}, given.folder)  # after every section: a long run that is cut short keeps what it has
+            results.save(
+                name, {one: found}, given.folder
+            )  # after every section: a long run that is cut short keeps what it has
     return 0
 
 

@@ -9,8 +9,8 @@ from benchmarks.clock import Row, Setup, compare
 from fedbilevel import discovery
 from fedbilevel.engines import simulate
 from fedbilevel.errors import ScopeError
-from fedbilevel.federation import Algorithm, PeerAlgorithm
-from fedbilevel.network import Network
+from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
+from fedbilevel.federation.network import Network
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.task import Built, Task
@@ -40,10 +40,18 @@ def rows(setup: Setup) -> list[Row]:
         base = timings[BASE].median
         for name, one in running.items():
             timing, (num_rounds, megabytes) = timings[name], one.bill()
-            found.append({
-                "name": name, "what": task.name() + one.scope, "seconds": timing.median, "spread": timing.spread, "floor_seconds": base,
-                "ratio": timing.median / base, "rounds": num_rounds, "megabytes": megabytes,
-            })  # fmt: skip
+            found.append(
+                {
+                    "name": name,
+                    "what": task.name() + one.scope,
+                    "seconds": timing.median,
+                    "spread": timing.spread,
+                    "floor_seconds": base,
+                    "ratio": timing.median / base,
+                    "rounds": num_rounds,
+                    "megabytes": megabytes,
+                }
+            )
     return found
 
 
@@ -54,7 +62,9 @@ class _Running:
         self.algorithm, self.scope, self.iteration = algorithm, scope, 0
         options: dict[str, Any] = {"batch_size": 32, "device": setup.device}
         if isinstance(algorithm, PeerAlgorithm):
-            options["network"] = Network(kind="random_undirected" if "gossip" in algorithm.verbs() else "random_directed")
+            options["network"] = Network(
+                kind="random_undirected" if "gossip" in algorithm.verbs() else "random_directed"
+            )
         self.fed = simulate(algorithm, *built, **options)
         self.fed.begin(0)
         self.state = algorithm.init(self.fed)
@@ -75,7 +85,10 @@ def _running(setup: Setup, name: str, task: Task, forms: list[Built]) -> _Runnin
     """On the first form of the task whose scopes the algorithm can solve, if there is one."""
     kind = discovery.algorithm(name)
     known = {spec.name for spec in dataclasses.fields(kind)}
-    given = {**task.suggestions(name), "num_curvature_products": 0}  # measured once in a run, so not part of an iteration
+    given = {
+        **task.suggestions(name),
+        "num_curvature_products": 0,
+    }  # measured once in a run, so not part of an iteration
     algorithm: Algorithm = kind(**{key: value for key, value in given.items() if key in known})
     for number, built in enumerate(forms):
         try:

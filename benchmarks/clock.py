@@ -55,7 +55,13 @@ def seconds_of(call: Callable[[], Any], setup: Setup, repeats: int = 1) -> float
 
 
 def compare(
-    contestants: Mapping[str, Callable[[], Any]], setup: Setup, *, rounds: int | None = None, repeats: int | None = None, warm: int = 1, least: float = 0.02
+    contestants: Mapping[str, Callable[[], Any]],
+    setup: Setup,
+    *,
+    rounds: int | None = None,
+    repeats: int | None = None,
+    warm: int = 1,
+    least: float = 0.02,
 ) -> dict[str, Timing]:
     """A, B, C, A, B, C, ...: noise of the machine falls on all alike. Each is called twice before, to warm up and to see how many calls fill `least` seconds;
     `repeats` fixes that number, for contestants whose calls are not all alike, and each is then called `warm` times before."""
@@ -74,13 +80,22 @@ def compare(
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def rows_of(name: str, timings: Mapping[str, Timing], *, floor: str = "floor", ours: str | None = None, **more: Any) -> list[Row]:
+def rows_of(
+    name: str, timings: Mapping[str, Timing], *, floor: str = "floor", ours: str | None = None, **more: Any
+) -> list[Row]:
     """One row per contestant but the floor: its time as a multiple of the floor's and, where there is one of `ours`, of that one's."""
     least = timings[floor].median
     rows = []
     for what, timing in timings.items():
         if what == floor:
             continue
-        row: Row = {"name": name, "what": what, "seconds": timing.median, "spread": timing.spread, "floor_seconds": least, "ratio": timing.median / least}
+        row: Row = {
+            "name": name,
+            "what": what,
+            "seconds": timing.median,
+            "spread": timing.spread,
+            "floor_seconds": least,
+            "ratio": timing.median / least,
+        }
         rows.append({**row, **({"times_ours": timing.median / timings[ours].median} if ours else {}), **more})
     return rows

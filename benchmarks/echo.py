@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.sockets import Lines, papers
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.flare.job import Client, Handler, Server
+from fedbilevel.sites.flare.job import Client, Handler, Server
 from fedbilevel.sites.transport import Transport
 
 ROUNDS = "rounds.json"  # in the folder of the run: seconds of every round by contestant, for each part of the plan
@@ -34,7 +34,9 @@ class EchoClient(Client):
 class EchoServer(Server):
     """The plan names `parts`, each [number of float32, number of rounds], and the `ports` of processes that answer without FLARE. All take turns here."""
 
-    def serve(self, plan: dict[str, Any], transport: Transport, folder: Path, say: Callable[[dict[str, Any]], None]) -> str:
+    def serve(
+        self, plan: dict[str, Any], transport: Transport, folder: Path, say: Callable[[dict[str, Any]], None]
+    ) -> str:
         kit = folder.parents[1]
         lines = {
             "tls": Lines([one["tls"] for one in plan["ports"]], papers(kit, is_server=True).context(is_server=False)),
@@ -47,7 +49,11 @@ class EchoServer(Server):
                 raise FedBilevelError("; ".join(f"{site}: {failure.reason}" for site, failure in failures.items()))
             return [reply.content for reply in replies.values()]
 
-        contestants: dict[str, Callable[[bytes], Any]] = {"flare": through_flare, "tls": lines["tls"].exchange, "tcp": lines["tcp"].exchange}
+        contestants: dict[str, Callable[[bytes], Any]] = {
+            "flare": through_flare,
+            "tls": lines["tls"].exchange,
+            "tcp": lines["tcp"].exchange,
+        }
         found = []
         for floats, rounds in plan["parts"]:
             message, before = os.urandom(4 * floats), os.getloadavg()[0]
@@ -61,7 +67,9 @@ class EchoServer(Server):
                         raise FedBilevelError(f"{name} brought back something else than what was sent.")
                     if number >= WARM:
                         seconds[name].append(took)
-            found.append({"floats": floats, "seconds": seconds, "load_before": before, "load_after": os.getloadavg()[0]})
+            found.append(
+                {"floats": floats, "seconds": seconds, "load_before": before, "load_after": os.getloadavg()[0]}
+            )
             say({"iteration": len(found), "sites": {}})
         (folder / ROUNDS).write_text(json.dumps(found))
         for one in lines.values():

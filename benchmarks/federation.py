@@ -29,8 +29,13 @@ data. All processes have one thread, and both write a checkpoint after each oute
 its diary; `at the slowest site` is what the slowest of these sites needs to read, compute and write an answer, measured with the sites in one process.
 `load` is the load average of the last minute before and after: the machine is not alone, and the federation itself keeps more processes than it has cores."""
 HEADINGS = {
-    "p10": "p10, s", "p90": "p90, s", "max": "max, s", "aim": "aim, s", "slowest_answer": "slowest answer, s", "at_the_slowest_site": "at the slowest site, s",
-}  # fmt: skip
+    "p10": "p10, s",
+    "p90": "p90, s",
+    "max": "max, s",
+    "aim": "aim, s",
+    "slowest_answer": "slowest answer, s",
+    "at_the_slowest_site": "at the slowest site, s",
+}
 NAMES = {"flare": "FLARE", "tls": "TLS sockets", "tcp": "floor"}
 PARTS = {"2k": (2_000, 100), "160k": (160_000, 100), "1M": (1_000_000, 30)}  # numbers, rounds
 AIMS = {(2, "160k"): 0.2, (5, "160k"): 0.5}  # seconds
@@ -65,7 +70,14 @@ def spread_out(seconds: Sequence[float]) -> Row:
     """Median, quartiles, tenths and the longest."""
     timing = Timing.of(seconds)
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return {"seconds": timing.median, "spread": timing.spread, "p10": tenths[0], "p90": tenths[-1], "max": max(seconds), "rounds": len(seconds)}
+    return {
+        "seconds": timing.median,
+        "spread": timing.spread,
+        "p10": tenths[0],
+        "p90": tenths[-1],
+        "max": max(seconds),
+        "rounds": len(seconds),
+    }
 
 
 # ---- messages alone ------------------------------------------------------------------------------------------------------------
@@ -73,14 +85,21 @@ def spread_out(seconds: Sequence[float]) -> Row:
 
 def echoed(number: int) -> list[Row]:
     from benchmarks.echo import ROUNDS
-    from fedbilevel.flare.job import RUNS
-    from fedbilevel.flare.local import Loopback
+    from fedbilevel.sites.flare.job import RUNS
+    from fedbilevel.sites.flare.local import Loopback
 
     with tempfile.TemporaryDirectory(prefix="fedbilevel-bench-") as folder, Loopback(
         Path(folder), names(number), environment=environment(), allow=["benchmarks."]
     ) as federation, Echoes([federation.kits[site] for site in federation.sites]) as echoes:  # fmt: skip
-        plan: dict[str, Any] = {"name": "echo", "sites": federation.sites, "parts": list(PARTS.values()), "ports": echoes.ports}
-        federation.watch(plan, poll=2.0, max_restarts=0, server="benchmarks.echo.EchoServer", client="benchmarks.echo.EchoClient")
+        plan: dict[str, Any] = {
+            "name": "echo",
+            "sites": federation.sites,
+            "parts": list(PARTS.values()),
+            "ports": echoes.ports,
+        }
+        federation.watch(
+            plan, poll=2.0, max_restarts=0, server="benchmarks.echo.EchoServer", client="benchmarks.echo.EchoClient"
+        )
         measured = json.loads((federation.kits["server"] / RUNS / plan["name"] / ROUNDS).read_text())
     return [row for label, part in zip(PARTS, measured, strict=True) for row in message_rows(number, label, part)]
 
@@ -91,9 +110,23 @@ def message_rows(number: int, label: str, part: Mapping[str, Any]) -> list[Row]:
     found = []
     for contestant in ("flare", "tls"):
         timed = spread_out(part["seconds"][contestant])
-        row = {"name": f"{number} sites, {label} float32", "what": NAMES[contestant], **timed, "floor_seconds": least, "ratio": timed["seconds"] / least}
+        row = {
+            "name": f"{number} sites, {label} float32",
+            "what": NAMES[contestant],
+            **timed,
+            "floor_seconds": least,
+            "ratio": timed["seconds"] / least,
+        }
         aim = {"aim": AIMS[number, label]} if contestant == "flare" and (number, label) in AIMS else {}
-        found.append({**row, **aim, "floor_is": "TCP sockets", "load_before": part["load_before"], "load_after": part["load_after"]})
+        found.append(
+            {
+                **row,
+                **aim,
+                "floor_is": "TCP sockets",
+                "load_before": part["load_before"],
+                "load_after": part["load_after"],
+            }
+        )
     return found
 
 
@@ -117,9 +150,16 @@ def real_run(folder: Path, name: str, number: int, num_iterations: int, *, measu
     for site, client in zip(sites, HyperRepresentation(num_clients=number).build().clients, strict=True):
         write_folder(data[site], client)
     plan = {
-        "name": name, "sites": sites, "num_iterations": num_iterations, "measure_every": measure_every or num_iterations, "num_classes": 10, "quorum": number,
-        "task": {"name": "hyper_representation", "num_clients": number}, "algorithm": {"name": "fedbio"}, "options": {"seed": 1, "batch_size": 32},
-    }  # fmt: skip
+        "name": name,
+        "sites": sites,
+        "num_iterations": num_iterations,
+        "measure_every": measure_every or num_iterations,
+        "num_classes": 10,
+        "quorum": number,
+        "task": {"name": "hyper_representation", "num_clients": number},
+        "algorithm": {"name": "fedbio"},
+        "options": {"seed": 1, "batch_size": 32},
+    }
     return Real(plan_of(plan).asdict(), data)
 
 
@@ -145,9 +185,9 @@ def second_half(values: Sequence[float]) -> list[float]:
 
 
 def real_rows(number: int, num_iterations: int) -> list[Row]:
-    from fedbilevel.flare.job import RUNS, SITE
-    from fedbilevel.flare.local import Loopback
     from fedbilevel.sites.audit import LEFT
+    from fedbilevel.sites.flare.job import RUNS, SITE
+    from fedbilevel.sites.flare.local import Loopback
 
     before = os.getloadavg()[0]
     threads = torch.get_num_threads()
@@ -156,26 +196,46 @@ def real_rows(number: int, num_iterations: int) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="fedbilevel-bench-") as place:
             folder = Path(place)
             real = real_run(folder / "data", "fedbio", number, num_iterations)
-            simulated, computing = second_half(_simulated(real, folder / "simulated")), second_half(slowest(_in_one_process(real, folder / "here")))
-            with Loopback(folder / "federation", real.plan["sites"], data=real.data, auto_approve=True, environment=environment()) as federation:
+            simulated, computing = (
+                second_half(_simulated(real, folder / "simulated")),
+                second_half(slowest(_in_one_process(real, folder / "here"))),
+            )
+            with Loopback(
+                folder / "federation", real.plan["sites"], data=real.data, auto_approve=True, environment=environment()
+            ) as federation:
                 federation.watch(real.plan, poll=2.0, max_restarts=0)
                 left = lines(federation.kits[real.plan["sites"][0]] / SITE / LEFT)
                 diary = lines(federation.kits["server"] / RUNS / real.plan["name"] / "sites.jsonl")
     finally:
         torch.set_num_threads(threads)
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
-    return iteration_rows(number, second_half(gaps(left, real.plan["name"])), second_half(slowest(diary)), computing, simulated, load)
+    return iteration_rows(
+        number, second_half(gaps(left, real.plan["name"])), second_half(slowest(diary)), computing, simulated, load
+    )
 
 
 def iteration_rows(
-    number: int, federation: Sequence[float], answers: Sequence[float], computing: Sequence[float], simulated: Sequence[float], load: Mapping[str, float]
+    number: int,
+    federation: Sequence[float],
+    answers: Sequence[float],
+    computing: Sequence[float],
+    simulated: Sequence[float],
+    load: Mapping[str, float],
 ) -> list[Row]:
     timed, base = spread_out(federation), spread_out(simulated)
     least = base["seconds"]
     name, more = f"FedBiO on digits, {number} sites", {"floor_is": "simulator", **load}
     known = {"slowest_answer": statistics.median(answers), "at_the_slowest_site": statistics.median(computing)}
     return [
-        {"name": name, "what": "outer iteration, FLARE", **timed, "floor_seconds": least, "ratio": timed["seconds"] / least, **known, **more},
+        {
+            "name": name,
+            "what": "outer iteration, FLARE",
+            **timed,
+            "floor_seconds": least,
+            "ratio": timed["seconds"] / least,
+            **known,
+            **more,
+        },
         {"name": name, "what": "outer iteration, simulator", **base, "floor_seconds": least, "ratio": 1.0, **more},
     ]
 
@@ -189,9 +249,16 @@ def _simulated(real: Real, record: Path) -> list[float]:
     clients = [read_folder(place, num_classes=plan.num_classes) for place in real.data.values()]
     times: list[float] = []
     run(
-        plan.built_algorithm(), plan.built_task().build().problem, clients, num_iterations=plan.num_iterations, measure_every=plan.num_iterations,
-        checkpoint_every=1, record=record, callbacks=[lambda _now: times.append(time.perf_counter())], **plan.options,
-    )  # fmt: skip
+        plan.built_algorithm(),
+        plan.built_task().build().problem,
+        clients,
+        num_iterations=plan.num_iterations,
+        measure_every=plan.num_iterations,
+        checkpoint_every=1,
+        record=record,
+        callbacks=[lambda _now: times.append(time.perf_counter())],
+        **plan.options,
+    )
     return [after - before for before, after in pairwise(times[:-1])]  # the last one is measured
 
 

@@ -117,7 +117,11 @@ class Network:
 
     def __init__(self, floor: Floor, pixels: int, hidden: int, classes: int) -> None:
         self.floor, self.pixels, self.hidden, self.classes = floor, pixels, hidden, classes
-        self.inner, self.head, self.vector = floor.full(pixels, hidden), floor.full(hidden, classes), floor.full(hidden, classes)
+        self.inner, self.head, self.vector = (
+            floor.full(pixels, hidden),
+            floor.full(hidden, classes),
+            floor.full(hidden, classes),
+        )
 
     def features(self, images: Tensor) -> Tensor:
         return self.floor.mm(images, self.inner)
@@ -144,7 +148,9 @@ class Network:
 
     def jacobian_product(self, features: Tensor, images: Tensor) -> Tensor:
         """As the upper gradient, with scores and their change along v, and two ways back to the features."""
-        head, vector = (one if features.ndim == 2 else one.expand(len(features), -1, -1) for one in (self.head, self.vector))
+        head, vector = (
+            one if features.ndim == 2 else one.expand(len(features), -1, -1) for one in (self.head, self.vector)
+        )
         scores, change = self.floor.mm(features, head), self.floor.mm(features, vector)
         self.floor.mm(scores, vector.mT)
         return self.floor.mm(self.floor.mm(change, head.mT).mT, images)

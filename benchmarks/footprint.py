@@ -23,10 +23,29 @@ memory (RSS), the most where pages that processes share are divided among them (
 had imported. The row of the command itself has the seconds of the whole; `heavy` names packages that take long to import. All processes have one thread.
 Aims: {job:.0f} MB for the job process of a site, {whole:.0f} s for the whole on two cores with nothing else to do; `load` is the load average before and
 after, as the machine is not alone."""
-HEADINGS = {"rss": "RSS, MB", "pss": "PSS, MB", "cpu": "CPU, s", "aim": "aim, MB", "load_before": "load before", "load_after": "load after"}
+HEADINGS = {
+    "rss": "RSS, MB",
+    "pss": "PSS, MB",
+    "cpu": "CPU, s",
+    "aim": "aim, MB",
+    "load_before": "load before",
+    "load_after": "load after",
+}
 EVERY = 0.5  # seconds between looks
 JOB_AIM, WHOLE_AIM = 300.0, 15.0  # megabytes, seconds
-HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx", "sympy", "networkx", "pandas", "scipy", "sklearn", "matplotlib", "rich")
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "sympy",
+    "networkx",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+    "rich",
+)
 MODULES = "FEDBILEVEL_FOOTPRINT"  # environment: the folder in which every process notes what it has imported
 NOTES = """
 import json, os, sys, threading, time
@@ -49,8 +68,11 @@ def role_of(words: Sequence[str]) -> str:
     if "nvflare.lighter" in line:
         return "provision"
     for part, role in (
-        ("server.server_train", "server, parent"), ("runner_process", "server, job"), ("client.client_train", "parent"), ("worker_process", "job"),
-    ):  # fmt: skip
+        ("server.server_train", "server, parent"),
+        ("runner_process", "server, job"),
+        ("client.client_train", "parent"),
+        ("worker_process", "job"),
+    ):
         if part in line:
             site = next((word.removeprefix("uid=") for word in words if word.startswith("uid=")), "")
             return f"{site}, {role}" if site else role
@@ -85,10 +107,13 @@ class Watch:
         entry = self.found.setdefault(process.pid, {"rss": 0.0, "pss": 0.0, "modules": []})
         note = self._notes / f"{process.pid}.json"
         entry |= {
-            "name": "the command" if process == self._root else role_of(words), "cpu": times.user + times.system,
-            "seconds": time.time() - process.create_time(), "rss": max(entry["rss"], memory.rss / 1e6), "pss": max(entry["pss"], memory.pss / 1e6),
+            "name": "the command" if process == self._root else role_of(words),
+            "cpu": times.user + times.system,
+            "seconds": time.time() - process.create_time(),
+            "rss": max(entry["rss"], memory.rss / 1e6),
+            "pss": max(entry["pss"], memory.pss / 1e6),
             "modules": json.loads(note.read_text()) if note.exists() else entry["modules"],
-        }  # fmt: skip
+        }
 
 
 def heavy(modules: Sequence[str]) -> str:
@@ -115,7 +140,17 @@ def footprint(sites: int) -> dict[str, Any]:
         ours = environment()["PYTHONPATH"]
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         variables = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join([str(notes), ours]), MODULES: str(notes)}
-        words = [sys.executable, "-m", "fedbilevel", "federation", "try", "--sites", str(sites), "--folder", str(Path(folder) / "try")]
+        words = [
+            sys.executable,
+            "-m",
+            "fedbilevel",
+            "federation",
+            "try",
+            "--sites",
+            str(sites),
+            "--folder",
+            str(Path(folder) / "try"),
+        ]
         with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as command:
             watch = Watch(command.pid, notes)
             while command.poll() is None:
@@ -131,18 +166,30 @@ def footprint(sites: int) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.footprint", description="Memory, processor time and processes of `fedbilevel federation try`.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.footprint",
+        description="Memory, processor time and processes of `fedbilevel federation try`.",
+    )
     parser.add_argument("--sites", type=int, default=3)
     parser.add_argument(
-        "--save", nargs="?", const="footprint", default=None, metavar="NAME", help="write results/NAME.json (default: footprint) and RESULTS.md"
+        "--save",
+        nargs="?",
+        const="footprint",
+        default=None,
+        metavar="NAME",
+        help="write results/NAME.json (default: footprint) and RESULTS.md",
     )
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)")
+    parser.add_argument(
+        "--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)"
+    )
     given = parser.parse_args(words)
     why = skipped(Setup())
     if why:
         parser.error(why)
     section = footprint(given.sites)
-    print(f"\n{section['title']}\n{section['about']}\n\n{results.table(section['rows'], section['headings'])}", flush=True)
+    print(
+        f"\n{section['title']}\n{section['about']}\n\n{results.table(section['rows'], section['headings'])}", flush=True
+    )
     if given.save is not None:
         results.save(given.save, {"footprint": section}, given.folder)
     return 0

@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.clock import Row, Setup, Timing, seconds_of
 from benchmarks.problems import random
-from fedbilevel import pictures
+from fedbilevel import plots
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.federation import Cohort
+from fedbilevel.federation.algorithm import Cohort
 
 TITLE = "Growth"
 ABOUT = """Outer iterations of FBO-AggITD (N = 1) on random images of 784 pixels, four for training and two for validation per client, with a network of 100
@@ -51,10 +51,18 @@ def rows(setup: Setup) -> list[Row]:
                 asked = {"clients": 4, "cohort": 2, "hidden": 4, "steps": 1, panel: size}
             asked["cohort"] = min(asked["cohort"], asked["clients"])
             got = (measure if setup.small else in_a_process)(
-                {**asked, "device": setup.device, "threads": setup.threads, "rounds": setup.rounds, "small": setup.small}
+                {
+                    **asked,
+                    "device": setup.device,
+                    "threads": setup.threads,
+                    "rounds": setup.rounds,
+                    "small": setup.small,
+                }
             )
             mine.append({"name": label, "what": f"{panel} = {size}", "size": size, **got})
-        first = mine[0] if panel != "clients" else next((row for row in mine if row["size"] == BASE["clients"]), mine[0])
+        first = (
+            mine[0] if panel != "clients" else next((row for row in mine if row["size"] == BASE["clients"]), mine[0])
+        )
         for row in mine:
             grown = 1.0 if panel == "clients" else row["size"] / first["size"]
             memory = first["memory_mb"] + row["data_mb"] if panel == "clients" else first["memory_mb"] * grown
@@ -68,10 +76,16 @@ def in_a_process(asked: dict[str, Any]) -> dict[str, Any]:
     """A fresh one: the largest size that a process ever had does not go down again."""
     here = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.growth", json.dumps(asked)], capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": here}
+        [sys.executable, "-m", "benchmarks.growth", json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": here},
     )
     if done.returncode:
-        raise FedBilevelError(f"the process for {asked} ended with {done.stderr.strip().splitlines()[-1:] or done.returncode}: run it by hand to see more.")
+        raise FedBilevelError(
+            f"the process for {asked} ended with {done.stderr.strip().splitlines()[-1:] or done.returncode}: run it by hand to see more."
+        )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -80,7 +94,9 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(asked["threads"])
     setup = Setup(device=asked["device"], threads=asked["threads"], rounds=asked["rounds"], small=asked["small"])
     pixels = 16 if setup.small else 784
-    _Running(setup, {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}, 16).advance()  # code that is loaded on first use is not of the run
+    _Running(
+        setup, {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}, 16
+    ).advance()  # code that is loaded on first use is not of the run
     built = random(asked["clients"], 4, 2, pixels=pixels, hidden=asked["hidden"])
     num_bytes = sum(value.nbytes for client in built.clients for role in client.values() for value in role.values())
     before = _start(setup)
@@ -89,7 +105,12 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     bill = running.fed.ledger.rounds
     timing = Timing.of(seconds_of(running.advance, setup) for _ in range(setup.rounds))
     memory = max(_peak(setup) - before, 1)
-    return {"seconds": timing.median / bill, "spread": timing.spread, "memory_mb": memory / 1e6, "data_mb": num_bytes / 1e6}
+    return {
+        "seconds": timing.median / bill,
+        "spread": timing.spread,
+        "memory_mb": memory / 1e6,
+        "data_mb": num_bytes / 1e6,
+    }
 
 
 class _Running:
@@ -97,7 +118,13 @@ class _Running:
         built = built or random(asked["clients"], 4, 2, pixels=pixels, hidden=asked["hidden"])
         self.algorithm = FBOAggITD(num_lower_rounds=1, num_local_steps=asked["steps"], num_upper_steps=1)
         share = Cohort(asked["cohort"] / asked["clients"])
-        self.fed = Simulation(self.algorithm, *built, cohort=share, batch_size={"train": 2, "val": 2, "outside": None}, device=setup.device)
+        self.fed = Simulation(
+            self.algorithm,
+            *built,
+            cohort=share,
+            batch_size={"train": 2, "val": 2, "outside": None},
+            device=setup.device,
+        )
         self.state, self.iteration = self.algorithm.init(self.fed), 0
 
     def advance(self) -> None:
@@ -137,7 +164,7 @@ def _status(name: str) -> int:
 
 def draw(found: list[Row], path: Path) -> str:
     """One panel per quantity: time on the left axis, memory on the right one, growth in proportion as a thin line through the last point."""
-    if not pictures.available():
+    if not plots.available():
         return ""
     from matplotlib.figure import Figure  # draws into a file and needs no display
     from matplotlib.ticker import NullFormatter, NullLocator, ScalarFormatter
@@ -154,7 +181,14 @@ def draw(found: list[Row], path: Path) -> str:
         ):
             values = [factor * row[key] for row in mine]
             own.plot(sizes, values, color=colour, marker=mark, linewidth=1.6, markersize=5, label=side)
-            own.plot(sizes, [values[-1] * size / sizes[-1] for size in sizes], color=colour, linewidth=0.8, linestyle=":", alpha=0.8)
+            own.plot(
+                sizes,
+                [values[-1] * size / sizes[-1] for size in sizes],
+                color=colour,
+                linewidth=0.8,
+                linestyle=":",
+                alpha=0.8,
+            )
             own.set(xscale="log", yscale="log", ylim=(min(values) / 3, max(values) * 3))
             own.set_ylabel(side, color=colour)
             own.tick_params(axis="y", colors=colour, which="both")
@@ -163,7 +197,15 @@ def draw(found: list[Row], path: Path) -> str:
         if label.startswith("clients"):
             data = [row["data_mb"] for row in mine]
             beside.plot(sizes, data, color="0.5", linewidth=0.8, linestyle="--")
-            beside.annotate("data", (sizes[-1], data[-1]), textcoords="offset points", xytext=(-14, 0), ha="right", fontsize=8, color="0.4")
+            beside.annotate(
+                "data",
+                (sizes[-1], data[-1]),
+                textcoords="offset points",
+                xytext=(-14, 0),
+                ha="right",
+                fontsize=8,
+                color="0.4",
+            )
         axes.set_xticks(sizes)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())

@@ -12,11 +12,11 @@ from torch import Tensor
 from benchmarks.clock import Row, Setup, Timing, compare, seconds_of
 from benchmarks.floors import Floor
 from benchmarks.paths import products_of_cnn
-from fedbilevel.averaging import Averaging
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import UnknownNameError
-from fedbilevel.federation import debiased
-from fedbilevel.personalisation import METHODS, NETWORKS, Plan
+from fedbilevel.federation.algorithm import debiased
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.studies.personalisation import METHODS, NETWORKS, Plan
 from fedbilevel.tasks.personalisation import Personalisation
 
 TITLE = "HGP-PL at the paper's size"
@@ -31,7 +31,11 @@ _SAFE: dict[str, Any] = {"lr_lower": 0.03, "lr_system": 0.01}  # of a network on
 
 
 def skipped(setup: Setup) -> str | None:
-    return None if setup.cuda or setup.small else "Skipped: this size needs a GPU (`--device cuda`), or `--small` to see that it runs."
+    return (
+        None
+        if setup.cuda or setup.small
+        else "Skipped: this size needs a GPU (`--device cuda`), or `--small` to see that it runs."
+    )
 
 
 def rows(setup: Setup) -> list[Row]:
@@ -57,19 +61,29 @@ def _on(setup: Setup, name: str, plan: Plan, built: Any, batch: int) -> list[Row
     whole: Any = METHODS["hgp_pl"].algorithm(plan)
     algorithm = dataclasses.replace(whole, num_lower_steps=timed)
     averaging = Averaging(num_steps=plan.num_pushes, weights="kept")
-    fed = PeerSimulation(algorithm, *built, network=NETWORKS[name], averaging=averaging, batch_size=batch, device=setup.device)
+    fed = PeerSimulation(
+        algorithm, *built, network=NETWORKS[name], averaging=averaging, batch_size=batch, device=setup.device
+    )
     running = _Running(setup, fed, algorithm)
     dataclasses.replace(whole, num_lower_steps=2).lower_steps(fed, *running.point)  # to warm up
     for iteration in range(1, 1 + (1 if short else plan.num_outer)):
         running.advance(iteration, plan.lr_upper)
     lower, hyper, rest = (Timing.of(values) for values in running.seconds.values())
     step = lower.median / timed
-    total = plan.num_outer * (step * plan.num_lower_steps + hyper.median + rest.median) if short else sum(map(sum, running.seconds.values()))
+    total = (
+        plan.num_outer * (step * plan.num_lower_steps + hyper.median + rest.median)
+        if short
+        else sum(map(sum, running.seconds.values()))
+    )
     z = running.point[1]
     n, dim = z.shape
     mean = compare({"average": lambda: fed.mix(u=z), "exchange": _exchange(setup, n, dim)}, setup, rounds=5)
     side = 8 if setup.small else 28
-    gradient = compare({"products": products_of_cnn(setup, n, batch, side, (4, 8, 16) if setup.small else (32, 64, 2048))}, setup, rounds=5)["products"].median
+    gradient = compare(
+        {"products": products_of_cnn(setup, n, batch, side, (4, 8, 16) if setup.small else (32, 64, 2048))},
+        setup,
+        rounds=5,
+    )["products"].median
     exchange = mean["exchange"].median
     paper = {} if setup.small else {"paper_seconds": PAPER[name], "ratio": total / PAPER[name]}
     label = f"total of {plan.num_outer} outer steps"

@@ -16,7 +16,7 @@ from benchmarks.published import Call, Loop, calls_of, flat
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.federation import Cohort
+from fedbilevel.federation.algorithm import Cohort
 
 TITLE = "One outer iteration in FedNest's published setting"
 ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth of them in a cohort, network 784-200-10, five
@@ -31,7 +31,9 @@ long as the floor (5 on CUDA)."""
 
 STEPS: dict[str, Any] = {"lr_lower": 0.33, "lr_upper": 0.5, "lr_system": 0.0035, "num_upper_steps": 1}
 MEAN_FACTORS = 2
-WARM_ON_CUDA = 6  # there phases are captured, and compiled, at their third occurrence; the loop takes seconds per iteration
+WARM_ON_CUDA = (
+    6  # there phases are captured, and compiled, at their third occurrence; the loop takes seconds per iteration
+)
 WARM = 20  # iterations before the clock is read: what the library traces, compiles and captures on the way is there then, as in a long run
 
 
@@ -48,7 +50,13 @@ class Case:
         )
         sizes = {"train": self.batch, "val": self.batch, "outside": None}
         self.cohort = Cohort(0.5 if setup.small else 0.1, redraw=redraw)
-        self.options = {"batch_size": sizes, "cohort": self.cohort, "sampling": "epochs", "device": setup.device, **options}
+        self.options = {
+            "batch_size": sizes,
+            "cohort": self.cohort,
+            "sampling": "epochs",
+            "device": setup.device,
+            **options,
+        }
 
     def simulation(self, strategy: str = "auto") -> Simulation:
         return Simulation(self.algorithm, *self.images.built, **{**self.options, "strategy": strategy})
@@ -72,7 +80,9 @@ class Case:
     def ours(self, iterations: list[int], strategy: str = "auto") -> tuple[Callable[[], None], list[Any]]:
         """A call that takes the next outer iteration, and where its state is found."""
         fed = self.simulation(strategy)
-        fed.host.oracle.often = dict.fromkeys(fed.host.oracle.often, 2)  # traced early, so that the loop need not go through sixty iterations with it
+        fed.host.oracle.often = dict.fromkeys(
+            fed.host.oracle.often, 2
+        )  # traced early, so that the loop need not go through sixty iterations with it
         state, following = [self.algorithm.init(fed)], iter(iterations)
 
         def advance() -> None:
@@ -148,12 +158,20 @@ def rows(setup: Setup) -> list[Row]:
         case = Case(setup, name, images, redraw)
         iterations = case.iterations(setup.rounds + warm)
         ours, state = case.ours(iterations)
-        compiled = {} if setup.small else {"library, compiled": case.ours(iterations, "compiled")[0]}  # compiling takes seconds
+        compiled = (
+            {} if setup.small else {"library, compiled": case.ours(iterations, "compiled")[0]}
+        )  # compiling takes seconds
         loop, other = case.loop(case.plans(iterations))
-        timings = compare({"library": ours, **compiled, "autograd loop": loop, "floor": case.floor()}, setup, repeats=1, warm=warm)
+        timings = compare(
+            {"library": ours, **compiled, "autograd loop": loop, "floor": case.floor()}, setup, repeats=1, warm=warm
+        )
         x, x_loop = state[0].x, flat(other[0][0])
         differs = float(torch.linalg.vector_norm(x - x_loop) / torch.linalg.vector_norm(x_loop))
         found += rows_of(
-            f"{name}, cohort {redraw.replace('_', ' ')}", timings, ours="library" if setup.small else "library, compiled", differs=differs, images=images.source
+            f"{name}, cohort {redraw.replace('_', ' ')}",
+            timings,
+            ours="library" if setup.small else "library, compiled",
+            differs=differs,
+            images=images.source,
         )
     return found

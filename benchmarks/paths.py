@@ -16,11 +16,11 @@ from benchmarks.clock import Row, Setup, compare, rows_of
 from benchmarks.floors import Floor, Network, limits
 from benchmarks.problems import CLASSES, L2, Images, mnist
 from benchmarks.published import Loop
-from fedbilevel.clients import Clients
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import DataError
-from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase
-from fedbilevel.population import Population
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.clients import Clients
+from fedbilevel.oracle.population import Population
 from fedbilevel.settings import setting
 from fedbilevel.tasks.personalisation import Personalisation
 
@@ -137,14 +137,21 @@ class Bench:
         floor = Floor(self.setup)
         pixels, hidden = self.images.shape
         images = floor.full(self.stacked[0].shape[0] * self.stacked[0].shape[1], pixels)
-        return floor, Network(floor, pixels, hidden, CLASSES), images, torch.randint(len(images), (self.k * self.b,), device=self.setup.device)
+        return (
+            floor,
+            Network(floor, pixels, hidden, CLASSES),
+            images,
+            torch.randint(len(images), (self.k * self.b,), device=self.setup.device),
+        )
 
     # ---- cases -------------------------------------------------------------------------------------------------------
 
     def lower_gradient(self) -> dict[str, Callable[[], Any]]:
         floor, network, images, index = self.floor()
         some = floor.gather(images, index)
-        network.lower_gradient_each(network.features(some).view(self.k, self.b, -1), floor.full(self.k, network.hidden, CLASSES))
+        network.lower_gradient_each(
+            network.features(some).view(self.k, self.b, -1), floor.full(self.k, network.hidden, CLASSES)
+        )
         batch, x, y = self.next_batch(), self.loop.x, self.loop.y
         return {
             "library": lambda: self.population.oracle.lower_grad(next(self.points), self.ys, batch()),
@@ -156,7 +163,9 @@ class Bench:
     def lower_gradient_cached(self) -> dict[str, Callable[[], Any]]:
         floor, network, images, index = self.floor()
         features = floor.full(len(images), network.hidden)
-        network.lower_gradient_each(floor.gather(features, index).view(self.k, self.b, -1), floor.full(self.k, network.hidden, CLASSES))
+        network.lower_gradient_each(
+            floor.gather(features, index).view(self.k, self.b, -1), floor.full(self.k, network.hidden, CLASSES)
+        )
         batch, here = self.next_batch(), self.x.clone()
         gradient = lambda: self.population.oracle.lower_grad(here, self.ys, batch())
         for _ in range(-(-self.stacked[0].shape[1] // self.b) + 1):  # until as many samples were seen as there are
@@ -265,7 +274,11 @@ def convolutions(setup: Setup) -> list[Row]:
         built = task.build()
     except DataError:
         width = 0.25 if setup.small else 1.0
-        task, side, sizes = Personalisation(data="digits", width=width, **options), 8, (4, 8, 16) if setup.small else (16, 32, 64)
+        task, side, sizes = (
+            Personalisation(data="digits", width=width, **options),
+            8,
+            (4, 8, 16) if setup.small else (16, 32, 64),
+        )
         built = task.build()
     contestants: dict[str, Callable[[], Any]] = {"floor": products_of_cnn(setup, k, b, side, sizes)}
     draw = torch.Generator().manual_seed(0)
@@ -274,7 +287,9 @@ def convolutions(setup: Setup) -> list[Row]:
         high = population.data.sizes["train"]
         index = (torch.rand(k, b, generator=draw) * high[:, None]).long().to(setup.device)
         batch, ys = population.data.batch(torch.arange(k), "train", index), population.y0.expand(k, -1).contiguous()
-        contestants[strategy] = lambda oracle=population.oracle, x=population.x0, ys=ys, batch=batch: oracle.lower_grad(x, ys, batch)  # type: ignore[misc]
+        contestants[strategy] = lambda oracle=population.oracle, x=population.x0, ys=ys, batch=batch: oracle.lower_grad(
+            x, ys, batch
+        )  # type: ignore[misc]
     name = f"CNN of {side} x {side}, lower gradient, {k} clients of {b} samples"
     return rows_of(name, compare(contestants, setup, rounds=5), ours="auto", images=task.data)
 

@@ -26,15 +26,15 @@ from benchmarks import results
 from benchmarks.clock import Row, Setup
 from benchmarks.federation import lines
 from benchmarks.peer_steps import forked, row_of
-from fedbilevel.data.clients import Holdings
-from fedbilevel.federation import PeerAlgorithm, Peers
-from fedbilevel.loop import Progress
-from fedbilevel.peers import part
+from fedbilevel.federation.algorithm import PeerAlgorithm, Peers
+from fedbilevel.peers import participant
 from fedbilevel.peers.local import free_ports
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.peers.roster import assemble, keygen, read_roster, read_secret
 from fedbilevel.peers.sockets import Sockets
-from fedbilevel.problem import Problem
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.result import Progress
 
 WIDTH = 1000  # numbers in a row
 PER_SECOND = 1.0  # outer iterations that begin in a second, if nothing happens
@@ -58,9 +58,14 @@ process left over, or one that grew by {ceiling:.0f} MB or more."""
 MEMORY = """Of every process that was looked at for 10 s or longer: resident memory at the first look and the last; the first is after an outer
 iteration of its own."""
 HEADINGS = {
-    "megabytes_first": "RSS first, MB", "megabytes_last": "RSS last, MB", "growth": "growth, MB", "lived": "looked at for, s",
-    "per_minute": "growth per minute, MB", "error": "largest error", "ceiling": "ceiling, MB",
-}  # fmt: skip
+    "megabytes_first": "RSS first, MB",
+    "megabytes_last": "RSS last, MB",
+    "growth": "growth, MB",
+    "lived": "looked at for, s",
+    "per_minute": "growth per minute, MB",
+    "error": "largest error",
+    "ceiling": "ceiling, MB",
+}
 
 
 # ---- what the peers run ------------------------------------------------------------------------------------------------------------
@@ -88,7 +93,13 @@ class Paced(PeerAlgorithm):
             time.sleep(early)
         value = peers.mix(y=row_of(peers.me, state.y.shape[1], peers.iteration)[None].to(state.y.dtype))
         group, error = nearest(value[0].double(), peers.num_clients, peers.iteration)
-        line = {"iteration": peers.iteration, "members": peers.members_by_averaging[-1], "group": group, "error": error, "time": time.monotonic()}
+        line = {
+            "iteration": peers.iteration,
+            "members": peers.members_by_averaging[-1],
+            "group": group,
+            "error": error,
+            "time": time.monotonic(),
+        }
         with open(self.book, "a") as file:
             file.write(json.dumps(line) + "\n")
         return self.State(state.x, value)
@@ -127,7 +138,14 @@ class SoakPlan(PeerPlan):
 class _Wide:
     def problem(self, _shapes: Any) -> Problem:
         loss = lambda x, y, batch: (batch["weight"] * (y["w"].sum() - x["x"] - batch["a"][:, 0]) ** 2).sum()
-        return Problem(upper=loss, lower=loss, x0={"x": torch.zeros(1)}, y0={"w": torch.zeros(WIDTH)}, weights="by_samples", name="soak")
+        return Problem(
+            upper=loss,
+            lower=loss,
+            x0={"x": torch.zeros(1)},
+            y0={"w": torch.zeros(WIDTH)},
+            weights="by_samples",
+            name="soak",
+        )
 
 
 _book = ""  # of the peer in this process: no part of the plan, which is the same everywhere
@@ -151,10 +169,19 @@ def _peer(place: str, plan: SoakPlan, number: int, done: Any) -> None:
             done[number] = now.iteration
 
         say(f"started as {os.getpid()}")
-        part.take_part(
-            plan, [one.name for one in roster.peers], number, lambda most: Sockets(roster, number, secret, max_bytes=most, log=say), holdings,
-            folder / f"run{number}", roster=roster.digest(), say=say, callbacks=[tell], beat=0.2, interval=0.03,
-        )  # fmt: skip
+        participant.take_part(
+            plan,
+            [one.name for one in roster.peers],
+            number,
+            lambda most: Sockets(roster, number, secret, max_bytes=most, log=say),
+            holdings,
+            folder / f"run{number}",
+            roster=roster.digest(),
+            say=say,
+            callbacks=[tell],
+            beat=0.2,
+            interval=0.03,
+        )
         say("finished")
 
 
@@ -180,7 +207,9 @@ class Chaos:
         self._before = [0] * num  # outer iterations that were done when a process began
 
     def start(self, peer: int) -> None:
-        self.running[peer] = forked.Process(target=_peer, args=(str(self.folder), self.plan, peer, self.done), daemon=True)
+        self.running[peer] = forked.Process(
+            target=_peer, args=(str(self.folder), self.plan, peer, self.done), daemon=True
+        )
         self.running[peer].start()
         self._before[peer] = self.done[peer]
         self.pids.append((peer, self.running[peer].pid))
@@ -205,7 +234,9 @@ class Chaos:
                 self._look(now)
             if now > limit:
                 self.failures += [
-                    f"p{peer} has not finished: it is at outer iteration {self.done[peer]}." for peer in range(self.num) if peer not in self._ended
+                    f"p{peer} has not finished: it is at outer iteration {self.done[peer]}."
+                    for peer in range(self.num)
+                    if peer not in self._ended
                 ]
                 return
             time.sleep(0.02)
@@ -223,12 +254,18 @@ class Chaos:
         free = [peer for peer in range(self.num) if peer not in self._back and peer not in self._ended]
         if not free or len(self._back) >= self.most:
             return
-        peer, kind, seconds = self._draw.choice(free), self._draw.choice(("kill", "stop")), self._draw.uniform(0.3, LONGEST)
+        peer, kind, seconds = (
+            self._draw.choice(free),
+            self._draw.choice(("kill", "stop")),
+            self._draw.uniform(0.3, LONGEST),
+        )
         if peer == self.spared:
             kind, seconds = "stop", min(seconds, SUSPECT / 2)
         os.kill(self.running[peer].pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         self._back[peer] = now + seconds, kind
-        self.events.append({"time": round(now, 2), "peer": peer, "kind": kind, "seconds": round(seconds, 2), "done": list(self.done)})
+        self.events.append(
+            {"time": round(now, 2), "peer": peer, "kind": kind, "seconds": round(seconds, 2), "done": list(self.done)}
+        )
         self._say(f"{now:.2f} {kind} p{peer} for {seconds:.1f} s, outer iterations {list(self.done)}")
 
     def _return(self, peer: int) -> None:
@@ -272,13 +309,20 @@ def last_values(values: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, A
     return {line["iteration"]: line for line in values}
 
 
-def failures_in(values: Sequence[Sequence[Mapping[str, Any]]], records: Sequence[Sequence[int]], spared: int, num_iterations: int) -> list[str]:
+def failures_in(
+    values: Sequence[Sequence[Mapping[str, Any]]], records: Sequence[Sequence[int]], spared: int, num_iterations: int
+) -> list[str]:
     """One sentence for each. values: of every peer, what it wrote; records: of every peer, the outer iterations that it measured."""
     found, last = [], [last_values(each) for each in values]
     for peer, record in enumerate(records):
         if peer == spared and list(record) != list(range(num_iterations + 1)):
-            odd = sorted((set(range(num_iterations + 1)) - set(record)) | {number for number, times in Counter(record).items() if times > 1})
-            found.append(f"the record of p{peer}, which was always there, lacks or repeats outer iterations {odd[:10]}.")
+            odd = sorted(
+                (set(range(num_iterations + 1)) - set(record))
+                | {number for number, times in Counter(record).items() if times > 1}
+            )
+            found.append(
+                f"the record of p{peer}, which was always there, lacks or repeats outer iterations {odd[:10]}."
+            )
         if any(after <= before for before, after in pairwise(record)) or list(record[-1:]) != [num_iterations]:
             found.append(f"the record of p{peer} does not grow to outer iteration {num_iterations}.")
     for peer, each in enumerate(values):
@@ -291,7 +335,9 @@ def failures_in(values: Sequence[Sequence[Mapping[str, Any]]], records: Sequence
         for iteration in sorted(set(last[one]) & set(last[other])):
             groups = [last[peer][iteration]["group"] for peer in (one, other)]
             if groups[0] != groups[1] and all(peer in group for peer in (one, other) for group in groups):
-                found.append(f"in outer iteration {iteration} p{one} has the mean of {groups[0]} and p{other} that of {groups[1]}.")
+                found.append(
+                    f"in outer iteration {iteration} p{one} has the mean of {groups[0]} and p{other} that of {groups[1]}."
+                )
     everybody = list(range(len(values)))
     for peer, newest in enumerate(last):
         if num_iterations in newest and newest[num_iterations]["group"] != everybody:
@@ -304,16 +350,24 @@ def memory_rows(looks: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) 
     for (peer, pid), each in looks.items():
         (begun, first), (ended, last) = each[0], each[-1]
         if ended - begun >= 10:
-            found.append({
-                "name": f"p{peer}, process {pid}", "what": "memory", "lived": ended - begun, "megabytes_first": first, "megabytes_last": last,
-                "growth": last - first, "per_minute": (last - first) / (ended - begun) * 60, "ceiling": CEILING,
-            })  # fmt: skip
+            found.append(
+                {
+                    "name": f"p{peer}, process {pid}",
+                    "what": "memory",
+                    "lived": ended - begun,
+                    "megabytes_first": first,
+                    "megabytes_last": last,
+                    "growth": last - first,
+                    "per_minute": (last - first) / (ended - begun) * 60,
+                    "ceiling": CEILING,
+                }
+            )
     return found
 
 
 def peer_row(folder: Path, peer: int, values: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Row:
     said = (folder / f"p{peer}.log").read_text().splitlines()
-    diary = lines(folder / f"run{peer}" / part.DIARY)
+    diary = lines(folder / f"run{peer}" / participant.DIARY)
     seen = Counter(line["iteration"] for line in diary)
     refused: Counter[str] = Counter()
     for line, after in pairwise([*diary, {"refused": {}}]):  # counts begin anew with a process
@@ -321,27 +375,48 @@ def peer_row(folder: Path, peer: int, values: Sequence[Mapping[str, Any]], event
             refused.update(line["refused"])
     kinds = Counter(event["kind"] for event in events if event["peer"] == peer)
     return {
-        "name": f"p{peer}", "what": "peer", "kills": kinds["kill"], "stops": kinds["stop"], "formations": sum(" peers begin " in line for line in said),
-        "iterations": len(seen), "repeated": sum(times > 1 for times in seen.values()),
-        "other_members": sum(line["group"] != line["members"] for line in values), "error": max((line["error"] for line in values), default=float("inf")),
+        "name": f"p{peer}",
+        "what": "peer",
+        "kills": kinds["kill"],
+        "stops": kinds["stop"],
+        "formations": sum(" peers begin " in line for line in said),
+        "iterations": len(seen),
+        "repeated": sum(times > 1 for times in seen.values()),
+        "other_members": sum(line["group"] != line["members"] for line in values),
+        "error": max((line["error"] for line in values), default=float("inf")),
         "refused": ", ".join(f"{reason} {number}" for reason, number in sorted(refused.items())) or "none",
-    }  # fmt: skip
+    }
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------------------
 
 
-def soak(folder: Path, num: int, minutes: float, loss: float, seed: int, on_change: str, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def soak(
+    folder: Path, num: int, minutes: float, loss: float, seed: int, on_change: str, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     """Sections of a page of results."""
     begun, before = datetime.now(UTC), os.getloadavg()[0]
     iterations = round(60 * minutes * PER_SECOND)
-    publics = [keygen(folder / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{port}") for peer, port in enumerate(free_ports(num))]
+    publics = [
+        keygen(folder / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{port}")
+        for peer, port in enumerate(free_ports(num))
+    ]
     assemble(publics, folder / "roster.toml")
     content = {
-        "name": "soak", "num_iterations": iterations, "measure_every": 1, "suspect": SUSPECT, "join_deadline": 60.0, "on_change": on_change,
-        "task": {"name": "quadratic", "num_clients": num}, "algorithm": {"name": "hgp", "lower_solver": "mix"},
-        "options": {"seed": seed, "network": {"kind": "random_directed", "loss": loss, "seed": seed}, "averaging": {"kind": "robust"}},
-    }  # fmt: skip
+        "name": "soak",
+        "num_iterations": iterations,
+        "measure_every": 1,
+        "suspect": SUSPECT,
+        "join_deadline": 60.0,
+        "on_change": on_change,
+        "task": {"name": "quadratic", "num_clients": num},
+        "algorithm": {"name": "hgp", "lower_solver": "mix"},
+        "options": {
+            "seed": seed,
+            "network": {"kind": "random_directed", "loss": loss, "seed": seed},
+            "averaging": {"kind": "robust"},
+        },
+    }
     start = time.monotonic() + 3
     plan = SoakPlan(**vars(plan_of(content, num)), start=start, each=60 * minutes / iterations)
     chaos = Chaos(folder, plan, num, seed, say)
@@ -358,49 +433,102 @@ def soak(folder: Path, num: int, minutes: float, loss: float, seed: int, on_chan
     failures += [f"{row['name']} grew by {row['growth']:.0f} MB." for row in memory if row["growth"] >= CEILING]
     where = {**results.circumstances(Setup(threads=1, rounds=iterations)), "time": begun.isoformat(timespec="seconds")}
     about = ABOUT.format(
-        width=WIDTH, iterations=iterations, minutes=minutes, peers=num, loss=loss, on_change=on_change, suspect=SUSPECT, seed=seed, most=chaos.most,
-        longest=LONGEST, spared=f"p{chaos.spared}",
-    )  # fmt: skip
+        width=WIDTH,
+        iterations=iterations,
+        minutes=minutes,
+        peers=num,
+        loss=loss,
+        on_change=on_change,
+        suspect=SUSPECT,
+        seed=seed,
+        most=chaos.most,
+        longest=LONGEST,
+        spared=f"p{chaos.spared}",
+    )
     head = {"where": where, "headings": HEADINGS}
     table = [peer_row(folder, peer, values[peer], chaos.events) for peer in range(num)]
     whole: Row = {
-        "name": "all", "what": "run", "seconds": took, "kills": sum(row["kills"] for row in table), "stops": sum(row["stops"] for row in table),
-        "formations": max(row["formations"] for row in table), "iterations": iterations, "failures": len(failures),
-        "load_before": before, "load_after": os.getloadavg()[0],
-    }  # fmt: skip
+        "name": "all",
+        "what": "run",
+        "seconds": took,
+        "kills": sum(row["kills"] for row in table),
+        "stops": sum(row["stops"] for row in table),
+        "formations": max(row["formations"] for row in table),
+        "iterations": iterations,
+        "failures": len(failures),
+        "load_before": before,
+        "load_after": os.getloadavg()[0],
+    }
     return {
         "peer_soak": {
-            "title": "Soak of peers", "about": f"{about} {RUN.format(ceiling=CEILING)}", **head, "rows": [whole, *table],
-            "failures": failures, "events": chaos.events,
+            "title": "Soak of peers",
+            "about": f"{about} {RUN.format(ceiling=CEILING)}",
+            **head,
+            "rows": [whole, *table],
+            "failures": failures,
+            "events": chaos.events,
         },
         "peer_memory": {"title": "Soak of peers: memory", "about": f"{about} {MEMORY}", **head, "rows": memory},
-    }  # fmt: skip
+    }
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peer_soak", description="Peers that are killed, stopped and lose messages; see benchmarks/README.md."
+        prog="python -m benchmarks.peer_soak",
+        description="Peers that are killed, stopped and lose messages; see benchmarks/README.md.",
     )
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=5.0, help="for which outer iterations are paced (default 5)")
     parser.add_argument("--loss", type=float, default=0.3, help="share of messages that are lost (default 0.3)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is lost, and of what happens when to whom (default 1)")
-    parser.add_argument("--on-change", choices=("continue", "restart"), default="continue", help="what an average makes of a loss (default continue)")
     parser.add_argument(
-        "--save", nargs="?", const="peer_soak", default=None, metavar="NAME", help="write results/NAME.json (default: peer_soak) and RESULTS.md"
+        "--seed", type=int, default=1, help="of what is lost, and of what happens when to whom (default 1)"
     )
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)")
-    parser.add_argument("--keep", type=Path, default=None, help="a new folder for logs and records, which stays (default: a temporary one)")
+    parser.add_argument(
+        "--on-change",
+        choices=("continue", "restart"),
+        default="continue",
+        help="what an average makes of a loss (default continue)",
+    )
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const="peer_soak",
+        default=None,
+        metavar="NAME",
+        help="write results/NAME.json (default: peer_soak) and RESULTS.md",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        help="a new folder for logs and records, which stays (default: a temporary one)",
+    )
     given = parser.parse_args(words)
     if not 3 <= given.peers <= 8 or given.minutes < 0.5:
-        parser.error(f"{given.peers} peers for {given.minutes:g} minutes, expected 3 to 8 for at least 0.5: with fewer, nobody can be spared.")
+        parser.error(
+            f"{given.peers} peers for {given.minutes:g} minutes, expected 3 to 8 for at least 0.5: with fewer, nobody can be spared."
+        )
     if given.keep is not None:
         given.keep.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="fedbilevel-soak-") as temporary:
         place = given.keep or Path(temporary)
-        sections = soak(place, given.peers, given.minutes, given.loss, given.seed, given.on_change, lambda text: print(text, flush=True))
+        sections = soak(
+            place,
+            given.peers,
+            given.minutes,
+            given.loss,
+            given.seed,
+            given.on_change,
+            lambda text: print(text, flush=True),
+        )
     for section in sections.values():
-        print(f"\n{section['title']}\n{section['about']}\n\n{results.table(section['rows'], section['headings'])}", flush=True)
+        print(
+            f"\n{section['title']}\n{section['about']}\n\n{results.table(section['rows'], section['headings'])}",
+            flush=True,
+        )
     failures = sections["peer_soak"]["failures"]
     for text in failures:
         print(text)

@@ -24,23 +24,25 @@ import zmq
 from torch import Tensor
 
 from fedbilevel.algorithms.sgp import SGP
-from fedbilevel.averaging import Averaging
-from fedbilevel.clients import Host
-from fedbilevel.data.clients import Holdings
-from fedbilevel.engines.peers import Peer
 from fedbilevel.errors import FedBilevelError
-from fedbilevel.federation import PeerAlgorithm, Peers
-from fedbilevel.network import Network
+from fedbilevel.federation.algorithm import PeerAlgorithm, Peers
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.clients import Host
+from fedbilevel.federation.network import Network
+from fedbilevel.peers.engine import Peer
 from fedbilevel.peers.local import free_ports
 from fedbilevel.peers.office import Office
 from fedbilevel.peers.roster import Roster, Secret, assemble, keygen, read_roster, read_secret
 from fedbilevel.peers.sockets import Sockets
 from fedbilevel.peers.transport import Faults, Lossy, Transport
 from fedbilevel.peers.wire import Introduction, Version
-from fedbilevel.problem import Problem
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
 
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["benchmarks.peer_steps", "benchmarks.results", "fedbilevel.peers.part", "torch._dynamo"])  # once, and not in every peer
+forked.set_forkserver_preload(
+    ["benchmarks.peer_steps", "benchmarks.results", "fedbilevel.peers.participant", "torch._dynamo"]
+)  # once, and not in every peer
 MOST_BYTES = 2**23  # of a message
 WAIT = 120.0  # seconds after which a peer that has not answered never will
 _ACKED = 120  # where TCP_INFO of Linux has the number of bytes that were sent and acknowledged
@@ -67,7 +69,10 @@ def tiny() -> tuple[Problem, Holdings]:
     """A problem of one number: rows of any length pass through the verbs."""
     one = {"a": np.ones((1, 1), np.float32)}
     loss = lambda x, y, batch: (batch["weight"] * (y["y"] - x["x"] - batch["a"][:, 0]) ** 2).sum()
-    return Problem(upper=loss, lower=loss, x0={"x": torch.zeros(1)}, y0={"y": torch.zeros(1)}), {"train": one, "val": one}
+    return Problem(upper=loss, lower=loss, x0={"x": torch.zeros(1)}, y0={"y": torch.zeros(1)}), {
+        "train": one,
+        "val": one,
+    }
 
 
 def row_of(peer: int, width: int, number: int = 0) -> Tensor:
@@ -159,7 +164,13 @@ class Worker:
         value = fed.mix(y=own)[0].double()
         end = time.perf_counter()
         error = float(torch.linalg.vector_norm(value - exact) / torch.linalg.vector_norm(exact))
-        return {"begin": begin, "end": end, "wakes": fed.wakes - wakes, "messages": fed.ledger.totals()["messages"] - messages, "error": error}
+        return {
+            "begin": begin,
+            "end": end,
+            "wakes": fed.wakes - wakes,
+            "messages": fed.ledger.totals()["messages"] - messages,
+            "error": error,
+        }
 
     def _plan(self, start: int, steps: int) -> list[tuple[list[int], list[int]]]:
         """By step: to whom this peer sends, and whose rows it awaits."""
@@ -181,7 +192,9 @@ def acked() -> float:
                 continue
             with socket.socket(fileno=os.dup(int(entry))) as one:
                 if one.family == socket.AF_INET and one.type == socket.SOCK_STREAM:
-                    found += struct.unpack_from("<Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), _ACKED)[0]
+                    found += struct.unpack_from("<Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), _ACKED)[
+                        0
+                    ]
     return found
 
 
@@ -199,7 +212,9 @@ def work(folder: Path, me: int, num: int, loss: float | None, ports: Sequence[in
     bare = Bare(roster, me, secret, ports)
     nothing = bytes(16)
     with office.opened():
-        formation = office.form(Introduction(1.0, nothing, nothing, nothing, 0, 0, (Version(), Version())), deadline=WAIT)
+        formation = office.form(
+            Introduction(1.0, nothing, nothing, nothing, 0, 0, (Version(), Version())), deadline=WAIT
+        )
         fed = Peer(algorithm, host, office, formation, network=network, averaging=Averaging(kind="robust"))
         worker = Worker(fed, bare)
         pipe.send(None)
@@ -220,7 +235,9 @@ class Fleet:
         self.num, self._threads = num, threads
         ports = free_ports(2 * num)  # the library's, and those of the floor
         folder.mkdir(parents=True)
-        publics = [keygen(folder / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{ports[peer]}") for peer in range(num)]
+        publics = [
+            keygen(folder / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{ports[peer]}") for peer in range(num)
+        ]
         assemble(publics, folder / "roster.toml")
         self._words = [(folder, peer, num, loss, ports[num:]) for peer in range(num)]
         self._pipes: list[Connection] = []
@@ -229,9 +246,11 @@ class Fleet:
     def __enter__(self) -> Fleet:
         for words in self._words:
             here, there = forked.Pipe()
-            made: Any = threading.Thread(target=work, args=(*words, there), daemon=True) if self._threads else forked.Process(
-                target=_process, args=(*words, there), daemon=True
-            )  # fmt: skip
+            made: Any = (
+                threading.Thread(target=work, args=(*words, there), daemon=True)
+                if self._threads
+                else forked.Process(target=_process, args=(*words, there), daemon=True)
+            )
             made.start()
             self._pipes.append(here)
             self._running.append(made)
@@ -247,10 +266,14 @@ class Fleet:
     def _answers(self) -> list[Any]:
         for number, pipe in enumerate(self._pipes):
             if not pipe.poll(WAIT):
-                raise FedBilevelError(f"peer {number} has not answered for {WAIT:g} s: run the section again on a machine with less to do.")
+                raise FedBilevelError(
+                    f"peer {number} has not answered for {WAIT:g} s: run the section again on a machine with less to do."
+                )
         return [pipe.recv() for pipe in self._pipes]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(None)

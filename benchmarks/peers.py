@@ -63,7 +63,9 @@ def rows(setup: Setup) -> list[Row]:
             for num in peers:
                 with Fleet(Path(place) / f"steps-{num}", num, threads=setup.small) as fleet:
                     for label, (width, steps) in widths.items():
-                        found += step_rows(fleet, simulator(num), f"{num} peers, {label} float32", width, steps, setup.rounds)
+                        found += step_rows(
+                            fleet, simulator(num), f"{num} peers, {label} float32", width, steps, setup.rounds
+                        )
             for loss in LOSSES:
                 with Fleet(Path(place) / f"robust-{loss}", robust[0], loss=loss, threads=setup.small) as fleet:
                     found.append(robust_row(fleet, robust[1], loss, setup.rounds))
@@ -76,10 +78,12 @@ def simulator(num: int) -> PeerSimulation:
     from benchmarks.peer_steps import tiny
     from fedbilevel.algorithms.sgp import SGP
     from fedbilevel.engines.peer_simulation import PeerSimulation
-    from fedbilevel.network import Network
+    from fedbilevel.federation.network import Network
 
     problem, holdings = tiny()
-    return PeerSimulation(SGP(), problem, [holdings] * num, network=Network(kind="random_directed"), check_connected=False)
+    return PeerSimulation(
+        SGP(), problem, [holdings] * num, network=Network(kind="random_directed"), check_connected=False
+    )
 
 
 def step_rows(fleet: Fleet, simulated: PeerSimulation, name: str, width: int, steps: int, rounds: int) -> list[Row]:
@@ -100,7 +104,9 @@ def step_rows(fleet: Fleet, simulated: PeerSimulation, name: str, width: int, st
             if turn:  # the first is to warm up
                 seconds[what].append(took / steps)
                 used[what].append(spent)
-    messages = sum(int(simulated.links.mixing(step).sent.sum()) for step in range(steps, (rounds + 1) * steps)) / (rounds * steps)
+    messages = sum(int(simulated.links.mixing(step).sent.sum()) for step in range(steps, (rounds + 1) * steps)) / (
+        rounds * steps
+    )
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
     timed = rows_of(name, {what: Timing.of(values) for what, values in seconds.items()})
     return [{**row, "messages": messages, **costs(row["what"], used), "floor_is": "pyzmq", **load} for row in timed]
@@ -113,7 +119,11 @@ def costs(what: str, used: Mapping[str, Sequence[Mapping[str, float]]]) -> Row:
     total = lambda which, kind: sum(spent[kind] for spent in used[which])
     paid = total("engine", "ledger")
     wire = {"wire": total(what, "wire") / paid} if math.isfinite(total(what, "wire")) else {}
-    return {**wire, "cpu_per_gb": total(what, "cpu") / paid * 1e9, "floor_cpu_per_gb": total("floor", "cpu") / paid * 1e9}
+    return {
+        **wire,
+        "cpu_per_gb": total(what, "cpu") / paid * 1e9,
+        "floor_cpu_per_gb": total("floor", "cpu") / paid * 1e9,
+    }
 
 
 def robust_row(fleet: Fleet, width: int, loss: float, rounds: int) -> Row:
@@ -122,10 +132,16 @@ def robust_row(fleet: Fleet, width: int, loss: float, rounds: int) -> Row:
     timing = Timing.of([lasted(answers) for answers in turns])
     mean = lambda kind: statistics.mean(one[kind] for answers in turns for one in answers)
     return {
-        "name": f"robust average, {fleet.num} peers, {width / 1000:g}k float32", "what": f"{loss:.0%} lost", "seconds": timing.median, "spread": timing.spread,
-        "wakes": mean("wakes"), "messages_each": mean("messages"), "error": max(one["error"] for answers in turns for one in answers),
-        "load_before": before, "load_after": os.getloadavg()[0],
-    }  # fmt: skip
+        "name": f"robust average, {fleet.num} peers, {width / 1000:g}k float32",
+        "what": f"{loss:.0%} lost",
+        "seconds": timing.median,
+        "spread": timing.spread,
+        "wakes": mean("wakes"),
+        "messages_each": mean("messages"),
+        "error": max(one["error"] for answers in turns for one in answers),
+        "load_before": before,
+        "load_after": os.getloadavg()[0],
+    }
 
 
 def lasted(answers: Sequence[Mapping[str, float]]) -> float:
@@ -134,7 +150,9 @@ def lasted(answers: Sequence[Mapping[str, float]]) -> float:
 
 
 def spent_between(first: Sequence[Mapping[str, float]], last: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {kind: sum(after[kind] - before[kind] for before, after in zip(first, last, strict=True)) for kind in first[0]}
+    return {
+        kind: sum(after[kind] - before[kind] for before, after in zip(first, last, strict=True)) for kind in first[0]
+    }
 
 
 def _simulated(simulated: Any, values: torch.Tensor, start: int, steps: int) -> float:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from benchmarks.clock import Setup
 from fedbilevel.errors import DataError
-from fedbilevel.problem import Problem
+from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.task import Built
 
@@ -37,22 +37,35 @@ def mnist(setup: Setup, num_clients: int, *, share: float = 1.0) -> Images:
     if setup.small:
         return Images(random(4, 12, 6, pixels=20, hidden=8), "random numbers")
     try:
-        return Images(HyperRepresentation(data="mnist", pixels="standard", num_clients=num_clients, share=share, l2=L2).build(), "MNIST")
+        return Images(
+            HyperRepresentation(data="mnist", pixels="standard", num_clients=num_clients, share=share, l2=L2).build(),
+            "MNIST",
+        )
     except DataError:
         each = round(60_000 * share) // num_clients
-        return Images(random(num_clients, each - each // 5, each // 5), "random images in place of MNIST, whose files are not here")
+        return Images(
+            random(num_clients, each - each // 5, each // 5),
+            "random images in place of MNIST, whose files are not here",
+        )
 
 
-def random(num_clients: int, num_train: int, num_val: int, *, pixels: int = 784, hidden: int = 200, seed: int = 0) -> Built:
+def random(
+    num_clients: int, num_train: int, num_val: int, *, pixels: int = 784, hidden: int = 200, seed: int = 0
+) -> Built:
     """Random images and labels, as views of one array: who builds a thousand clients should not pay for it twice."""
     rng = np.random.default_rng(seed)
     each = num_train + num_val
-    images, labels = rng.standard_normal((num_clients * each, pixels), dtype=np.float32), rng.integers(0, CLASSES, num_clients * each)
+    images, labels = (
+        rng.standard_normal((num_clients * each, pixels), dtype=np.float32),
+        rng.integers(0, CLASSES, num_clients * each),
+    )
 
     def part(start: int, num: int) -> dict[str, Any]:
         return {"image": images[start : start + num], "label": labels[start : start + num]}
 
-    clients = [{"train": part(i * each, num_train), "val": part(i * each + num_train, num_val)} for i in range(num_clients)]
+    clients = [
+        {"train": part(i * each, num_train), "val": part(i * each + num_train, num_val)} for i in range(num_clients)
+    ]
     draw = torch.Generator().manual_seed(seed)
     layer = lambda units, inputs: (torch.rand(units, inputs + 1, generator=draw) * 2 - 1) / inputs**0.5
     inner, head = layer(hidden, pixels), layer(CLASSES, hidden)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from benchmarks.problems import L2
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.federation import ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import ServerAlgorithm, phase
 from fedbilevel.tasks.task import Built
 
 Parameters = list[Tensor]
@@ -30,7 +30,9 @@ class Call(NamedTuple):
     indices: Tensor | None
 
 
-def calls_of(fed: Simulation, algorithm: ServerAlgorithm, iterations: Sequence[int], batch: int) -> dict[int, list[Call]]:
+def calls_of(
+    fed: Simulation, algorithm: ServerAlgorithm, iterations: Sequence[int], batch: int
+) -> dict[int, list[Call]]:
     """What the library draws in these outer iterations, from a run of its own."""
     seen: list[tuple[str, Any]] = []
     fed.host.captures = None  # a replayed phase could not be watched
@@ -41,7 +43,9 @@ def calls_of(fed: Simulation, algorithm: ServerAlgorithm, iterations: Sequence[i
         seen.clear()
         fed.begin(iteration, watched)
         state = watched.round(fed, state)
-        plans[iteration] = [Call(name, clients.positions.tolist(), _indices(name, clients, algorithm, batch)) for name, clients in seen]
+        plans[iteration] = [
+            Call(name, clients.positions.tolist(), _indices(name, clients, algorithm, batch)) for name, clients in seen
+        ]
     return plans
 
 
@@ -75,11 +79,20 @@ def _indices(name: str, clients: Any, algorithm: Any, batch: int) -> Tensor | No
 class Loop:
     """The server and its clients; `fednest` and `fbo_aggitd` take one outer iteration from (x, y), which are parameter lists."""
 
-    def __init__(self, built: Built, algorithm: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, built: Built, algorithm: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         self.algorithm = algorithm
-        tensor = lambda value: torch.as_tensor(value).to(device=device, dtype=dtype if torch.as_tensor(value).is_floating_point() else None)
+        tensor = lambda value: torch.as_tensor(value).to(
+            device=device, dtype=dtype if torch.as_tensor(value).is_floating_point() else None
+        )
         self.data = [
-            {role: (tensor(held["image"]), tensor(held["label"])) for role, held in client.items() if role in ("train", "val")} for client in built.clients
+            {
+                role: (tensor(held["image"]), tensor(held["label"]))
+                for role, held in client.items()
+                if role in ("train", "val")
+            }
+            for client in built.clients
         ]
         self.x = [leaf.to(device=device, dtype=dtype) for leaf in built.problem.initial_x({}).values()]
         self.y = [leaf.to(device=device, dtype=dtype) for leaf in built.problem.y0.values()]
@@ -117,7 +130,9 @@ class Loop:
         along: Any = sum((g * leaf).sum() for g, leaf in zip(gradient, v, strict=True))
         return list(torch.autograd.grad(along, x if by_x else y))
 
-    def local_lower_steps(self, client: int, x: Parameters, start: Parameters, q: Parameters, indices: Tensor) -> Parameters:
+    def local_lower_steps(
+        self, client: int, x: Parameters, start: Parameters, q: Parameters, indices: Tensor
+    ) -> Parameters:
         y, lr = start, self.algorithm.lr_lower / len(indices)
         for index in indices:
             batch = self.batch(client, "train", index)
@@ -125,7 +140,9 @@ class Loop:
             y = [leaf - lr * (a - b + c) for leaf, a, b, c in zip(y, new, old, q, strict=True)]
         return y
 
-    def local_upper_steps(self, client: int, start: Parameters, y: Parameters, h: Parameters, indices: Tensor) -> Parameters:
+    def local_upper_steps(
+        self, client: int, start: Parameters, y: Parameters, h: Parameters, indices: Tensor
+    ) -> Parameters:
         x, lr = start, self.algorithm.lr_upper / len(indices)
         for index in indices:
             batch = self.batch(client, "val", index)
@@ -137,7 +154,9 @@ class Loop:
 
     def _lower_round(self, call: Call, x: Parameters, y: Parameters, q: Parameters) -> Parameters:
         assert call.indices is not None
-        return _mean([self.local_lower_steps(i, x, y, q, own) for i, own in zip(call.positions, call.indices, strict=True)])
+        return _mean(
+            [self.local_lower_steps(i, x, y, q, own) for i, own in zip(call.positions, call.indices, strict=True)]
+        )
 
     def _finish(self, calls: Sequence[Call], x: Parameters, y: Parameters, p: Parameters) -> Parameters:
         """The hypergradient from p = (an approximation of) H^-1 f_y, and the steps of x."""
@@ -149,14 +168,21 @@ class Loop:
             each.append([a - b for a, b in zip(direct, indirect, strict=True)])
         h = _mean(each)
         assert steps.indices is not None
-        return _mean([self.local_upper_steps(i, x, y, h, own) for i, own in zip(steps.positions, steps.indices, strict=True)])
+        return _mean(
+            [self.local_upper_steps(i, x, y, h, own) for i, own in zip(steps.positions, steps.indices, strict=True)]
+        )
 
     def fednest(self, calls: Sequence[Call], x: Parameters, y: Parameters) -> tuple[Parameters, Parameters]:
         first, second, start, *factors, hyper, steps = calls
         lam = self.algorithm.lr_system
         q = _mean([self.lower_gradient(x, y, self.batch(i, "train")) for i in first.positions])
         y = self._lower_round(second, x, y, q)
-        p = _mean([[lam * self.algorithm.num_terms * leaf for leaf in self.upper_gradient_y(x, y, self.batch(i, "val"))] for i in start.positions])
+        p = _mean(
+            [
+                [lam * self.algorithm.num_terms * leaf for leaf in self.upper_gradient_y(x, y, self.batch(i, "val"))]
+                for i in start.positions
+            ]
+        )
         for factor in factors:
             p = _mean([self._factor(i, x, y, p) for i in factor.positions])
         return self._finish((hyper, steps), x, y, p), y
@@ -170,7 +196,9 @@ class Loop:
                 if t < num:
                     gradients.append(self.lower_gradient(x, y, self.batch(i, "train")))
                 term = [lam * leaf for leaf in self.upper_gradient_y(x, y, self.batch(i, "val"))]
-                terms.append(term if z is None else [a + b for a, b in zip(term, self._factor(i, x, y, z), strict=True)])
+                terms.append(
+                    term if z is None else [a + b for a, b in zip(term, self._factor(i, x, y, z), strict=True)]
+                )
             z = _mean(terms)
             if t < num:
                 y = self._lower_round(inner[2 * t + 1], x, y, _mean(gradients))

@@ -11,8 +11,8 @@ from benchmarks.clock import Row, Setup, Timing, compare, rows_of
 from benchmarks.floors import Floor
 from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.engines.peer_simulation import PeerSimulation
-from fedbilevel.network import Network
-from fedbilevel.problem import Problem
+from fedbilevel.federation.network import Network
+from fedbilevel.problem.problem import Problem
 
 TITLE = "Push-Sum"
 ABOUT = """One step between 1000 peers with rows of 100,000 float32: `engine` is `PeerSimulation.push`, with the network of the step, the check for finite
@@ -49,7 +49,10 @@ def _case(setup: Setup, kind: Any, n: int, length: int) -> list[Row]:
     copy, target = Floor(setup), torch.empty_like(values)
     copy.also(lambda: target.copy_(values))
     place = torch.empty_like(values)
-    contestants |= {"mixing, into memory that is there": lambda: mixing(values, into=place), "copy of all rows to new memory": values.clone}
+    contestants |= {
+        "mixing, into memory that is there": lambda: mixing(values, into=place),
+        "copy of all rows to new memory": values.clone,
+    }
     timings = compare({**contestants, "copy of all rows": copy}, setup, rounds=5)
     least = timings["copy of all rows"].median * (messages + n) / (2 * n)  # a copy reads and writes every row once
     return rows_of(name, {**timings, "floor": Timing(least, 0.0)}, messages=messages, floor_is="bytes")
@@ -60,4 +63,6 @@ def _engine(setup: Setup, network: Network, n: int) -> PeerSimulation:
     one = {"a": np.ones((1, 1), np.float32)}
     loss = lambda x, y, batch: (batch["weight"] * (y["y"] - x["x"] - batch["a"][:, 0]) ** 2).sum()
     problem = Problem(upper=loss, lower=loss, x0={"x": torch.zeros(1)}, y0={"y": torch.zeros(1)})
-    return PeerSimulation(SGP(), problem, [{"train": one, "val": one}] * n, network=network, check_connected=False, device=setup.device)
+    return PeerSimulation(
+        SGP(), problem, [{"train": one, "val": one}] * n, network=network, check_connected=False, device=setup.device
+    )

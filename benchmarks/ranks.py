@@ -13,15 +13,36 @@ import time
 from statistics import median
 from typing import Any
 
-WORK = {"task": "data_cleaning", "task_settings": {"num_clients": 8, "model": "mlp", "num_hidden": 300, "num_train": 140},
-        "algorithm": "fedbio", "settings": {"num_local_steps": 5}, "num_iterations": 8, "batch_size": 256}  # fmt: skip
+WORK = {
+    "task": "data_cleaning",
+    "task_settings": {"num_clients": 8, "model": "mlp", "num_hidden": 300, "num_train": 140},
+    "algorithm": "fedbio",
+    "settings": {"num_local_steps": 5},
+    "num_iterations": 8,
+    "batch_size": 256,
+}
 WARM_UP = 2  # outer iterations that are not counted
 
 
 def measure(ranks: int, **work: Any) -> float:
     """The median over outer iterations, without the start and without measurements. work: changes of WORK."""
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, json.dumps({**WORK, **work})]
-    done = subprocess.run(call, env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    call = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        __file__,
+        json.dumps({**WORK, **work}),
+    ]
+    done = subprocess.run(
+        call,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{ranks} ranks failed:\n{done.stderr}")
     return float(done.stdout.split()[-1])
@@ -35,12 +56,25 @@ def _rank(work: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     task = discovery.task(work["task"])(**work["task_settings"])
     algorithm = discovery.algorithm(work["algorithm"])
-    settings = {name: value for name, value in {**task.suggestions(algorithm.name()), **work["settings"]}.items() if name in algorithm.__dataclass_fields__}
+    settings = {
+        name: value
+        for name, value in {**task.suggestions(algorithm.name()), **work["settings"]}.items()
+        if name in algorithm.__dataclass_fields__
+    }
     times: list[float] = []
-    run(algorithm(**settings), *task.build(), num_iterations=work["num_iterations"], measure_every=10**6, batch_size=work["batch_size"],
-        engine="distributed", callbacks=[lambda _now: times.append(time.perf_counter())])  # fmt: skip
+    run(
+        algorithm(**settings),
+        *task.build(),
+        num_iterations=work["num_iterations"],
+        measure_every=10**6,
+        batch_size=work["batch_size"],
+        engine="distributed",
+        callbacks=[lambda _now: times.append(time.perf_counter())],
+    )
     if os.environ["RANK"] == "0":
-        gaps = [after - before for before, after in zip(times[WARM_UP - 1 : -2], times[WARM_UP:-1], strict=True)]  # the last one is measured
+        gaps = [
+            after - before for before, after in zip(times[WARM_UP - 1 : -2], times[WARM_UP:-1], strict=True)
+        ]  # the last one is measured
         print(median(gaps))
 
 

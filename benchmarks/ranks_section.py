@@ -23,7 +23,9 @@ def skipped(setup: Setup) -> str | None:
 
 
 def rows(setup: Setup) -> list[Row]:
-    measure = importlib.import_module("benchmarks.ranks").measure  # (ranks) -> seconds per outer iteration, in processes of their own
+    measure = importlib.import_module(
+        "benchmarks.ranks"
+    ).measure  # (ranks) -> seconds per outer iteration, in processes of their own
     seconds: dict[int, list[float]] = {ranks: [] for ranks in RANKS}
     for _ in range(setup.rounds):
         for ranks in RANKS:
@@ -32,6 +34,11 @@ def rows(setup: Setup) -> list[Row]:
     found: list[Row] = []
     for ranks, timing in timings.items():
         least = timings[1].median / ranks
-        row = {"name": "distributed", "what": f"{ranks} rank{'s' if ranks > 1 else ''}", "seconds": timing.median, "spread": timing.spread}
+        row = {
+            "name": "distributed",
+            "what": f"{ranks} rank{'s' if ranks > 1 else ''}",
+            "seconds": timing.median,
+            "spread": timing.spread,
+        }
         found.append({**row, "floor_seconds": least, "ratio": timing.median / least})
     return found

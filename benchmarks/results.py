@@ -13,15 +13,24 @@ from typing import Any
 import torch
 
 from benchmarks.clock import Row, Setup
-from fedbilevel.loop import versions
-from fedbilevel.record import make_folder, write_whole
-from fedbilevel.reproduce import commit, machine
+from fedbilevel.runs.record import make_folder, write_whole
+from fedbilevel.runs.resume import versions
+from fedbilevel.studies.reproduce import commit, machine
 
 FOLDER = Path(__file__).resolve().parent / "results"
 HEADINGS = {
-    "floor_seconds": "floor, s", "ratio": "x floor", "times_ours": "x library", "seconds": "s", "spread": "spread", "megabytes": "MB", "memory_mb": "peak, MB",
-    "data_mb": "data, MB", "gflops": "GFLOP/s", "gigabytes_per_second": "GB/s", "aim": "aim",
-}  # fmt: skip
+    "floor_seconds": "floor, s",
+    "ratio": "x floor",
+    "times_ours": "x library",
+    "seconds": "s",
+    "spread": "spread",
+    "megabytes": "MB",
+    "memory_mb": "peak, MB",
+    "data_mb": "data, MB",
+    "gflops": "GFLOP/s",
+    "gigabytes_per_second": "GB/s",
+    "aim": "aim",
+}
 KEPT_OUT = ("gflops", "gigabytes_per_second")  # said in words in the same row
 
 
@@ -29,9 +38,16 @@ def circumstances(setup: Setup) -> dict[str, Any]:
     """What a time must be read with."""
     gpu = {"gpu": torch.cuda.get_device_name(setup.device)} if setup.cuda else {}
     return {
-        "machine": machine("cpu"), **gpu, "threads": setup.threads, "rounds": setup.rounds, "small": setup.small, "versions": versions(),
-        "system": platform.platform(), "commit": commit(), "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+        "machine": machine("cpu"),
+        **gpu,
+        "threads": setup.threads,
+        "rounds": setup.rounds,
+        "small": setup.small,
+        "versions": versions(),
+        "system": platform.platform(),
+        "commit": commit(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -49,14 +65,21 @@ def save(name: str, sections: Mapping[str, Any], folder: Path = FOLDER) -> Path:
 
 def page(folder: Path = FOLDER) -> str:
     """The page that RESULTS.md must hold."""
-    parts = ["# Benchmarks", "", "Made from the files in `results/` by `python -m benchmarks --save`; README.md says what is measured and what floors are."]
+    parts = [
+        "# Benchmarks",
+        "",
+        "Made from the files in `results/` by `python -m benchmarks --save`; README.md says what is measured and what floors are.",
+    ]
     parts += ["Ratios can be compared between commits; seconds belong to the machine that is named.", ""]
     for path in sorted(folder.glob("*.json")):
         parts += [f"## {path.stem}", ""]
         for name, section in read(path).items():
             parts += [f"### {section['title']} (`{name}`)", "", section["about"].replace("\n", " "), ""]
             parts += [_where(section), ""]
-            parts += [section["skipped"] if "skipped" in section else table(section["rows"], section.get("headings", {})), ""]
+            parts += [
+                section["skipped"] if "skipped" in section else table(section["rows"], section.get("headings", {})),
+                "",
+            ]
             if section.get("picture"):
                 parts += [f"![{section['title']}](results/{section['picture']})", ""]
     return "\n".join(parts)
@@ -81,7 +104,12 @@ def table(rows: Sequence[Row], headings: Mapping[str, str] = MappingProxyType({}
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     numbers = [any(isinstance(row.get(column), int | float) for row in rows) for column in columns]
     about = list(zip(widths, numbers, strict=True))
-    lines = ["| " + " | ".join(cell.rjust(w) if right else cell.ljust(w) for cell, (w, right) in zip(line, about, strict=True)) + " |" for line in cells]
+    lines = [
+        "| "
+        + " | ".join(cell.rjust(w) if right else cell.ljust(w) for cell, (w, right) in zip(line, about, strict=True))
+        + " |"
+        for line in cells
+    ]
     rule = "|" + "|".join("-" * (w + 1) + (":" if right else "-") for w, right in about) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
@@ -91,4 +119,10 @@ def _cell(column: str, value: Any) -> str:
         return ""
     if column == "spread":
         return f"{100 * value:.0f} %"
-    return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value:.0f}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and value < 1000
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -36,11 +36,27 @@ DISK = """Megabytes below every kit and their growth from the first look to the 
 site: one line for every answer, kept for ever; `sites.jsonl` at the server: one line for every outer iteration), and the rest. `per 1000` is the growth
 for 1000 rounds."""
 HEADINGS = {
-    "p10": "p10, s", "p90": "p90, s", "max": "max, s", "slowest_answer": "slowest answer, s", "rss_first": "RSS first, MB", "rss_last": "RSS last, MB",
-    "rss_growth": "growth, MB", "rss_most": "RSS most, MB", "late": "late, MB per 1000", "pss_first": "PSS first, MB", "pss_last": "PSS last, MB",
-    "pss_growth": "PSS growth, MB", "ceiling": "ceiling, MB", "first": "first, MB", "last": "last, MB", "growth": "growth, MB", "logs": "logs, MB",
-    "lists": "lists, MB", "rest": "rest, MB", "per_thousand": "per 1000, MB",
-}  # fmt: skip
+    "p10": "p10, s",
+    "p90": "p90, s",
+    "max": "max, s",
+    "slowest_answer": "slowest answer, s",
+    "rss_first": "RSS first, MB",
+    "rss_last": "RSS last, MB",
+    "rss_growth": "growth, MB",
+    "rss_most": "RSS most, MB",
+    "late": "late, MB per 1000",
+    "pss_first": "PSS first, MB",
+    "pss_last": "PSS last, MB",
+    "pss_growth": "PSS growth, MB",
+    "ceiling": "ceiling, MB",
+    "first": "first, MB",
+    "last": "last, MB",
+    "growth": "growth, MB",
+    "logs": "logs, MB",
+    "lists": "lists, MB",
+    "rest": "rest, MB",
+    "per_thousand": "per 1000, MB",
+}
 
 Look = dict[str, Any]  # round, time, memory: {process: {rss, pss}}, disk: {kit: {logs, lists, rest}}, in megabytes
 
@@ -95,7 +111,15 @@ class Watch:
         if memory is None:
             return
         disk = {name: disk_of(self._federation.kits[name]) for name in kits}
-        self.looks.append({"round": progress["rounds"], "time": round(time.time(), 1), "load": os.getloadavg()[0], "memory": memory, "disk": disk})
+        self.looks.append(
+            {
+                "round": progress["rounds"],
+                "time": round(time.time(), 1),
+                "load": os.getloadavg()[0],
+                "memory": memory,
+                "disk": disk,
+            }
+        )
         largest = max(memory, key=lambda name: memory[name]["rss"])
         self._say(f"{progress['rounds']} rounds, {memory[largest]['rss']:.0f} MB in {largest}")
 
@@ -110,7 +134,12 @@ class Watch:
 
     def replaced(self) -> list[str]:
         """Processes that are not those of the first look."""
-        now = {pid for name in ("server", *self._federation.sites) for pids in self._federation.pids(name).values() for pid in pids}
+        now = {
+            pid
+            for name in ("server", *self._federation.sites)
+            for pids in self._federation.pids(name).values()
+            for pid in pids
+        }
         return [name for name, pid in self.pids.items() if pid not in now]
 
 
@@ -129,7 +158,11 @@ def memory_rows(looks: Sequence[Look]) -> list[Row]:
             if kind == "rss":
                 since = last["round"] - middle["round"]
                 late = (last["memory"][name]["rss"] - middle["memory"][name]["rss"]) / since * 1000 if since else None
-                row |= {"rss_most": max(look["memory"][name]["rss"] for look in looks), "late": late, "ceiling": CEILING}
+                row |= {
+                    "rss_most": max(look["memory"][name]["rss"] for look in looks),
+                    "late": late,
+                    "ceiling": CEILING,
+                }
         found.append(row)
     return found
 
@@ -142,21 +175,46 @@ def disk_rows(looks: Sequence[Look]) -> list[Row]:
         parts = {kind: last["disk"][name][kind] - first["disk"][name][kind] for kind in ("logs", "lists", "rest")}
         one, other = (sum(look["disk"][name].values()) for look in (first, last))
         per = (other - one) / since * 1000 if since else None
-        found.append({"name": name, "what": "disk", "first": one, "last": other, "growth": other - one, **parts, "per_thousand": per})
+        found.append(
+            {
+                "name": name,
+                "what": "disk",
+                "first": one,
+                "last": other,
+                "growth": other - one,
+                **parts,
+                "per_thousand": per,
+            }
+        )
     return found
 
 
 def failures_in(
-    diary: Iterable[Mapping[str, Any]], left: Mapping[str, Iterable[Mapping[str, Any]]], num_iterations: int, notices: Sequence[str], jobs: int,
+    diary: Iterable[Mapping[str, Any]],
+    left: Mapping[str, Iterable[Mapping[str, Any]]],
+    num_iterations: int,
+    notices: Sequence[str],
+    jobs: int,
     replaced: Sequence[str],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """One sentence for each."""
     diary = list(diary)
-    found = [f"outer iteration {line['iteration']} was without {site}: {why}" for line in diary for site, why in line["missing"].items()]
+    found = [
+        f"outer iteration {line['iteration']} was without {site}: {why}"
+        for line in diary
+        for site, why in line["missing"].items()
+    ]
     counted = [line["iteration"] for line in diary]
     if counted != list(range(1, num_iterations + 1)):
-        found.append(f"the diary has {len(counted)} outer iterations, {len(set(counted))} of them different, where {num_iterations} were asked for.")
-    found += [f"{site} answered with an error: {line['text']}" for site, answers in left.items() for line in answers if line["kind"] == "error"]
+        found.append(
+            f"the diary has {len(counted)} outer iterations, {len(set(counted))} of them different, where {num_iterations} were asked for."
+        )
+    found += [
+        f"{site} answered with an error: {line['text']}"
+        for site, answers in left.items()
+        for line in answers
+        if line["kind"] == "error"
+    ]
     found += [f"{name} was replaced." for name in replaced]
     return [*found, *notices, *([f"{jobs} jobs were needed."] if jobs != 1 else [])]
 
@@ -169,12 +227,14 @@ def above(rows: Sequence[Row]) -> list[str]:
 # ---- the command ---------------------------------------------------------------------------------------------------------------
 
 
-def soak(folder: Path, number: int, num_iterations: int, limit: float, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def soak(
+    folder: Path, number: int, num_iterations: int, limit: float, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     """Sections of a page of results."""
-    from fedbilevel.flare import control
-    from fedbilevel.flare.job import RUNS, SITE
-    from fedbilevel.flare.local import Loopback
     from fedbilevel.sites.audit import LEFT
+    from fedbilevel.sites.flare import control
+    from fedbilevel.sites.flare.job import RUNS, SITE
+    from fedbilevel.sites.flare.local import Loopback
 
     begun, before, notices = datetime.now(UTC), os.getloadavg()[0], []  # type: datetime, float, list[str]
     real = real_run(folder / "data", RUN, number, num_iterations, measure_every=EVERY)
@@ -183,7 +243,14 @@ def soak(folder: Path, number: int, num_iterations: int, limit: float, say: Call
         notices.append(text)
         say(text)
 
-    with Loopback(folder / "federation", real.plan["sites"], data=real.data, auto_approve=True, environment=environment(), say=fault) as federation:
+    with Loopback(
+        folder / "federation",
+        real.plan["sites"],
+        data=real.data,
+        auto_approve=True,
+        environment=environment(),
+        say=fault,
+    ) as federation:
         watch = Watch(federation, EVERY, say)
         timer = threading.Timer(limit, lambda: control.stop(federation.lead, RUN))
         timer.start()
@@ -196,7 +263,9 @@ def soak(folder: Path, number: int, num_iterations: int, limit: float, say: Call
         jobs = len(control.Entry(federation.lead, RUN).read()["jobs"])
         replaced = [name for name in watch.replaced() if name.endswith("parent")]  # job processes end with the run
     if not watch.looks:
-        raise FedBilevelError(f"the run ended before {EVERY} rounds, so there is nothing to compare: give it a higher --limit.")
+        raise FedBilevelError(
+            f"the run ended before {EVERY} rounds, so there is nothing to compare: give it a higher --limit."
+        )
     if outcome == "stopped":
         notices.append(f"the run was stopped after {limit:.0f} s.")
     failures = failures_in(diary, left, num_iterations, notices, jobs, replaced)
@@ -205,42 +274,84 @@ def soak(folder: Path, number: int, num_iterations: int, limit: float, say: Call
     about = ABOUT.format(sites=number, rounds=num_iterations, every=EVERY)
     timed = spread_out(gaps(left[federation.sites[0]], RUN))
     row: Row = {
-        "name": f"FedBiO on digits, {number} sites", "what": "outer iteration", **timed, "slowest_answer": spread_out(slowest(diary))["seconds"],
-        "failures": len(failures), "megabytes": diary[-1]["wire_megabytes"], "load_before": before, "load_after": os.getloadavg()[0],
-    }  # fmt: skip
+        "name": f"FedBiO on digits, {number} sites",
+        "what": "outer iteration",
+        **timed,
+        "slowest_answer": spread_out(slowest(diary))["seconds"],
+        "failures": len(failures),
+        "megabytes": diary[-1]["wire_megabytes"],
+        "load_before": before,
+        "load_after": os.getloadavg()[0],
+    }
     head = {"where": where, "headings": HEADINGS}
     memory = about + MEMORY.format(every=EVERY, ceiling=CEILING)
     return {
         "soak": {"title": "Soak", "about": about + ROUNDS, **head, "rows": [row], "failures": failures},
-        "memory": {"title": "Soak: memory", "about": memory, **head, "rows": memory_rows(watch.looks), "looks": watch.looks},
+        "memory": {
+            "title": "Soak: memory",
+            "about": memory,
+            **head,
+            "rows": memory_rows(watch.looks),
+            "looks": watch.looks,
+        },
         "disk": {"title": "Soak: disk", "about": about + DISK, **head, "rows": disk_rows(watch.looks)},
     }
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description="A long run between sites: failures, memory, disk; see benchmarks/README.md."
+        prog="python -m benchmarks.soak",
+        description="A long run between sites: failures, memory, disk; see benchmarks/README.md.",
     )
     parser.add_argument("--sites", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2000, help="communication rounds, which are outer iterations here (default 2000)")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which the run is asked to stop (default 1800)")
-    parser.add_argument("--save", nargs="?", const="soak", default=None, metavar="NAME", help="write results/NAME.json (default: soak) and RESULTS.md")
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)")
-    parser.add_argument("--keep", type=Path, default=None, help="a new folder for kits and records, which stays (default: a temporary one)")
+    parser.add_argument(
+        "--rounds", type=int, default=2000, help="communication rounds, which are outer iterations here (default 2000)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1800.0, help="seconds after which the run is asked to stop (default 1800)"
+    )
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const="soak",
+        default=None,
+        metavar="NAME",
+        help="write results/NAME.json (default: soak) and RESULTS.md",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=results.FOLDER, help="where results are saved (default benchmarks/results)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        help="a new folder for kits and records, which stays (default: a temporary one)",
+    )
     given = parser.parse_args(words)
     if given.sites < 1 or given.rounds < 3 * EVERY:
-        parser.error(f"{given.sites} sites and {given.rounds} rounds, expected at least 1 and {3 * EVERY}: fewer say nothing about growth.")
+        parser.error(
+            f"{given.sites} sites and {given.rounds} rounds, expected at least 1 and {3 * EVERY}: fewer say nothing about growth."
+        )
     why = skipped(Setup())
     if why:
         parser.error(why)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fedbilevel-soak-") as temporary:
         try:
-            sections = soak(given.keep or Path(temporary), given.sites, given.rounds, given.limit, lambda text: print(text, flush=True))
+            sections = soak(
+                given.keep or Path(temporary),
+                given.sites,
+                given.rounds,
+                given.limit,
+                lambda text: print(text, flush=True),
+            )
         except FedBilevelError as error:
             raise SystemExit(f"soak: {error}") from error
     for section in sections.values():
-        print(f"\n{section['title']}\n{section['about']}\n\n{results.table(section['rows'], section['headings'])}", flush=True)
+        print(
+            f"\n{section['title']}\n{section['about']}\n\n{results.table(section['rows'], section['headings'])}",
+            flush=True,
+        )
     failures, grown = sections["soak"]["failures"], above(sections["memory"]["rows"])
     for text in [*failures, *(f"{name} grew by {CEILING:.0f} MB or more." for name in grown)]:
         print(text)

@@ -33,7 +33,11 @@ class Papers(NamedTuple):
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Both sides must show a certificate. Names are not compared: there are none on loopback."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode, context.minimum_version = False, ssl.CERT_REQUIRED, ssl.TLSVersion.TLSv1_3
+        context.check_hostname, context.verify_mode, context.minimum_version = (
+            False,
+            ssl.CERT_REQUIRED,
+            ssl.TLSVersion.TLSv1_3,
+        )
         context.load_cert_chain(self.certificate, self.key)
         context.load_verify_locations(self.authority)
         return context
@@ -112,13 +116,23 @@ class Echoes:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
         words = [[] if kit is None else list(papers(kit, is_server=False)) for kit in self._kits]
         self._processes = [
-            subprocess.Popen([sys.executable, "-m", "benchmarks.sockets", *some], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.sockets", *some],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for some in words
         ]
-        self.ports: list[dict[str, int]] = [json.loads(process.stdout.readline()) for process in self._processes if process.stdout]
+        self.ports: list[dict[str, int]] = [
+            json.loads(process.stdout.readline()) for process in self._processes if process.stdout
+        ]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
@@ -126,7 +140,10 @@ class Echoes:
 
 
 def main(words: Sequence[str]) -> None:
-    ways: dict[str, ssl.SSLContext | None] = {"tcp": None, **({"tls": Papers(*words).context(is_server=True)} if words else {})}
+    ways: dict[str, ssl.SSLContext | None] = {
+        "tcp": None,
+        **({"tls": Papers(*words).context(is_server=True)} if words else {}),
+    }
     listeners = {way: socket.create_server(("127.0.0.1", 0)) for way in ways}
     print(json.dumps({way: listener.getsockname()[1] for way, listener in listeners.items()}), flush=True)
     for way, tls in ways.items():

@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fedbilevel.data import places
+from fedbilevel.data import locations
 
-pytest_plugins = ["provoked"]
+pytest_plugins = ["support.provoked"]
 torch.set_num_threads(1)
 os.fsync = lambda _file: None  # no test can see what a power cut would leave
-settings.register_profile("project", deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "project", deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("project")
 
 
@@ -26,5 +28,5 @@ def alone(tmp_path, monkeypatch):
     """A folder, and no other place to look for data in."""
     monkeypatch.setenv("FEDBILEVEL_DATA", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
-    monkeypatch.setattr(places, "CHECKOUT", tmp_path / "none")
+    monkeypatch.setattr(locations, "CHECKOUT", tmp_path / "none")
     return tmp_path

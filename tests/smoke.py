@@ -15,7 +15,9 @@ RUN = ["run", "data_cleaning", "--algorithm", "fedbio", "--iterations", "2"]
 
 
 def fedbilevel(*arguments: str) -> str:
-    return subprocess.run([sys.executable, "-m", "fedbilevel", *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "fedbilevel", *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def main() -> None:

@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import federation, footprint, growth, paths, peers, problems, push_sum, ranks_section, results, soak, sockets
+from benchmarks import (
+    federation,
+    footprint,
+    growth,
+    paths,
+    peers,
+    problems,
+    push_sum,
+    ranks_section,
+    results,
+    soak,
+    sockets,
+)
 from benchmarks.clock import Setup, Timing, compare, rows_of
 from benchmarks.floors import Floor
 from benchmarks.iteration import Case
@@ -80,7 +92,10 @@ def test_the_loop_over_clients_goes_where_the_library_goes(name):
         ours()
         loop()
     for mine, theirs, first in zip(state[0], other[0], start, strict=True):
-        moved, apart = (float(torch.linalg.vector_norm(v) / torch.linalg.vector_norm(first)) for v in (mine - first, mine - flat(theirs)))
+        moved, apart = (
+            float(torch.linalg.vector_norm(v) / torch.linalg.vector_norm(first))
+            for v in (mine - first, mine - flat(theirs))
+        )
         assert moved > 0.05
         assert apart < 1e-9
 
@@ -91,7 +106,9 @@ def test_iterations_of_fednest_that_are_timed_draw_the_mean_number_of_factors():
         assert [call.name for call in plan].count("system_factor") == 2
 
 
-@pytest.mark.parametrize("case", ["lower_gradient", "lower_gradient_cached", "upper_gradient", "hessian_product", "jacobian_product"])
+@pytest.mark.parametrize(
+    "case", ["lower_gradient", "lower_gradient_cached", "upper_gradient", "hessian_product", "jacobian_product"]
+)
 def test_contestants_of_a_path_compute_the_same(case):
     bench = paths.Bench(SMALL, problems.mnist(SMALL, 4))
     contestants = getattr(bench, case)()
@@ -119,8 +136,12 @@ def test_the_floor_of_an_iteration_counts_its_products():
     lower = 2 * head(train)
     steps = 2 * 2 * 2 * head(k * b)  # two steps of two gradients of two products
     last = features(val) + 2 * head(val) + features(val) + features(train) + 4 * head(train) + features(train)
-    fednest = features(train) + lower + steps + features(val) + 2 * head(val) + 2 * (features(train) + 3 * head(train)) + last
-    rounds = 3 * (features(train) + features(val) + 2 * head(val)) + 2 * (lower + steps) + 2 * head(train) + 3 * head(train)
+    fednest = (
+        features(train) + lower + steps + features(val) + 2 * head(val) + 2 * (features(train) + 3 * head(train)) + last
+    )
+    rounds = (
+        3 * (features(train) + features(val) + 2 * head(val)) + 2 * (lower + steps) + 2 * head(train) + 3 * head(train)
+    )
     images = problems.mnist(SMALL, 4)
     floors = {name: Case(SMALL, name, images).floor() for name in ("fednest", "fbo_aggitd")}
     assert floors["fednest"].operations == fednest
@@ -157,7 +178,12 @@ def test_contestants_take_turns():
 
 def test_ratios_are_of_medians():
     assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == (3.0, pytest.approx(2 / 3))
-    rows = rows_of("path", {"library": Timing(2.0, 0.1), "loop": Timing(6.0, 0.2), "floor": Timing(0.5, 0.3)}, ours="library", more=1)
+    rows = rows_of(
+        "path",
+        {"library": Timing(2.0, 0.1), "loop": Timing(6.0, 0.2), "floor": Timing(0.5, 0.3)},
+        ours="library",
+        more=1,
+    )
     assert [(row["what"], row["ratio"], row["times_ours"], row["floor_seconds"], row["more"]) for row in rows] == [
         ("library", 4.0, 1.0, 0.5, 1),
         ("loop", 12.0, 3.0, 0.5, 1),
@@ -166,13 +192,28 @@ def test_ratios_are_of_medians():
 
 def test_bytes_that_push_sum_must_move():
     """A copy of the rows of 8 peers moves 16 rows; a ring reads 16 and writes 8, the exponential network 8 and 8."""
-    floors = {row["name"]: row["floor_seconds"] / row["seconds"] for row in push_sum.rows(SMALL) if row["what"] == "copy of all rows"}
+    floors = {
+        row["name"]: row["floor_seconds"] / row["seconds"]
+        for row in push_sum.rows(SMALL)
+        if row["what"] == "copy of all rows"
+    }
     assert floors == {"exponential, 8 peers": pytest.approx(16 / 16), "ring, 8 peers": pytest.approx(24 / 16)}
 
 
 def test_memory_is_that_of_the_run_alone():
-    asked = {"clients": 3, "cohort": 2, "hidden": 4, "steps": 1, "device": "cpu", "threads": 1, "rounds": 2, "small": True}
-    found = growth.in_a_process({**asked, "hidden": 50_000})  # x has 850,000 numbers, of which each of two clients holds its own
+    asked = {
+        "clients": 3,
+        "cohort": 2,
+        "hidden": 4,
+        "steps": 1,
+        "device": "cpu",
+        "threads": 1,
+        "rounds": 2,
+        "small": True,
+    }
+    found = growth.in_a_process(
+        {**asked, "hidden": 50_000}
+    )  # x has 850,000 numbers, of which each of two clients holds its own
     assert found["data_mb"] == pytest.approx(3 * 6 * (16 * 4 + 8) / 1e6)
     assert 2 * 0.85 * 4 < found["memory_mb"] < 300  # a process with torch in it has more than that before the run
     assert found["seconds"] > 0
@@ -186,10 +227,15 @@ def test_ranks_are_skipped_with_a_sentence_where_there_is_no_such_engine(monkeyp
 def test_ranks_take_turns_and_are_compared_with_a_perfect_division(monkeypatch):
     calls = []
     took = {1: 8.0, 2: 5.0}
-    monkeypatch.setitem(sys.modules, "benchmarks.ranks", SimpleNamespace(measure=lambda ranks: calls.append(ranks) or took[ranks]))
+    monkeypatch.setitem(
+        sys.modules, "benchmarks.ranks", SimpleNamespace(measure=lambda ranks: calls.append(ranks) or took[ranks])
+    )
     rows = ranks_section.rows(SMALL)
     assert calls == [1, 2, 1, 2]
-    assert [(row["what"], row["seconds"], row["floor_seconds"], row["ratio"]) for row in rows] == [("1 rank", 8.0, 8.0, 1.0), ("2 ranks", 5.0, 4.0, 1.25)]
+    assert [(row["what"], row["seconds"], row["floor_seconds"], row["ratio"]) for row in rows] == [
+        ("1 rank", 8.0, 8.0, 1.0),
+        ("2 ranks", 5.0, 4.0, 1.25),
+    ]
 
 
 # ---- federations: how figures are summed up; nothing here starts one -------------------------------------------------------------
@@ -209,7 +255,12 @@ def test_message_rounds_are_compared_with_the_floor_and_shown_beside_the_aim():
     part = {"floats": 160_000, "seconds": seconds, "load_before": 1.5, "load_after": 2.5}
     flare, tls = federation.message_rows(5, "160k", part)
     assert flare["seconds"] == pytest.approx(0.6)
-    assert (flare["p10"], flare["p90"], flare["max"], flare["rounds"]) == (pytest.approx(0.2), pytest.approx(1.0), pytest.approx(1.1), 11)
+    assert (flare["p10"], flare["p90"], flare["max"], flare["rounds"]) == (
+        pytest.approx(0.2),
+        pytest.approx(1.0),
+        pytest.approx(1.1),
+        11,
+    )
     assert (flare["floor_seconds"], flare["ratio"], flare["aim"]) == (0.01, pytest.approx(60.0), 0.5)
     assert (tls["seconds"], tls["ratio"], "aim" in tls) == (0.04, pytest.approx(4.0), False)
     assert (flare["load_before"], flare["load_after"]) == (1.5, 2.5)
@@ -218,15 +269,33 @@ def test_message_rounds_are_compared_with_the_floor_and_shown_beside_the_aim():
 
 
 def test_an_outer_iteration_lasts_from_one_last_answer_to_the_next():
-    line = lambda iteration, time, run="mine", kind="phase": {"run": run, "kind": kind, "iteration": iteration, "time": time}
-    left = [line(1, 10.0), line(1, 11.0), line(2, 11.5), line(2, 13.0), line(2, 13.5, kind="measure"), line(3, 14.0), line(9, 15.0, run="other")]
+    line = lambda iteration, time, run="mine", kind="phase": {
+        "run": run,
+        "kind": kind,
+        "iteration": iteration,
+        "time": time,
+    }
+    left = [
+        line(1, 10.0),
+        line(1, 11.0),
+        line(2, 11.5),
+        line(2, 13.0),
+        line(2, 13.5, kind="measure"),
+        line(3, 14.0),
+        line(9, 15.0, run="other"),
+    ]
     assert federation.gaps(left, "mine") == [2.0, 1.0]
     assert federation.second_half([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 4.0, 5.0]
-    assert federation.slowest([{"sites": {"a": 1.0, "b": 2.0}}, {"sites": {}}, {"sites": {"a": 3.0, "b": 0.5}}]) == [2.0, 3.0]
+    assert federation.slowest([{"sites": {"a": 1.0, "b": 2.0}}, {"sites": {}}, {"sites": {"a": 3.0, "b": 0.5}}]) == [
+        2.0,
+        3.0,
+    ]
 
 
 def test_an_outer_iteration_of_a_federation_is_compared_with_the_simulators():
-    real, simulated = federation.iteration_rows(3, [4.0, 6.0, 5.0], [3.0], [2.0], [2.0, 4.0, 1.0], {"load_before": 0.5, "load_after": 1.5})
+    real, simulated = federation.iteration_rows(
+        3, [4.0, 6.0, 5.0], [3.0], [2.0], [2.0, 4.0, 1.0], {"load_before": 0.5, "load_after": 1.5}
+    )
     assert (real["seconds"], real["floor_seconds"], real["ratio"]) == (5.0, 2.0, 2.5)
     assert (real["slowest_answer"], real["at_the_slowest_site"], real["load_after"]) == (3.0, 2.0, 1.5)
     assert (simulated["seconds"], simulated["ratio"]) == (2.0, 1.0)
@@ -235,9 +304,15 @@ def test_an_outer_iteration_of_a_federation_is_compared_with_the_simulators():
 def test_sites_of_the_real_run_have_the_simulators_data_and_their_own_work_is_timed(tmp_path):
     real = federation.real_run(tmp_path / "data", "small", 2, 3)
     diary = federation._in_one_process(real, tmp_path / "here")
-    assert [(line["iteration"], line["rounds"], line["missing"]) for line in diary] == [(1, 1, {}), (2, 2, {}), (3, 3, {})]  # one round in each
+    assert [(line["iteration"], line["rounds"], line["missing"]) for line in diary] == [
+        (1, 1, {}),
+        (2, 2, {}),
+        (3, 3, {}),
+    ]  # one round in each
     assert all(set(line["sites"]) == {"site-1", "site-2"} and min(line["sites"].values()) > 0 for line in diary)
-    assert len(federation._simulated(real, tmp_path / "simulated")) == 1  # neither to the first nor to the one that is measured
+    assert (
+        len(federation._simulated(real, tmp_path / "simulated")) == 1
+    )  # neither to the first nor to the one that is measured
     last = lambda place: json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])["upper_loss"]
     assert last(tmp_path / "here" / "record") == pytest.approx(last(tmp_path / "simulated"), rel=1e-5)
 
@@ -254,17 +329,36 @@ def test_the_floor_of_a_message_round_goes_to_every_process_and_back():
 
 
 def look(number, rss, logs, lists, rest, **more):
-    return {"round": number, "memory": {"site-1, job": {"rss": rss, **more}}, "disk": {"site-1": {"logs": logs, "lists": lists, "rest": rest}}}
+    return {
+        "round": number,
+        "memory": {"site-1, job": {"rss": rss, **more}},
+        "disk": {"site-1": {"logs": logs, "lists": lists, "rest": rest}},
+    }
 
 
 def test_growth_of_memory_and_disk_is_from_the_first_look_to_the_last():
-    looks = [look(100, 300.0, 1.0, 2.0, 3.0, pss=200.0), look(200, 450.0, 1.1, 3.0, 3.0, pss=0.0), look(300, 400.0, 1.2, 4.0, 3.0, pss=0.0)]
+    looks = [
+        look(100, 300.0, 1.0, 2.0, 3.0, pss=200.0),
+        look(200, 450.0, 1.1, 3.0, 3.0, pss=0.0),
+        look(300, 400.0, 1.2, 4.0, 3.0, pss=0.0),
+    ]
     looks += [look(500, 420.0, 1.4, 5.0, 2.5, pss=230.0)]
     (memory,), (disk,) = soak.memory_rows(looks), soak.disk_rows(looks)
-    assert (memory["rss_first"], memory["rss_last"], memory["rss_growth"], memory["rss_most"]) == (300.0, 420.0, 120.0, 450.0)
+    assert (memory["rss_first"], memory["rss_last"], memory["rss_growth"], memory["rss_most"]) == (
+        300.0,
+        420.0,
+        120.0,
+        450.0,
+    )
     assert (memory["pss_growth"], memory["late"], memory["ceiling"]) == (30.0, pytest.approx(20.0 / 200 * 1000), 250.0)
-    assert (disk["first"], disk["last"], disk["per_thousand"]) == (6.0, pytest.approx(8.9), pytest.approx(2.9 / 400 * 1000))
-    assert (disk["growth"], disk["logs"], disk["lists"], disk["rest"]) == tuple(map(pytest.approx, (2.9, 0.4, 3.0, -0.5)))
+    assert (disk["first"], disk["last"], disk["per_thousand"]) == (
+        6.0,
+        pytest.approx(8.9),
+        pytest.approx(2.9 / 400 * 1000),
+    )
+    assert (disk["growth"], disk["logs"], disk["lists"], disk["rest"]) == tuple(
+        map(pytest.approx, (2.9, 0.4, 3.0, -0.5))
+    )
     assert soak.above([memory]) == []
     assert soak.above([{**memory, "rss_growth": 250.0}]) == ["site-1, job"]
     (alone,) = soak.memory_rows([look(100, 300.0, 0, 0, 0)])
@@ -275,7 +369,10 @@ def test_growth_of_memory_and_disk_is_from_the_first_look_to_the_last():
     ("changes", "said"),
     [
         ({}, None),
-        ({"diary": [{"iteration": 1, "missing": {}}, {"iteration": 2, "missing": {"b": "it did not answer."}}]}, "outer iteration 2 was without b"),
+        (
+            {"diary": [{"iteration": 1, "missing": {}}, {"iteration": 2, "missing": {"b": "it did not answer."}}]},
+            "outer iteration 2 was without b",
+        ),
         ({"diary": [{"iteration": 1, "missing": {}}]}, "1 outer iterations, 1 of them different, where 2"),
         ({"diary": [{"iteration": 1, "missing": {}}] * 2}, "2 outer iterations, 1 of them different, where 2"),
         ({"left": {"a": [{"kind": "error", "text": "too late"}]}}, "a answered with an error: too late"),
@@ -285,23 +382,42 @@ def test_growth_of_memory_and_disk_is_from_the_first_look_to_the_last():
     ],
 )
 def test_every_kind_of_failure_of_a_soak_is_counted(changes, said):
-    fine = {"diary": [{"iteration": 1, "missing": {}}, {"iteration": 2, "missing": {}}], "left": {"a": [{"kind": "phase"}]}, "notices": [], "jobs": 1}
+    fine = {
+        "diary": [{"iteration": 1, "missing": {}}, {"iteration": 2, "missing": {}}],
+        "left": {"a": [{"kind": "phase"}]},
+        "notices": [],
+        "jobs": 1,
+    }
     found = soak.failures_in(**{**fine, "num_iterations": 2, "replaced": [], **changes})
     assert len(found) == (0 if said is None else 1)
     assert said is None or said in found[0]
 
 
 def test_the_size_of_a_kit_is_told_by_what_grows(tmp_path):
-    for name, size in {"log.txt": 1000, "job/log.txt.1": 20, "audit.log": 300, "site/left.jsonl": 5000, "site/runs/one/version-1.safetensors": 70_000}.items():
+    for name, size in {
+        "log.txt": 1000,
+        "job/log.txt.1": 20,
+        "audit.log": 300,
+        "site/left.jsonl": 5000,
+        "site/runs/one/version-1.safetensors": 70_000,
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
-    assert soak.disk_of(tmp_path) == {"logs": pytest.approx(0.00132), "lists": pytest.approx(0.005), "rest": pytest.approx(0.07)}
+    assert soak.disk_of(tmp_path) == {
+        "logs": pytest.approx(0.00132),
+        "lists": pytest.approx(0.005),
+        "rest": pytest.approx(0.07),
+    }
 
 
 def test_looks_are_taken_at_every_hundred_rounds_and_name_every_process(tmp_path):
     pytest.importorskip("psutil", reason="psutil comes with NVIDIA FLARE: pip install 'fedbilevel[federation]'")
     mine = os.getpid()
-    fed = SimpleNamespace(sites=["a"], kits={"server": tmp_path, "a": tmp_path}, pids=lambda name: {"parent": [mine], "job": [mine] if name == "a" else []})
+    fed = SimpleNamespace(
+        sites=["a"],
+        kits={"server": tmp_path, "a": tmp_path},
+        pids=lambda name: {"parent": [mine], "job": [mine] if name == "a" else []},
+    )
     said = []
     watch = soak.Watch(fed, 100, said.append)
     for rounds in (1, 99, 103, 150, 199, 200, 201, 450, 460):
@@ -334,7 +450,11 @@ def test_costs_of_peers_are_for_a_byte_of_the_engines_ledger():
     assert peers.spent_between(first, last) == {"cpu": 4, "wire": 80, "ledger": 40}
     assert peers.lasted([{"begin": 3.0, "end": 9.0}, {"begin": 4.0, "end": 11.0}]) == 8.0
     used = {"engine": [spent(4, 80, 40)] * 2, "office": [spent(2, 88, 0)] * 2, "floor": [spent(1, 40, 0)] * 2}
-    assert peers.costs("engine", used) == {"wire": 2.0, "cpu_per_gb": pytest.approx(1e8), "floor_cpu_per_gb": pytest.approx(2.5e7)}
+    assert peers.costs("engine", used) == {
+        "wire": 2.0,
+        "cpu_per_gb": pytest.approx(1e8),
+        "floor_cpu_per_gb": pytest.approx(2.5e7),
+    }
     assert peers.costs("office", used)["wire"] == pytest.approx(2.2)
     assert peers.costs("simulator", used) == {}
     used["engine"] = [spent(4, math.nan, 40)]
@@ -348,7 +468,10 @@ def test_the_floor_between_peers_brings_the_rows_of_its_senders_in_order(tmp_pat
     from fedbilevel.peers.roster import assemble, keygen, read_secret
 
     ports = free_ports(2)
-    publics = [keygen(tmp_path / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{port}") for peer, port in enumerate(ports)]
+    publics = [
+        keygen(tmp_path / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{port}")
+        for peer, port in enumerate(ports)
+    ]
     roster = assemble(publics, tmp_path / "roster.toml")
     one, other = (Bare(roster, peer, read_secret(tmp_path / f"p{peer}.key"), ports) for peer in range(2))
     rows = torch.arange(6.0).reshape(2, 3)
@@ -383,23 +506,46 @@ def value(iteration, group, error=1e-8):
     ("changes", "said"),
     [
         ({}, None),
-        ({"values": [[value(1, [0]), value(1, [0, 1]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]}, None),  # begun again
+        (
+            {"values": [[value(1, [0]), value(1, [0, 1]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]},
+            None,
+        ),  # begun again
         ({"records": [[0, 1, 2], [0, 2]]}, None),  # one that was away
         ({"records": [[0, 2], [0, 1, 2]]}, "p0, which was always there, lacks or repeats outer iterations [1]"),
         ({"records": [[0, 1, 2], [0, 1]]}, "p1 does not grow to outer iteration 2"),
         ({"records": [[0, 1, 2], [0, 1, 1, 2]]}, "p1 does not grow to outer iteration 2"),
         ({"records": [[0, 1, 2], []]}, "p1 does not grow to outer iteration 2"),
-        ({"values": [[value(1, [0], 1e-3), value(2, [0, 1])], [value(2, [0, 1])]]}, "1 values of p0 are no mean of any group"),
-        ({"values": [[value(1, [0]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]}, None),  # p0 does not count p1 in
+        (
+            {"values": [[value(1, [0], 1e-3), value(2, [0, 1])], [value(2, [0, 1])]]},
+            "1 values of p0 are no mean of any group",
+        ),
+        (
+            {"values": [[value(1, [0]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]},
+            None,
+        ),  # p0 does not count p1 in
         ({"values": [[value(2, [0, 1])], [value(2, [1])]]}, "last average of p1 is that of [1]"),
-        ({"values": [[value(1, [0, 1]), value(2, [0, 1, 2])], [value(1, [0, 1, 2]), value(2, [0, 1, 2])], [value(2, [0, 1, 2])]]}, "p0 has the mean of [0, 1]"),
+        (
+            {
+                "values": [
+                    [value(1, [0, 1]), value(2, [0, 1, 2])],
+                    [value(1, [0, 1, 2]), value(2, [0, 1, 2])],
+                    [value(2, [0, 1, 2])],
+                ]
+            },
+            "p0 has the mean of [0, 1]",
+        ),
     ],
 )
 def test_every_kind_of_failure_of_a_soak_of_peers_is_counted(changes, said):
     pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
     from benchmarks.peer_soak import failures_in
 
-    fine = {"values": [[value(1, [0, 1]), value(2, [0, 1])]] * 2, "records": [[0, 1, 2], [0, 1, 2]], "spared": 0, "num_iterations": 2}
+    fine = {
+        "values": [[value(1, [0, 1]), value(2, [0, 1])]] * 2,
+        "records": [[0, 1, 2], [0, 1, 2]],
+        "spared": 0,
+        "num_iterations": 2,
+    }
     found = failures_in(**{**fine, **changes})
     assert len(found) == (0 if said is None else 1), found
     assert said is None or said in found[0]
@@ -409,12 +555,16 @@ def test_memory_of_peers_is_of_processes_that_lived_long_enough(tmp_path):
     pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
     from benchmarks.peer_soak import memory_rows, peer_row, resident
 
-    [row] = memory_rows({(0, 11): [(100.0, 50.0), (110.0, 90.0), (120.0, 60.0)], (1, 12): [(100.0, 50.0), (109.0, 51.0)]})
+    [row] = memory_rows(
+        {(0, 11): [(100.0, 50.0), (110.0, 90.0), (120.0, 60.0)], (1, 12): [(100.0, 50.0), (109.0, 51.0)]}
+    )
     assert (row["name"], row["growth"], row["per_minute"], row["lived"]) == ("p0, process 11", 10.0, 30.0, 20.0)
     assert (resident(os.getpid()) or 0) > 10
     assert resident(2**22 + 1) is None
     (tmp_path / "run0").mkdir()
-    (tmp_path / "p0.log").write_text("1.0 4 of 4 peers begin at the start: a.\n2.0 p1 is gone\n3.0 3 of 4 peers begin after outer iteration 1: a.\n")
+    (tmp_path / "p0.log").write_text(
+        "1.0 4 of 4 peers begin at the start: a.\n2.0 p1 is gone\n3.0 3 of 4 peers begin after outer iteration 1: a.\n"
+    )
     diary = [
         (1, {"outdated": 2}),
         (2, {"outdated": 5}),
@@ -422,13 +572,28 @@ def test_memory_of_peers_is_of_processes_that_lived_long_enough(tmp_path):
         (3, {"outdated": 1, "key": 2}),
         (4, {"outdated": 1, "key": 2}),
     ]  # a new process after the second
-    (tmp_path / "run0" / "peers.jsonl").write_text("".join(json.dumps({"iteration": number, "refused": refused}) + "\n" for number, refused in diary))
-    row = peer_row(tmp_path, 0, [value(1, [0], 0.5), {**value(2, [0]), "members": [0, 1]}], [{"peer": 0, "kind": "kill"}, {"peer": 1, "kind": "stop"}])
-    assert (row["formations"], row["iterations"], row["repeated"], row["other_members"], row["error"]) == (2, 4, 1, 1, 0.5)
+    (tmp_path / "run0" / "peers.jsonl").write_text(
+        "".join(json.dumps({"iteration": number, "refused": refused}) + "\n" for number, refused in diary)
+    )
+    row = peer_row(
+        tmp_path,
+        0,
+        [value(1, [0], 0.5), {**value(2, [0]), "members": [0, 1]}],
+        [{"peer": 0, "kind": "kill"}, {"peer": 1, "kind": "stop"}],
+    )
+    assert (row["formations"], row["iterations"], row["repeated"], row["other_members"], row["error"]) == (
+        2,
+        4,
+        1,
+        1,
+        0.5,
+    )
     assert (row["kills"], row["stops"], row["refused"]) == (1, 0, "key 2, outdated 6")
 
 
-@pytest.mark.parametrize(("words", "said"), [(["--rounds", "3"], "at least 5"), (["--only", "nothing"], "invalid choice")])
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--rounds", "3"], "at least 5"), (["--only", "nothing"], "invalid choice")]
+)
 def test_wrong_options_are_refused(words, said, capsys):
     with pytest.raises(SystemExit):
         command.main(words)
@@ -445,7 +610,10 @@ def test_wrong_options_are_refused(words, said, capsys):
         ("python -u -m nvflare.private.fed.app.server.server_train -m kits/server --set org=server", "server, parent"),
         ("python -m nvflare.private.fed.app.server.runner_process -m kits/server -n 1", "server, job"),
         ("python -u -m nvflare.private.fed.app.client.client_train -m kits/site-1 --set uid=site-1", "site-1, parent"),
-        ("python -m nvflare.private.fed.app.client.worker_process -m kits/site-2 -c site-2 --set uid=site-2", "site-2, job"),
+        (
+            "python -m nvflare.private.fed.app.client.worker_process -m kits/site-2 -c site-2 --set uid=site-2",
+            "site-2, job",
+        ),
         ("cat progress.json", "other"),
     ],
 )
@@ -454,11 +622,28 @@ def test_a_process_of_a_federation_is_known_by_its_command_line(line, role):
 
 
 def test_the_footprint_lists_the_command_first_and_leaves_out_what_lives_for_a_moment():
-    entry = lambda name, seconds: {"name": name, "seconds": seconds, "cpu": 1.0, "rss": 2.0, "pss": 1.5, "modules": ["os", "sympy"]}
-    found = footprint.rows_of([entry("site-1, job", 9.0), entry("other", 0.2), entry("the command", 20.0), entry("server, job", 9.0)])
+    entry = lambda name, seconds: {
+        "name": name,
+        "seconds": seconds,
+        "cpu": 1.0,
+        "rss": 2.0,
+        "pss": 1.5,
+        "modules": ["os", "sympy"],
+    }
+    found = footprint.rows_of(
+        [entry("site-1, job", 9.0), entry("other", 0.2), entry("the command", 20.0), entry("server, job", 9.0)]
+    )
     assert [row["name"] for row in found] == ["the command", "server, job", "site-1, job"]
     assert [row.get("aim") for row in found] == [None, None, footprint.JOB_AIM]
-    assert found[0] == {"name": "the command", "seconds": 20.0, "cpu": 1.0, "rss": 2.0, "pss": 1.5, "modules": 2, "heavy": "sympy"}
+    assert found[0] == {
+        "name": "the command",
+        "seconds": 20.0,
+        "cpu": 1.0,
+        "rss": 2.0,
+        "pss": 1.5,
+        "modules": 2,
+        "heavy": "sympy",
+    }
 
 
 def test_processes_below_a_command_are_watched_with_what_they_imported(tmp_path):

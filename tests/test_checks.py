@@ -12,12 +12,12 @@ from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.checks import _difference
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import phase
+from fedbilevel.federation.algorithm import phase
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
-from yardstick import brief
+from support.numeric.yardstick import brief
 
 
 @pytest.mark.parametrize("name", sorted(discovery.algorithms()))
@@ -35,7 +35,16 @@ def test_every_algorithm_file_says_what_it_must(name):
 
 SMALL = {  # few samples, and a lower level with one solution
     "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
-    "few_shot": {"num_tasks": 2, "num_ways": 3, "num_shots": 2, "num_queries": 2, "num_held_out": 1, "num_filters": 3, "activation": "gelu", "l2": 1.0},
+    "few_shot": {
+        "num_tasks": 2,
+        "num_ways": 3,
+        "num_shots": 2,
+        "num_queries": 2,
+        "num_held_out": 1,
+        "num_filters": 3,
+        "activation": "gelu",
+        "l2": 1.0,
+    },
     "hyper_representation": {"num_clients": 3, "share": 0.05, "num_hidden": 4, "activation": "gelu"},
     "imbalance": {"num_clients": 3, "share": 0.2, "num_val": 2, "imbalance_ratio": 4.0},
     "personalisation": {"num_clients": 3, "share": 0.02, "model": "linear", "l2": 1.0},
@@ -65,7 +74,11 @@ def test_check_hypergradient_finds_a_wrong_estimator():
         return population.oracle.upper_grad_x(x, y, population.data.batch(everyone, "val")).mean(0)
 
     report = fb.check_hypergradient(*built, estimators=[without_the_indirect_part, "cg"], show=False)
-    assert {check.name: check.ok for check in report.checks} == {"finite differences": True, "without_the_indirect_part": False, "cg": True}
+    assert {check.name: check.ok for check in report.checks} == {
+        "finite differences": True,
+        "without_the_indirect_part": False,
+        "cg": True,
+    }
     wrong_shape = fb.check_hypergradient(*built, estimators=[lambda population, x, y: torch.zeros(2)], show=False)
     assert "expected (4,)" in str(wrong_shape)
 
@@ -79,7 +92,11 @@ KINKED = {
 
 def stretched(built: Built, factor: float) -> Built:
     """The same losses with the same values, whose derivatives by x are too long by the factor."""
-    longer = lambda function: lambda x, y, batch: function({name: leaf.detach() + factor * (leaf - leaf.detach()) for name, leaf in x.items()}, y, batch)
+    longer = lambda function: (
+        lambda x, y, batch: function(
+            {name: leaf.detach() + factor * (leaf - leaf.detach()) for name, leaf in x.items()}, y, batch
+        )
+    )
     problem = built.problem
     if problem.features is not None:
         features = longer(lambda x, _, batch: problem.features(x, batch))
@@ -94,12 +111,18 @@ def test_check_hypergradient_sees_the_fourth_digit_whatever_kinks_a_step_crosses
     assert right.ok, str(right)
     wrong = fb.check_hypergradient(*stretched(built, 1.0001), estimators=[], num_directions=1, show=False)
     assert not wrong.ok
-    assert re.search(r"relative error 1\.0e-04 .*; differences of steps 1e-0\d and 1e-0\d agree up to \d\.\de-(0[6-9]|1\d)$", wrong.checks[0].text)
+    assert re.search(
+        r"relative error 1\.0e-04 .*; differences of steps 1e-0\d and 1e-0\d agree up to \d\.\de-(0[6-9]|1\d)$",
+        wrong.checks[0].text,
+    )
 
 
 def added(term: Any) -> Built:
     built = Quadratic().build()
-    return Built(dataclasses.replace(built.problem, upper=lambda x, y, batch: built.problem.upper(x, y, batch) + term(x["x"])), built.clients)
+    return Built(
+        dataclasses.replace(built.problem, upper=lambda x, y, batch: built.problem.upper(x, y, batch) + term(x["x"])),
+        built.clients,
+    )
 
 
 def test_check_hypergradient_takes_shorter_steps_than_the_nearest_kink_and_says_where_no_step_will_do():
@@ -108,7 +131,9 @@ def test_check_hypergradient_takes_shorter_steps_than_the_nearest_kink_and_says_
     report = fb.check_hypergradient(*kinked, estimators=[], num_directions=1, show=False)
     assert report.ok, str(report)
     assert "differences of steps 1e-06 and 1e-07" in str(report)
-    rough = fb.check_hypergradient(*added(lambda x: 1e-3 * (1e9 * x).sin().sum()), estimators=[], num_directions=1, show=False)
+    rough = fb.check_hypergradient(
+        *added(lambda x: 1e-3 * (1e9 * x).sin().sum()), estimators=[], num_directions=1, show=False
+    )
     assert not rough.ok
     assert "too little to tell right from wrong" in str(rough)
 
@@ -119,7 +144,9 @@ def test_a_value_that_a_step_across_a_kink_would_confirm_has_no_say_in_the_choic
         value, trust = _difference(along, torch.tensor([seen], dtype=torch.float64), 1e-4, 1e-5)
         assert value.tolist() == pytest.approx([-1.0], rel=1e-9)
         assert trust.startswith("; differences of steps 1e-06 and 1e-07 agree up to")
-    assert _difference(along, torch.tensor([-0.03], dtype=torch.float64), 1e-4, 1e-5)[1] == ""  # only the first step may settle it at once
+    assert (
+        _difference(along, torch.tensor([-0.03], dtype=torch.float64), 1e-4, 1e-5)[1] == ""
+    )  # only the first step may settle it at once
 
 
 @pytest.mark.parametrize("name", KINKED)
@@ -133,7 +160,10 @@ def test_check_problem_takes_networks_with_kinks(name):
 
 def test_check_hypergradient_takes_algorithms():
     built = Quadratic().build()
-    good, short = FBOAggITD(num_lower_rounds=60, lr_system=0.2, lr_lower=0.2), FBOAggITD(num_lower_rounds=1, lr_system=0.2, lr_lower=0.2)
+    good, short = (
+        FBOAggITD(num_lower_rounds=60, lr_system=0.2, lr_lower=0.2),
+        FBOAggITD(num_lower_rounds=1, lr_system=0.2, lr_lower=0.2),
+    )
     assert fb.check_hypergradient(*built, estimators=[good], show=False).ok
     assert not fb.check_hypergradient(*built, estimators=[short], show=False).ok
     with pytest.raises(SettingError, match="fedbio has no estimate of its own"):
@@ -142,11 +172,19 @@ def test_check_hypergradient_takes_algorithms():
 
 def test_check_problem_finds_a_detached_loss_and_a_mean_over_padding():
     built = Quadratic().build()
-    cut = dataclasses.replace(built.problem, upper=lambda x, y, batch: built.problem.upper({"x": x["x"].detach()}, y, batch))
-    assert [check.name for check in fb.check_problem(cut, built.clients, show=False).checks if not check.ok] == ["grad_x upper"]
+    cut = dataclasses.replace(
+        built.problem, upper=lambda x, y, batch: built.problem.upper({"x": x["x"].detach()}, y, batch)
+    )
+    assert [check.name for check in fb.check_problem(cut, built.clients, show=False).checks if not check.ok] == [
+        "grad_x upper"
+    ]
     cleaning = DataCleaning(num_clients=3, num_clean=4, test_share=0.8).build()
-    padded = dataclasses.replace(cleaning.problem, lower=lambda x, y, batch: cleaning.problem.lower(x, y, batch) + x["logit"].mean())
-    assert "padding of x" in [check.name for check in fb.check_problem(padded, cleaning.clients, show=False).checks if not check.ok]
+    padded = dataclasses.replace(
+        cleaning.problem, lower=lambda x, y, batch: cleaning.problem.lower(x, y, batch) + x["logit"].mean()
+    )
+    assert "padding of x" in [
+        check.name for check in fb.check_problem(padded, cleaning.clients, show=False).checks if not check.ok
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +249,9 @@ class Fussy(FedBiO):
 
 
 def test_check_algorithm_finds_who_needs_everyone_and_who_does_not_say_so():
-    failed = lambda algorithm: [check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok]
+    failed = lambda algorithm: [
+        check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok
+    ]
     assert failed(Careless()) == ["a client that drops"]
     assert failed(Sociable()) == ["cohort of one"]
     assert {"deterministic", "cohort of one", "a client that drops"} <= {*failed(Silent())}
@@ -223,7 +263,9 @@ def test_an_algorithm_that_refuses_everything_cannot_be_checked():
 
 
 def test_check_algorithm_finds_what_is_broken():
-    failed = lambda algorithm: {check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok}
+    failed = lambda algorithm: {
+        check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok
+    }
     assert {"deterministic", "checkpoint and resume"} <= failed(Leaky())
     assert "order of clients" in failed(Counting())
     assert {"global lower, private upper", "local lower, shared upper"} & failed(Averaging())

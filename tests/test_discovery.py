@@ -34,7 +34,9 @@ def install(tmp_path, monkeypatch):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         groups = {"fedbilevel.tasks": tasks, "fedbilevel.algorithms": algorithms}
-        (info / "entry_points.txt").write_text("".join(f"[{group}]\n" + "".join(f"{line}\n" for line in lines) for group, lines in groups.items()))
+        (info / "entry_points.txt").write_text(
+            "".join(f"[{group}]\n" + "".join(f"{line}\n" for line in lines) for group, lines in groups.items())
+        )
         monkeypatch.syspath_prepend(place)
 
     yield install
@@ -67,25 +69,44 @@ def test_tasks_and_algorithms_of_an_installed_package_are_like_our_own(install):
     assert discovery.algorithms() == {**ours[1], "slow": algorithm}
     problem, clients = task(num_clients=2).build()
     given = {name: 0.05 for name in ("lr_upper", "lr_lower", "lr_system")}
-    mine, theirs = (fb.run(kind(**given), problem, clients, num_iterations=2) for kind in (algorithm, discovery.algorithm("fedbio")))
+    mine, theirs = (
+        fb.run(kind(**given), problem, clients, num_iterations=2) for kind in (algorithm, discovery.algorithm("fedbio"))
+    )
     assert mine.rows[-1]["upper_loss"] == theirs.rows[-1]["upper_loss"]
-    assert [field.name for field in dataclasses.fields(algorithm)] == [field.name for field in dataclasses.fields(discovery.algorithm("fedbio"))]
+    assert [field.name for field in dataclasses.fields(algorithm)] == [
+        field.name for field in dataclasses.fields(discovery.algorithm("fedbio"))
+    ]
 
 
 def test_a_name_of_our_own_cannot_be_taken(install):
     ours = discovery.tasks()
     install(tasks=["quadratic = hospital.sepsis:Sepsis"])
     assert discovery.tasks() == ours
-    refused(discovery.task, "quadratic", "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', which is a name of fedbilevel's own: rename")
+    refused(
+        discovery.task,
+        "quadratic",
+        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', which is a name of fedbilevel's own: rename",
+    )
     assert discovery.task("data_cleaning") is ours["data_cleaning"]
 
 
 def test_one_that_cannot_be_imported_is_named_only_when_it_is_asked_for(install):
     ours = discovery.tasks()
-    install(tasks=["broken = hospital.broken:Broken", "gone = hospital.sepsis:Gone", "nowhere = hospital.nowhere:Task", "sepsis = hospital.sepsis:Sepsis"])
+    install(
+        tasks=[
+            "broken = hospital.broken:Broken",
+            "gone = hospital.sepsis:Gone",
+            "nowhere = hospital.nowhere:Task",
+            "sepsis = hospital.sepsis:Sepsis",
+        ]
+    )
     assert set(discovery.tasks()) == {*ours, "sepsis"}
     assert discovery.task("quadratic") is ours["quadratic"]
-    refused(discovery.task, "broken", "hospital.broken:Broken as 'broken', which cannot be imported (RuntimeError: no licence): mend or uninstall")
+    refused(
+        discovery.task,
+        "broken",
+        "hospital.broken:Broken as 'broken', which cannot be imported (RuntimeError: no licence): mend or uninstall",
+    )
     refused(discovery.task, "gone", "cannot be imported (AttributeError")
     refused(discovery.task, "nowhere", "cannot be imported (ModuleNotFoundError")
     with pytest.raises(UnknownNameError, match="Did you mean 'sepsis'"):
@@ -97,9 +118,17 @@ def test_one_that_cannot_be_imported_is_named_only_when_it_is_asked_for(install)
 def test_the_class_must_be_of_its_kind_and_of_its_name(install):
     install(tasks=["slow = hospital.slow:Slow", "text = hospital.sepsis:__name__", "other = hospital.sepsis:Sepsis"])
     assert set(discovery.tasks()).isdisjoint({"slow", "text", "other"})
-    refused(discovery.task, "slow", "hospital.slow:Slow as 'slow', which is no class derived from Task: mend that entry point")
+    refused(
+        discovery.task,
+        "slow",
+        "hospital.slow:Slow as 'slow', which is no class derived from Task: mend that entry point",
+    )
     refused(discovery.task, "text", "no class derived from Task")
-    refused(discovery.task, "other", "as 'other', but its name() is 'sepsis': name the module or the entry point after the other")
+    refused(
+        discovery.task,
+        "other",
+        "as 'other', but its name() is 'sepsis': name the module or the entry point after the other",
+    )
 
 
 def test_two_packages_with_one_name(install):
@@ -107,5 +136,8 @@ def test_two_packages_with_one_name(install):
     install("clinic", tasks=["sepsis = clinic.sepsis:Sepsis"])
     assert "sepsis" not in discovery.tasks()
     refused(
-        discovery.task, "sepsis", "the package clinic offers clinic.sepsis:Sepsis", "the package hospital offers hospital.sepsis:Sepsis under the same name"
+        discovery.task,
+        "sepsis",
+        "the package clinic offers clinic.sepsis:Sepsis",
+        "the package hospital offers hospital.sepsis:Sepsis under the same name",
     )

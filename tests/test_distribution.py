@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedbilevel
-from fedbilevel.cli import cli
+from fedbilevel.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,9 +23,24 @@ ROOT = Path(__file__).parents[1]
 def installed(tmp_path_factory):
     """Where the wheel was installed, without what it depends on."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     [wheel] = folder.glob("*.whl")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "--target", folder / "there", wheel], check=True, capture_output=True, timeout=120)
     return folder / "there"
 
@@ -37,7 +52,14 @@ def there(installed, tmp_path_factory):
 
     def run(*args):
         environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1", "COLUMNS": "140"}
-        done = subprocess.run([sys.executable, "-m", "fedbilevel", *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-m", "fedbilevel", *args],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -48,9 +70,15 @@ def there(installed, tmp_path_factory):
 def test_nothing_is_left_out_of_the_wheel(installed):
     """Every file of the package and every experiment, and nothing else but its description."""
     package = ROOT / "src" / "fedbilevel"
-    tracked = subprocess.run(["git", "ls-files", "src/fedbilevel", "experiments"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    tracked = subprocess.run(
+        ["git", "ls-files", "src/fedbilevel", "experiments"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     wanted = {"fedbilevel/" + name.removeprefix("src/fedbilevel/") for name in tracked if name}
-    found = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file() and ".dist-info" not in str(path)}
+    found = {
+        str(path.relative_to(installed))
+        for path in installed.rglob("*")
+        if path.is_file() and ".dist-info" not in str(path)
+    }
     assert package.is_dir()
     assert wanted <= found
     assert not [name for name in found - wanted if name.startswith("fedbilevel/") and "__pycache__" not in name]
@@ -75,7 +103,9 @@ def test_the_version_is_written_in_one_place_of_the_source():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
     place = ROOT / project["tool"]["hatch"]["version"]["path"]
-    assigned = [path for path in (ROOT / "src").rglob("*.py") if re.search(r"^__version__\s*=", path.read_text(), re.MULTILINE)]
+    assigned = [
+        path for path in (ROOT / "src").rglob("*.py") if re.search(r"^__version__\s*=", path.read_text(), re.MULTILINE)
+    ]
     assert assigned == [place]
 
 
@@ -84,8 +114,13 @@ def test_the_demo_of_the_wheel_is_that_of_the_readme(there, installed):
     said = there("demo", "--out", "demo")
     assert (there.folder / "demo" / "report.html").stat().st_size > 100_000
     quoted = (ROOT / "README.md").read_text()
-    row = re.compile(r"^\s*(fedavg|fedbio|fednest|fbo_aggitd)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\d+)\s+([\d.]+)\s+(\d+)\s+(\d+)", re.MULTILINE)
-    figures, printed = ({name: [float(number) for number in numbers] for name, *numbers in row.findall(text)} for text in (said, quoted))
+    row = re.compile(
+        r"^\s*(fedavg|fedbio|fednest|fbo_aggitd)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\d+)\s+([\d.]+)\s+(\d+)\s+(\d+)",
+        re.MULTILINE,
+    )
+    figures, printed = (
+        {name: [float(number) for number in numbers] for name, *numbers in row.findall(text)} for text in (said, quoted)
+    )
     assert set(figures) == set(printed) == {"fedavg", "fedbio", "fednest", "fbo_aggitd"}
     for name, numbers in figures.items():
         assert printed[name] == pytest.approx(numbers, abs=0.006), name

@@ -22,20 +22,30 @@ import yaml
 
 import fedbilevel
 from fedbilevel import discovery
-from fedbilevel.averaging import Averaging
-from fedbilevel.cli import cli
+from fedbilevel.cli.main import cli
 from fedbilevel.errors import ScopeError, ScopeWarning
-from fedbilevel.federation import PeerAlgorithm
-from fedbilevel.network import Network
+from fedbilevel.federation.algorithm import PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.network import Network
 from fedbilevel.settings import made
-from pages import check_quoted
+from support.docs import check_quoted
 from website import algorithm_pages, curves, facts, pictures, quotes
 from website.fenced import fenced, itemised
 from website.svg import DARK, LIGHT
 
 ROOT = Path(__file__).parents[1]
 NAMES = [name for name, kind in discovery.algorithms().items() if kind.__module__.startswith("fedbilevel.")]
-LOADING = {"img": "src", "script": "src", "source": "src", "iframe": "src", "video": "src", "audio": "src", "embed": "src", "object": "data", "input": "src"}
+LOADING = {
+    "img": "src",
+    "script": "src",
+    "source": "src",
+    "iframe": "src",
+    "video": "src",
+    "audio": "src",
+    "embed": "src",
+    "object": "data",
+    "input": "src",
+}
 
 
 class Page(HTMLParser):
@@ -97,7 +107,9 @@ def test_every_link_picture_and_anchor_resolves(site):
     for name, page in found.items():
         for link in [*page.links, *page.loads]:
             parts = urlsplit(link)
-            if parts.scheme in ("http", "https", "mailto", "data", "javascript") or (name == "404.html" and link.startswith("/")):
+            if parts.scheme in ("http", "https", "mailto", "data", "javascript") or (
+                name == "404.html" and link.startswith("/")
+            ):
                 continue  # 404.html is for a server, whose root is not known
             count += 1
             target = (folder / name).parent / unquote(parts.path) if parts.path else folder / name
@@ -116,7 +128,9 @@ def test_nothing_is_loaded_from_another_host(site):
     assert [f"{name}: {load}" for name, page in found.items() for load in page.loads if outside(load)] == []
     for path in folder.rglob("*.css"):
         assert re.findall(r"(?:url\(\s*|@import\s+)['\"]?((?:https?:)?//[^'\")\s]+)", path.read_text()) == [], path
-    scripts = "".join(re.findall(r"<script[^>]*>(.*?)</script>", "".join((folder / name).read_text() for name in found), re.DOTALL))
+    scripts = "".join(
+        re.findall(r"<script[^>]*>(.*?)</script>", "".join((folder / name).read_text() for name in found), re.DOTALL)
+    )
     assert not re.search(r"https?://", scripts.replace("http://www.w3.org", ""))
 
 
@@ -142,7 +156,9 @@ def test_every_algorithm_has_a_page_with_all_that_its_file_says(site, name):
         assert spec.name in page.text
         assert " ".join(spec.metadata["help"].replace("`", "").split()) in page.text
     assert any(f"algorithms/{name}.html" in link for link in found["choosing.html"].links)
-    assert sum("<svg" in line for line in _source(site, f"algorithms/{name}.html").splitlines()) >= len({case.task for case, _ in curves.found(name)})
+    assert sum("<svg" in line for line in _source(site, f"algorithms/{name}.html").splitlines()) >= len(
+        {case.task for case, _ in curves.found(name)}
+    )
 
 
 def _source(site, name):
@@ -157,7 +173,10 @@ def test_equations_keep_their_columns(site):
 def test_every_public_name_has_its_place(site):
     _, found = site
     for name in fedbilevel.__all__:
-        assert any(anchor.endswith(f".{name}") for anchor in found["reference/api.html"].ids | found["reference/errors.html"].ids), name
+        assert any(
+            anchor.endswith(f".{name}")
+            for anchor in found["reference/api.html"].ids | found["reference/errors.html"].ids
+        ), name
     for name in ("Task", "Settings", "ServerAlgorithm", "PeerAlgorithm", "Federation"):
         assert any(anchor.endswith(f".{name}") for anchor in found["reference/classes.html"].ids), name
     for name, value in vars(fedbilevel.errors).items():
@@ -177,20 +196,39 @@ def test_parameters_in_docstrings_are_a_list():
 
 def test_results_have_their_pictures(site):
     folder, found = site
-    for source, page in (("experiments/RESULTS.md", "results/experiments.html"), ("benchmarks/RESULTS.md", "results/benchmarks.html")):
+    for source, page in (
+        ("experiments/RESULTS.md", "results/experiments.html"),
+        ("benchmarks/RESULTS.md", "results/benchmarks.html"),
+    ):
         drawn = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / source).read_text())
         assert drawn
-        assert [load for load in found[page].loads if load.endswith(".png") and "favicon" not in load] == [f"{source.split('/')[0]}/{one}" for one in drawn]
+        assert [load for load in found[page].loads if load.endswith(".png") and "favicon" not in load] == [
+            f"{source.split('/')[0]}/{one}" for one in drawn
+        ]
         for one in drawn:
-            assert (folder / "results" / source.split("/")[0] / one).read_bytes() == ((ROOT / source).parent / one).read_bytes()
+            assert (folder / "results" / source.split("/")[0] / one).read_bytes() == (
+                (ROOT / source).parent / one
+            ).read_bytes()
 
 
 def test_the_changelog_is_the_one_of_the_repository(site):
     words = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", (ROOT / "CHANGELOG.md").read_text())
-    assert re.sub(r"[^a-z0-9]", "", words.lower())[:5000] in re.sub(r"[^a-z0-9]", "", site[1]["changelog.html"].text.lower())
+    assert re.sub(r"[^a-z0-9]", "", words.lower())[:5000] in re.sub(
+        r"[^a-z0-9]", "", site[1]["changelog.html"].text.lower()
+    )
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "experiments/README.md", "experiments/RESULTS.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "experiments/README.md",
+        "experiments/RESULTS.md",
+        "benchmarks/README.md",
+    ],
+)
 def test_relative_links_of_the_repository_resolve(name):
     path = ROOT / name
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
@@ -213,7 +251,16 @@ def test_the_table_says_what_the_algorithms_say(site):
             except ScopeError:
                 expected = "no"
             assert mark == expected, (name, scopes)
-    assert rows["fedbio"][1:9] == ["yes", "yes", "yes", "yes", "1", "16", "3", "2"]  # d_x + 2 d_y floats, five derivatives
+    assert rows["fedbio"][1:9] == [
+        "yes",
+        "yes",
+        "yes",
+        "yes",
+        "1",
+        "16",
+        "3",
+        "2",
+    ]  # d_x + 2 d_y floats, five derivatives
     assert rows["fedbio"][9] == "d_x + 2&nbsp;d_y"
     assert rows["lfednest"][1:5] == ["biased", "biased", "yes", "yes"]
     assert rows["penalty"][8] == "0"
@@ -225,10 +272,19 @@ def _rows(markdown):
 
 
 def test_lists_are_made_where_numbers_run_from_one():
-    assert algorithm_pages.listed("first: (1) one thing; (2) Two (3)x. (3) three") == "first:\n\n1. One thing.\n2. Two (3)x.\n3. Three."
-    assert algorithm_pages.listed("those of SimFBO, except that (3) holds; (6) more") == "those of SimFBO, except that (3) holds; (6) more"
+    assert (
+        algorithm_pages.listed("first: (1) one thing; (2) Two (3)x. (3) three")
+        == "first:\n\n1. One thing.\n2. Two (3)x.\n3. Three."
+    )
+    assert (
+        algorithm_pages.listed("those of SimFBO, except that (3) holds; (6) more")
+        == "those of SimFBO, except that (3) holds; (6) more"
+    )
     assert algorithm_pages.prose("u* is_a `x_y` <b>") == "u&#42; is&#95;a `x_y` &#60;b&#62;"
-    assert algorithm_pages.linked("FedBiO and `FedBiO` of FedBiO-Local", "simfbo") == "[FedBiO](fedbio.md) and `FedBiO` of [FedBiO-Local](fedbio_local.md)"
+    assert (
+        algorithm_pages.linked("FedBiO and `FedBiO` of FedBiO-Local", "simfbo")
+        == "[FedBiO](fedbio.md) and `FedBiO` of [FedBiO-Local](fedbio_local.md)"
+    )
 
 
 def test_letters_in_costs_are_explained():
@@ -250,7 +306,13 @@ def test_letters_in_costs_are_explained():
 
 
 @pytest.mark.parametrize(
-    ("cost", "unexplained"), [("g_y: E tau, H v: R", ["tau"]), ("2W rounds", ["W"]), ("N' rounds", ["N'"]), ("E + 1 rounds, d_y, J u, a `q`", [])]
+    ("cost", "unexplained"),
+    [
+        ("g_y: E tau, H v: R", ["tau"]),
+        ("2W rounds", ["W"]),
+        ("N' rounds", ["N'"]),
+        ("E + 1 rounds, d_y, J u, a `q`", []),
+    ],
 )
 def test_letters_that_mean_nothing_or_a_step_are_noticed(cost, unexplained):
     """tau of commfedbio is the step of u, which counts nothing."""
@@ -262,21 +324,34 @@ def test_letters_that_mean_nothing_or_a_step_are_noticed(cost, unexplained):
 def test_the_key_of_a_page_names_every_letter(site):
     for name in NAMES:
         said = re.search(r"Letters: ([^.]*)\.", site[1][f"algorithms/{name}.html"].text)[1]
-        assert {"d_x", "d_y", *algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))} <= {*re.findall(r"[\w']+", said)}, name
+        assert {"d_x", "d_y", *algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))} <= {
+            *re.findall(r"[\w']+", said)
+        }, name
     whole = "Letters: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; Q is drawn as is said above."
     assert whole in site[1]["algorithms/fbo_aggitd.html"].text
 
 
 def test_a_round_between_peers_is_what_the_pages_say(site):
     """Which verbs a page names, and how many rounds an outer iteration of the recorded run takes."""
-    words = {"mix": "an average is 10 steps of Push-Sum", "push": "every push counts as a round", "gossip": "every exchange with the neighbours counts"}
+    words = {
+        "mix": "an average is 10 steps of Push-Sum",
+        "push": "every push counts as a round",
+        "gossip": "every exchange with the neighbours counts",
+    }
     for name, verbs in {"hgp": {"mix", "push"}, "sgp": {"push"}, "sparkle": {"gossip"}}.items():
         text = site[1][f"algorithms/{name}.html"].text
         assert {verb for verb, said in words.items() if said in text} == verbs, name
         assert {*made(discovery.algorithm(name), curves.found(name)[0][0].settings).verbs()} == verbs
     assert "counts as a round" not in site[1]["algorithms/fedbio.html"].text
-    assert {name for name in NAMES if algorithm_pages.about(name).peers} == {"hgp", "sgp", "sparkle"}  # of which choosing.md says how many rounds they take
-    rounds = {row[0].partition("`]")[0].strip("[`"): float(row[5].replace(",", "")) for row in _rows(algorithm_pages.decision_table())}
+    assert {name for name in NAMES if algorithm_pages.about(name).peers} == {
+        "hgp",
+        "sgp",
+        "sparkle",
+    }  # of which choosing.md says how many rounds they take
+    rounds = {
+        row[0].partition("`]")[0].strip("[`"): float(row[5].replace(",", ""))
+        for row in _rows(algorithm_pages.decision_table())
+    }
     sgp, hgp = (made(discovery.algorithm(name), curves.found(name)[0][0].settings) for name in ("sgp", "hgp"))
     assert rounds["sparkle"] == 1
     assert rounds["sgp"] == sgp.num_lower_steps
@@ -288,7 +363,10 @@ def test_what_is_said_of_all_algorithms(site):
     ways = sum(algorithm_pages.about(name).uses_upper for name in NAMES)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"{ways} ways to the hypergradient across clients and {len(NAMES) - ways} baselines" in readme
-    assert f"{ways} ways to get the gradient of x across clients, and {len(NAMES) - ways} baselines that use the lower loss alone" in site[1]["index.html"].text
+    assert (
+        f"{ways} ways to get the gradient of x across clients, and {len(NAMES) - ways} baselines that use the lower loss alone"
+        in site[1]["index.html"].text
+    )
     for name in NAMES:
         assert {"Reference", "Deviations", "Cost"} <= {*algorithm_pages.text_of(name).parts}, name
 
@@ -296,12 +374,17 @@ def test_what_is_said_of_all_algorithms(site):
 def test_what_the_farms_learned(site):
     """The penalties that the tutorial prints, against where they began."""
     page = (ROOT / "docs" / "tutorials" / "folders.md").read_text()
-    found, begun = [float(value) for value in re.search(r"^\[(0\.0, .*)\]$", page, re.MULTILINE)[1].split(", ")], 4 / (1 + math.exp(3.0))
+    found, begun = (
+        [float(value) for value in re.search(r"^\[(0\.0, .*)\]$", page, re.MULTILINE)[1].split(", ")],
+        4 / (1 + math.exp(3.0)),
+    )
     less = [place for place, value in enumerate(found) if place >= 3 and value < begun]
     assert f"All penalties began at {begun:.1f}." in page
     assert found[:3] == [0.0, 0.0, 0.0]
     assert (len(less), len(found) - 3 - len(less)) == (3, 6)
-    assert f"six are damped more than at the start, and three ({', '.join(f'`m.{place}`' for place in less)}) less" in page
+    assert (
+        f"six are damped more than at the start, and three ({', '.join(f'`m.{place}`' for place in less)}) less" in page
+    )
 
 
 # ---- curves and pictures --------------------------------------------------------------------------------------------------------------
@@ -310,7 +393,9 @@ def test_what_the_farms_learned(site):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_has_curves_whose_settings_are_still_valid(name):
     found = curves.found(name)
-    assert [case for case, _ in found] == list(curves.cases(name)), f"its settings, suggestions or scopes have changed: run python -m website.curves {name}"
+    assert [case for case, _ in found] == list(curves.cases(name)), (
+        f"its settings, suggestions or scopes have changed: run python -m website.curves {name}"
+    )
     for case, rows in found:
         made(discovery.task(case.task), case.task_settings)
         made(discovery.algorithm(name), case.settings)
@@ -382,7 +467,8 @@ def test_colours_are_readable_in_both_themes():
     def light(colour):
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         return sum(
-            share * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4) for share, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+            share * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+            for share, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
         )
 
     def contrast(one, other):
@@ -450,11 +536,36 @@ def test_the_citation_is_whole():
     assert content["license"] == "Apache-2.0"
     assert content["message"]
     assert content["authors"] == [{"name": "The fedbilevel developers"}]
-    assert set(content) <= {"cff-version", "message", "type", "title", "abstract", "version", "license", "authors", "keywords", "references"}
+    assert set(content) <= {
+        "cff-version",
+        "message",
+        "type",
+        "title",
+        "abstract",
+        "version",
+        "license",
+        "authors",
+        "keywords",
+        "references",
+    }
     assert len(content["references"]) == 4
-    docstrings = " ".join(" ".join(paragraph.split()) for name in NAMES for part in algorithm_pages.text_of(name).parts.values() for paragraph in part)
+    docstrings = " ".join(
+        " ".join(paragraph.split())
+        for name in NAMES
+        for part in algorithm_pages.text_of(name).parts.values()
+        for paragraph in part
+    )
     for reference in content["references"]:
         assert {"type", "title", "authors", "year"} <= set(reference)
-        assert set(reference) <= {"type", "title", "authors", "year", "status", "collection-title", "volume", "conference"}
+        assert set(reference) <= {
+            "type",
+            "title",
+            "authors",
+            "year",
+            "status",
+            "collection-title",
+            "volume",
+            "conference",
+        }
         assert all(set(author) == {"family-names", "given-names"} for author in reference["authors"])
         assert f'"{reference["title"]}"' in docstrings  # the same title as where the algorithm is written down

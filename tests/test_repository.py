@@ -60,6 +60,8 @@ def test_the_newest_section_of_the_changelog_has_the_four_headings():
 
 
 def test_files_that_the_contributing_page_names_exist():
-    named = set(re.findall(r"`((?:src|docs)/[\w./-]+\.\w+|[A-Z_]+\.(?:md|cff))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    named = set(
+        re.findall(r"`((?:src|docs)/[\w./-]+\.\w+|[A-Z_]+\.(?:md|cff))`", (ROOT / "CONTRIBUTING.md").read_text())
+    )
     assert {"CODE_OF_CONDUCT.md", "CHANGELOG.md", "CITATION.cff", "src/fedbilevel/_version.py"} <= named
     assert [name for name in named if not (ROOT / name).exists()] == []

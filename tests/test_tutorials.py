@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fedbilevel.cli import cli
-from pages import Block, blocks, check_quoted
+from fedbilevel.cli.main import cli
+from support.docs import Block, blocks, check_quoted
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'fedbilevel[plot]'")
 pytest.importorskip("pandas")
@@ -62,10 +62,28 @@ def test_the_page_says_what_comes_out(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_shows_what_a_reader_has_to_know(name):
     page = (FOLDER / name).read_text()
-    for word in ("fb.check_hypergradient(", "fb.solve(", ".history", ".ledger", ".plot(", "record=", "fedbilevel report"):
+    for word in (
+        "fb.check_hypergradient(",
+        "fb.solve(",
+        ".history",
+        ".ledger",
+        ".plot(",
+        "record=",
+        "fedbilevel report",
+    ):
         assert word in page, word
-    assert len(set(re.findall(r'^    "(\w+)": ', page, re.MULTILINE)) & {"fedavg", "fedbio", "fedbioacc", "fednest", "fbo_aggitd"}) == 3
-    code = [[line for line in block.text.splitlines() if line.strip()] for block in blocks(page) if block.language == "python"]
+    assert (
+        len(
+            set(re.findall(r'^    "(\w+)": ', page, re.MULTILINE))
+            & {"fedavg", "fedbio", "fedbioacc", "fednest", "fbo_aggitd"}
+        )
+        == 3
+    )
+    code = [
+        [line for line in block.text.splitlines() if line.strip()]
+        for block in blocks(page)
+        if block.language == "python"
+    ]
     assert max(len(line) for lines in code for line in lines) <= 130
     assert max(map(len, code)) <= 30, "it says 30 lines in the title"
 

@@ -11,9 +11,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from fedbilevel.averaging import Averaging
-from fedbilevel.federation import PeerAlgorithm
-from fedbilevel.problem import Scopes
+from fedbilevel.federation.algorithm import PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import kinds, made
 from website import curves
 from website.charts import Line, chart
@@ -51,7 +51,9 @@ def read(docstring: str) -> Text:
             current = parts.setdefault(found[1], [])
             paragraph = _capital(paragraph[found.end() :])
         current.append(paragraph)
-    return Text(title[0].upper() + title[1:] if not title.startswith("p") else title, " ".join(first.split()), body, parts)
+    return Text(
+        title[0].upper() + title[1:] if not title.startswith("p") else title, " ".join(first.split()), body, parts
+    )
 
 
 @functools.cache
@@ -62,7 +64,10 @@ def text_of(name: str) -> Text:
 def prose(paragraph: str) -> str:
     """Plain words as Markdown: what looks like markup outside of backticks is no markup."""
     pieces = re.split(r"(`[^`]+`)", " ".join(paragraph.split()))
-    return "".join(piece if piece.startswith("`") else re.sub(r"([\\*_\[\]<>|#])", lambda found: f"&#{ord(found[1])};", piece) for piece in pieces)
+    return "".join(
+        piece if piece.startswith("`") else re.sub(r"([\\*_\[\]<>|#])", lambda found: f"&#{ord(found[1])};", piece)
+        for piece in pieces
+    )
 
 
 def rendered(paragraphs: Sequence[str]) -> str:
@@ -77,7 +82,11 @@ def rendered(paragraphs: Sequence[str]) -> str:
             while end < len(lines) and lines[end].startswith("    ") == indented:
                 end += 1
             piece = lines[start:end]
-            out.append("```text\n" + inspect.cleandoc("\n".join(["", *piece])) + "\n```" if indented else listed("\n".join(piece)))
+            out.append(
+                "```text\n" + inspect.cleandoc("\n".join(["", *piece])) + "\n```"
+                if indented
+                else listed("\n".join(piece))
+            )
             start = end
     return "\n\n".join(out)
 
@@ -92,7 +101,10 @@ def listed(paragraph: str) -> str:
         words, number = words[found.end() :], number + 1
     pieces.append(words.strip())
     opening, items = pieces[0], pieces[1:]
-    return "\n".join(([prose(opening), ""] if opening else []) + [f"{place}. {_sentence(prose(item))}" for place, item in enumerate(items, 1)])
+    return "\n".join(
+        ([prose(opening), ""] if opening else [])
+        + [f"{place}. {_sentence(prose(item))}" for place, item in enumerate(items, 1)]
+    )
 
 
 def _sentence(words: str) -> str:
@@ -100,7 +112,24 @@ def _sentence(words: str) -> str:
     return _capital(words) + ("" if words.endswith((".", ":")) else ".")
 
 
-SYMBOLS = {"alpha", "beta", "gamma", "eta", "theta", "kappa", "lambda", "lam", "mu", "nu", "om", "xi", "pi", "rho", "tau", "delta"}
+SYMBOLS = {
+    "alpha",
+    "beta",
+    "gamma",
+    "eta",
+    "theta",
+    "kappa",
+    "lambda",
+    "lam",
+    "mu",
+    "nu",
+    "om",
+    "xi",
+    "pi",
+    "rho",
+    "tau",
+    "delta",
+}
 
 
 def _capital(words: str) -> str:
@@ -115,7 +144,10 @@ def linked(markdown: str, own: str) -> str:
     names = "|".join(sorted(map(re.escape, titles), key=len, reverse=True))
     pieces = re.split(r"(```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#.*$)", markdown, flags=re.DOTALL | re.MULTILINE)
     pattern = re.compile(rf"(?<![\w-])({names})(?![\w+]|-\w)")
-    return "".join(piece if place % 2 else pattern.sub(lambda found: f"[{found[1]}]({titles[found[1]]}.md)", piece) for place, piece in enumerate(pieces))
+    return "".join(
+        piece if place % 2 else pattern.sub(lambda found: f"[{found[1]}]({titles[found[1]]}.md)", piece)
+        for place, piece in enumerate(pieces)
+    )
 
 
 # ---- settings, scopes, kind ------------------------------------------------------------------------------------------------------
@@ -126,7 +158,9 @@ def settings_table(kind: type[Any]) -> str:
     rows = ["| setting | symbol | default | range | meaning |", "|---|---|---|---|---|"]
     for spec in dataclasses.fields(kind):
         symbol = f"`{spec.metadata['symbol']}`" if spec.metadata.get("symbol") else ""
-        rows.append(f"| `{spec.name}` | {symbol} | `{_plain(spec.default)}` | {_range(spec, hints[spec.name])} | {prose(spec.metadata.get('help', ''))} |")
+        rows.append(
+            f"| `{spec.name}` | {symbol} | `{_plain(spec.default)}` | {_range(spec, hints[spec.name])} | {prose(spec.metadata.get('help', ''))} |"
+        )
     return "\n".join(rows)
 
 
@@ -138,7 +172,11 @@ def letters(kind: type[Any], text: Text) -> dict[str, str]:
     above = " ".join(" ".join(text.body).split())
     found: dict[str, str] = {}
     hints = typing.get_type_hints(kind)
-    counts = {spec.metadata["symbol"]: hints[spec.name] for spec in dataclasses.fields(kind) if {int, tuple[int, ...]} & {*kinds(hints[spec.name])}}
+    counts = {
+        spec.metadata["symbol"]: hints[spec.name]
+        for spec in dataclasses.fields(kind)
+        if {int, tuple[int, ...]} & {*kinds(hints[spec.name])}
+    }
     for letter in _letters(" ".join(text.parts["Cost"])):
         whole = letter.removesuffix("_i")
         if letter in counts:
@@ -159,7 +197,10 @@ def _key(explained: dict[str, str]) -> str:
     alike: dict[str, list[str]] = {"the lengths of x and y": ["d_x", "d_y"]}
     for letter, words in explained.items():
         alike.setdefault(words, []).append(letter)
-    clauses = [f"{' and '.join(filter(None, (', '.join(some[:-1]), some[-1])))} {'are' if some[1:] else 'is'} {words}" for words, some in alike.items()]
+    clauses = [
+        f"{' and '.join(filter(None, (', '.join(some[:-1]), some[-1])))} {'are' if some[1:] else 'is'} {words}"
+        for words, some in alike.items()
+    ]
     return prose(f"Letters: {'; '.join(clauses)}.")
 
 
@@ -167,13 +208,19 @@ def _letters(cost: str) -> list[str]:
     """Those of the costs that are no words: single ones, with a prime or an index, and Greek ones by their names."""
     words = re.sub(r"`[^`]*`|\"[^\"]*\"", " ", cost)
     words = re.sub(rf"(?<![\w'])(?:{OF_A_PROBLEM})(?![\w'])", " ", words)
-    return list(dict.fromkeys(re.findall(rf"(?<![A-Za-z_'])(?:[A-Za-z]|{'|'.join(SYMBOLS)})(?:_\w+)?'?(?![A-Za-z_])", words)))
+    return list(
+        dict.fromkeys(re.findall(rf"(?<![A-Za-z_'])(?:[A-Za-z]|{'|'.join(SYMBOLS)})(?:_\w+)?'?(?![A-Za-z_])", words))
+    )
 
 
 def _averaging() -> dict[str, str]:
     """Symbols of the averaging between peers, which is no setting of an algorithm."""
     specs = dataclasses.fields(Averaging)
-    return {spec.metadata["symbol"]: f"`{spec.name}` of the averaging: {spec.metadata['help']}" for spec in specs if spec.metadata["symbol"]}
+    return {
+        spec.metadata["symbol"]: f"`{spec.name}` of the averaging: {spec.metadata['help']}"
+        for spec in specs
+        if spec.metadata["symbol"]
+    }
 
 
 def _plain(value: Any) -> str:
@@ -193,7 +240,11 @@ def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
             words.append("true, false")
         else:
             words.append({float: "number", int: "whole number", str: "word"}[one])
-    bounds = [f"{sign} {spec.metadata[key]:g}" for key, sign in (("above", ">"), ("least", "≥"), ("most", "≤")) if spec.metadata.get(key) is not None]
+    bounds = [
+        f"{sign} {spec.metadata[key]:g}"
+        for key, sign in (("above", ">"), ("least", "≥"), ("most", "≤"))
+        if spec.metadata.get(key) is not None
+    ]
     return ", ".join(words) + (", " + " and ".join(bounds) if bounds else "")
 
 
@@ -228,12 +279,33 @@ def about(name: str) -> About:
         "d_x": [field for field in kind.State._fields if field in kind.upper_space],
         "d_y": [field for field in kind.State._fields if field in kind.lower_space],
     }
-    state = " + ".join(f"{len(fields)}&nbsp;{length}" if len(fields) > 1 else length for length, fields in rows.items() if fields)
+    state = " + ".join(
+        f"{len(fields)}&nbsp;{length}" if len(fields) > 1 else length for length, fields in rows.items() if fields
+    )
     keeps = ", more at clients" if "clients.memory" in inspect.getsource(sys.modules[kind.__module__]) else ""
-    figures = (each["rounds"], each["floats_up"], sum(each[column] for column in ("gy", "gx", "fx", "fy")), each["hvp"] + each["jvp"])
-    costs = tuple(_figure(value) if on_standard or place != 1 else "" for place, value in enumerate(figures))  # floats of another task say nothing here
-    left = [f"{rows[-1]['distance']:.2g}&nbsp;after&nbsp;{rows[-1]['rounds']:,}{_own(case)}" for case, rows in runs if uses_upper and case.task == "quadratic"]
-    return About(issubclass(kind, PeerAlgorithm), uses_upper, last["hvp"] + last["jvp"] > 0, kind.needs_everyone, state + keeps, costs, "<br>".join(left))
+    figures = (
+        each["rounds"],
+        each["floats_up"],
+        sum(each[column] for column in ("gy", "gx", "fx", "fy")),
+        each["hvp"] + each["jvp"],
+    )
+    costs = tuple(
+        _figure(value) if on_standard or place != 1 else "" for place, value in enumerate(figures)
+    )  # floats of another task say nothing here
+    left = [
+        f"{rows[-1]['distance']:.2g}&nbsp;after&nbsp;{rows[-1]['rounds']:,}{_own(case)}"
+        for case, rows in runs
+        if uses_upper and case.task == "quadratic"
+    ]
+    return About(
+        issubclass(kind, PeerAlgorithm),
+        uses_upper,
+        last["hvp"] + last["jvp"] > 0,
+        kind.needs_everyone,
+        state + keeps,
+        costs,
+        "<br>".join(left),
+    )
 
 
 def _figure(value: float) -> str:
@@ -243,8 +315,16 @@ def _figure(value: float) -> str:
 def _own(case: curves.Case) -> str:
     """What tells a run from the first one of its algorithm."""
     first = curves.found(case.algorithm)[0][0]
-    changed = [f"{key} {value}" for key, value in case.settings.items() if curves.ALSO.get(case.algorithm, {}).get(key) == value]
-    lower = [f"{case.task_settings['lower']} y"] if case.task_settings.get("lower") != first.task_settings.get("lower") else []
+    changed = [
+        f"{key} {value}"
+        for key, value in case.settings.items()
+        if curves.ALSO.get(case.algorithm, {}).get(key) == value
+    ]
+    lower = (
+        [f"{case.task_settings['lower']} y"]
+        if case.task_settings.get("lower") != first.task_settings.get("lower")
+        else []
+    )
     return f" ({', '.join([*lower, *changed])})" if lower or changed else ""
 
 
@@ -254,7 +334,11 @@ def _own(case: curves.Case) -> str:
 def curve_section(name: str) -> str:
     found = curves.found(name)
     out = []
-    for task, heading in (("quadratic", "The standard task"), ("personalisation", "Personal mixtures"), ("data_cleaning", "Label cleaning")):
+    for task, heading in (
+        ("quadratic", "The standard task"),
+        ("personalisation", "Personal mixtures"),
+        ("data_cleaning", "Label cleaning"),
+    ):
         mine = [(case, rows) for case, rows in found if case.task == task]
         if mine:
             out.append(f"### {heading}\n\n{_curve(name, task, mine)}")
@@ -264,30 +348,59 @@ def curve_section(name: str) -> str:
 def _curve(name: str, task: str, mine: Sequence[tuple[curves.Case, list[dict[str, Any]]]]) -> str:
     knows = about(name)
     figure, words, log = _shown(task, knows)
-    lines, table = [], ["| run | rounds | megabytes | gradients | products | " + words + " at the end |", "|---|--:|--:|--:|--:|--:|"]
+    lines, table = (
+        [],
+        ["| run | rounds | megabytes | gradients | products | " + words + " at the end |", "|---|--:|--:|--:|--:|--:|"],
+    )
     for case, rows in mine:
         label = _label(case)
         lines.append(Line(label, [(row["rounds"], row[figure]) for row in rows], dashed=False))
         last = rows[-1]
-        costs = [last["rounds"], last["megabytes"], sum(last[column] for column in ("gy", "gx", "fx", "fy")), last["hvp"] + last["jvp"], last[figure]]
-        table.append(f"| {label} | " + " | ".join(f"{cost:,.0f}" if isinstance(cost, int) else f"{cost:.3g}" for cost in costs) + " |")
+        costs = [
+            last["rounds"],
+            last["megabytes"],
+            sum(last[column] for column in ("gy", "gx", "fx", "fy")),
+            last["hvp"] + last["jvp"],
+            last[figure],
+        ]
+        table.append(
+            f"| {label} | "
+            + " | ".join(f"{cost:,.0f}" if isinstance(cost, int) else f"{cost:.3g}" for cost in costs)
+            + " |"
+        )
     others, behind = [], ""
     if task == "data_cleaning" and name != "fedavg":
         floor = next(rows for case, rows in curves.found("fedavg") if case.task == task)
-        lines.append(Line("fedavg, which learns no weights", [(row["rounds"], row[figure]) for row in floor], dashed=True))
+        lines.append(
+            Line("fedavg, which learns no weights", [(row["rounds"], row[figure]) for row in floor], dashed=True)
+        )
     elif task == "quadratic" and knows.uses_upper and not knows.peers:
         for other in curves.algorithms():
             theirs = about(other)
             if other != name and theirs.uses_upper and not theirs.peers:
-                others += [[(row["rounds"], row[figure]) for row in rows] for case, rows in curves.found(other) if case.task == task]
+                others += [
+                    [(row["rounds"], row[figure]) for row in rows]
+                    for case, rows in curves.found(other)
+                    if case.task == task
+                ]
         behind = " Grey: the other algorithms with a server, on the same task."
     elif task == "quadratic" and not knows.uses_upper:
         lines = lines[:1]
     picture = chart(
-        lines, title=f"{name}: {words} against rounds", x="communication rounds", y=words, log=log, others=others, low=1e-12 if "y" in log else None
+        lines,
+        title=f"{name}: {words} against rounds",
+        x="communication rounds",
+        y=words,
+        log=log,
+        others=others,
+        low=1e-12 if "y" in log else None,
     )
     commands = "\n".join(case.command() for case, _ in mine)
-    return f"{_story(task, name, knows)}{behind}\n\n{figure_of(picture.svg())}\n\n" + "\n".join(table) + f"\n\n```bash\n{commands}\n```"
+    return (
+        f"{_story(task, name, knows)}{behind}\n\n{figure_of(picture.svg())}\n\n"
+        + "\n".join(table)
+        + f"\n\n```bash\n{commands}\n```"
+    )
 
 
 def _shown(task: str, knows: About) -> tuple[str, str, str]:
@@ -302,7 +415,9 @@ def _label(case: curves.Case) -> str:
     suggested = {**task.suggestions(case.algorithm), **curves.SHORTER.get(case.algorithm, {})}
     own = [f"{key} {value}" for key, value in case.settings.items() if suggested.get(key) != value]
     lower = (
-        [f"{case.task_settings.get('lower', 'global')} lower level"] if case.task == "quadratic" else [case.task_settings.get("personalise", "embedded digits")]
+        [f"{case.task_settings.get('lower', 'global')} lower level"]
+        if case.task == "quadratic"
+        else [case.task_settings.get("personalise", "embedded digits")]
     )
     return ", ".join([*lower, *own])
 
@@ -310,8 +425,14 @@ def _label(case: curves.Case) -> str:
 def _story(task: str, name: str, knows: About) -> str:
     network = f" {_between(task, name)}" if knows.peers else ""
     if task == "data_cleaning":
-        single = "" if knows.uses_upper else " It has no use for the upper loss: x stays where it is, and every label counts the same."
-        return f"Ten clients, digits, 40 % of the labels wrong, clean images of one class at each client.{single}{network}"
+        single = (
+            ""
+            if knows.uses_upper
+            else " It has no use for the upper loss: x stays where it is, and every label counts the same."
+        )
+        return (
+            f"Ten clients, digits, 40 % of the labels wrong, clean images of one class at each client.{single}{network}"
+        )
     if task == "personalisation":
         return "Ten clients, digits, three networks that every client mixes in its own proportions. The upper loss is not used."
     if not knows.uses_upper:
@@ -328,7 +449,9 @@ def _between(task: str, name: str) -> str:
     case = next(case for case, _ in curves.found(name) if case.task == task)
     algorithm, averaging = made(curves.algorithms()[name], case.settings), made(Averaging, case.options["averaging"])
     assert isinstance(algorithm, PeerAlgorithm)
-    mixes = {"mix": f"an average is {averaging.num_steps} steps of {averaging.kind.replace('push_sum', 'Push-Sum')}, each of which counts as a round"}
+    mixes = {
+        "mix": f"an average is {averaging.num_steps} steps of {averaging.kind.replace('push_sum', 'Push-Sum')}, each of which counts as a round"
+    }
     amounts = [words for verb, words in {**mixes, **AMOUNTS}.items() if verb in algorithm.verbs()]
     return f"The network is a {case.options['network']['kind']}; {'; '.join(amounts)}."
 
@@ -344,14 +467,20 @@ def page(name: str) -> str:
     kind, text, knows = curves.algorithms()[name], text_of(name), about(name)
     where = "between peers, on a network" if knows.peers else "with a server"
     facts = [f"`{name}`", where, "two levels" if knows.uses_upper else "the lower level alone"]
-    facts += ["second derivatives" if knows.second_order else "gradients only"] + (["needs every client in every round"] if knows.everyone else [])
+    facts += ["second derivatives" if knows.second_order else "gradients only"] + (
+        ["needs every client in every round"] if knows.everyone else []
+    )
     first = curves.found(name)[0][0]
     minimal = f"fedbilevel run {first.task} --algorithm {name}" + "".join(
         f" --{key.replace('_', '-')} {value}" for key, value in first.task_settings.items()
     ) + (" --network ring" if knows.peers else "")  # fmt: skip
     parts = [f"# {text.title}", " · ".join(facts), prose(text.summary)]
     parts += [rendered(text.body)] if text.body else []
-    parts += [f"## {title}\n\n{rendered(text.parts[key])}" for key, title in PARTS.items() if key in text.parts and key != "Cost"]
+    parts += [
+        f"## {title}\n\n{rendered(text.parts[key])}"
+        for key, title in PARTS.items()
+        if key in text.parts and key != "Cost"
+    ]
     cost = f"{_key(letters(kind, text))}\n\n{rendered(text.parts['Cost'])}" if "Cost" in text.parts else ""
     parts += [f"## Cost of an outer iteration\n\n{cost}"] if cost else []
     parts += [f"## Scopes\n\n{scopes_table(name)}", f"## Settings\n\n{settings_table(kind)}"]
@@ -382,7 +511,12 @@ def decision_table(folder: str = "algorithms/") -> str:
         ]
         for name in names:
             said, knows = curves.scopes_of(curves.algorithms()[name]), about(name)
-            cells = [*(_mark(said[scopes]) for scopes in SCOPES), *knows.costs, knows.state, *([knows.left] if last else [])]
+            cells = [
+                *(_mark(said[scopes]) for scopes in SCOPES),
+                *knows.costs,
+                knows.state,
+                *([knows.left] if last else []),
+            ]
             rows.append(f"| [`{name}`]({folder}{name}.md) | " + " | ".join(cells) + " |")
         out += [f"### {heading}", "\n".join(rows)] if names else []
     return "\n\n".join(out)
@@ -396,7 +530,9 @@ def index() -> str:
     rows = ["| name | with | in a line |", "|---|---|---|"]
     for name, kind in curves.algorithms().items():
         text = text_of(name)
-        rows.append(f"| [`{name}`]({name}.md) | {'peers' if issubclass(kind, PeerAlgorithm) else 'server'} | {prose(text.summary)} |")
+        rows.append(
+            f"| [`{name}`]({name}.md) | {'peers' if issubclass(kind, PeerAlgorithm) else 'server'} | {prose(text.summary)} |"
+        )
     opening = (
         "Every algorithm is one file: equations, references, costs, code. These pages are made from those files, and the curves from recorded runs. "
         "[Which one to take](../choosing.md) is a page of its own."

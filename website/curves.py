@@ -23,19 +23,22 @@ from torch import Tensor
 
 import fedbilevel
 from fedbilevel import discovery
-from fedbilevel.averaging import Averaging
 from fedbilevel.engines import simulate
 from fedbilevel.errors import ScopeError, ScopeWarning
-from fedbilevel.federation import Algorithm, PeerAlgorithm
-from fedbilevel.network import Network
-from fedbilevel.problem import Scopes
+from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.network import Network
+from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import made
 from fedbilevel.tasks.task import Task
 
 PLACE = Path(__file__).with_name("curves.json")
 COMMAND = "python -m website.curves"
 MOST_ITERATIONS = 400
-MOST_ROUNDS = {False: 4000, True: 20_000}  # with a server, between peers, whose rounds are single steps of an average: a curve ends at the first of both
+MOST_ROUNDS = {
+    False: 4000,
+    True: 20_000,
+}  # with a server, between peers, whose rounds are single steps of an average: a curve ends at the first of both
 PEERS = {"network": {"kind": "ring"}, "averaging": {"kind": "push_sum", "num_steps": 10}}
 SHORTER = {"hgp": {"num_terms": 40}}  # than the task suggests: enough for ten steps of an average
 ALSO: dict[str, dict[str, Any]] = {  # a second curve, with a setting that changes what it is exact for
@@ -61,7 +64,11 @@ class Case(NamedTuple):
         """The same run on the command line: what is not the default there."""
         words = [f"fedbilevel run {self.task} --algorithm {self.algorithm}"]
         words += [_flag(name, value) for name, value in self.task_settings.items()]
-        words += [_flag(name, value) for name, value in self.settings.items() if task_named(self.task).suggestions(self.algorithm).get(name) != value]
+        words += [
+            _flag(name, value)
+            for name, value in self.settings.items()
+            if task_named(self.task).suggestions(self.algorithm).get(name) != value
+        ]
         for prefix, values in self.options.items():
             words += [_flag(prefix if name == "kind" else f"{prefix}_{name}", value) for name, value in values.items()]
         words += [f"--iterations {self.iterations}", *([f"--dtype {self.dtype}"] if self.dtype != "float32" else [])]
@@ -71,7 +78,11 @@ class Case(NamedTuple):
 @functools.cache
 def algorithms() -> dict[str, type[Algorithm]]:
     """Those of this package, found and not listed; another package that happens to be installed is no matter of this site."""
-    return {name: kind for name, kind in sorted(discovery.algorithms().items()) if kind.__module__.startswith(f"{fedbilevel.__name__}.")}
+    return {
+        name: kind
+        for name, kind in sorted(discovery.algorithms().items())
+        if kind.__module__.startswith(f"{fedbilevel.__name__}.")
+    }
 
 
 @functools.cache
@@ -108,18 +119,32 @@ def cases(name: str) -> Iterator[Case]:
         for lower in ("global",) if not whole else ("local",) if whole.startswith("refused") else ("global", "local"):
             if not said[Scopes(lower=lower)].startswith("refused"):  # type: ignore[arg-type]
                 task = {} if lower == "global" else {"lower": lower}
-                yield _case(kind, "quadratic", task, {**SHORTER.get(name, {}), **more}, peers, "float64", MOST_ITERATIONS)
+                yield _case(
+                    kind, "quadratic", task, {**SHORTER.get(name, {}), **more}, peers, "float64", MOST_ITERATIONS
+                )
     private = scopes_of(kind)[Scopes(upper="private")]
-    if whole.startswith("refused") and scopes_of(kind)[Scopes("local", "shared")].startswith("refused"):  # a private x alone: mixtures
+    if whole.startswith("refused") and scopes_of(kind)[Scopes("local", "shared")].startswith(
+        "refused"
+    ):  # a private x alone: mixtures
         yield _case(kind, "personalisation", {"personalise": "mixture", "num_clients": 10}, {}, peers, "float32", 40)
     elif not private.startswith("refused"):
         suggested = task_named("data_cleaning").iterations(name)
         yield _case(kind, "data_cleaning", {}, {}, peers, "float32", min(suggested, 40 if name == "hgp" else 200))
 
 
-def _case(kind: type[Algorithm], task: str, task_settings: dict[str, Any], more: dict[str, Any], peers: bool, dtype: str, iterations: int) -> Case:
+def _case(
+    kind: type[Algorithm],
+    task: str,
+    task_settings: dict[str, Any],
+    more: dict[str, Any],
+    peers: bool,
+    dtype: str,
+    iterations: int,
+) -> Case:
     known = {spec.name for spec in dataclasses.fields(kind)}
-    suggested = {setting: value for setting, value in task_named(task).suggestions(kind.name()).items() if setting in known}
+    suggested = {
+        setting: value for setting, value in task_named(task).suggestions(kind.name()).items() if setting in known
+    }
     return Case(task, task_settings, kind.name(), {**suggested, **more}, PEERS if peers else {}, dtype, iterations)
 
 
@@ -128,7 +153,11 @@ def measured(case: Case) -> Iterator[dict[str, float]]:
     task: Any = made(task_named(case.task), case.task_settings)
     algorithm = made(algorithms()[case.algorithm], case.settings)
     built = task.build()
-    where = {"network": made(Network, case.options["network"]), "averaging": made(Averaging, case.options["averaging"])} if case.options else {}
+    where = (
+        {"network": made(Network, case.options["network"]), "averaging": made(Averaging, case.options["averaging"])}
+        if case.options
+        else {}
+    )
     fed: Any = simulate(algorithm, built.problem, built.clients, dtype=getattr(torch, case.dtype), **where)
     fed.begin(0)
     state = algorithm.init(fed)
@@ -147,12 +176,19 @@ def measured(case: Case) -> Iterator[dict[str, float]]:
 
 
 def _row(task: Task, fed: Any, state: Any, iteration: int) -> dict[str, float]:
-    row = {"iteration": iteration, "megabytes": fed.ledger.megabytes, **fed.bill().totals(), **fed.measure(state.x, state.y)}
+    row = {
+        "iteration": iteration,
+        "megabytes": fed.ledger.megabytes,
+        **fed.bill().totals(),
+        **fed.measure(state.x, state.y),
+    }
     if task.name() == "quadratic":
         x = fed.trees(state.x, upper=True)
         point = np.mean([tree["x"].double().numpy() for tree in (x if isinstance(x, list) else [x])], axis=0)
         row["distance"] = float(np.linalg.norm(point - task.closed_form().solution()))  # type: ignore[attr-defined]
-    return {name: float(row[name]) if isinstance(row[name], float | Tensor) else row[name] for name in KEPT if name in row}
+    return {
+        name: float(row[name]) if isinstance(row[name], float | Tensor) else row[name] for name in KEPT if name in row
+    }
 
 
 @functools.cache
@@ -165,12 +201,24 @@ def found(name: str) -> list[tuple[Case, list[dict[str, Any]]]]:
     """The recorded curves of an algorithm: what made each, and its rows."""
     mine = recorded()["curves"].get(name)
     if not mine:
-        raise LookupError(f"there is no recorded curve of {name}: run python -m website.curves {name}, which adds it to {PLACE.name}.")
-    return [(Case(**{key: one[key] for key in Case._fields}), [dict(zip(one["columns"], row, strict=True)) for row in one["rows"]]) for one in mine]
+        raise LookupError(
+            f"there is no recorded curve of {name}: run python -m website.curves {name}, which adds it to {PLACE.name}."
+        )
+    return [
+        (
+            Case(**{key: one[key] for key in Case._fields}),
+            [dict(zip(one["columns"], row, strict=True)) for row in one["rows"]],
+        )
+        for one in mine
+    ]
 
 
 def clients_of(case: Case) -> int:
-    return int({**{spec.name: spec.default for spec in dataclasses.fields(task_named(case.task))}, **case.task_settings}["num_clients"])
+    return int(
+        {**{spec.name: spec.default for spec in dataclasses.fields(task_named(case.task))}, **case.task_settings}[
+            "num_clients"
+        ]
+    )
 
 
 def main() -> None:
@@ -183,11 +231,18 @@ def main() -> None:
             start = time.perf_counter()
             rows = list(measured(case))
             columns = list(rows[0])
-            curves[name].append({**case._asdict(), "columns": columns, "rows": [[row[column] for column in columns] for row in rows]})
-            print(f"{name:<16} {case.task:<16} {len(rows):>3} rows, {rows[-1]['rounds']:>6} rounds, {time.perf_counter() - start:6.1f} s", flush=True)
+            curves[name].append(
+                {**case._asdict(), "columns": columns, "rows": [[row[column] for column in columns] for row in rows]}
+            )
+            print(
+                f"{name:<16} {case.task:<16} {len(rows):>3} rows, {rows[-1]['rounds']:>6} rounds, {time.perf_counter() - start:6.1f} s",
+                flush=True,
+            )
     if sys.argv[1:]:  # the others stay as they are
         curves = {**recorded()["curves"], **curves}
-    lines = json.dumps({"version": fedbilevel.__version__, "command": COMMAND, "curves": dict(sorted(curves.items()))}, indent=0)
+    lines = json.dumps(
+        {"version": fedbilevel.__version__, "command": COMMAND, "curves": dict(sorted(curves.items()))}, indent=0
+    )
     PLACE.write_text(_folded(lines) + "\n")
 
 

@@ -22,7 +22,7 @@ from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.engines import simulate
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import ScopeWarning
-from fedbilevel.network import Network
+from fedbilevel.federation.network import Network
 from fedbilevel.tasks.quadratic import Quadratic
 
 PLACE = Path(__file__).with_name("facts.json")
@@ -63,11 +63,19 @@ def heterogeneity(num_iterations: int = 400) -> dict[str, Any]:
     alone = own._replace(private=True).hypergradient(np.broadcast_to(start, (TASK["num_clients"], 2)))
     away = {name: [apart(name, num_iterations, level) for level in LEVELS] for name in METHODS}
     return {
-        "task": TASK, "steps": STEPS, "num_iterations": num_iterations, "solution": closed.solution().tolist(), "curvature": np.stack(columns, 1).tolist(),
-        "true": (-closed.hypergradient(start)).tolist(), "local": (-alone).tolist(),
-        "paths": {name: path(name, num_iterations)[[at for at in SHOWN if at <= num_iterations]].tolist() for name in METHODS},
-        "levels": list(LEVELS), "distance": away,
-    }  # fmt: skip
+        "task": TASK,
+        "steps": STEPS,
+        "num_iterations": num_iterations,
+        "solution": closed.solution().tolist(),
+        "curvature": np.stack(columns, 1).tolist(),
+        "true": (-closed.hypergradient(start)).tolist(),
+        "local": (-alone).tolist(),
+        "paths": {
+            name: path(name, num_iterations)[[at for at in SHOWN if at <= num_iterations]].tolist() for name in METHODS
+        },
+        "levels": list(LEVELS),
+        "distance": away,
+    }
 
 
 def push_sum(num_steps: int = 14) -> dict[str, Any]:
@@ -75,7 +83,10 @@ def push_sum(num_steps: int = 14) -> dict[str, Any]:
     task = Quadratic(num_clients=6, dim_lower=1, dim_upper=1)
     built = task.build()
     peers: Any = PeerSimulation(SGP(), built.problem, built.clients, network=network, dtype=torch.float64)
-    rows, weights = torch.tensor([[1.0], [9.0], [3.0], [7.0], [2.0], [5.0]], dtype=torch.float64), torch.ones(6, 1, dtype=torch.float64)
+    rows, weights = (
+        torch.tensor([[1.0], [9.0], [3.0], [7.0], [2.0], [5.0]], dtype=torch.float64),
+        torch.ones(6, 1, dtype=torch.float64),
+    )
     steps = [(rows, weights)]
     peers.begin(1)
     for _ in range(num_steps):
@@ -96,7 +107,12 @@ def recorded() -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", ScopeWarning)
-    content = {"version": fedbilevel.__version__, "command": COMMAND, "heterogeneity": heterogeneity(), "push_sum": push_sum()}
+    content = {
+        "version": fedbilevel.__version__,
+        "command": COMMAND,
+        "heterogeneity": heterogeneity(),
+        "push_sum": push_sum(),
+    }
     PLACE.write_text(json.dumps(content, indent=1) + "\n")
 
 

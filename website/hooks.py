@@ -39,7 +39,9 @@ def on_files(files: Files, config: Any) -> Files:
     made["algorithms/index.md"] = algorithm_pages.index()
     made["reference/api.md"] = api_page()
     made["reference/errors.md"] = errors_page()
-    made["stylesheets/colours.css"] = f'[data-md-color-scheme="default"]{{{variables(LIGHT)}}}[data-md-color-scheme="slate"]{{{variables(DARK)}}}'
+    made["stylesheets/colours.css"] = (
+        f'[data-md-color-scheme="default"]{{{variables(LIGHT)}}}[data-md-color-scheme="slate"]{{{variables(DARK)}}}'
+    )
     for source, target in FROM_ROOT.items():
         made[target] = _moved((ROOT / source).read_text(), target)
     for source, target in RESULTS.items():
@@ -124,5 +126,8 @@ def errors_page() -> str:
         "Every error a user can cause is a `FedBilevelError` and reads as one sentence: what was found, what was expected, how to mend it. "
         "The command line prints it without a traceback and exits with 2."
     )
-    options = "".join(f"      {option}\n" for option in ("show_root_heading: false", "show_root_toc_entry: false", "members_order: source"))
+    options = "".join(
+        f"      {option}\n"
+        for option in ("show_root_heading: false", "show_root_toc_entry: false", "members_order: source")
+    )
     return f"# Errors\n\n{opening}\n\n::: fedbilevel.errors\n    options:\n{options}"

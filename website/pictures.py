@@ -19,12 +19,30 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
 def home() -> Picture:
     """Accuracy of the demo's label cleaning against rounds."""
-    names = {"fedavg": "fedavg: labels as they are", "fedbio": "fedbio", "adasimfbo": "adasimfbo", "fbo_aggitd": "fbo_aggitd"}
+    names = {
+        "fedavg": "fedavg: labels as they are",
+        "fedbio": "fedbio",
+        "adasimfbo": "adasimfbo",
+        "fbo_aggitd": "fbo_aggitd",
+    }
     lines = []
     for name, label in names.items():
         rows = next(rows for case, rows in curves.found(name) if case.task == "data_cleaning")
-        lines.append(Line(label, [(row["rounds"], row["test_accuracy"]) for row in rows if row["rounds"] >= 5], dashed=name == "fedavg"))
-    return chart(lines, title="Ten clients clean each other's labels", x="communication rounds", y="test accuracy", log="x", size=(680, 320))
+        lines.append(
+            Line(
+                label,
+                [(row["rounds"], row["test_accuracy"]) for row in rows if row["rounds"] >= 5],
+                dashed=name == "fedavg",
+            )
+        )
+    return chart(
+        lines,
+        title="Ten clients clean each other's labels",
+        x="communication rounds",
+        y="test accuracy",
+        log="x",
+        size=(680, 320),
+    )
 
 
 def levels() -> Picture:
@@ -52,11 +70,17 @@ def heterogeneity() -> Picture:
     solution, wrong = np.array(h["solution"]), np.array(h["paths"]["lfednest"][-1])
     start = np.zeros(2)
     middle, half = (solution + start) / 2 + [0.12, 0], 0.86
-    across, up = Scale(middle[0] - half, middle[0] + half, 16, 356, False), Scale(middle[1] - half, middle[1] + half, 346, 40, False)
+    across, up = (
+        Scale(middle[0] - half, middle[0] + half, 16, 356, False),
+        Scale(middle[1] - half, middle[1] + half, 346, 40, False),
+    )
     place: Callable[[Any], Point] = lambda point: (across(float(point[0])), up(float(point[1])))
     values, vectors = np.linalg.eigh(np.array(h["curvature"]))
     for level in (0.12, 0.3, 0.55, 0.85, 1.2):
-        ring = [solution + vectors @ (level * np.array([math.cos(t), math.sin(t)]) / np.sqrt(values / values.min())) for t in np.linspace(0, 2 * math.pi, 121)]
+        ring = [
+            solution + vectors @ (level * np.array([math.cos(t), math.sin(t)]) / np.sqrt(values / values.min()))
+            for t in np.linspace(0, 2 * math.pi, 121)
+        ]
         for one, other in pairwise(ring):
             if all(abs(point - middle).max() <= half for point in (one, other)):
                 p.line([place(one), place(other)], "faint", width=1.1)
@@ -98,7 +122,9 @@ def scopes() -> Picture:
     heads = (("x shared", 200), ("x private", 480))
     for words, x in heads:
         p.text(x + 110, 22, words, "blue", anchor="middle", bold=True)
-    for row, (words, detail) in enumerate((("y global", "one model,\ntrained by all"), ("y local", "every client\nhas its own"))):
+    for row, (words, detail) in enumerate(
+        (("y global", "one model,\ntrained by all"), ("y local", "every client\nhas its own"))
+    ):
         top = 38 + 142 * row
         p.text(20, top + 50, words, "orange", bold=True)
         p.text(20, top + 72, detail, "grey", size=12)
@@ -125,7 +151,15 @@ def scopes() -> Picture:
                 own = [name for name, there in (("x", column == 1), ("y", row == 1)) if there]
                 for place, name in enumerate(own):
                     shift = 0 if len(own) == 1 else -8 + 16 * place
-                    p.text(middle + shift, top + 99, name, "blue" if name == "x" else "orange", size=14, anchor="middle", bold=True)
+                    p.text(
+                        middle + shift,
+                        top + 99,
+                        name,
+                        "blue" if name == "x" else "orange",
+                        size=14,
+                        anchor="middle",
+                        bold=True,
+                    )
                     p.text(middle + shift + 5, top + 104, "123"[client], "blue" if name == "x" else "orange", size=9)
     p.text(455, 324, "What is at a client is never sent and never charged.", "grey", size=12, anchor="middle")
     return p
@@ -138,7 +172,10 @@ def rounds() -> Picture:
         p.text(16, 108 + 44 * i, f"client {i + 1}", size=13)
         p.line([(84, 104 + 44 * i), (704, 104 + 44 * i)], "faint", width=1)
     p.line([(84, 36), (704, 36)], "faint", width=1)
-    phases = (("fed.mean(self.local_steps, x, y, u)", 110, (0, 1, 3)), ("fed.mean(self.upper_steps, h)", 440, (0, 2, 3)))
+    phases = (
+        ("fed.mean(self.local_steps, x, y, u)", 110, (0, 1, 3)),
+        ("fed.mean(self.upper_steps, h)", 440, (0, 2, 3)),
+    )
     for words, left, cohort in phases:
         p.text(left + 118, 20, words, size=12, anchor="middle", mono=True)
         p.dot(left, 36, 5, "blue")
@@ -165,7 +202,10 @@ def push_sum() -> Picture:
     p = Picture(760, 320, "Push-Sum on a directed network: rows wander, rows divided by weights agree on the mean")
     steps = range(len(found["rows"]))
     high = 1.05 * max(max(row) for row in found["rows"])
-    ratios = [[a / b for a, b in zip(row, weight, strict=True)] for row, weight in zip(found["rows"], found["weights"], strict=True)]
+    ratios = [
+        [a / b for a, b in zip(row, weight, strict=True)]
+        for row, weight in zip(found["rows"], found["weights"], strict=True)
+    ]
     panels = ((54, "Rows alone never agree", found["rows"]), (432, "Rows divided by their weights do", ratios))
     for left, words, values in panels:
         x, y = Scale(0, len(steps) - 1, left, left + 310, False), Scale(0, high, 270, 40, False)
@@ -174,7 +214,12 @@ def push_sum() -> Picture:
             p.line([(left, y(tick)), (left + 310, y(tick))], "faint", width=0.7)
             p.text(left - 7, y(tick) + 4, f"{tick:g}", "grey", size=12, anchor="end")
         for peer in range(len(values[0])):
-            p.line([(x(step), y(values[step][peer])) for step in steps], "blue" if left > 100 else "red", width=1.5, opacity=0.75)
+            p.line(
+                [(x(step), y(values[step][peer])) for step in steps],
+                "blue" if left > 100 else "red",
+                width=1.5,
+                opacity=0.75,
+            )
         p.line([(left, y(found["mean"])), (left + 310, y(found["mean"]))], "green", width=2, dashed=True)
         for tick in range(0, len(steps), 2):
             p.text(x(tick), 288, str(tick), "grey", size=12, anchor="middle")
@@ -213,7 +258,9 @@ def per_iteration(name: str) -> dict[str, float]:
     num_clients = curves.clients_of(case)
     first, last = rows[0], rows[-1]
     share = {
-        column: (last[column] - first[column]) / last["iteration"] for column in first if column not in ("iteration", "distance", "lower_loss", "upper_loss")
+        column: (last[column] - first[column]) / last["iteration"]
+        for column in first
+        if column not in ("iteration", "distance", "lower_loss", "upper_loss")
     }
     return {column: value / (1 if column == "rounds" else num_clients) for column, value in share.items()}
 
@@ -228,7 +275,13 @@ def records() -> Picture:
     p.arrow((318, 68), (372, 68))
     p.box(376, 14, 328, 108, "orange")
     p.text(540, 38, "a record", "orange", anchor="middle", bold=True)
-    p.text(392, 62, "config.json: what was asked for\nmetrics.jsonl: one row per measurement\ncheckpoint.safetensors: to go on from", size=11.5, mono=True)
+    p.text(
+        392,
+        62,
+        "config.json: what was asked for\nmetrics.jsonl: one row per measurement\ncheckpoint.safetensors: to go on from",
+        size=11.5,
+        mono=True,
+    )
     for label, y, stops in (("in one go", 176, ()), ("stopped and resumed", 230, (0.42, 0.71))):
         p.text(16, y + 4, label, size=13)
         p.line([(170, y), (690, y)], "faint", width=1.2)

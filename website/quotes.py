@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOCS = Path(__file__).parents[1] / "docs"
-ELSEWHERE = ("design.md", "distributed.md", "federation.md", "peers.md", "three-hospitals.md", "three-laptops.md", "tutorials/")
+ELSEWHERE = (
+    "design.md",
+    "distributed.md",
+    "federation.md",
+    "peers.md",
+    "three-hospitals.md",
+    "three-laptops.md",
+    "tutorials/",
+)
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -39,12 +47,19 @@ def quoted() -> Iterator[Quoted]:
             if block[1] == "python" and not block[2]:
                 after = blocks[place + 1] if place + 1 < len(blocks) else None
                 said = after is not None and after[1] == "text" and text[block.end() : after.start()].isspace()
-                yield Quoted(name, block[3], after[3] if said and after else None, after.span(3) if said and after else (0, 0))
+                yield Quoted(
+                    name, block[3], after[3] if said and after else None, after.span(3) if said and after else (0, 0)
+                )
 
 
 def commands(text: str) -> list[str]:
     """Lines of bash blocks that call fedbilevel, without comments."""
-    lines = [line.partition("  #")[0].strip() for block in BLOCK.finditer(text) if block[1] == "bash" for line in block[3].splitlines()]
+    lines = [
+        line.partition("  #")[0].strip()
+        for block in BLOCK.finditer(text)
+        if block[1] == "bash"
+        for line in block[3].splitlines()
+    ]
     return [line for line in lines if line.startswith("fedbilevel ")]
 
 

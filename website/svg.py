@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from html import escape
 
 _NAMES = ("ink", "faint", "soft", "blue", "orange", "green", "red", "grey")
-LIGHT = dict(zip(_NAMES, ("#1f2328", "#c9ced6", "#f2f4f8", "#2458c6", "#b8560c", "#1a7f4b", "#c2303c", "#6a737d"), strict=True))
-DARK = dict(zip(_NAMES, ("#e6e9ef", "#4a5160", "#2a2e38", "#82aaff", "#ffb36b", "#6fd39b", "#ff8a91", "#9aa4b2"), strict=True))
+LIGHT = dict(
+    zip(_NAMES, ("#1f2328", "#c9ced6", "#f2f4f8", "#2458c6", "#b8560c", "#1a7f4b", "#c2303c", "#6a737d"), strict=True)
+)
+DARK = dict(
+    zip(_NAMES, ("#e6e9ef", "#4a5160", "#2a2e38", "#82aaff", "#ffb36b", "#6fd39b", "#ff8a91", "#9aa4b2"), strict=True)
+)
 Point = tuple[float, float]
 
 
@@ -19,7 +23,10 @@ def variables(colours: dict[str, str]) -> str:
 
 def _style() -> str:
     """`:root` is the picture only where it is a document of its own: inside a page, the page says which colours these are."""
-    paints = "".join(f".fb .{name}{{stroke:var(--fb-{name})}}.fb .{name}-fill,.fb text.{name}{{fill:var(--fb-{name})}}" for name in LIGHT)
+    paints = "".join(
+        f".fb .{name}{{stroke:var(--fb-{name})}}.fb .{name}-fill,.fb text.{name}{{fill:var(--fb-{name})}}"
+        for name in LIGHT
+    )
     letters = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;stroke:none"
     plain = f".fb text[class]{{{letters}}}.fb text.mono[class]{{font-family:ui-monospace,Menlo,Consolas,monospace}}"
     alone = f"svg:root{{{variables(LIGHT)}}}@media(prefers-color-scheme:dark){{svg:root{{{variables(DARK)}}}}}"
@@ -41,32 +48,73 @@ class Picture:
         self.width, self.height, self.title = width, height, title
         self.parts: list[str] = []
 
-    def line(self, points: Sequence[Point], colour: str = "ink", *, width: float = 1.5, dashed: bool = False, opacity: float = 1) -> None:
+    def line(
+        self,
+        points: Sequence[Point],
+        colour: str = "ink",
+        *,
+        width: float = 1.5,
+        dashed: bool = False,
+        opacity: float = 1,
+    ) -> None:
         path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
         more = (' stroke-dasharray="5 4"' if dashed else "") + (f' opacity="{opacity}"' if opacity < 1 else "")
-        self.parts.append(f'<polyline class="{colour}" points="{path}" fill="none" stroke-width="{number(width)}" stroke-linejoin="round"{more}/>')
+        self.parts.append(
+            f'<polyline class="{colour}" points="{path}" fill="none" stroke-width="{number(width)}" stroke-linejoin="round"{more}/>'
+        )
 
-    def arrow(self, start: Point, end: Point, colour: str = "ink", *, width: float = 1.6, dashed: bool = False, head: float = 8) -> None:
+    def arrow(
+        self,
+        start: Point,
+        end: Point,
+        colour: str = "ink",
+        *,
+        width: float = 1.6,
+        dashed: bool = False,
+        head: float = 8,
+    ) -> None:
         (x0, y0), (x1, y1) = start, end
         angle = math.atan2(y1 - y0, x1 - x0)
         neck = (x1 - 0.8 * head * math.cos(angle), y1 - 0.8 * head * math.sin(angle))
         self.line([start, neck], colour, width=width, dashed=dashed)
-        corners = [end, *((x1 - head * math.cos(angle + side), y1 - head * math.sin(angle + side)) for side in (0.42, -0.42))]
-        self.parts.append(f'<polygon class="{colour}-fill" points="{" ".join(f"{number(x)},{number(y)}" for x, y in corners)}"/>')
+        corners = [
+            end,
+            *((x1 - head * math.cos(angle + side), y1 - head * math.sin(angle + side)) for side in (0.42, -0.42)),
+        ]
+        self.parts.append(
+            f'<polygon class="{colour}-fill" points="{" ".join(f"{number(x)},{number(y)}" for x, y in corners)}"/>'
+        )
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str = "ink", *, fill: str = "soft", dashed: bool = False, round: float = 7) -> None:
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        colour: str = "ink",
+        *,
+        fill: str = "soft",
+        dashed: bool = False,
+        round: float = 7,
+    ) -> None:
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         paint = f"{colour} {fill}-fill" if fill else colour
         none = "" if fill else ' fill="none"'
-        where = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="{number(round)}"'
+        where = (
+            f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="{number(round)}"'
+        )
         self.parts.append(f'<rect class="{paint}" {where} stroke-width="1.4"{dashes}{none}/>')
 
     def bar(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self.parts.append(f'<rect class="{colour}-fill" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="1.5"/>')
+        self.parts.append(
+            f'<rect class="{colour}-fill" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="1.5"/>'
+        )
 
     def dot(self, x: float, y: float, radius: float = 4, colour: str = "ink", *, open: bool = False) -> None:
         paint = f"{colour} soft-fill" if open else f"{colour}-fill"
-        self.parts.append(f'<circle class="{paint}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" stroke-width="1.6"/>')
+        self.parts.append(
+            f'<circle class="{paint}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" stroke-width="1.6"/>'
+        )
 
     def ellipse(self, centre: Point, radii: Point, degrees: float, colour: str = "faint") -> None:
         (x, y), (a, b) = centre, radii
@@ -89,7 +137,9 @@ class Picture:
         turn: float = 0,
     ) -> None:
         """Several lines with \\n between. The first line stands at y. f_{i} has an index."""
-        more = (' font-weight="600"' if bold else "") + (f' transform="rotate({number(turn)} {number(x)} {number(y)})"' if turn else "")
+        more = (' font-weight="600"' if bold else "") + (
+            f' transform="rotate({number(turn)} {number(x)} {number(y)})"' if turn else ""
+        )
         for place, line in enumerate(words.split("\n")):
             self.parts.append(
                 f'<text class="{colour}{" mono" if mono else ""}" x="{number(x)}" y="{number(y + 1.35 * size * place)}" font-size="{number(size)}" '
@@ -98,5 +148,7 @@ class Picture:
 
     def svg(self) -> str:
         size = f'viewBox="0 0 {number(self.width)} {number(self.height)}" width="{number(self.width)}" height="{number(self.height)}"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fb" role="img" {size}><title>{escape(self.title)}</title>'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="fb" role="img" {size}><title>{escape(self.title)}</title>'
+        )
         return head + _style() + "".join(self.parts) + "</svg>"

@@ -12,26 +12,32 @@ from typing import TYPE_CHECKING, Any
 from fedbilevel._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fedbilevel.averaging import Averaging
     from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
     from fedbilevel.data.folders import read_folders
     from fedbilevel.errors import FedBilevelError
-    from fedbilevel.federation import Cohort
-    from fedbilevel.loop import EarlyStopping, Progress, Result, run, solve
-    from fedbilevel.network import Network
-    from fedbilevel.problem import Problem, Scopes
-    from fedbilevel.steps import Schedule, check_timescales, curvature, projection_radius, suggest
+    from fedbilevel.federation.algorithm import Cohort
+    from fedbilevel.federation.averaging import Averaging
+    from fedbilevel.federation.network import Network
+    from fedbilevel.federation.schedule import Schedule
+    from fedbilevel.problem.problem import Problem, Scopes
+    from fedbilevel.runs.callbacks import EarlyStopping
+    from fedbilevel.runs.loop import run, solve
+    from fedbilevel.runs.result import Progress, Result
+    from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
-    "averaging": ["Averaging"],
     "checks": ["check_algorithm", "check_hypergradient", "check_problem"],
     "data.folders": ["read_folders"],
     "errors": ["FedBilevelError"],
-    "federation": ["Cohort"],
-    "loop": ["EarlyStopping", "Progress", "Result", "run", "solve"],
-    "network": ["Network"],
-    "problem": ["Problem", "Scopes"],
-    "steps": ["Schedule", "check_timescales", "curvature", "projection_radius", "suggest"],
+    "federation.algorithm": ["Cohort"],
+    "federation.averaging": ["Averaging"],
+    "federation.network": ["Network"],
+    "federation.schedule": ["Schedule"],
+    "problem.problem": ["Problem", "Scopes"],
+    "runs.callbacks": ["EarlyStopping"],
+    "runs.loop": ["run", "solve"],
+    "runs.result": ["Progress", "Result"],
+    "runs.step_sizes": ["check_timescales", "curvature", "projection_radius", "suggest"],
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 

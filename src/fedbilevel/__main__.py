@@ -1,5 +1,5 @@
 """`python -m fedbilevel`, and `torchrun ... -m fedbilevel`."""
 
-from fedbilevel.cli import main
+from fedbilevel.cli.main import main
 
 main()

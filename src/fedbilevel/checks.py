@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fedbilevel import discovery
-from fedbilevel.data.clients import Holdings
 from fedbilevel.engines import simulate
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError, ScopeError, SettingError
-from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
-from fedbilevel.hypergradient import SOLVERS, hypergradient, lower_solution
-from fedbilevel.network import Network
-from fedbilevel.population import Population
-from fedbilevel.problem import Problem
+from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.federation.network import Network
+from fedbilevel.oracle.hypergradient import SOLVERS, hypergradient, lower_solution
+from fedbilevel.oracle.population import Population
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.quadratic import Quadratic
 
 Estimator = str | Algorithm | Callable[[Population, Tensor, Tensor], Tensor]
@@ -58,7 +58,9 @@ class Report:
 # ---- the user's problem ---------------------------------------------------------------------------------------------
 
 
-def check_problem(problem: Problem, clients: Sequence[Holdings], *, tolerance: float = 1e-5, seed: int = 0, show: bool = True) -> Report:
+def check_problem(
+    problem: Problem, clients: Sequence[Holdings], *, tolerance: float = 1e-5, seed: int = 0, show: bool = True
+) -> Report:
     """The losses are what the library takes them for: derivatives against finite differences in float64, at a random point near the initial one.
 
     >>> import fedbilevel as fb
@@ -78,9 +80,21 @@ def check_problem(problem: Problem, clients: Sequence[Holdings], *, tolerance: f
     with torch.no_grad():
         jv, hv = oracle.second_order(x, y, v, train)
         pairs = {
-            "grad_x upper": (oracle.upper_grad_x(x, y, val), dx, lambda t: oracle.evaluate(problem.upper, x + t * dx, y, val)),
-            "grad_y upper": (oracle.upper_grad_y(x, y, val), dy, lambda t: oracle.evaluate(problem.upper, x, y + t * dy, val)),
-            "grad_y lower": (oracle.lower_grad(x, y, train), dy, lambda t: oracle.evaluate(problem.lower, x, y + t * dy, train)),
+            "grad_x upper": (
+                oracle.upper_grad_x(x, y, val),
+                dx,
+                lambda t: oracle.evaluate(problem.upper, x + t * dx, y, val),
+            ),
+            "grad_y upper": (
+                oracle.upper_grad_y(x, y, val),
+                dy,
+                lambda t: oracle.evaluate(problem.upper, x, y + t * dy, val),
+            ),
+            "grad_y lower": (
+                oracle.lower_grad(x, y, train),
+                dy,
+                lambda t: oracle.evaluate(problem.lower, x, y + t * dy, train),
+            ),
             "H v": (hv, dy, lambda t: (oracle.lower_grad(x, y + t * dy, train) * v).sum(1)),
             "J v": (jv, dx, lambda t: (oracle.lower_grad(x + t * dx, y, train) * v).sum(1)),
         }
@@ -91,11 +105,19 @@ def check_problem(problem: Problem, clients: Sequence[Holdings], *, tolerance: f
             checks.append(_compare(name, slope, difference, tolerance, "finite differences", trust))
         if population.x_sizes is not None:
             wider = torch.cat([x, x.new_ones(len(x), 3)], dim=1)  # values that no sample points to
-            changed = max(float((oracle.evaluate(loss, wider, y, batch) - oracle.evaluate(loss, x, y, batch)).abs().max())
-                          for loss, batch in ((problem.lower, train), (problem.upper, val))) if population.layout_x.ragged else 0.0  # fmt: skip
+            changed = (
+                max(
+                    float((oracle.evaluate(loss, wider, y, batch) - oracle.evaluate(loss, x, y, batch)).abs().max())
+                    for loss, batch in ((problem.lower, train), (problem.upper, val))
+                )
+                if population.layout_x.ragged
+                else 0.0
+            )
             checks.append(
                 Check(
-                    "padding of x", changed < 1e-12, f"three more padded entries of a private x change a loss by {changed:.1e} (use sums over batch['index'])"
+                    "padding of x",
+                    changed < 1e-12,
+                    f"three more padded entries of a private x change a loss by {changed:.1e} (use sums over batch['index'])",
                 )
             )
         symmetric = oracle.hessian_product(x, y, dy, train)
@@ -142,17 +164,38 @@ def check_hypergradient(
         return (share * population.oracle.evaluate(problem.upper, at, lower_solution(population, at, y), val)).sum()
 
     draw = torch.Generator().manual_seed(seed)
-    directions = [torch.randn(point.shape, generator=draw, dtype=torch.float64) * _inside(population) for _ in range(num_directions)]
+    directions = [
+        torch.randn(point.shape, generator=draw, dtype=torch.float64) * _inside(population)
+        for _ in range(num_directions)
+    ]
     slopes = torch.stack([(exact.value * d * (share[:, None] if d.ndim == 2 else 1)).sum() for d in directions])
-    difference, trust = _difference(lambda t: torch.stack([phi(point + t * d) for d in directions]), slopes, step, tolerance)
-    checks = [_compare("finite differences", difference, slopes, tolerance, f"the exact hypergradient along {num_directions} directions", trust)]
+    difference, trust = _difference(
+        lambda t: torch.stack([phi(point + t * d) for d in directions]), slopes, step, tolerance
+    )
+    checks = [
+        _compare(
+            "finite differences",
+            difference,
+            slopes,
+            tolerance,
+            f"the exact hypergradient along {num_directions} directions",
+            trust,
+        )
+    ]
     for estimator in estimators:
         name, value, note = _estimate(estimator, population, clients, point, y)
         checks.append(_compare(name, value, exact.value, tolerance, "the exact hypergradient", note))
-    return _shown(Report(f"Hypergradient of {problem.name!r}, |value| = {float(torch.linalg.vector_norm(exact.value)):.6g}", checks), show)
+    return _shown(
+        Report(
+            f"Hypergradient of {problem.name!r}, |value| = {float(torch.linalg.vector_norm(exact.value)):.6g}", checks
+        ),
+        show,
+    )
 
 
-def _estimate(estimator: Estimator, population: Population, clients: Sequence[Holdings], x: Tensor, y: Tensor) -> tuple[str, Tensor, str]:
+def _estimate(
+    estimator: Estimator, population: Population, clients: Sequence[Holdings], x: Tensor, y: Tensor
+) -> tuple[str, Tensor, str]:
     if isinstance(estimator, str) and estimator in SOLVERS:
         found = hypergradient(population, x, y, method=estimator)  # type: ignore[arg-type]
         return estimator, found.value, f"; residual {found.residual:.1e}, {found.num_products} products"
@@ -160,11 +203,15 @@ def _estimate(estimator: Estimator, population: Population, clients: Sequence[Ho
         estimator = discovery.algorithm(estimator)()
     if isinstance(estimator, Algorithm):
         if not hasattr(estimator, "estimate"):
-            raise SettingError(f"{estimator.name()} has no estimate of its own (it tracks the hypergradient along the run): check it by running it.")
+            raise SettingError(
+                f"{estimator.name()} has no estimate of its own (it tracks the hypergradient along the run): check it by running it."
+            )
         fed = simulate(estimator, population.problem, clients, dtype=torch.float64)
         h, _ = estimator.estimate(fed, fed.place("x", x), fed.place("y", y))
         value = fed.collect(h)
-        if value.ndim > x.ndim:  # a shared x, and every peer has its own estimate: the one that is farthest from the others
+        if (
+            value.ndim > x.ndim
+        ):  # a shared x, and every peer has its own estimate: the one that is farthest from the others
             value = value[torch.linalg.vector_norm(value - value.mean(0), dim=1).argmax()]
         return estimator.name(), value, ""
     assert callable(estimator)
@@ -184,7 +231,9 @@ def _relative(value: Tensor, target: Tensor) -> float:
     return error / size if size > 0 else error
 
 
-def _difference(along: Callable[[float], Tensor], expected: Tensor, step: float, tolerance: float) -> tuple[Tensor, str]:
+def _difference(
+    along: Callable[[float], Tensor], expected: Tensor, step: float, tolerance: float
+) -> tuple[Tensor, str]:
     """The derivative at 0 by central differences, and a word on how far it can be trusted.
 
     Long steps cross kinks (ReLU, the largest of several), short ones leave few digits. Where the first step does not give what is expected, steps shrink until
@@ -231,9 +280,16 @@ def check_algorithm(algorithm: Algorithm, *, show: bool = True) -> Report:
     pairs = [(lower, upper) for upper in ("shared", "private") for lower in ("global", "local")]
     scopes = next((pair for pair in pairs if not {*pair} & {*algorithm.refuses}), None)
     if scopes is None:
-        raise SettingError(f"{algorithm.name()} refuses every combination of scopes, so there is nothing to check it on: mend its `refuses`.")
+        raise SettingError(
+            f"{algorithm.name()} refuses every combination of scopes, so there is nothing to check it on: mend its `refuses`."
+        )
     built = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()  # type: ignore[arg-type]
-    everywhere = [("deterministic", _deterministic), ("input untouched", _untouched), ("order of clients", _order), ("checkpoint and resume", _resumed)]
+    everywhere = [
+        ("deterministic", _deterministic),
+        ("input untouched", _untouched),
+        ("order of clients", _order),
+        ("checkpoint and resume", _resumed),
+    ]
     with_a_server = [("cohort of one", _cohort_of_one), ("a client that drops", _dropping)]
     for name, check in everywhere if isinstance(algorithm, PeerAlgorithm) else everywhere + with_a_server:
         try:
@@ -251,10 +307,15 @@ def _noisy(algorithm: Algorithm) -> dict[str, Any]:
     """Minibatches, and a cohort or a network that changes from step to step."""
     if not isinstance(algorithm, PeerAlgorithm):
         return {"batch_size": 2, "cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5)}
-    return {"batch_size": 2, "network": Network(kind="random_undirected" if "gossip" in algorithm.verbs() else "random_directed")}
+    return {
+        "batch_size": 2,
+        "network": Network(kind="random_undirected" if "gossip" in algorithm.verbs() else "random_directed"),
+    }
 
 
-def _go(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], num: int = 3, **options: Any) -> tuple[Engine, Any]:
+def _go(
+    algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], num: int = 3, **options: Any
+) -> tuple[Engine, Any]:
     fed = simulate(algorithm, problem, clients, dtype=torch.float64, **options)
     fed.begin(0)
     return fed, _go_on(algorithm, fed, algorithm.init(fed), 1, num)
@@ -279,7 +340,13 @@ def _in_scope(algorithm: Algorithm, lower: Any, upper: Any) -> Check:
     except ScopeError as error:
         return Check(name, True, f"refuses: {error}")
     # between peers rows are always at hand: what travels shows in the bill, which must not depend on the size of what stays
-    wider = Quadratic(num_clients=3, lower=lower, upper=upper, dim_upper=5 if upper == "private" else 4, dim_lower=7 if lower == "local" else 6).build()
+    wider = Quadratic(
+        num_clients=3,
+        lower=lower,
+        upper=upper,
+        dim_upper=5 if upper == "private" else 4,
+        dim_lower=7 if lower == "local" else 6,
+    ).build()
     try:
         fed, state = _go(algorithm, built.problem, built.clients)
         other = _go(algorithm, *wider)[0] if isinstance(algorithm, PeerAlgorithm) else fed
@@ -293,7 +360,9 @@ def _in_scope(algorithm: Algorithm, lower: Any, upper: Any) -> Check:
         travelled = [label for label in must_stay if isinstance(getattr(state, label), Tensor)]
     if travelled:
         return Check(name, False, f"{travelled[0]} left its client although its scope says it must not")
-    return Check(name, bool(torch.isfinite(_end(fed, state)).all()), "runs" + "".join(f"; warns: {text}" for text in warned))
+    return Check(
+        name, bool(torch.isfinite(_end(fed, state)).all()), "runs" + "".join(f"; warns: {text}" for text in warned)
+    )
 
 
 def _deterministic(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
@@ -302,12 +371,16 @@ def _deterministic(algorithm: Algorithm, problem: Problem, clients: Sequence[Hol
 
 
 def _untouched(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
-    before = [torch.as_tensor(value).clone() for client in clients for role in client.values() for value in role.values()]
+    before = [
+        torch.as_tensor(value).clone() for client in clients for role in client.values() for value in role.values()
+    ]
     fed, _ = _go(algorithm, problem, clients, **_noisy(algorithm))
     after = [torch.as_tensor(value) for client in clients for role in client.values() for value in role.values()]
     same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     start = Population(problem, clients, dtype=torch.float64)
-    return same and torch.equal(start.x0, fed.host.x0) and torch.equal(start.y0, fed.host.y0), "data and initial point are as they were"
+    return same and torch.equal(start.x0, fed.host.x0) and torch.equal(
+        start.y0, fed.host.y0
+    ), "data and initial point are as they were"
 
 
 def _order(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
@@ -329,7 +402,9 @@ def _resumed(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]
     again = fresh.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, plain, algorithm.State)
     end = _go_on(algorithm, fresh, again, 3, 4)
     same_bill = whole.ledger.totals() == fresh.ledger.totals()
-    return torch.equal(_end(whole, state), _end(fresh, end)) and same_bill, "a resumed run agrees bit for bit, and in cost"
+    return torch.equal(
+        _end(whole, state), _end(fresh, end)
+    ) and same_bill, "a resumed run agrees bit for bit, and in cost"
 
 
 def _cohort_of_one(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
@@ -344,7 +419,14 @@ def _dropping(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings
     refused = ""
     for call in range(1, 5):
         try:
-            end = _end(*_go(algorithm, problem, clients, drops=lambda iteration, now, call=call: {1} if iteration == 2 and now == call else ()))
+            end = _end(
+                *_go(
+                    algorithm,
+                    problem,
+                    clients,
+                    drops=lambda iteration, now, call=call: {1} if iteration == 2 and now == call else (),
+                )
+            )
         except FedBilevelError as error:
             if not algorithm.needs_everyone:
                 raise
@@ -352,7 +434,9 @@ def _dropping(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings
             continue
         if not bool(torch.isfinite(end).all()):
             return False, f"a client that misses call {call} leaves a value that is not finite"
-    return bool(refused) == algorithm.needs_everyone, refused or "a client that misses any one call of an outer iteration does no harm"
+    return bool(
+        refused
+    ) == algorithm.needs_everyone, refused or "a client that misses any one call of an outer iteration does no harm"
 
 
 def _shown(report: Report, show: bool) -> Report:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import fedbilevel.algorithms
 import fedbilevel.tasks
 from fedbilevel.errors import PluginError, UnknownNameError
-from fedbilevel.federation import Algorithm
+from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.tasks.task import Task
 
 T = TypeVar("T", bound=type)
@@ -33,7 +33,12 @@ def _found(package: ModuleType, kind: type[Any]) -> dict[str, type[Any]]:
     found = {}
     for module in pkgutil.iter_modules(package.__path__):
         for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, kind) and value.__module__ == f"{package.__name__}.{module.name}" and value is not kind:
+            if (
+                isinstance(value, type)
+                and issubclass(value, kind)
+                and value.__module__ == f"{package.__name__}.{module.name}"
+                and value is not kind
+            ):
                 found[module.name] = value
     return found
 
@@ -96,18 +101,26 @@ def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind
     entry, *others = same.values()
     where = f"{_package(entry)} offers {entry.value} as {name!r}"
     if name in known:
-        raise PluginError(f"{where}, which is a name of fedbilevel's own: rename that entry point, or uninstall its package.")
+        raise PluginError(
+            f"{where}, which is a name of fedbilevel's own: rename that entry point, or uninstall its package."
+        )
     if others:
-        raise PluginError(f"{where}, and {_package(others[0])} offers {others[0].value} under the same name: uninstall one of them.")
+        raise PluginError(
+            f"{where}, and {_package(others[0])} offers {others[0].value} under the same name: uninstall one of them."
+        )
     try:
         value: Any = entry.load()
     except Exception as error:  # another package's code may raise anything; name it, keep the cause
-        raise PluginError(f"{where}, which cannot be imported ({type(error).__name__}: {error}): mend or uninstall that package.") from error
+        raise PluginError(
+            f"{where}, which cannot be imported ({type(error).__name__}: {error}): mend or uninstall that package."
+        ) from error
     derived = isinstance(value, type) and issubclass(value, kind)
     if not derived:
         raise PluginError(f"{where}, which is no class derived from {kind.__name__}: mend that entry point.")
     if value.name() != name:
-        raise PluginError(f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or define name().")
+        raise PluginError(
+            f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or define name()."
+        )
     return value
 
 

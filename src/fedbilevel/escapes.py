@@ -13,4 +13,7 @@ def printable(text: str, *, lines: bool = False) -> str:
     done\x1b[2J\nError: none
     """
     kept = "\n\t" if lines else ""
-    return "".join(letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode() for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

@@ -16,9 +16,19 @@ from fedbilevel.errors import SettingError, UnknownNameError
 S = TypeVar("S", bound="Settings")
 
 
-def setting(default: Any, help: str, *, symbol: str = "", above: float | None = None, least: float | None = None, most: float | None = None) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    symbol: str = "",
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
     """A dataclass field. `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for every entry."""
-    return dataclasses.field(default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,15 +63,23 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {  # what a value from a file may have to be: in words, and as a test
+PLAIN: dict[
+    str, tuple[str, Callable[[Any], bool]]
+] = {  # what a value from a file may have to be: in words, and as a test
     "text": ("text", lambda value: isinstance(value, str)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "table": ("a table", lambda value: isinstance(value, Mapping)),
-    "count": ("a whole number, at least 0", lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
+    "count": (
+        "a whole number, at least 0",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+    ),
     "whole": ("a whole number, at least 1", lambda value: _whole(value)),
     "seed": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "number": ("a number", _number),
-    "names": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value)),
+    "names": (
+        "a list of names",
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    ),
     "size": (
         "a whole number of samples, at least 1 (in a file also 'all', or a table of such by role)",
         lambda value: _size(value) or (isinstance(value, Mapping) and all(map(_size, value.values()))),
@@ -83,13 +101,19 @@ def check_plain(where: str, value: Any, kind: str, error: type[Exception] = Sett
 def whole_number(label: str, value: Any, least: int | None = None, other: str = "") -> int:
     """A plain int, which a record can hold, also where numpy's was given."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
-        raise SettingError(f"{label} is {value!r:.80}, expected a whole number{f', at least {least}' if least is not None else ''}{other}.")
+        raise SettingError(
+            f"{label} is {value!r:.80}, expected a whole number{f', at least {least}' if least is not None else ''}{other}."
+        )
     return int(value)
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a type: `float | None` gives (float, NoneType)."""
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    return (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
 
 
 def _check(owner: str, spec: dataclasses.Field[Any], hint: Any, value: Any) -> None:
@@ -107,7 +131,9 @@ def _check(owner: str, spec: dataclasses.Field[Any], hint: Any, value: Any) -> N
             (meta.get("most"), operator.gt, "at most"),
         ):
             if bound is not None and bad(number, bound):
-                raise SettingError(f"{owner}: {spec.name} is {number}, expected a value {text} {bound}: {meta.get('help', '')}.")
+                raise SettingError(
+                    f"{owner}: {spec.name} is {number}, expected a value {text} {bound}: {meta.get('help', '')}."
+                )
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -115,7 +141,11 @@ def _fits(kind: Any, value: Any) -> bool:
     if origin is Literal:
         return value in typing.get_args(kind)
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) > 0 and all(_fits(typing.get_args(kind)[0], entry) for entry in value)
+        return (
+            isinstance(value, tuple)
+            and len(value) > 0
+            and all(_fits(typing.get_args(kind)[0], entry) for entry in value)
+        )
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
@@ -131,5 +161,9 @@ def _words(hint: Any) -> str:
         elif typing.get_origin(kind) is tuple:
             words.append("one whole number per client")
         else:
-            words.append({float: "a number", int: "a whole number", bool: "true or false", str: "a word", type(None): "nothing"}[kind])
+            words.append(
+                {float: "a number", int: "a whole number", bool: "true or false", str: "a word", type(None): "nothing"}[
+                    kind
+                ]
+            )
     return " or ".join(words)

@@ -42,21 +42,25 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import local_neumann
+from fedbilevel.algorithms import _local_neumann
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.clients import Clients, Step
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
-from fedbilevel.problem import Scopes
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import setting
 
 
-def directions(self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None) -> tuple[Tensor, ...]:
+def directions(
+    self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """What w and v estimate (and s, if there is a u), at any point on the samples of this step."""
     if u is not None:
         return step_directions(clients, step, x, y, u, "independent")
-    estimate = local_neumann.sampled if self.hypergradient == "local-neumann" else local_neumann.summed
-    return estimate(clients, step, x, y, self.num_terms, self.lr_system), clients.lower_grad(x, y, step.batch("train", "zeta"))
+    estimate = _local_neumann.sampled if self.hypergradient == "local-neumann" else _local_neumann.summed
+    return estimate(clients, step, x, y, self.num_terms, self.lr_system), clients.lower_grad(
+        x, y, step.batch("train", "zeta")
+    )
 
 
 def eta(self: Any, t: int, num_clients: int) -> float:
@@ -87,7 +91,9 @@ def norm(v: Tensor) -> Tensor:
 
 
 @phase
-def initial_estimates(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None = None) -> dict[str, Tensor | None]:
+def initial_estimates(
+    self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None = None
+) -> dict[str, Tensor | None]:
     """Means of q estimates at the start, and the accumulators of those that stay here."""
     point = [clients.rows(value) for value in (x, y, u) if value is not None]
     estimates = [torch.zeros_like(value) for value in point]
@@ -102,10 +108,21 @@ def initial_estimates(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tens
 
 @phase
 def local_steps(
-    self: Any, clients: Clients, x: Tensor, y: Tensor, w: Tensor, v: Tensor, a: Any = None, b: Any = None, u: Any = None, s: Any = None
+    self: Any,
+    clients: Clients,
+    x: Tensor,
+    y: Tensor,
+    w: Tensor,
+    v: Tensor,
+    a: Any = None,
+    b: Any = None,
+    u: Any = None,
+    s: Any = None,
 ) -> dict[str, Tensor | None]:
     """q steps, the first from the averages; its old point is what this client had before they were taken."""
-    point, estimates = ([clients.rows(value) for value in values if value is not None] for values in ((x, y, u), (w, v, s)))
+    point, estimates = (
+        [clients.rows(value) for value in values if value is not None] for values in ((x, y, u), (w, v, s))
+    )
     b = None if b is None else b[..., :1]  # a client that joins late finds zeros as wide as y
     A, B = (1.0, 1.0) if a is None else (a.sqrt() + self.damping, b + self.damping)
     old = [clients.memory.read(name, default=average) for name, average in zip("xyu", point, strict=False)]
@@ -115,7 +132,10 @@ def local_steps(
         keeps = (1 - self.c2 * eta_t**2, 1 - self.c1 * eta_t**2, 1 - self.c1 * eta_t**2)
         point = [value - lr * estimate for value, lr, estimate in zip(point, lrs, estimates, strict=False)]
         pairs = zip(directions(self, clients, step, *point), directions(self, clients, step, *old), strict=True)
-        estimates = [new + keep * (estimate - before) for (new, before), keep, estimate in zip(pairs, keeps, estimates, strict=False)]
+        estimates = [
+            new + keep * (estimate - before)
+            for (new, before), keep, estimate in zip(pairs, keeps, estimates, strict=False)
+        ]
         old = point
     variables = dict(zip("xyu", point, strict=False))
     clients.memory.write(**variables)
@@ -128,10 +148,14 @@ def local_steps(
 class AdaFBiO(ServerAlgorithm):
     lr_upper: float = setting(0.01, "step of x, before eta / (sqrt(a) + damping)", symbol="gamma", above=0)
     lr_lower: float = setting(0.01, "step of y, before eta / (b + damping)", symbol="lambda", above=0)
-    lr_system: float = setting(0.1, "step of the Neumann series, at most 1/L; with shared-u the step of u, before eta", symbol="theta", above=0)
+    lr_system: float = setting(
+        0.1, "step of the Neumann series, at most 1/L; with shared-u the step of u, before eta", symbol="theta", above=0
+    )
     num_local_steps: int = setting(5, "local steps between rounds", symbol="q", least=1)
     num_terms: int = setting(10, "terms of the Neumann series; unused with shared-u", symbol="K", least=1)
-    hypergradient: Literal["local-neumann", "local-neumann-sum", "shared-u"] = setting("local-neumann", "each client alone by eq. (13) or its mean, or one u")
+    hypergradient: Literal["local-neumann", "local-neumann-sum", "shared-u"] = setting(
+        "local-neumann", "each client alone by eq. (13) or its mean, or one u"
+    )
     adaptive: Literal["adam", "adabelief", "none"] = setting("adam", "how the adaptive matrices are generated")
     step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
     offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
@@ -144,7 +168,7 @@ class AdaFBiO(ServerAlgorithm):
     upper_space = ("x", "w", "a")
     lower_space = ("y", "v", "b", "u", "s")
     lengths = {"b": 1}
-    warns = {"global": local_neumann.BIAS}
+    warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
         x: Any
@@ -168,7 +192,9 @@ class AdaFBiO(ServerAlgorithm):
 
     def round(self, fed: Federation, state: State) -> State:
         new = fed.mean(self.local_steps, **state._asdict())
-        return self.State(new.x, new.y, new.u, new.w, new.v, new.s, *self.matrices(new, state.a, state.b, state.w, state.v))
+        return self.State(
+            new.x, new.y, new.u, new.w, new.v, new.s, *self.matrices(new, state.a, state.b, state.w, state.v)
+        )
 
     def matrices(self, new: Any, a: Any, b: Any, w: Any, v: Any) -> tuple[Any, Any]:
         """The accumulators of the averages; those of estimators that are kept at the clients come from there."""

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, Kept, phase
-from fedbilevel.hypergradient import project
+from fedbilevel.federation.algorithm import Federation, Kept, phase
+from fedbilevel.federation.clients import Clients
+from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 ITERATES = {"x": "z_x", "y": "z_y", "u": "u"}
@@ -44,14 +44,30 @@ ITERATES = {"x": "z_x", "y": "z_y", "u": "u"}
 
 @dataclass(frozen=True, kw_only=True)
 class AdaSimFBO(SimFBO):
-    server_lr_upper: float = setting(0.1, "the server's step of x as a multiple of the local one", symbol="gamma_x / eta_x", above=0)
-    server_lr_lower: float = setting(0.1, "the server's step of y as a multiple of the local one", symbol="gamma_y / eta_y", above=0)
-    server_lr_system: float = setting(0.1, "the server's step of u as a multiple of the local one", symbol="gamma_u / eta_u", above=0)
-    server_momentum: float = setting(0.5, "how much of the momentum stays in a round", symbol="beta_1", least=0, most=0.9999)
-    server_decay: float = setting(0.9, "how much of the second moment stays in a round", symbol="beta_2", least=0, most=0.9999)
-    server_damping: float = setting(0.01, "added to the root of the second moment; q grows with the number of local steps", symbol="eps", above=0)
+    server_lr_upper: float = setting(
+        0.1, "the server's step of x as a multiple of the local one", symbol="gamma_x / eta_x", above=0
+    )
+    server_lr_lower: float = setting(
+        0.1, "the server's step of y as a multiple of the local one", symbol="gamma_y / eta_y", above=0
+    )
+    server_lr_system: float = setting(
+        0.1, "the server's step of u as a multiple of the local one", symbol="gamma_u / eta_u", above=0
+    )
+    server_momentum: float = setting(
+        0.5, "how much of the momentum stays in a round", symbol="beta_1", least=0, most=0.9999
+    )
+    server_decay: float = setting(
+        0.9, "how much of the second moment stays in a round", symbol="beta_2", least=0, most=0.9999
+    )
+    server_damping: float = setting(
+        0.01, "added to the root of the second moment; q grows with the number of local steps", symbol="eps", above=0
+    )
     server_averaging: float = setting(
-        0.75, "how much of the averages of x and y stays in a round; 0: the iterates are the answer", symbol="kappa", least=0, most=1
+        0.75,
+        "how much of the averages of x and y stays in a round; 0: the iterates are the answer",
+        symbol="kappa",
+        least=0,
+        most=1,
     )
 
     upper_space = ("x", "z_x", "m_x", "s_x")
@@ -76,7 +92,9 @@ class AdaSimFBO(SimFBO):
 
     def round(self, fed: Federation, state: Any) -> Any:
         old = state._asdict()
-        own = {name: value for name, value in old.items() if name not in ITERATES.values() and isinstance(value, Kept)}  # the server's are not sent
+        own = {
+            name: value for name, value in old.items() if name not in ITERATES.values() and isinstance(value, Kept)
+        }  # the server's are not sent
         new = vars(fed.mean(self.adaptive_steps, z_x=state.z_x, z_y=state.z_y, u=state.u, **own))
         if "q_u" in new:
             old["u"] = project(state.u, self.radius)
@@ -85,7 +103,9 @@ class AdaSimFBO(SimFBO):
                 new.update(self.adam(name, old[ITERATES[name]], gamma, new[f"q_{name}"], old, fed.iteration))
         return self.State(**{name: new[name] for name in self.State._fields})
 
-    def adam(self, name: str, z: Tensor, gamma: float, q: Tensor, old: Mapping[str, Tensor], t: int) -> dict[str, Tensor]:
+    def adam(
+        self, name: str, z: Tensor, gamma: float, q: Tensor, old: Mapping[str, Tensor], t: int
+    ) -> dict[str, Tensor]:
         """One variable, its moments and its average after a step."""
         m = self.server_momentum * old[f"m_{name}"] + (1 - self.server_momentum) * q
         s = self.server_decay * old[f"s_{name}"] + (1 - self.server_decay) * q**2
@@ -102,5 +122,7 @@ class AdaSimFBO(SimFBO):
         start, q = self.sums(clients, z_x, z_y, u)
         result: dict[str, Tensor] = {}
         for name, z, gamma, total in zip("xyu", start, self.gammas(), q, strict=True):
-            result.update(self.adam(name, z, gamma, total, own, clients.iteration) if f"m_{name}" in own else {f"q_{name}": total})
+            result.update(
+                self.adam(name, z, gamma, total, own, clients.iteration) if f"m_{name}" in own else {f"q_{name}": total}
+            )
         return result

@@ -30,18 +30,26 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.federation import Federation
+from fedbilevel.federation.algorithm import Federation
 from fedbilevel.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteredFL(FedAvg):
-    tolerance_mean: float = setting(0.4, "a cluster may split when its mean change is shorter than this", symbol="eps_1", above=0)
-    tolerance_max: float = setting(1.6, "a cluster may split when a client's change is longer than this", symbol="eps_2", above=0)
-    tolerance_unit: Literal["absolute", "first"] = setting("absolute", "tolerances are lengths, or multiples of the longest change of the first round")
+    tolerance_mean: float = setting(
+        0.4, "a cluster may split when its mean change is shorter than this", symbol="eps_1", above=0
+    )
+    tolerance_max: float = setting(
+        1.6, "a cluster may split when a client's change is longer than this", symbol="eps_2", above=0
+    )
+    tolerance_unit: Literal["absolute", "first"] = setting(
+        "absolute", "tolerances are lengths, or multiples of the longest change of the first round"
+    )
 
     needs_everyone = True
-    refuses = {"local": "every client then has a y of its own that stays there, so there is nothing to cluster: use fedavg, which trains each client alone"}
+    refuses = {
+        "local": "every client then has a y of its own that stays there, so there is nothing to cluster: use fedavg, which trains each client alone"
+    }
 
     class State(NamedTuple):
         x: Any
@@ -51,7 +59,12 @@ class ClusteredFL(FedAvg):
 
     def init(self, fed: Federation) -> State:  # type: ignore[override]
         x, y = fed.initial()
-        return self.State(x, y.repeat(fed.num_clients, 1), torch.zeros(fed.num_clients, dtype=torch.int64), 1.0 if self.tolerance_unit == "absolute" else None)
+        return self.State(
+            x,
+            y.repeat(fed.num_clients, 1),
+            torch.zeros(fed.num_clients, dtype=torch.int64),
+            1.0 if self.tolerance_unit == "absolute" else None,
+        )
 
     def round(self, fed: Federation, state: State) -> State:  # type: ignore[override]
         rows = fed.gather(self.local_steps, x=state.x, y=state.y).y
@@ -65,7 +78,9 @@ class ClusteredFL(FedAvg):
         y = torch.empty_like(state.y)
         for number in range(int(cluster.max()) + 1):
             members = (cluster == number).nonzero()[:, 0]
-            total = (rows[members].double() * weights[members, None].to(rows.device)).sum(0)  # as in every mean: float64, divided once
+            total = (rows[members].double() * weights[members, None].to(rows.device)).sum(
+                0
+            )  # as in every mean: float64, divided once
             y[members] = (total / weights[members].sum()).to(y.dtype)
         return self.State(state.x, y, cluster, unit)
 

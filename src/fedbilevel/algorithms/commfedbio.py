@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd, fedmbo
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, Sparse, linear_phase, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Sparse, linear_phase, phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
@@ -62,14 +62,18 @@ class CommFedBiO(ServerAlgorithm):
     num_lower_rounds: int = setting(1, "rounds of local SGD on y", symbol="E", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y", least=1)
     num_system_rounds: int = setting(5, "rounds on u, for top_k and none", symbol="R", least=0)
-    compression: Literal["top_k", "sketch", "none"] = setting("top_k", "largest entries of the direction of u, a sketched Hessian, or nothing")
+    compression: Literal["top_k", "sketch", "none"] = setting(
+        "top_k", "largest entries of the direction of u, a sketched Hessian, or nothing"
+    )
     num_kept: int = setting(100, "entries kept by top_k; all if u is shorter", symbol="k", least=1)
     error_feedback: bool = setting(True, "top_k: clients remember what they left out and add it the next time")
     num_sketch: int = setting(20, "rows of the sketch; at most the length of u", symbol="r", least=1)
 
     upper_space = ("x",)
     lower_space = ("y", "u", "p")
-    refuses = {"local": "each client then solves its own linear system, nothing of it travels and there is nothing to compress; fedbio solves such problems"}
+    refuses = {
+        "local": "each client then solves its own linear system, nothing of it travels and there is nothing to compress; fedbio solves such problems"
+    }
 
     class State(NamedTuple):
         x: Any
@@ -101,7 +105,9 @@ class CommFedBiO(ServerAlgorithm):
 
     @phase
     def system_direction(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> dict[str, Tensor | Sparse]:
-        v = clients.hessian_product(x, y, u, clients.batch("train", "u")) - clients.upper_grad_y(x, y, clients.batch("val", "u"))
+        v = clients.hessian_product(x, y, u, clients.batch("train", "u")) - clients.upper_grad_y(
+            x, y, clients.batch("val", "u")
+        )
         if self.compression == "none":
             return {"c": v}
         if self.error_feedback:

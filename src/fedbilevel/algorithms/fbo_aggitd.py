@@ -34,9 +34,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.clients import Clients
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase, phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
@@ -71,7 +71,9 @@ class FBOAggITD(ServerAlgorithm):
     lr_system: float = setting(0.01, "step of the linear system; at most 1/L", symbol="lambda", above=0)
     num_lower_rounds: int = setting(5, "aggregated lower steps per outer iteration", symbol="N", least=0)
     num_local_steps: int | tuple[int, ...] = setting(1, "local steps on y and on x", symbol="tau", least=1)
-    num_upper_steps: int | None = setting(None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1)
+    num_upper_steps: int | None = setting(
+        None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1
+    )
     estimator: Literal["sum", "sampled"] = setting("sum", "the whole series, or one term drawn as in the paper")
     lower_solver: Literal["svrg", "sgd"] = setting("svrg", "variance-reduced or plain local steps on y")
     literal: bool = setting(False, "Algorithm 1 as printed, with its two misprints; needs estimator=sampled")
@@ -87,7 +89,9 @@ class FBOAggITD(ServerAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.literal and self.estimator != "sampled":
-            raise SettingError("FBOAggITD: literal is the printed Algorithm 1, which samples Q: it needs estimator='sampled'.")
+            raise SettingError(
+                "FBOAggITD: literal is the printed Algorithm 1, which samples Q: it needs estimator='sampled'."
+            )
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())
@@ -110,7 +114,9 @@ class FBOAggITD(ServerAlgorithm):
         return fed.mean(self.hypergradient, x=x, y=y, z=z).h, y
 
     @linear_phase
-    def aggregate(self, clients: Clients, x: Tensor, y: Tensor, z: Tensor | None, t: int, Q: int) -> dict[str, Tensor | None]:
+    def aggregate(
+        self, clients: Clients, x: Tensor, y: Tensor, z: Tensor | None, t: int, Q: int
+    ) -> dict[str, Tensor | None]:
         q, lam, N = None, self.lr_system, self.num_lower_rounds
         if t < N and self.lower_solver == "svrg":
             q = clients.lower_grad(x, y, clients.batch("train", "q"))

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, phase
-from fedbilevel.problem import Scopes
+from fedbilevel.federation.algorithm import Federation, phase
+from fedbilevel.federation.clients import Clients
+from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import setting
 
 

@@ -29,15 +29,17 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.clients import Clients, Step
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
-from fedbilevel.hypergradient import project
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 PURPOSES = {"independent": ("B_y", "B_f1", "B_f2", "B_g1", "B_g2"), "shared": ("B_g", "B_f", "B_f", "B_g", "B_g")}
 
 
-def step_directions(clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, minibatches: str, *, times: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def step_directions(
+    clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, minibatches: str, *, times: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """(f_x - J u, g_y, H u - f_y) of every client at its own point, on the minibatches of this step."""
     b_y, b_f1, b_f2, b_g1, b_g2 = PURPOSES[minibatches]
     train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
@@ -50,8 +52,12 @@ class FedBiO(ServerAlgorithm):
     lr_lower: float = setting(0.1, "step of y", symbol="gamma", above=0)
     lr_system: float = setting(0.1, "step of u", symbol="tau", above=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
-    radius: float | None = setting(None, "u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0)
-    minibatches: Literal["independent", "shared"] = setting("independent", "five minibatches per local step as in the paper, or two")
+    radius: float | None = setting(
+        None, "u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0
+    )
+    minibatches: Literal["independent", "shared"] = setting(
+        "independent", "five minibatches per local step as in the paper, or two"
+    )
 
     upper_space = ("x",)
     lower_space = ("y", "u")

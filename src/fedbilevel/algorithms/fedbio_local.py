@@ -30,10 +30,10 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms import local_neumann
-from fedbilevel.clients import Clients, Step
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
-from fedbilevel.hypergradient import project
+from fedbilevel.algorithms import _local_neumann
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 REFUSES = {
@@ -42,12 +42,16 @@ REFUSES = {
 }
 
 
-def local_directions(self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None, *, times: int = 1) -> tuple[Tensor, ...]:
+def local_directions(
+    self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None, *, times: int = 1
+) -> tuple[Tensor, ...]:
     """(Phi, g_y), and H u - f_y where u is given."""
     train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
     if u is not None:
-        return clients.directions(x, y, u, gy=train("B_y"), fx=val("xi"), fy=val("xi"), ju=train("zeta_0"), hu=train("zeta_1"))
-    phi = local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system, times=times)
+        return clients.directions(
+            x, y, u, gy=train("B_y"), fx=val("xi"), fy=val("xi"), ju=train("zeta_0"), hu=train("zeta_1")
+        )
+    phi = _local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system, times=times)
     return phi, clients.lower_grad(x, y, train("B_y"))
 
 
@@ -58,8 +62,12 @@ class FedBiOLocal(ServerAlgorithm):
     lr_system: float = setting(0.1, "step of the Neumann series or of u; at most 1/L", symbol="tau", above=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="Q", least=0)
-    u: Literal["neumann", "local"] = setting("neumann", "a Neumann series in every step, or one step on a u that the client keeps")
-    radius: float | None = setting(None, "with u=local, u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0)
+    u: Literal["neumann", "local"] = setting(
+        "neumann", "a Neumann series in every step, or one step on a u that the client keeps"
+    )
+    radius: float | None = setting(
+        None, "with u=local, u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0
+    )
 
     decays = ("lr_upper", "lr_lower")  # tau is the step of a series, not of a descent
     upper_space = ("x",)

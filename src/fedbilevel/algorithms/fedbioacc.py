@@ -37,10 +37,10 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.clients import Clients, Step
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
-from fedbilevel.hypergradient import project
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 Point = tuple[Tensor, ...]  # rows of x and y, and of u where there is one; likewise of nu, om, q
@@ -93,7 +93,9 @@ def initial_momenta(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor
 
 
 @phase
-def local_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None) -> dict[str, Tensor | None]:
+def local_steps(
+    self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None
+) -> dict[str, Tensor | None]:
     """Steps with STORM between them; that of the last step waits for the averaged point, and the old point for it."""
     old = point = joined(clients, x, y, u)
     est = joined(clients, nu, om, q)
@@ -107,7 +109,9 @@ def local_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | N
 
 
 @phase
-def momenta(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None) -> dict[str, Tensor | None]:
+def momenta(
+    self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None
+) -> dict[str, Tensor | None]:
     """STORM of the last local step: new is the averaged point, old the client's own before that step."""
     new = joined(clients, x, y, u)
     old = clients.scratch.read("old", default=new)
@@ -128,8 +132,12 @@ class FedBiOAcc(ServerAlgorithm):
     momentum_upper: float = setting(0.2, "weight of the newest direction of x, times a^2", symbol="c_nu", above=0)
     momentum_lower: float = setting(0.2, "weight of the newest direction of y, times a^2", symbol="c_om", above=0)
     momentum_system: float = setting(0.2, "weight of the newest direction of u, times a^2", symbol="c_u", above=0)
-    radius: float | None = setting(None, "u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0)
-    minibatches: Literal["independent", "shared"] = setting("independent", "five minibatches per local step as in the paper, or two")
+    radius: float | None = setting(
+        None, "u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0
+    )
+    minibatches: Literal["independent", "shared"] = setting(
+        "independent", "five minibatches per local step as in the paper, or two"
+    )
 
     upper_space = ("x", "nu")
     lower_space = ("y", "u", "om", "q")

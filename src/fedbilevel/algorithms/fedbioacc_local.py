@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from fedbilevel.algorithms import fedbio_local, fedbioacc
-from fedbilevel.federation import Federation, ServerAlgorithm
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm
 from fedbilevel.settings import setting
 
 
@@ -41,13 +41,19 @@ class FedBiOAccLocal(ServerAlgorithm):
     lr_system: float = setting(0.1, "step of the Neumann series, at most 1/L; or of u, times a", symbol="tau", above=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="Q", least=0)
-    u: Literal["neumann", "local"] = setting("neumann", "a Neumann series in every step, or one step on a u that the client keeps")
+    u: Literal["neumann", "local"] = setting(
+        "neumann", "a Neumann series in every step, or one step on a u that the client keeps"
+    )
     delta: float = setting(30.0, "a = delta / (offset + t)^(1/3) scales every step", symbol="delta", above=0)
     offset: float = setting(1e4, "how late a begins to fall", symbol="u0", least=0)
     momentum_upper: float = setting(0.2, "weight of the newest direction of x, times a^2", symbol="c_nu", above=0)
     momentum_lower: float = setting(0.2, "weight of the newest direction of y, times a^2", symbol="c_om", above=0)
-    momentum_system: float = setting(0.2, "with u=local, weight of the newest direction of u, times a^2", symbol="c_u", above=0)
-    radius: float | None = setting(None, "with u=local, u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0)
+    momentum_system: float = setting(
+        0.2, "with u=local, weight of the newest direction of u, times a^2", symbol="c_u", above=0
+    )
+    radius: float | None = setting(
+        None, "with u=local, u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0
+    )
 
     decays = ("lr_upper", "lr_lower")  # tau is the step of a series, not of a descent
     upper_space = ("x", "nu")

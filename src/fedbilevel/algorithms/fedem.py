@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
@@ -42,7 +42,9 @@ class FedEM(ServerAlgorithm):
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     least_share: float = setting(1e-6, "least proportion of a component", above=0, most=0.1)
 
-    refuses = {"shared": "x holds the proportions in which each client mixes the components: use scopes with a private x"}
+    refuses = {
+        "shared": "x holds the proportions in which each client mixes the components: use scopes with a private x"
+    }
 
     class State(NamedTuple):
         x: Any

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 

@@ -31,8 +31,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
@@ -48,7 +48,9 @@ class FedNest(ServerAlgorithm):
     lr_system: float = setting(0.01, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
     num_lower_rounds: int = setting(1, "FedInn calls per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
-    num_upper_steps: int | None = setting(None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1)
+    num_upper_steps: int | None = setting(
+        None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1
+    )
     num_terms: int = setting(5, "terms of the Neumann series", symbol="N", least=1)
     lower_solver: Literal["svrg", "sgd"] = setting("svrg", "variance-reduced or plain local steps on y")
 

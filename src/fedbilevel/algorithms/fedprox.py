@@ -22,14 +22,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.clients import Clients
-from fedbilevel.federation import phase
+from fedbilevel.federation.algorithm import phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedProx(FedAvg):
-    prox_weight: float = setting(0.01, "weight of the squared distance to the point that was sent", symbol="mu", least=0)
+    prox_weight: float = setting(
+        0.01, "weight of the squared distance to the point that was sent", symbol="mu", least=0
+    )
 
     @phase
     def local_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from fedbilevel.algorithms.sgp import Schedule, gradient_push
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import PeerAlgorithm, Peers, debiased
-from fedbilevel.hypergradient import start_vector
+from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
+from fedbilevel.oracle.hypergradient import start_vector
 from fedbilevel.settings import setting
 
 
@@ -49,14 +49,23 @@ class HGP(PeerAlgorithm):
     lr_system: float = setting(0.1, "step of u, at most 1/L", symbol="eta", above=0)
     num_terms: int = setting(10, "averages of u", symbol="M", least=1)
     num_lower_steps: int = setting(10, "steps of y per outer iteration", symbol="T", least=1)
-    lower_schedule: Schedule = setting("constant", "of the lower steps within an outer iteration: milestones falls tenfold at 5/6 and at 11/12")
-    lower_solver: Literal["push", "mix"] = setting("push", "stochastic gradient push, or a whole average after every lower step")
-    warm_start: bool = setting(True, "lower steps go on from the last y instead of from the start")
-    minibatches: Literal["independent", "shared"] = setting("independent", "two minibatches for J u and H u as in Algorithm 2, or one")
-    optimiser: Literal["sgd", "adam", "none"] = setting(
-        "sgd", "of x; adam: with 0.9, 0.999 and per-entry steps of about lr_upper; none: x stays, and h is what is asked for"
+    lower_schedule: Schedule = setting(
+        "constant", "of the lower steps within an outer iteration: milestones falls tenfold at 5/6 and at 11/12"
     )
-    num_curvature_products: int = setting(20, "products H v to measure the stable range of lr_system with, once; 0: do not", least=0)
+    lower_solver: Literal["push", "mix"] = setting(
+        "push", "stochastic gradient push, or a whole average after every lower step"
+    )
+    warm_start: bool = setting(True, "lower steps go on from the last y instead of from the start")
+    minibatches: Literal["independent", "shared"] = setting(
+        "independent", "two minibatches for J u and H u as in Algorithm 2, or one"
+    )
+    optimiser: Literal["sgd", "adam", "none"] = setting(
+        "sgd",
+        "of x; adam: with 0.9, 0.999 and per-entry steps of about lr_upper; none: x stays, and h is what is asked for",
+    )
+    num_curvature_products: int = setting(
+        20, "products H v to measure the stable range of lr_system with, once; 0: do not", least=0
+    )
 
     decays = ("lr_upper", "lr_lower")  # eta is the step of a series, not of a descent
     upper_space = ("x", "v", "first", "second", "h")
@@ -79,7 +88,14 @@ class HGP(PeerAlgorithm):
 
     def init(self, peers: Peers) -> State:
         x, y = peers.initial()
-        return self.State(x, y * peers.weights.to(y.dtype), peers.weights, torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x))
+        return self.State(
+            x,
+            y * peers.weights.to(y.dtype),
+            peers.weights,
+            torch.zeros_like(x),
+            torch.zeros_like(x),
+            torch.zeros_like(x),
+        )
 
     def round(self, peers: Peers, state: State) -> State:
         z, w = (state.z, state.w) if self.warm_start else self.init(peers)[1:3]
@@ -87,7 +103,9 @@ class HGP(PeerAlgorithm):
         v, _ = self.blocks(peers, state.x, debiased(z, w))
         h, x = peers.mix(v=v, x=state.x)
         if self.optimiser != "adam":
-            return self.State(x if self.optimiser == "none" else x - self.lr_upper * h, z, w, state.first, state.second, h)
+            return self.State(
+                x if self.optimiser == "none" else x - self.lr_upper * h, z, w, state.first, state.second, h
+            )
         first, second = 0.9 * state.first + 0.1 * h, 0.999 * state.second + 0.001 * h**2
         step = (first / (1 - 0.9**peers.iteration)) / ((second / (1 - 0.999**peers.iteration)).sqrt() + 1e-8)
         return self.State(x - self.lr_upper * step, z, w, first, second, h)
@@ -98,7 +116,9 @@ class HGP(PeerAlgorithm):
 
     def lower_steps(self, peers: Peers, x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         if self.lower_solver == "push":
-            return gradient_push(peers, x, z, w, lr=self.lr_lower, num_steps=self.num_lower_steps, schedule=self.lower_schedule)
+            return gradient_push(
+                peers, x, z, w, lr=self.lr_lower, num_steps=self.num_lower_steps, schedule=self.lower_schedule
+            )
         y = debiased(z, w)
         for step in peers.steps(self.num_lower_steps):
             y = peers.mix(y=y - self.lr_lower * peers.clients.lower_grad(x, y, step.batch("train", "B")))
@@ -115,7 +135,11 @@ class HGP(PeerAlgorithm):
 
     def partial_sums(self, peers: Peers, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(v, ubar) as every peer has them after each repetition: what `blocks` would give for as few terms, up to rounding."""
-        eta, clients, names = self.lr_system, peers.clients, ("B_g", "B_g") if self.minibatches == "shared" else ("B_j", "B_h")
+        eta, clients, names = (
+            self.lr_system,
+            peers.clients,
+            ("B_g", "B_g") if self.minibatches == "shared" else ("B_j", "B_h"),
+        )
         *inner, last = peers.steps(self.num_terms)
         if peers.iteration <= 1 and self.num_curvature_products:
             self.check_step(peers, x, y)
@@ -137,7 +161,9 @@ class HGP(PeerAlgorithm):
         clients, batch = peers.clients, peers.steps(1)[0].batch("train", "curvature").whole()
         v = start_vector(y).expand_as(y)
         for _ in range(self.num_curvature_products):
-            v = clients.hessian_product(x, y, v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny), batch)
+            v = clients.hessian_product(
+                x, y, v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny), batch
+            )
         largest = torch.linalg.vector_norm(v, dim=1)
         if self.lr_system * float(largest.max()) > 1.001:  # so that the value printed below passes
             worst = int(largest.argmax())

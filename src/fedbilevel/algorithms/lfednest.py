@@ -30,9 +30,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms import fbo_aggitd, fednest, local_neumann
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.algorithms import _local_neumann, fbo_aggitd, fednest
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
@@ -43,14 +43,16 @@ class LFedNest(ServerAlgorithm):
     lr_system: float = setting(0.01, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
     num_lower_rounds: int = setting(1, "rounds of local steps on y per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
-    num_upper_steps: int | None = setting(None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1)
+    num_upper_steps: int | None = setting(
+        None, "local steps on x alone; nothing: as many as on y", symbol="tau_x", least=1
+    )
     num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="N", least=0)
     lower_solver: Literal["sgd", "svrg"] = setting("sgd", "plain or variance-reduced local steps on y")
 
     decays = ("lr_upper", "lr_lower")  # lambda is the step of a series, not of a descent
     upper_space = ("x",)
     lower_space = ("y", "q")
-    warns = {"global": local_neumann.BIAS}
+    warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
         x: Any
@@ -76,6 +78,6 @@ class LFedNest(ServerAlgorithm):
         """Local steps on x, each along this client's own hypergradient."""
         x = clients.rows(x)
         for step in clients.steps(self.num_upper_steps or self.num_local_steps):
-            h = local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system)
+            h = _local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system)
             x = step.where(x - self.lr_upper / step.count * h, x)
         return {"x": x}

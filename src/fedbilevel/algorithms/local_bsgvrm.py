@@ -26,8 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from fedbilevel.algorithms import adafbio, local_neumann
-from fedbilevel.federation import Federation, ServerAlgorithm
+from fedbilevel.algorithms import _local_neumann, adafbio
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm
 from fedbilevel.settings import setting
 
 
@@ -38,7 +38,9 @@ class LocalBSGVRM(ServerAlgorithm):
     lr_system: float = setting(0.1, "step of the Neumann series; at most 1/L", symbol="theta", above=0)
     num_local_steps: int = setting(5, "local steps between rounds", symbol="p", least=1)
     num_terms: int = setting(10, "terms of the Neumann series", symbol="K", least=1)
-    hypergradient: Literal["local-neumann", "local-neumann-sum"] = setting("local-neumann", "one random number of factors, or the mean over that number")
+    hypergradient: Literal["local-neumann", "local-neumann-sum"] = setting(
+        "local-neumann", "one random number of factors, or the mean over that number"
+    )
     step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
     offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
     c1: float = setting(1.0, "the estimator of y forgets by c1 eta^2", symbol="c_1", above=0)
@@ -48,7 +50,7 @@ class LocalBSGVRM(ServerAlgorithm):
     decays = ("lr_upper", "lr_lower")  # theta is the step of a series, not of a descent
     upper_space = ("x", "w")
     lower_space = ("y", "v")
-    warns = {"global": local_neumann.BIAS}
+    warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
         x: Any

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.clients import Clients
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
@@ -46,8 +46,12 @@ class Penalty(ServerAlgorithm):
     lr_upper: float = setting(0.01, "step of x", symbol="eta", above=0)
     lr_lower: float = setting(0.1, "step of z, and of y on (f + lam g) / (1 + lam)", symbol="gamma", above=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
-    penalty: float = setting(10.0, "weight of the lower level at the start; the bias is of the order of its inverse", symbol="lam_0", above=0)
-    penalty_growth: float = setting(1.0, "factor of the weight per outer iteration; above 1 it needs max_penalty", least=1)
+    penalty: float = setting(
+        10.0, "weight of the lower level at the start; the bias is of the order of its inverse", symbol="lam_0", above=0
+    )
+    penalty_growth: float = setting(
+        1.0, "factor of the weight per outer iteration; above 1 it needs max_penalty", least=1
+    )
     penalty_increment: float = setting(0.0, "what is added to the weight per outer iteration", least=0)
     max_penalty: float | None = setting(None, "the weight grows no further", symbol="lam_max", above=0)
 
@@ -62,9 +66,13 @@ class Penalty(ServerAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_penalty is None and self.penalty_growth > 1:
-            raise SettingError(f"Penalty: penalty_growth is {self.penalty_growth} and max_penalty is not set, so the weight would overflow: set max_penalty.")
+            raise SettingError(
+                f"Penalty: penalty_growth is {self.penalty_growth} and max_penalty is not set, so the weight would overflow: set max_penalty."
+            )
         if self.max_penalty is not None and self.max_penalty < self.penalty:
-            raise SettingError(f"Penalty: max_penalty is {self.max_penalty}, expected at least penalty, which is {self.penalty}.")
+            raise SettingError(
+                f"Penalty: max_penalty is {self.max_penalty}, expected at least penalty, which is {self.penalty}."
+            )
 
     def weight(self, t: int) -> float:
         """lam in outer iteration t, counted from 0."""

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.clients import Clients
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
-from fedbilevel.problem import Scopes
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients
+from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import setting
 
 
@@ -39,7 +39,9 @@ class PFedMe(ServerAlgorithm):
     lr_lower: float = setting(0.1, "step of the personal models theta", symbol="gamma", above=0)
     lr_model: float = setting(0.1, "step of the common model w", symbol="eta", above=0)
     prox_weight: float = setting(1.0, "weight of the squared distance between theta and w", symbol="lambda", above=0)
-    server_mix: float = setting(1.0, "how much of the mean of w replaces the old w; above 1 it steps beyond", symbol="beta", above=0)
+    server_mix: float = setting(
+        1.0, "how much of the mean of w replaces the old w; above 1 it steps beyond", symbol="beta", above=0
+    )
     num_local_steps: int | tuple[int, ...] = setting(5, "local rounds between rounds", symbol="I", least=1)
     num_prox_steps: int = setting(5, "gradient steps on theta per local round", symbol="K", least=1)
 

@@ -23,14 +23,22 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation import PeerAlgorithm, Peers, debiased
+from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
 from fedbilevel.settings import setting
 
 Schedule = Literal["constant", "milestones"]
 
 
 def gradient_push(
-    peers: Peers, x: Tensor, z: Tensor, w: Tensor, *, lr: float, num_steps: int, schedule: Schedule = "constant", purpose: str = "B"
+    peers: Peers,
+    x: Tensor,
+    z: Tensor,
+    w: Tensor,
+    *,
+    lr: float,
+    num_steps: int,
+    schedule: Schedule = "constant",
+    purpose: str = "B",
 ) -> tuple[Tensor, Tensor]:
     """`num_steps` of stochastic gradient push on g(x, .) from (z, w); returns (z, w)."""
     share = peers.weights.to(z.dtype)
@@ -64,5 +72,13 @@ class SGP(PeerAlgorithm):
         return self.State(x, y * peers.weights.to(y.dtype), peers.weights)
 
     def round(self, peers: Peers, state: State) -> State:
-        z, w = gradient_push(peers, state.x, state.z, state.w, lr=self.lr_lower, num_steps=self.num_lower_steps, schedule=self.lower_schedule)
+        z, w = gradient_push(
+            peers,
+            state.x,
+            state.z,
+            state.w,
+            lr=self.lr_lower,
+            num_steps=self.num_lower_steps,
+            schedule=self.lower_schedule,
+        )
         return self.State(state.x, z, w)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.clients import Step
+from fedbilevel.federation.clients import Step
 
 
 @dataclass(frozen=True, kw_only=True)

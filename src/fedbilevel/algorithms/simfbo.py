@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.clients import Clients, Step
-from fedbilevel.federation import Federation, ServerAlgorithm, phase
-from fedbilevel.hypergradient import project
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 
@@ -45,11 +45,21 @@ class SimFBO(ServerAlgorithm):
     lr_upper: float = setting(0.01, "local step of x", symbol="eta_x", above=0)
     lr_lower: float = setting(0.1, "local step of y", symbol="eta_y", above=0)
     lr_system: float = setting(0.1, "local step of u", symbol="eta_u", above=0)
-    server_lr_upper: float = setting(1.0, "the server's step of x as a multiple of the local one", symbol="gamma_x / eta_x", above=0)
-    server_lr_lower: float = setting(1.0, "the server's step of y as a multiple of the local one", symbol="gamma_y / eta_y", above=0)
-    server_lr_system: float = setting(1.0, "the server's step of u as a multiple of the local one", symbol="gamma_u / eta_u", above=0)
-    num_local_steps: int | tuple[int, ...] = setting(1, "local steps between rounds, or one number per client", symbol="tau", least=1)
-    radius: float | None = setting(None, "u is projected on the ball of this radius after averaging; at least |u*|", symbol="r", above=0)
+    server_lr_upper: float = setting(
+        1.0, "the server's step of x as a multiple of the local one", symbol="gamma_x / eta_x", above=0
+    )
+    server_lr_lower: float = setting(
+        1.0, "the server's step of y as a multiple of the local one", symbol="gamma_y / eta_y", above=0
+    )
+    server_lr_system: float = setting(
+        1.0, "the server's step of u as a multiple of the local one", symbol="gamma_u / eta_u", above=0
+    )
+    num_local_steps: int | tuple[int, ...] = setting(
+        1, "local steps between rounds, or one number per client", symbol="tau", least=1
+    )
+    radius: float | None = setting(
+        None, "u is projected on the ball of this radius after averaging; at least |u*|", symbol="r", above=0
+    )
     minibatches: Literal["independent", "shared"] = setting("independent", "five minibatches per local step, or two")
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -78,7 +88,11 @@ class SimFBO(ServerAlgorithm):
 
     def gammas(self) -> tuple[float, float, float]:
         """The server's steps of x, y and u."""
-        return self.server_lr_upper * self.lr_upper, self.server_lr_lower * self.lr_lower, self.server_lr_system * self.lr_system
+        return (
+            self.server_lr_upper * self.lr_upper,
+            self.server_lr_lower * self.lr_lower,
+            self.server_lr_system * self.lr_system,
+        )
 
     def sums(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Where every client starts, and the sums of the directions that it finds from there."""

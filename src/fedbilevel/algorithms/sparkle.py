@@ -38,8 +38,8 @@ from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import PeerAlgorithm, Peers, debiased
-from fedbilevel.hypergradient import project
+from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
+from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 Correction = Literal["none", "gradient_tracking", "exact_diffusion", "extra"]
@@ -78,8 +78,12 @@ class Sparkle(PeerAlgorithm):
     lr_system: float = setting(0.1, "step of u", above=0)
     correction: Correction = setting("gradient_tracking", "of y and u")
     correction_upper: Literal["same", "none", "gradient_tracking", "exact_diffusion", "extra"] = setting("same", "of x")
-    exchange: Literal["gossip", "push"] = setting("gossip", "doubly stochastic steps on undirected networks, or Push-Sum on directed ones")
-    radius: float | None = setting(None, "u is projected on the ball of this radius before its direction is taken", symbol="r", above=0)
+    exchange: Literal["gossip", "push"] = setting(
+        "gossip", "doubly stochastic steps on undirected networks, or Push-Sum on directed ones"
+    )
+    radius: float | None = setting(
+        None, "u is projected on the ball of this radius before its direction is taken", symbol="r", above=0
+    )
     minibatches: Literal["independent", "shared"] = setting("independent", "five minibatches per iteration, or two")
 
     upper_space = ("x", "x_t", "x_p", "x_q")
@@ -102,7 +106,9 @@ class Sparkle(PeerAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.exchange == "push" and not {self.kind("x"), self.kind("y")} <= {"none", "gradient_tracking"}:
-            raise SettingError("exact_diffusion and extra need a doubly stochastic exchange: use gossip, or gradient_tracking with push.")
+            raise SettingError(
+                "exact_diffusion and extra need a doubly stochastic exchange: use gossip, or gradient_tracking with push."
+            )
 
     def verbs(self) -> tuple[str, ...]:
         return (self.exchange,)
@@ -117,7 +123,10 @@ class Sparkle(PeerAlgorithm):
     def init(self, peers: Peers) -> State:
         x, y = peers.initial()
         start = {"x": x, "y": y, "u": peers.zeros("u")}
-        p = {f"{name}_p": rows if self.used(peers, name) in ("exact_diffusion", "extra") else torch.zeros_like(rows) for name, rows in start.items()}
+        p = {
+            f"{name}_p": rows if self.used(peers, name) in ("exact_diffusion", "extra") else torch.zeros_like(rows)
+            for name, rows in start.items()
+        }
         q = {f"{name}_q": torch.zeros_like(rows) for name, rows in start.items()}
         return self.State(**start, w=torch.ones_like(peers.weights), **p, **q)
 
@@ -131,16 +140,24 @@ class Sparkle(PeerAlgorithm):
             s = before[name]
             if peers.travels(name):  # what is exchanged is the numerator of s = z / w; without push, w = 1
                 s, d = s * state.w.to(s.dtype), d * peers.weights.to(d.dtype)
-            sent[name], answers[name] = RECURSIONS[self.used(peers, name)](s, d, a, before[f"{name}_p"], before[f"{name}_q"])
+            sent[name], answers[name] = RECURSIONS[self.used(peers, name)](
+                s, d, a, before[f"{name}_p"], before[f"{name}_q"]
+            )
         w, mixed = self.exchanged(peers, state.w, sent)
         for name, answer in answers.items():
             s, new[f"{name}_p"], new[f"{name}_q"] = answer(*mixed[name])
             new[name] = debiased(s, w) if peers.travels(name) else s
         return self.State(**new, w=w)
 
-    def exchanged(self, peers: Peers, w: Tensor, sent: dict[str, tuple[Tensor, ...]]) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    def exchanged(
+        self, peers: Peers, w: Tensor, sent: dict[str, tuple[Tensor, ...]]
+    ) -> tuple[Tensor, dict[str, list[Tensor]]]:
         """The new weights and W times all that is sent, in one message."""
-        rows = {f"{name}{suffix}": value for name, values in sent.items() for suffix, value in zip(("", "_t"), values, strict=False)}
+        rows = {
+            f"{name}{suffix}": value
+            for name, values in sent.items()
+            for suffix, value in zip(("", "_t"), values, strict=False)
+        }
         if self.exchange == "push":
             w, *mixed = peers.push(w, **rows)
         else:

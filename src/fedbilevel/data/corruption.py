@@ -8,7 +8,12 @@ import numpy as np
 
 
 def flip_labels(
-    labels: np.ndarray, rate: float, num_classes: int, rng: np.random.Generator, *, to: Literal["wrong", "uniform"] = "wrong"
+    labels: np.ndarray,
+    rate: float,
+    num_classes: int,
+    rng: np.random.Generator,
+    *,
+    to: Literal["wrong", "uniform"] = "wrong",
 ) -> tuple[np.ndarray, np.ndarray]:
     """A share `rate` of the labels, chosen at random, gets another label, uniform over the others, or `to` any label, uniform over all of them.
     Returns the labels and which of them are wrong: with `uniform`, a label that was drawn again is not."""

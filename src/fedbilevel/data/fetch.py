@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from fedbilevel.data.places import find_one_of, folders
+from fedbilevel.data.locations import find_one_of, folders
 from fedbilevel.errors import DataError, UnknownNameError
 
 Progress = Callable[[str, int, int | None], None]  # name of the file, bytes so far, bytes in all if the server says so
@@ -57,7 +57,9 @@ def ensure(name: str, data_dir: str | Path | None = None, progress: Progress | N
         raise UnknownNameError("set of data that can be fetched", name, KNOWN)
     files = KNOWN[name]
     try:
-        return find_one_of([file.name for file in files], [file.name.removesuffix(".gz") for file in files], data_dir=data_dir)
+        return find_one_of(
+            [file.name for file in files], [file.name.removesuffix(".gz") for file in files], data_dir=data_dir
+        )
     except DataError:
         folder = folders(data_dir)[0]
     missing = [file for file in files if not (folder / file.name).is_file()]
@@ -82,9 +84,13 @@ def download(file: File, folder: Path, progress: Progress | None = None, wanted:
         if isinstance(error, HTTPError):
             error.close()  # it is the server's answer too
         names = ", ".join(wanted or [file.name])
-        raise DataError(f"{file.url} could not be fetched ({error or type(error).__name__}): try again, or put {names} under {folder} by hand.") from error
+        raise DataError(
+            f"{file.url} could not be fetched ({error or type(error).__name__}): try again, or put {names} under {folder} by hand."
+        ) from error
     if found != file.sha256:
-        raise DataError(f"{file.url} has the SHA-256 sum {found}, expected {file.sha256}: it was damaged or replaced, and nothing was kept; try again later.")
+        raise DataError(
+            f"{file.url} has the SHA-256 sum {found}, expected {file.sha256}: it was damaged or replaced, and nothing was kept; try again later."
+        )
     return place
 
 

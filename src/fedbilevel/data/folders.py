@@ -28,8 +28,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fedbilevel.data.clients import REQUIRED, RESERVED, Holdings
 from fedbilevel.errors import DataError
+from fedbilevel.problem.client_data import REQUIRED, RESERVED, Holdings
 
 Fields = dict[str, np.ndarray]
 FORMATS = ".npz, .csv, .parquet or .safetensors"
@@ -70,8 +70,12 @@ def read_folders(path: Path | str, *, num_classes: int | None = None) -> dict[st
             lacking = [role for role in places[one] if role not in places[other]]
             if lacking:
                 there = places[one][lacking[0]]
-                raise DataError(f"{folder} holds {there.relative_to(folder)}, but nothing for {lacking[0]!r} of {other!r}: all clients need the same roles.")
-    clients = {name: {role: _read(place, role, num_classes) for role, place in own.items()} for name, own in places.items()}
+                raise DataError(
+                    f"{folder} holds {there.relative_to(folder)}, but nothing for {lacking[0]!r} of {other!r}: all clients need the same roles."
+                )
+    clients = {
+        name: {role: _read(place, role, num_classes) for role, place in own.items()} for name, own in places.items()
+    }
     for role in places[first]:
         _make_alike(role, clients, {name: own[role] for name, own in places.items()})
     return clients
@@ -86,8 +90,13 @@ def write_folder(path: Path | str, holdings: Holdings) -> None:
         raise DataError(f"{folder} cannot be made ({error.strerror}): name another folder.") from error
     there = _files(folder)
     if there:
-        raise DataError(f"{folder} holds {', '.join(place.name for place in there.values())} already: name an empty folder, or move them away.")
-    arrays = {folder / f"{role}.npz": {name: _array(value) for name, value in fields.items()} for role, fields in holdings.items()}
+        raise DataError(
+            f"{folder} holds {', '.join(place.name for place in there.values())} already: name an empty folder, or move them away."
+        )
+    arrays = {
+        folder / f"{role}.npz": {name: _array(value) for name, value in fields.items()}
+        for role, fields in holdings.items()
+    }
     for place, fields in arrays.items():
         _checked(place, place.stem, fields, None)
     for place, fields in arrays.items():
@@ -108,21 +117,32 @@ def _array(value: Any) -> np.ndarray:
 def _files(folder: Path, what: str = "role") -> dict[str, Path]:
     """By role, or by client where a folder holds one role of all."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder: name the one that holds this client's train.npz and val.npz, or .csv, .parquet or .safetensors instead.")
+        raise DataError(
+            f"{folder} is no folder: name the one that holds this client's train.npz and val.npz, or .csv, .parquet or .safetensors instead."
+        )
     found: dict[str, Path] = {}
     for place in sorted(folder.iterdir()):
         if place.suffix.lower() in _READERS and place.is_file() and not place.name.startswith("."):
             other = found.setdefault(place.stem, place)
             if other != place:
-                raise DataError(f"{folder} holds {other.name} and {place.name}, both for the {what} {place.stem!r}: keep one of them.")
+                raise DataError(
+                    f"{folder} holds {other.name} and {place.name}, both for the {what} {place.stem!r}: keep one of them."
+                )
     return found
 
 
 def _required(folder: Path, found: Mapping[str, Any]) -> None:
     missing = [role for role in REQUIRED if role not in found]
     if missing:
-        names = ", ".join(place.name if isinstance(place, Path) else role for role, place in found.items()) or "no file of data"
-        add = f"{missing[0]}{FORMATS}" if all(isinstance(place, Path) for place in found.values()) else f"a folder {missing[0]} with a file per client"
+        names = (
+            ", ".join(place.name if isinstance(place, Path) else role for role, place in found.items())
+            or "no file of data"
+        )
+        add = (
+            f"{missing[0]}{FORMATS}"
+            if all(isinstance(place, Path) for place in found.values())
+            else f"a folder {missing[0]} with a file per client"
+        )
         raise DataError(f"{folder} holds {names}, but nothing for the role {missing[0]!r}: add {add}.")
 
 
@@ -161,16 +181,22 @@ def _make_alike(role: str, clients: Mapping[str, dict[str, Fields]], places: Map
         for one, other in ((first, name), (name, first)):
             lacking = [field for field in held[one] if field not in held[other]]
             if lacking:
-                raise DataError(f"{places[other]} lacks the field {lacking[0]!r} that {places[one]} has: all clients need the same fields.")
+                raise DataError(
+                    f"{places[other]} lacks the field {lacking[0]!r} that {places[one]} has: all clients need the same fields."
+                )
         for field, array in own.items():
             like = held[first][field]
             if len(array) and (array.shape[1:] != like.shape[1:] or (array.dtype == bool) != (like.dtype == bool)):
-                raise DataError(f"{places[name]} has the field {field!r} as {_looks(array)} and {places[first]} as {_looks(like)}: all clients need the same.")
+                raise DataError(
+                    f"{places[name]} has the field {field!r} as {_looks(array)} and {places[first]} as {_looks(like)}: all clients need the same."
+                )
     for field, like in held[first].items():
         types = {own[field].dtype for own in held.values() if len(own[field])}
         common = np.result_type(*types) if types else like.dtype
         for own in held.values():
-            own[field] = own[field].astype(common, copy=False) if len(own[field]) else np.zeros((0, *like.shape[1:]), common)
+            own[field] = (
+                own[field].astype(common, copy=False) if len(own[field]) else np.zeros((0, *like.shape[1:]), common)
+            )
 
 
 def _looks(array: np.ndarray) -> str:
@@ -186,7 +212,9 @@ def _checked(place: Path, role: str, fields: Mapping[str, np.ndarray], num_class
             raise DataError(f"{place} has a field named {name!r}, which the library fills in itself: rename it.")
         if array.dtype.kind not in "biuf":
             what = {"O": "Python objects", "U": "text", "S": "text"}.get(array.dtype.kind, f"the type {array.dtype}")
-            raise DataError(f"{place} has {what} in the field {name!r}, expected numbers: convert them, or leave the field out.")
+            raise DataError(
+                f"{place} has {what} in the field {name!r}, expected numbers: convert them, or leave the field out."
+            )
         if array.ndim == 0:
             raise DataError(f"{place} has a single number as the field {name!r}, expected one row per sample.")
     lengths = {name: len(array) for name, array in fields.items()}
@@ -195,7 +223,11 @@ def _checked(place: Path, role: str, fields: Mapping[str, np.ndarray], num_class
     if role in REQUIRED and not next(iter(lengths.values())):
         raise DataError(f"{place} holds no sample, expected at least one.")
     found = {name: _native(place, name, array) for name, array in fields.items()}
-    return {**found, "label": _classes(place, found["label"], num_classes)} if "label" in found and num_classes is not None else found
+    return (
+        {**found, "label": _classes(place, found["label"], num_classes)}
+        if "label" in found and num_classes is not None
+        else found
+    )
 
 
 def _native(place: Path, name: str, array: np.ndarray) -> np.ndarray:
@@ -228,12 +260,16 @@ def _npz(place: Path) -> Fields:
         with place.open("rb") as file:  # numpy leaves a file open that it cannot read
             arrays = np.load(file, allow_pickle=False)
             if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise DataError(f"{place} holds a single array without a name: write it with numpy.savez(file, field=array).")
+                raise DataError(
+                    f"{place} holds a single array without a name: write it with numpy.savez(file, field=array)."
+                )
             return {name: _member(arrays, name, place) for name in arrays.files}
     except DataError:
         raise
     except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, TypeError, ValueError, zlib.error) as error:
-        raise DataError(f"{place} cannot be read as arrays of numpy ({_brief(error)}): write it anew with numpy.savez(file, field=array).") from error
+        raise DataError(
+            f"{place} cannot be read as arrays of numpy ({_brief(error)}): write it anew with numpy.savez(file, field=array)."
+        ) from error
 
 
 def _member(arrays: np.lib.npyio.NpzFile, name: str, place: Path) -> np.ndarray:
@@ -242,9 +278,13 @@ def _member(arrays: np.lib.npyio.NpzFile, name: str, place: Path) -> np.ndarray:
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        raise DataError(f"{place} has the field {name!r} as Python objects, which are never loaded: convert it to an array of numbers.") from error
+        raise DataError(
+            f"{place} has the field {name!r} as Python objects, which are never loaded: convert it to an array of numbers."
+        ) from error
     if not isinstance(value, np.ndarray):
-        raise DataError(f"{place} has {name!r} in it, which is no array: write the file anew with numpy.savez(file, field=array).")
+        raise DataError(
+            f"{place} has {name!r} in it, which is no array: write the file anew with numpy.savez(file, field=array)."
+        )
     return value
 
 
@@ -254,7 +294,10 @@ def _safetensors(place: Path) -> Fields:
     except (SafetensorError, OSError) as error:
         raise DataError(f"{place} cannot be read as safetensors ({_brief(error)}): write it anew.") from error
     known = (torch.float16, torch.float32, torch.float64)  # to numpy
-    return {name: (value.float() if value.is_floating_point() and value.dtype not in known else value).numpy() for name, value in tensors.items()}
+    return {
+        name: (value.float() if value.is_floating_point() and value.dtype not in known else value).numpy()
+        for name, value in tensors.items()
+    }
 
 
 def _csv(place: Path) -> Fields:
@@ -277,7 +320,9 @@ def _csv(place: Path) -> Fields:
                 for name, column in single.items():
                     found[name].append(line[column])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{place} cannot be read as text with commas ({_brief(error)}): write it anew as UTF-8.") from error
+        raise DataError(
+            f"{place} cannot be read as text with commas ({_brief(error)}): write it anew as UTF-8."
+        ) from error
     together = {name: np.array(found[name], np.float64).reshape(-1, len(columns)) for name, columns in rows.items()}
     return {**together, **{name: _single(place, name, found[name], numbers) for name in single}}
 
@@ -287,20 +332,30 @@ def _parquet(place: Path) -> Fields:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise DataError(f"{place} is read by pyarrow, which is not installed: pip install 'fedbilevel[parquet]', or write the file as CSV.") from error
+        raise DataError(
+            f"{place} is read by pyarrow, which is not installed: pip install 'fedbilevel[parquet]', or write the file as CSV."
+        ) from error
     try:
         with parquet.ParquetFile(place) as file:  # that file alone: its place adds no columns
             table = file.read()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{place} cannot be read as Parquet ({_brief(error)}): write it anew.") from error
-    header = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]  # the row numbers of pandas are no field
+    header = [
+        name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)
+    ]  # the row numbers of pandas are no field
     kept = [column for name, column in zip(table.column_names, table.columns, strict=True) if name in header]
     rows, single = _columns(place, header)
     arrays = [_from_arrow(place, name, column.combine_chunks()) for name, column in zip(header, kept, strict=True)]
-    for name in (f"{name}.{k}" for name, columns in rows.items() for k in range(len(columns)) if arrays[columns[k]].ndim > 1):
-        raise DataError(f"{place} has lists in the column {name!r}, expected one number each where a column has a number in its name: rename it.")
+    for name in (
+        f"{name}.{k}" for name, columns in rows.items() for k in range(len(columns)) if arrays[columns[k]].ndim > 1
+    ):
+        raise DataError(
+            f"{place} has lists in the column {name!r}, expected one number each where a column has a number in its name: rename it."
+        )
     together = {name: np.stack([arrays[c] for c in columns], axis=1) for name, columns in rows.items()}
-    wide = {name: array.astype(array.dtype if array.dtype.kind == "f" else np.float64) for name, array in together.items()}
+    wide = {
+        name: array.astype(array.dtype if array.dtype.kind == "f" else np.float64) for name, array in together.items()
+    }
     return {**wide, **{name: arrays[column] for name, column in single.items()}}
 
 
@@ -323,9 +378,13 @@ def _from_arrow(place: Path, name: str, values: Any) -> np.ndarray:
     if not len(values):  # pandas gives a column without values no type
         return np.zeros(0)
     if not (types.is_integer(values.type) or types.is_floating(values.type) or types.is_boolean(values.type)):
-        raise DataError(f"{place} has the type {values.type} in the column {name!r}, expected numbers: convert them, or leave the column out.")
+        raise DataError(
+            f"{place} has the type {values.type} in the column {name!r}, expected numbers: convert them, or leave the column out."
+        )
     array = np.array(values.to_numpy(zero_copy_only=False))  # a copy that may be written to
-    if array.dtype.kind in "iu":  # as in a CSV file: one width for whole numbers, and those that it cannot hold as floating-point numbers
+    if (
+        array.dtype.kind in "iu"
+    ):  # as in a CSV file: one width for whole numbers, and those that it cannot hold as floating-point numbers
         array = array.astype(np.float64 if array.size and int(array.max()) > np.iinfo(np.int64).max else np.int64)
     return array
 
@@ -338,12 +397,16 @@ def _columns(place: Path, header: Sequence[str]) -> tuple[dict[str, list[int]], 
         numbered = re.fullmatch(r"(.+)\.(\d{1,9})", name)
         own, key = (parts.setdefault(numbered[1], {}), int(numbered[2])) if numbered else (single, name)
         if not name or key in own:
-            raise DataError(f"{place} has {f'two columns named {name!r}' if name else 'a column without a name'} in its header: name every column once.")
+            raise DataError(
+                f"{place} has {f'two columns named {name!r}' if name else 'a column without a name'} in its header: name every column once."
+            )
         own[key] = column
     for name, own in parts.items():
         if name in single or sorted(own) != list(range(len(own))):
             which = ", ".join(f"{name}.{k}" for k in sorted(own)[:5])
-            raise DataError(f"{place} has the columns {which}{f' and {name}' if name in single else ''}, expected {name}.0, {name}.1 and so on without a gap.")
+            raise DataError(
+                f"{place} has the columns {which}{f' and {name}' if name in single else ''}, expected {name}.0, {name}.1 and so on without a gap."
+            )
     return {name: [own[k] for k in range(len(own))] for name, own in parts.items()}, single
 
 
@@ -355,7 +418,9 @@ def _floats(place: Path, texts: Sequence[str], columns: Sequence[str], lines: Se
     except ValueError:
         i = next(i for i, text in enumerate(texts) if not _NUMBER.fullmatch(text.strip()))
         where = f"line {lines[i % len(lines)]} of the column {columns[i % len(columns)]!r}"
-        raise DataError(f"{place} has {texts[i]!r} in {where}, expected a number: convert it, or leave it out.") from None
+        raise DataError(
+            f"{place} has {texts[i]!r} in {where}, expected a number: convert it, or leave it out."
+        ) from None
 
 
 def _single(place: Path, name: str, texts: Sequence[str], lines: Sequence[int]) -> np.ndarray:
@@ -372,4 +437,9 @@ def _brief(error: Exception) -> str:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)  # as Python reads it
-_READERS: dict[str, Callable[[Path], Fields]] = {".npz": _npz, ".csv": _csv, ".parquet": _parquet, ".safetensors": _safetensors}
+_READERS: dict[str, Callable[[Path], Fields]] = {
+    ".npz": _npz,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".safetensors": _safetensors,
+}

@@ -12,7 +12,9 @@ from fedbilevel.errors import ProblemError
 def iid(num_samples: int, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Indices for each client, at random, sizes equal to within one sample."""
     if num_samples < num_clients:
-        raise ProblemError(f"{num_samples} samples cannot be split among {num_clients} clients: use fewer clients or more data.")
+        raise ProblemError(
+            f"{num_samples} samples cannot be split among {num_clients} clients: use fewer clients or more data."
+        )
     return [np.sort(part) for part in np.array_split(rng.permutation(num_samples), num_clients)]
 
 
@@ -27,16 +29,22 @@ def take_per_class(labels: np.ndarray, num_each: int, rng: np.random.Generator) 
     return taken
 
 
-def dirichlet(labels: np.ndarray, num_clients: int, alpha: float, rng: np.random.Generator, least: int = 1) -> list[np.ndarray]:
+def dirichlet(
+    labels: np.ndarray, num_clients: int, alpha: float, rng: np.random.Generator, least: int = 1
+) -> list[np.ndarray]:
     """Indices for each client: the samples of every label are divided in proportions drawn from a Dirichlet distribution over the clients.
 
     The smaller `alpha`, the fewer clients hold most of a label. Whoever then has fewer than `least` samples receives, one by one, a random
     sample of the client that has most at that moment; drawing again until all have enough could take for ever.
     """
     if num_clients < 1 or not alpha > 0:
-        raise ProblemError(f"alpha is {alpha} for {num_clients} clients, expected a value greater than 0 for at least one client.")
+        raise ProblemError(
+            f"alpha is {alpha} for {num_clients} clients, expected a value greater than 0 for at least one client."
+        )
     if len(labels) < least * num_clients:
-        raise ProblemError(f"{len(labels)} samples cannot give {num_clients} clients at least {least} each: use fewer clients or more data.")
+        raise ProblemError(
+            f"{len(labels)} samples cannot give {num_clients} clients at least {least} each: use fewer clients or more data."
+        )
     parts: list[list[int]] = [[] for _ in range(num_clients)]
     for label in np.unique(labels):
         places = rng.permutation(np.flatnonzero(labels == label))
@@ -61,7 +69,9 @@ def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random
         )
     mixed = rng.permutation(len(labels))
     cut = np.array_split(mixed[np.argsort(labels[mixed], kind="stable")], num)
-    return [np.sort(np.concatenate([cut[i] for i in own])) for own in rng.permutation(num).reshape(num_clients, per_client)]
+    return [
+        np.sort(np.concatenate([cut[i] for i in own])) for own in rng.permutation(num).reshape(num_clients, per_client)
+    ]
 
 
 def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -69,13 +79,17 @@ def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> 
     With fewer clients than labels, the label number k goes to client k mod num_clients, so that nothing is left over."""
     found = np.unique(labels)
     if num_clients < 1 or not len(found):
-        raise ProblemError(f"{len(labels)} samples cannot be split among {num_clients} clients: at least one of each is needed.")
+        raise ProblemError(
+            f"{len(labels)} samples cannot be split among {num_clients} clients: at least one of each is needed."
+        )
     parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
     for k, label in enumerate(found):
         places = rng.permutation(np.flatnonzero(labels == label))
         owners = range(k % num_clients, num_clients, len(found))
         if len(places) < len(owners):
-            raise ProblemError(f"label {label} has {len(places)} samples for {len(owners)} clients: use fewer clients or more data.")
+            raise ProblemError(
+                f"label {label} has {len(places)} samples for {len(owners)} clients: use fewer clients or more data."
+            )
         for owner, some in zip(owners, np.array_split(places, len(owners)), strict=True):
             parts[owner].append(some)
     return [np.sort(np.concatenate(part)) for part in parts]
@@ -85,12 +99,16 @@ def by_id(ids: np.ndarray) -> dict[Any, np.ndarray]:
     """Natural clients: who is named in `ids` (n,) -> the indices of his samples, in the order of the names."""
     ids = np.asarray(ids)
     if ids.ndim != 1 or not len(ids):
-        raise ProblemError(f"the ids of clients have the shape {ids.shape}, expected (n,), one for each of at least one sample.")
+        raise ProblemError(
+            f"the ids of clients have the shape {ids.shape}, expected (n,), one for each of at least one sample."
+        )
     names, counts = np.unique(ids, return_counts=True)
     return dict(zip(names.tolist(), np.split(np.argsort(ids, kind="stable"), np.cumsum(counts)[:-1]), strict=True))
 
 
-def quantity_skew(num_samples: int, num_clients: int, alpha: float, rng: np.random.Generator, least: int = 1) -> list[np.ndarray]:
+def quantity_skew(
+    num_samples: int, num_clients: int, alpha: float, rng: np.random.Generator, least: int = 1
+) -> list[np.ndarray]:
     """Indices for each client, at random whatever the label, but of very different numbers: sizes in proportions drawn from a Dirichlet distribution.
     Nobody has fewer than `least`; see `dirichlet`, which this is for samples that are all of one label."""
     return dirichlet(np.zeros(num_samples, np.int64), num_clients, alpha, rng, least)
@@ -100,7 +118,9 @@ def split_validation(indices: np.ndarray, share: float, rng: np.random.Generator
     """A client's indices at random in two: for training, and a share for validation; at least one sample each, since a client needs both."""
     num = len(indices)
     if not 0 < share < 1 or num < 2:
-        raise ProblemError(f"a share of {share} of {num} samples was asked for, expected a share between 0 and 1 of at least two samples.")
+        raise ProblemError(
+            f"a share of {share} of {num} samples was asked for, expected a share between 0 and 1 of at least two samples."
+        )
     mixed = rng.permutation(indices)
     num_val = min(max(round(share * num), 1), num - 1)
     return np.sort(mixed[num_val:]), np.sort(mixed[:num_val])

@@ -10,31 +10,37 @@ from typing import Any, get_args
 
 import torch
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.engines import distributed
-from fedbilevel.engines.group import Engine, Group
 from fedbilevel.engines.peer_simulation import PeerSimulation
+from fedbilevel.engines.ranks import EngineName, Group
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
-from fedbilevel.federation import Algorithm, Cohort, PeerAlgorithm
-from fedbilevel.problem import Problem
+from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
 
 SERVER_ONLY, PEERS_ONLY = ("cohort", "drops"), ("network", "averaging")
 
 
-def group_of(engine: Engine, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
+def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
     """The processes that run together. timeout: seconds after which a rank that does not answer is given up."""
-    if engine not in get_args(Engine):
-        raise SettingError(f"engine is {engine!r}, expected {' or '.join(map(repr, get_args(Engine)))}.")
+    if engine not in get_args(EngineName):
+        raise SettingError(f"engine is {engine!r}, expected {' or '.join(map(repr, get_args(EngineName)))}.")
     distributed.check_timeout(timeout)
     return distributed.join(device, timeout) if engine == "distributed" else Group()
 
 
-def simulate(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], **options: Any) -> Simulation | PeerSimulation:
+def simulate(
+    algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], **options: Any
+) -> Simulation | PeerSimulation:
     """All clients in this process, or those of this rank of a `group`: with a server, or as peers, as the algorithm asks for."""
     peers = isinstance(algorithm, PeerAlgorithm)
     other = SERVER_ONLY if peers else PEERS_ONLY
-    given = {name: value for name, value in options.items() if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort())}
+    given = {
+        name: value
+        for name, value in options.items()
+        if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort())
+    }
     wrong = [name for name in other if name in given]
     if wrong:
         kind = "runs between peers without a server" if peers else "has a server"

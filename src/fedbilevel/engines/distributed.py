@@ -25,9 +25,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedbilevel import errors
-from fedbilevel.data.clients import Holdings
-from fedbilevel.engines.group import Engine, Group
+from fedbilevel.engines.ranks import EngineName, Group
 from fedbilevel.errors import FedBilevelError, RankLostError, SettingError
+from fedbilevel.problem.client_data import Holdings
 
 TIMEOUT = 600.0  # seconds
 STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun leaves in the environment
@@ -51,7 +51,9 @@ def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
     """All ranks, once per process. A program that has initialised torch.distributed itself keeps what it has."""
     check_timeout(timeout)
     if not dist.is_available():
-        raise SettingError("this torch was built without torch.distributed: install another build, or use the engine 'simulation'.")
+        raise SettingError(
+            "this torch was built without torch.distributed: install another build, or use the engine 'simulation'."
+        )
     if not started():
         raise SettingError(
             "the engine 'distributed' needs processes that torchrun started: type torchrun --nproc-per-node 2 -m fedbilevel run ... --engine distributed "
@@ -64,21 +66,27 @@ def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
             try:
                 dist.init_process_group("gloo", timeout=limit)
             except (RuntimeError, ValueError) as error:
-                raise SettingError(f"the ranks did not find each other ({_first_line(error)}): start all of them, with the same rendezvous.") from error
+                raise SettingError(
+                    f"the ranks did not find each other ({_first_line(error)}): start all of them, with the same rendezvous."
+                ) from error
             atexit.register(_leave)
         _joined[kind, timeout] = Ranks(kind, limit)
     return _joined[kind, timeout]
 
 
 class Ranks(Group):
-    engine: Engine = "distributed"
+    engine: EngineName = "distributed"
 
     def __init__(self, kind: str, timeout: timedelta) -> None:
         self.rank, self.size, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._local = int(os.environ.get("LOCAL_RANK", self.rank))
         self._words: Any = dist.new_group(backend="gloo", timeout=timeout)
         # two ranks cannot share a GPU under NCCL; then arrays pass through main memory
-        several = kind == "cuda" and dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) <= torch.cuda.device_count()
+        several = (
+            kind == "cuda"
+            and dist.is_nccl_available()
+            and int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) <= torch.cuda.device_count()
+        )
         if several:
             torch.cuda.set_device(self._local)
         self._arrays: Any = dist.new_group(backend="nccl", timeout=timeout) if several else None
@@ -87,7 +95,9 @@ class Ranks(Group):
 
     def shares(self, num_clients: int) -> list[range]:
         if self.size > num_clients:
-            raise SettingError(f"there are {self.size} ranks for {num_clients} clients, and every rank hosts at least one: start {num_clients} ranks or fewer.")
+            raise SettingError(
+                f"there are {self.size} ranks for {num_clients} clients, and every rank hosts at least one: start {num_clients} ranks or fewer."
+            )
         ends = [num_clients * rank // self.size for rank in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(ends)]
 
@@ -98,7 +108,11 @@ class Ranks(Group):
     def device(self, asked: torch.device | str) -> torch.device | str:
         """`cuda` is the GPU of this rank."""
         asked = torch.device(asked)
-        return torch.device("cuda", self._local % torch.cuda.device_count()) if asked.type == "cuda" and asked.index is None else asked
+        return (
+            torch.device("cuda", self._local % torch.cuda.device_count())
+            if asked.type == "cuda" and asked.index is None
+            else asked
+        )
 
     # ---- exchanges -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +134,11 @@ class Ranks(Group):
             self._pass(lambda: dist.all_gather(parts, mine, group=self._group(mine)))
         else:
             self._pass(lambda: dist.gather(mine, parts, dst=0, group=self._group(mine)))
-        return back(torch.cat([one[:length] for one, length in zip(parts or [], lengths, strict=True)])) if every else part.new_empty(0)
+        return (
+            back(torch.cat([one[:length] for one, length in zip(parts or [], lengths, strict=True)]))
+            if every
+            else part.new_empty(0)
+        )
 
     def swapped(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:
         device = parts[self.rank].device
@@ -148,7 +166,9 @@ class Ranks(Group):
         return json.loads(self._bytes(content))
 
     def told_tensors(self, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        content = save({name: tensor.contiguous().clone() for name, tensor in make().items()}) if self.rank == 0 else b""
+        content = (
+            save({name: tensor.contiguous().clone() for name, tensor in make().items()}) if self.rank == 0 else b""
+        )
         return load(self._bytes(content))
 
     def check_same(self, what: bytes, complaint: str) -> None:
@@ -184,7 +204,9 @@ class Ranks(Group):
         if failed:
             raise self._heard(self.size - failed, None)
         if most + least:
-            raise RuntimeError(f"rank {self.rank} is about to exchange {size} entries, another rank {most}: the ranks do not run the same program.")
+            raise RuntimeError(
+                f"rank {self.rank} is about to exchange {size} entries, another rank {most}: the ranks do not run the same program."
+            )
 
     def _fail(self, error: Exception) -> Exception:
         """The word of a rank that has failed, at whatever exchange the others are now. Of several that fail at once the lowest is heard."""
@@ -215,7 +237,9 @@ class Ranks(Group):
     def _pass(self, exchange: Callable[[], Any]) -> None:
         """An exchange that breaks: who is left says so in the store that torchrun keeps, and whoever does not is named."""
         if self._words is None:
-            raise RankLostError(f"a rank of {self.size} was lost before, so the others can exchange nothing any more: start all of them again.")
+            raise RankLostError(
+                f"a rank of {self.size} was lost before, so the others can exchange nothing any more: start all of them again."
+            )
         try:
             exchange()
             return
@@ -223,7 +247,13 @@ class Ranks(Group):
             text = str(error).lower()
         missing, late = self._missing("timed out" in text or "timeout" in text)
         named = [str(rank) for rank in missing]
-        who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}" if named else "another rank"
+        who = (
+            f"rank {named[0]}"
+            if len(named) == 1
+            else f"ranks {', '.join(named[:-1])} and {named[-1]}"
+            if named
+            else "another rank"
+        )
         why = f"no word within {self.timeout.total_seconds():g} s" if late else "the connection is closed"
         lost = RankLostError(f"{who} of {self.size} no longer answer{'' if len(named) > 1 else 's'} ({why}).")
         lost.speaks = not missing or self.rank == min(set(range(self.size)) - set(missing))
@@ -237,14 +267,18 @@ class Ranks(Group):
             store = dist.distributed_c10d._get_default_store()
             store.set(place(self.rank), "late" if late else "closed")
             dist.destroy_process_group(self._words)
-            self._words = None  # with the last reference the connections go, and those who wait for this rank notice too
+            self._words = (
+                None  # with the last reference the connections go, and those who wait for this rank notice too
+            )
             for _ in range(int(_GRACE / _LOOK)):
                 left |= {rank for rank in range(self.size) if rank not in left and store.check([place(rank)])}
                 if len(left) == self.size:
                     break
                 time.sleep(_LOOK)
             return sorted(set(range(self.size)) - left), any(store.get(place(rank)) == b"late" for rank in left)
-        except RuntimeError:  # the store went with the process that kept it: before it could say anything, or when it had
+        except (
+            RuntimeError
+        ):  # the store went with the process that kept it: before it could say anything, or when it had
             return sorted(set(range(self.size)) - left) if len(left) > 1 else [], late
 
     # ---- inside ------------------------------------------------------------------------------------------------------------
@@ -256,7 +290,11 @@ class Ranks(Group):
     def _raw(self, content: bytes, source: int) -> bytes:
         size = torch.tensor([len(content)])
         self._pass(lambda: dist.broadcast(size, source, group=self._words))
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8) if source == self.rank else torch.empty(int(size), dtype=torch.uint8)
+        mine = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if source == self.rank
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
         self._pass(lambda: dist.broadcast(mine, source, group=self._words))
         return mine.numpy().tobytes()
 

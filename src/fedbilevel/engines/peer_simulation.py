@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.averaging import Averaging, RunningSums, robust_steps, spread, waiting
-from fedbilevel.clients import BatchSize
-from fedbilevel.data.clients import Holdings
-from fedbilevel.engines.group import Group, hosted
-from fedbilevel.engines.peering import COUNT, WEIGHT, Peering, check_verbs
+from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
+from fedbilevel.engines.ranks import Group, hosted
 from fedbilevel.errors import NetworkError, SettingError
-from fedbilevel.federation import PeerAlgorithm
-from fedbilevel.network import AnyNetwork, Network
-from fedbilevel.population import total
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.federation.algorithm import PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps, spread, waiting
+from fedbilevel.federation.clients import BatchSize
+from fedbilevel.federation.network import AnyNetwork, Network
+from fedbilevel.oracle.population import total
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
 
 _FEW = 64  # peers up to which a process computes the whole product of a step, although it needs only some of its rows
 
@@ -46,15 +46,21 @@ class PeerSimulation(Peering):
         group: Group = Group(),
         **options: Any,
     ) -> None:
-        self.host, self.roster = hosted(group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options)
+        self.host, self.roster = hosted(
+            group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options
+        )
         self.group = group
         in_order = torch.equal(self.roster.place_of, torch.arange(self.host.num_clients))
-        self._order = None if in_order else (self.roster.place_of.to(self.host.device), self.host.ids.to(self.host.device))
+        self._order = (
+            None if in_order else (self.roster.place_of.to(self.host.device), self.host.ids.to(self.host.device))
+        )
         self.algorithm = algorithm
         self.problem, self.scopes, self.seed = problem, problem.scopes, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.network, self.links = network, network.between(self.num_clients)
-        self.averaging = averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
+        self.averaging = (
+            averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
+        )
         check_verbs(algorithm, network, self.links, self.averaging)
         if "mix" in algorithm.verbs() and self.averaging.kind == "robust" and group.size > 1:
             raise SettingError(
@@ -69,13 +75,17 @@ class PeerSimulation(Peering):
         self.weights = (share / share.mean())[self._mine, None].to(self.host.device)
         self.push_weights = self.weights
         self.unequal = bool((self.roster.weights != self.roster.weights[0]).any())
-        self.ledger.charge_edges(torch.zeros(self.num_clients, self.num_clients), 0, 0)  # so that a bill without messages says so
+        self.ledger.charge_edges(
+            torch.zeros(self.num_clients, self.num_clients), 0, 0
+        )  # so that a bill without messages says so
 
     # ---- averaging -------------------------------------------------------------------------------------------------
 
     def _exact(self, rows: Tensor) -> Tensor:
         everybody = ~torch.eye(self.num_clients, dtype=torch.bool)
-        self.ledger.charge_edges(everybody, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT)
+        self.ledger.charge_edges(
+            everybody, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT
+        )
         self.ledger.count_round()
         weights = self.roster.weights
         [summed] = self.group.sum([total(rows, weights[self._mine])])
@@ -84,7 +94,9 @@ class PeerSimulation(Peering):
     def _robust(self, rows: Tensor) -> Tensor:
         places = self.roster.place_of.to(rows.device)
         by_number, weights = rows[places], self.weights[places, 0].tolist()
-        peers = [RunningSums(i, row * weight, weight) for i, (row, weight) in enumerate(zip(by_number, weights, strict=True))]
+        peers = [
+            RunningSums(i, row * weight, weight) for i, (row, weight) in enumerate(zip(by_number, weights, strict=True))
+        ]
         floats = rows.shape[1] + 1
 
         def charge(sent: Tensor) -> None:
@@ -93,7 +105,11 @@ class PeerSimulation(Peering):
             self.time += 1
 
         values = lambda: torch.stack([peer.value for peer in peers])
-        self._until_agreed(robust_steps(peers, self.network, self.links, self.time, charge), lambda: torch.cat([values(), waiting(peers)]), rows)
+        self._until_agreed(
+            robust_steps(peers, self.network, self.links, self.time, charge),
+            lambda: torch.cat([values(), waiting(peers)]),
+            rows,
+        )
         return values()[self.host.ids.to(rows.device)].to(rows.dtype)
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
@@ -103,7 +119,9 @@ class PeerSimulation(Peering):
             for _ in range(self.averaging.steps):
                 advance()
             return
-        scale = self._everyone(torch.linalg.vector_norm(rows, dim=1, keepdim=True)).max().double()  # values may be wider than rows
+        scale = (
+            self._everyone(torch.linalg.vector_norm(rows, dim=1, keepdim=True)).max().double()
+        )  # values may be wider than rows
         for _ in range(self.averaging.max_steps):
             advance()
             apart = spread(self._everyone(values()), scale)
@@ -127,7 +145,10 @@ class PeerSimulation(Peering):
             figures["disagreement"] = spread(y, torch.linalg.vector_norm(y.mean(0)))
         if diagnostics is not None and self.scopes == Scopes():  # of a shared x and a global y, as with a server
             x = self._everyone(x)
-            middle = [layout.unravel(rows.double().mean(0).to(rows.dtype)) for layout, rows in ((self.host.layout_x, x), (self.host.layout_y, y))]
+            middle = [
+                layout.unravel(rows.double().mean(0).to(rows.dtype))
+                for layout, rows in ((self.host.layout_x, x), (self.host.layout_y, y))
+            ]
             figures.update(diagnostics(*middle))
         return figures
 
@@ -143,7 +164,9 @@ class PeerSimulation(Peering):
 
     # ---- inside --------------------------------------------------------------------------------------------------------
 
-    def _exchange(self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _exchange(
+        self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The network knows peers by number; the order in memory is the host's."""
         mixing = self.links.mixing(self.time)
         self.time += 1

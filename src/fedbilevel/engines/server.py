@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.draws import SERVER, Stream
-from fedbilevel.engines.group import Group
+from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
-from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.ledger import Ledger
-from fedbilevel.population import total
-from fedbilevel.problem import Problem
+from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
+from fedbilevel.federation.ledger import Ledger
+from fedbilevel.oracle.population import total
+from fedbilevel.problem.draws import SERVER, Stream
+from fedbilevel.problem.problem import Problem
 
-Answers = dict[str, "Tensor | Sparse | None"]  # by name, one row per client that answered; None: nothing was sent, or it is kept there
+Answers = dict[
+    str, "Tensor | Sparse | None"
+]  # by name, one row per client that answered; None: nothing was sent, or it is kept there
 
 
 class Server:
@@ -34,7 +36,16 @@ class Server:
     group: Group = Group()
 
     def __init__(
-        self, algorithm: Algorithm, problem: Problem, *, seed: int, cohort: Cohort, ids: Tensor, weights: Tensor, ledger: Ledger, stream: Stream
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        *,
+        seed: int,
+        cohort: Cohort,
+        ids: Tensor,
+        weights: Tensor,
+        ledger: Ledger,
+        stream: Stream,
     ) -> None:
         self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
@@ -42,7 +53,9 @@ class Server:
         self.weights_by_place, self.weights = weights, weights[self.place_of]
         self.cohort = cohort.checked()
         if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
-            raise SettingError(f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort().")
+            raise SettingError(
+                f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort()."
+            )
         self.kept_names = algorithm.kept_names(problem.scopes)
         self._versions: dict[str, int] = {}
         self._kept_in: dict[str, Tensor] = {}  # the outer iteration in which each client last wrote its row
@@ -56,7 +69,9 @@ class Server:
         """A value where its scope says: kept at the clients, or at the server. No round."""
         raise NotImplementedError
 
-    def _ask(self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool) -> tuple[Answers, Tensor, Tensor]:
+    def _ask(
+        self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
+    ) -> tuple[Answers, Tensor, Tensor]:
         """Run a phase at the clients at `places`, and store there what is kept there. What came back, and from whom. means: only means are wanted."""
         raise NotImplementedError
 
@@ -90,16 +105,26 @@ class Server:
     def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
         if len(places) < self.num_clients:
             missing = sorted({*range(self.num_clients)} - {*self.ids[places].tolist()})
-            raise FedBilevelError(f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients.")
+            raise FedBilevelError(
+                f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients."
+            )
         return {name: self._of_all(rows)[self.place_of.to(rows.device)] for name, rows in sent.items()}
 
     def _round(
-        self, phase: Callable[..., Any], broadcast: Mapping[str, Value], join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
+        self,
+        phase: Callable[..., Any],
+        broadcast: Mapping[str, Value],
+        join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]],
     ) -> SimpleNamespace:
         with self.ledger.during(phase.__name__):
             return self._called(phase.__name__, broadcast, join)
 
-    def _called(self, phase: str, broadcast: Mapping[str, Value], join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]) -> SimpleNamespace:
+    def _called(
+        self,
+        phase: str,
+        broadcast: Mapping[str, Value],
+        join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]],
+    ) -> SimpleNamespace:
         self.call += 1
         answers, places, times = self._ask(phase, broadcast, *self._present(broadcast.values()), join == self._means)
         gathered: dict[str, Any] = dict.fromkeys(answers)
@@ -109,7 +134,11 @@ class Server:
                 gathered[name] = self._keep(name, places)
             elif value is not None:
                 rows = value.rows if isinstance(value, Sparse) else value
-                floats, itemsize = (value.num_kept, rows.element_size() + 4) if isinstance(value, Sparse) else (rows.shape[1], rows.element_size())
+                floats, itemsize = (
+                    (value.num_kept, rows.element_size() + 4)
+                    if isinstance(value, Sparse)
+                    else (rows.shape[1], rows.element_size())
+                )
                 self.ledger.charge_message("up", self.ids[places], floats, itemsize)
                 sent[name] = rows
         gathered.update(join(sent, places, times))
@@ -123,7 +152,15 @@ class Server:
             self._draw_cohort()
 
     def draw(self, purpose: str, high: int) -> int:
-        words = self.stream.integers(purpose, torch.tensor([SERVER]), torch.tensor([high]), iteration=self.iteration, call=self.call, steps=range(1), width=1)
+        words = self.stream.integers(
+            purpose,
+            torch.tensor([SERVER]),
+            torch.tensor([high]),
+            iteration=self.iteration,
+            call=self.call,
+            steps=range(1),
+            width=1,
+        )
         return int(words)
 
     # ---- what the run loop uses --------------------------------------------------------------------------------------
@@ -184,7 +221,13 @@ class Server:
         self._draws += 1
         if self.cohort.replacement:
             drawn = self.stream.integers(
-                "cohort", torch.tensor([SERVER]), torch.tensor([n]), iteration=self.iteration, call=self._draws, steps=range(1), width=size
+                "cohort",
+                torch.tensor([SERVER]),
+                torch.tensor([n]),
+                iteration=self.iteration,
+                call=self._draws,
+                steps=range(1),
+                width=size,
             )
             numbers, times = drawn.reshape(-1).unique(return_counts=True)
         elif size == n:
@@ -209,7 +252,9 @@ class Server:
         return self._positions[here], self._times[here]
 
     def _nobody(self) -> FedBilevelError:
-        return FedBilevelError(f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume.")
+        return FedBilevelError(
+            f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume."
+        )
 
     def _keep(self, name: str, places: Tensor) -> Kept:
         """From now on that name stands for what these clients wrote last."""
@@ -259,13 +304,20 @@ class Held:
         known = self._known.get(key)
         if known is None or known[0]() is not array or known[1] != array._version:
             self._count += 1
-            known = (weakref.ref(array, self._dropped(key)), array._version, torch.zeros(self.num_clients, dtype=torch.bool), self._count)
+            known = (
+                weakref.ref(array, self._dropped(key)),
+                array._version,
+                torch.zeros(self.num_clients, dtype=torch.bool),
+                self._count,
+            )
             self._known[key] = known
         return known
 
     def _dropped(self, key: int) -> Callable[[Any], None]:
         def forget(dead: Any) -> None:
-            if key in self._known and self._known[key][0] is dead:  # the number may have been given to a new array meanwhile
+            if (
+                key in self._known and self._known[key][0] is dead
+            ):  # the number may have been given to a new array meanwhile
                 del self._known[key]
 
         return forget

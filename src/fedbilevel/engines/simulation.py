@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.capture import Captures
-from fedbilevel.clients import BatchSize
-from fedbilevel.data.clients import Holdings
-from fedbilevel.engines.group import Group, Hosting, hosted
+from fedbilevel.engines.cuda_graphs import Captures
+from fedbilevel.engines.ranks import Group, Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
-from fedbilevel.federation import Algorithm, Cohort, Kept, Sparse, Value
-from fedbilevel.population import Points, total
-from fedbilevel.problem import Problem, own_figures
+from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
+from fedbilevel.federation.clients import BatchSize
+from fedbilevel.oracle.population import Points, total
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, own_figures
 
 
 class Simulation(Hosting, Server):
@@ -44,12 +44,21 @@ class Simulation(Hosting, Server):
         group: Group = Group(),
         **options: Any,
     ) -> None:
-        self.host, self.roster = hosted(group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options)
+        self.host, self.roster = hosted(
+            group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options
+        )
         if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto":
             self.host.captures = Captures(self.host)
         self.group, self.drops = group, drops
         super().__init__(
-            algorithm, problem, seed=seed, cohort=cohort, ids=self.roster.ids, weights=self.roster.weights, ledger=self.host.ledger, stream=self.host.stream
+            algorithm,
+            problem,
+            seed=seed,
+            cohort=cohort,
+            ids=self.roster.ids,
+            weights=self.roster.weights,
+            ledger=self.host.ledger,
+            stream=self.host.stream,
         )
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
@@ -71,10 +80,14 @@ class Simulation(Hosting, Server):
         self.host.kept.write(name, self.host.data.positions, rows)
         return self._keep(name, torch.arange(self.num_clients))
 
-    def _ask(self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool) -> tuple[Answers, Tensor, Tensor]:
+    def _ask(
+        self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
+    ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
         values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
-        weights = self.roster.within(places, times * self.weights_by_place[places]) if means and not self.kept_names else None
+        weights = (
+            self.roster.within(places, times * self.weights_by_place[places]) if means and not self.kept_names else None
+        )
         answers = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
         for name, value in answers.items():
             if name in self.kept_names and value is not None:
@@ -116,7 +129,9 @@ class Simulation(Hosting, Server):
         xs, ys = self._points(x), self._points(y)
         figures, diagnostics = self.host.measure(xs, ys, self.roster.rows), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
-            figures.update(own_figures("diagnostics", diagnostics, self.host.layout_x.unravel(x), self.host.layout_y.unravel(y)))
+            figures.update(
+                own_figures("diagnostics", diagnostics, self.host.layout_x.unravel(x), self.host.layout_y.unravel(y))
+            )
         return figures
 
     def _points(self, value: Any) -> Points:
@@ -154,7 +169,9 @@ class Simulation(Hosting, Server):
             store.clear()
             for name in below(tensors, f"{label}."):
                 written, upper = tensors[f"{label}-written.{name}"], name in self.algorithm.upper_space
-                store.write(name, *self.roster.restored(tensors[f"{label}.{name}"].to(self.host.device), written, upper=upper))
+                store.write(
+                    name, *self.roster.restored(tensors[f"{label}.{name}"].to(self.host.device), written, upper=upper)
+                )
         return super().load_state_dict(tensors, plain, state_type)
 
     def _received(self, stored: Tensor) -> Tensor:

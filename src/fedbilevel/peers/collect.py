@@ -25,16 +25,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fedbilevel.averaging import spread
+from fedbilevel.columns import COLUMNS
 from fedbilevel.errors import CheckpointError, PlanError
-from fedbilevel.figures import COLUMNS
-from fedbilevel.ledger import EDGES, Ledger
-from fedbilevel.loop import versions
-from fedbilevel.peers.part import HYPERGRADIENT
+from fedbilevel.federation.averaging import spread
+from fedbilevel.federation.ledger import EDGES, Ledger
+from fedbilevel.oracle.population import figures
+from fedbilevel.peers.participant import HYPERGRADIENT
 from fedbilevel.peers.plan import PeerPlan, plan_of
-from fedbilevel.population import figures
-from fedbilevel.problem import Layout, Problem
-from fedbilevel.record import Record, make_folder, write_whole
+from fedbilevel.problem.problem import Layout, Problem
+from fedbilevel.runs.record import Record, make_folder, write_whole
+from fedbilevel.runs.resume import versions
 from fedbilevel.tasks.task import Shapes
 
 INFLUENCES = "influences.json"
@@ -116,10 +116,14 @@ def collect(folders: Sequence[Path], out: Path) -> Collected:
         if problem.scopes.lower == "global" and rows[-1]["iteration"] == last:
             y = torch.cat([state.y for state in states])
             rows[-1]["disagreement"] = spread(y, torch.linalg.vector_norm(y.mean(0)))
-        if all(bool(getattr(state, "h", torch.zeros(1)).any()) for state in states):  # before its first estimate a peer has zeros
+        if all(
+            bool(getattr(state, "h", torch.zeros(1)).any()) for state in states
+        ):  # before its first estimate a peer has zeros
             for part, state in zip(parts, states, strict=True):
                 estimate.update(_named("h", part.number, layout_x.unravel(state.h[0])))
-            if is_mask(problem, shapes.fields) and (last == 1 or all(bool((state.x == 1).all()) for state in states)):  # h was taken where no sample is removed
+            if is_mask(problem, shapes.fields) and (
+                last == 1 or all(bool((state.x == 1).all()) for state in states)
+            ):  # h was taken where no sample is removed
                 removals = _removals(parts, [state.h[0] for state in states])
     found = [part.name for part in parts]
     missing = [name for name in names if name not in found]
@@ -132,7 +136,9 @@ def collect(folders: Sequence[Path], out: Path) -> Collected:
     if estimate:
         write_whole(out / HYPERGRADIENT, save(estimate))
     if removals is not None:
-        write_whole(out / INFLUENCES, ("[\n" + ",\n".join(json.dumps(one._asdict()) for one in removals) + "\n]\n").encode())
+        write_whole(
+            out / INFLUENCES, ("[\n" + ",\n".join(json.dumps(one._asdict()) for one in removals) + "\n]\n").encode()
+        )
     book.write_config(_config(parts, found, missing))  # the last file: what has one is whole
     return Collected(out, plan, tuple(found), tuple(missing), behind, rows, ledger, removals)
 
@@ -144,9 +150,13 @@ def _read(path: Path) -> _Part:
     book = Record(path)
     config = book.read_config()
     if config.get("engine") != "peers":
-        raise CheckpointError(f"{path} holds a run of the engine {config.get('engine')!r:.40}, not the record of one peer: give the folders that peers wrote.")
+        raise CheckpointError(
+            f"{path} holds a run of the engine {config.get('engine')!r:.40}, not the record of one peer: give the folders that peers wrote."
+        )
     if "collected" in config:
-        raise CheckpointError(f"{path} was collected from the records of several peers already: give the folders that the peers wrote themselves.")
+        raise CheckpointError(
+            f"{path} was collected from the records of several peers already: give the folders that the peers wrote themselves."
+        )
     try:
         number, names = config["identity"]["peer"], config["peers"]
         whole = names[number] == config["peer"] and len(set(names)) == len(names) and "x" in config["identity"]
@@ -155,9 +165,13 @@ def _read(path: Path) -> _Part:
     except (KeyError, TypeError, IndexError, ValueError):
         whole = False
     if not whole:
-        raise CheckpointError(f"{path / 'config.json'} does not say whose record it is: copy the folder from the peer again.")
+        raise CheckpointError(
+            f"{path / 'config.json'} does not say whose record it is: copy the folder from the peer again."
+        )
     tensors, about = book.load()
-    stored = {row["iteration"]: row for row in book.rows() if row["iteration"] <= about["iteration"]}  # later ones were to be run again
+    stored = {
+        row["iteration"]: row for row in book.rows() if row["iteration"] <= about["iteration"]
+    }  # later ones were to be run again
     return _Part(path, number, config, about["iteration"], tensors, about["state"], stored)
 
 
@@ -172,7 +186,9 @@ def _check_together(parts: Sequence[_Part]) -> None:
                     "give the records of one run."
                 )
         if part.number == before.number:
-            raise PlanError(f"{before.path} and {part.path} are both records of the peer {part.name}: give each peer's record once.")
+            raise PlanError(
+                f"{before.path} and {part.path} are both records of the peer {part.name}: give each peer's record once."
+            )
 
 
 def _common(part: _Part) -> dict[str, Any]:
@@ -188,7 +204,10 @@ def _common(part: _Part) -> dict[str, Any]:
 def _shared(all_shapes: Sequence[Shapes]) -> Shapes:
     """What every peer has: figures of roles that some lack are left out, as they are where all lack them."""
     first, *others = all_shapes
-    fields = {role: {name: sample for name, sample in own.items() if all(other.has(role, name) for other in others)} for role, own in first.fields.items()}
+    fields = {
+        role: {name: sample for name, sample in own.items() if all(other.has(role, name) for other in others)}
+        for role, own in first.fields.items()
+    }
     return Shapes({role: own for role, own in fields.items() if own}, first.num_classes)
 
 
@@ -197,13 +216,20 @@ def _shared(all_shapes: Sequence[Shapes]) -> Shapes:
 
 def _config(parts: Sequence[_Part], found: Sequence[str], missing: Sequence[str]) -> dict[str, Any]:
     config = parts[0].config
-    data = hashlib.blake2b(b"".join(part.data for part in parts), digest_size=16).hexdigest()  # of all peers: as a simulation has it
+    data = hashlib.blake2b(
+        b"".join(part.data for part in parts), digest_size=16
+    ).hexdigest()  # of all peers: as a simulation has it
     identity = {**{name: value for name, value in config["identity"].items() if name not in _OWN}, "data": data}
     kept = {name: config[name] for name in ("run", "engine", "plan", "peers", "shapes")}
     return {
-        "identity": identity, **kept, "ranks": 1, "versions": versions(), "versions_of_peers": {part.name: part.config["versions"] for part in parts},
-        "collected": list(found), "missing": list(missing),
-    }  # fmt: skip
+        "identity": identity,
+        **kept,
+        "ranks": 1,
+        "versions": versions(),
+        "versions_of_peers": {part.name: part.config["versions"] for part in parts},
+        "collected": list(found),
+        "missing": list(missing),
+    }
 
 
 def _rows(parts: Sequence[_Part], problem: Problem) -> list[dict[str, Any]]:
@@ -222,8 +248,12 @@ def _rows(parts: Sequence[_Part], problem: Problem) -> list[dict[str, Any]]:
                 "copy the folders again, with each metrics.jsonl as it was written."
             ) from error
     if not rows:
-        spans = ", ".join(f"{part.name} {min(part.rows, default=None)} to {max(part.rows, default=None)}" for part in parts)
-        raise CheckpointError(f"there is no outer iteration that all these peers have measured together ({spans}): leave some of them out.")
+        spans = ", ".join(
+            f"{part.name} {min(part.rows, default=None)} to {max(part.rows, default=None)}" for part in parts
+        )
+        raise CheckpointError(
+            f"there is no outer iteration that all these peers have measured together ({spans}): leave some of them out."
+        )
     return rows
 
 
@@ -245,18 +275,25 @@ def _row(some: Sequence[Mapping[str, Any]], problem: Problem) -> dict[str, Any]:
 def _ledger(parts: Sequence[_Part], num_peers: int) -> Ledger:
     """Everybody pays for what it does and sends itself, so bills add up; steps in which messages pass are the same ones for all."""
     whole = Ledger(num_peers)
-    summed = {**whole.state_dict(), **{f"edges-{name}": torch.zeros(num_peers, num_peers, dtype=torch.int64) for name in EDGES}}
+    summed = {
+        **whole.state_dict(),
+        **{f"edges-{name}": torch.zeros(num_peers, num_peers, dtype=torch.int64) for name in EDGES},
+    }
     for part in parts:
         for name, before in summed.items():
             amount = part.tensors.get(f"ledger.{name}")
             if amount is None or amount.shape != before.shape:
-                raise CheckpointError(f"the bill in {Record(part.path).checkpoint} is not one between {num_peers} peers: copy the folder again.")
+                raise CheckpointError(
+                    f"the bill in {Record(part.path).checkpoint} is not one between {num_peers} peers: copy the folder again."
+                )
             summed[name] = torch.maximum(before, amount) if name == "rounds" else before + amount
     for part in parts:
         for name, paid in part.tensors.items():
             if name.startswith("ledger.phase-"):
                 before = summed.setdefault(name.removeprefix("ledger."), torch.zeros_like(paid))
-                summed[name.removeprefix("ledger.")] = torch.cat([torch.maximum(before[:1], paid[:1]), (before + paid)[1:]])  # rounds are everybody's
+                summed[name.removeprefix("ledger.")] = torch.cat(
+                    [torch.maximum(before[:1], paid[:1]), (before + paid)[1:]]
+                )  # rounds are everybody's
     whole.load_state_dict(summed)
     return whole
 
@@ -295,6 +332,8 @@ def is_mask(problem: Problem, roles: Iterable[str]) -> bool:
 def _removals(parts: Sequence[_Part], rows: Sequence[Tensor]) -> list[Removal]:
     """As `influence.Estimate.changes`: to first order, an entry of the mask that goes from one to zero adds minus its derivative."""
     every = [
-        Removal(part.number, part.name, sample, change) for part, row in zip(parts, rows, strict=True) for sample, change in enumerate((-row.double()).tolist())
+        Removal(part.number, part.name, sample, change)
+        for part, row in zip(parts, rows, strict=True)
+        for sample, change in enumerate((-row.double()).tolist())
     ]
     return sorted(every, key=lambda one: (one.change, one.client, one.sample))

@@ -14,11 +14,11 @@ from typing import Any
 
 import tomlkit
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.data.folders import write_folder
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.peers.roster import assemble, keygen
-from fedbilevel.record import make_folder, write_whole
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.runs.record import make_folder, write_whole
 
 
 def free_ports(number: int) -> list[int]:
@@ -32,7 +32,9 @@ def free_ports(number: int) -> list[int]:
 class Local:
     """Below `folder`: keys, roster.toml, plan.toml, data/NAME, runs/NAME and logs. A folder that has them already is used again."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any], clients: Sequence[Holdings], names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, plan: dict[str, Any], clients: Sequence[Holdings], names: Sequence[str] | None = None
+    ) -> None:
         self.folder, self.names = folder, list(names or (f"peer-{number}" for number in range(1, len(clients) + 1)))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         make_folder(folder / "keys")
@@ -54,8 +56,19 @@ class Local:
 
     def command(self, name: str) -> list[str]:
         place = self.folder
-        return ["peer", "run", str(place / "plan.toml"), "--roster", str(place / "roster.toml"), "--key", str(self.key(name)),
-                "--data", str(place / "data" / name), "--record", str(self.record(name))]  # fmt: skip
+        return [
+            "peer",
+            "run",
+            str(place / "plan.toml"),
+            "--roster",
+            str(place / "roster.toml"),
+            "--key",
+            str(self.key(name)),
+            "--data",
+            str(place / "data" / name),
+            "--record",
+            str(self.record(name)),
+        ]
 
     def start(self, name: str) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // len(self.names)))
@@ -74,7 +87,9 @@ class Local:
         until = time.monotonic() + timeout
         while running := [name for name, process in self.processes.items() if process.poll() is None]:
             if time.monotonic() > until:
-                raise FedBilevelError(f"{', '.join(running)} still run after {timeout:g} s: see the logs in {self.folder}.")
+                raise FedBilevelError(
+                    f"{', '.join(running)} still run after {timeout:g} s: see the logs in {self.folder}."
+                )
             time.sleep(0.05)
             self._check()
         self._check()

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedbilevel.engines.engine import Regrouped
 from fedbilevel.errors import PlanError, QuorumError, WireError
 from fedbilevel.peers.transport import Transport
 from fedbilevel.peers.wire import MOST, Introduction, Letter, Version, pack, unpack
@@ -35,12 +36,10 @@ _HISTORY, _HISTORY_BYTES = 256, 2**28  # rows that can be sent again
 _AGAIN = 0.3  # seconds after which a row that must have been sent is asked for again; twice as many the next time
 _AHEAD = 256  # steps that a peer may be ahead of this one; what it sends beyond is asked for again
 _LOOK = 0.5  # seconds between looks at what else happened
-_GOODBYES = 5  # beats for which one that has finished says so: who misses it would think that it is gone, and begin again
+_GOODBYES = (
+    5  # beats for which one that has finished says so: who misses it would think that it is gone, and begin again
+)
 _NEVER = 2**64 - 1  # in a view: turned away for good
-
-
-class Regrouped(Exception):
-    """Who takes part has changed. Not an error: the outer iteration begins again with those who are there."""
 
 
 class Sums(NamedTuple):
@@ -83,7 +82,11 @@ def agreed(introductions: Mapping[int, Introduction]) -> tuple[int, bool]:
     farther behind was not, and joins those. So does one that is behind by one where somebody cannot go back: it came, or has gone back, just now."""
     newest = [one.versions[0].iteration for one in introductions.values()]
     most = max(newest)
-    can_go_back = all(most - 1 in (version.iteration for version in one.versions) for one in introductions.values() if one.versions[0].iteration == most)
+    can_go_back = all(
+        most - 1 in (version.iteration for version in one.versions)
+        for one in introductions.values()
+        if one.versions[0].iteration == most
+    )
     iteration = most - 1 if most >= 0 and most - 1 in newest and can_go_back else most
     wanted = Version(iteration, mark(sorted(introductions)))
     return iteration, iteration >= 0 and not all(wanted in one.versions for one in introductions.values())
@@ -129,7 +132,9 @@ class Office:
         self._about: Introduction | None = None  # while a group is being formed
         self._reforming = self._waited = self._leaving = False
         self._since = [0.0] * self.num_peers  # when a peer was last found to be there
-        self._frozen: tuple[tuple[int, ...], tuple[bytes, bytes | memoryview]] | None = None  # what was said with `ready`, and for which view
+        self._frozen: tuple[tuple[int, ...], tuple[bytes, bytes | memoryview]] | None = (
+            None  # what was said with `ready`, and for which view
+        )
         self._readies: dict[int, Letter] = {}
         self._repeated: dict[int, float] = {}
         self._far: dict[int, tuple[int, int, int, int]] = {}  # by peer: epoch, finished, averaging, next step
@@ -154,7 +159,9 @@ class Office:
         until = time.monotonic() + deadline
         with self._changed:
             self._without_left()
-            if tuple(self.view) == self._formed_view:  # what is said for a view is said once: a second group of the same peers needs another
+            if (
+                tuple(self.view) == self._formed_view
+            ):  # what is said for a view is said once: a second group of the same peers needs another
                 self._renew(self._incarnation)
             self._about, self._frozen, self._waited = replace(about, epoch=self.epoch), None, False
             try:
@@ -200,14 +207,20 @@ class Office:
         if len(here) < self.quorum:
             raise Regrouped
         self._say_ready_again()
-        others = {peer: letter for peer, letter in self._readies.items() if peer in here and letter.averaging and self._leaves(letter.view, here)}
+        others = {
+            peer: letter
+            for peer, letter in self._readies.items()
+            if peer in here and letter.averaging and self._leaves(letter.view, here)
+        }
         if self.called_back():
             raise Regrouped
         if not all(peer in others for peer in here if peer != self.me):
             return None
         latest = max([self.averaging, *(letter.averaging for letter in others.values())])
         weights = tuple(w for peer, w in zip(self.formed.members, self.formed.weights, strict=True) if peer in here)
-        self.epoch = max([self.epoch, *(letter.introduction.epoch for letter in others.values() if letter.introduction)]) + 1
+        self.epoch = (
+            max([self.epoch, *(letter.introduction.epoch for letter in others.values() if letter.introduction)]) + 1
+        )
         self._formed_view, self._reformed = tuple(self.view), True
         self.formed = replace(self.formed, members=tuple(here), weights=weights, epoch=self.epoch)
         return latest > self.averaging
@@ -220,19 +233,27 @@ class Office:
 
     def newcomers(self) -> bool:
         """Whether somebody waits to be taken in."""
-        return self.formed is not None and any(self._alive(peer) and peer not in self.formed.members for peer in range(self.num_peers))
+        return self.formed is not None and any(
+            self._alive(peer) and peer not in self.formed.members for peer in range(self.num_peers)
+        )
 
     def called_back(self) -> bool:
         """Whether somebody of the group begins anew, or this peer must, which the others went on without."""
         members = self.formed.members if self.formed is not None else ()
         if self.formed is not None and self.view[self.me] != self._formed_view[self.me]:
             return True
-        fellows = [letter for peer, letter in self._readies.items() if peer in members and letter.averaging == 0 and self._stayed(peer)]
+        fellows = [
+            letter
+            for peer, letter in self._readies.items()
+            if peer in members and letter.averaging == 0 and self._stayed(peer)
+        ]
         return any(sum(letter.view) + self._reformed > sum(self._formed_view) for letter in fellows)
 
     def leave(self, *, finished: bool) -> None:
         """Say goodbye: at the end, until all have said so or for a while, or as one that is gone."""
-        alone = lambda: all(peer in self.left or not self._alive(peer) for peer in range(self.num_peers) if peer != self.me)
+        alone = lambda: all(
+            peer in self.left or not self._alive(peer) for peer in range(self.num_peers) if peer != self.me
+        )
         with self._changed:
             self._leaving = True
             if not finished:
@@ -289,13 +310,20 @@ class Office:
                     assert letter.array is not None
                     if letter.array.shape != like.shape or letter.array.dtype != like.dtype.newbyteorder("<"):
                         del found[sender]
-                        self._ban(sender, f"sends {letter.array.size} entries of {letter.array.dtype} where {like.size} of {like.dtype} are expected")
+                        self._ban(
+                            sender,
+                            f"sends {letter.array.size} entries of {letter.array.dtype} where {like.size} of {like.dtype} are expected",
+                        )
                 missing = [sender for sender in senders if sender not in found]
                 if not missing:
                     self._awaited = step + 1
                     for old in [old for old in self._rows if old <= key]:
                         del self._rows[old]
-                    return {sender: (letter.array, letter.weight) for sender, letter in found.items() if letter.array is not None}
+                    return {
+                        sender: (letter.array, letter.weight)
+                        for sender, letter in found.items()
+                        if letter.array is not None
+                    }
                 if time.monotonic() > ask:
                     pause = 2 * pause
                     ask = time.monotonic() + pause
@@ -307,10 +335,20 @@ class Office:
     # ---- robust averaging ---------------------------------------------------------------------------------------------------
 
     def send_sums(self, receiver: int, number: int, total: np.ndarray) -> None:
-        self.transport.send(receiver, *pack(self._letter("data", averaging=self.averaging, step=number, array=total)), newest="sums")
+        self.transport.send(
+            receiver, *pack(self._letter("data", averaging=self.averaging, step=number, array=total)), newest="sums"
+        )
 
     def send_status(self, number: int, status: Status) -> None:
-        packed = pack(self._letter("status", averaging=self.averaging, step=number, numbers=(status.got, status.settled), sketch=status.sketch))
+        packed = pack(
+            self._letter(
+                "status",
+                averaging=self.averaging,
+                step=number,
+                numbers=(status.got, status.settled),
+                sketch=status.sketch,
+            )
+        )
         for peer in self.formed.members if self.formed is not None else ():
             if peer != self.me:
                 self.transport.send(peer, *packed, newest="status")
@@ -336,13 +374,20 @@ class Office:
         """Of those of the group who are in this averaging."""
         with self._changed:
             now = (self.epoch, self.averaging)
-            return {peer: Status(*one.numbers, one.sketch) for peer, one in self._statuses.items() if (one.epoch, one.averaging) == now and one.numbers}  # type: ignore[arg-type]
+            return {
+                peer: Status(*one.numbers, one.sketch)
+                for peer, one in self._statuses.items()
+                if (one.epoch, one.averaging) == now and one.numbers
+            }  # type: ignore[arg-type]
 
     def overtaken(self) -> bool:
         """Whether somebody of the group is in a later averaging, so that this one is over."""
         with self._changed:
             letters = [(one.epoch, one.averaging) for one in (*self._sums.values(), *self._statuses.values())]
-            return (self.epoch, self.averaging + 1) in [*letters, *((far[0], far[2]) for far in self._far.values())]  # nobody can be farther ahead
+            return (self.epoch, self.averaging + 1) in [
+                *letters,
+                *((far[0], far[2]) for far in self._far.values()),
+            ]  # nobody can be farther ahead
 
     def next_averaging(self) -> None:
         """This one is over, here and so for everybody."""
@@ -371,7 +416,9 @@ class Office:
             elif sender in self._banned:
                 self._refuse(sender, "banned", "its sender was found to send what does not fit.")
             elif sender == self.me or letter.incarnation % 2 or letter.incarnation < self.view[sender]:
-                self.counts["outdated"] += 1  # from a process that is gone, or from before its sender knew that it was thought to be
+                self.counts["outdated"] += (
+                    1  # from a process that is gone, or from before its sender knew that it was thought to be
+                )
             elif letter.view and letter.view[sender] not in (letter.incarnation, letter.incarnation + 1):
                 self._refuse(sender, "malformed", "it says two things about its sender.")
             elif any(_latest() < status != _NEVER for status in letter.view):
@@ -385,9 +432,11 @@ class Office:
             self._merge(letter.view)
         elif letter.incarnation > self.view[sender]:
             return  # who it is will be known with its next beat
-        self._far[sender] = max(self._far.get(sender, (0, 0, 0, 0)), (letter.epoch, letter.finished, letter.averaging, letter.step)) if letter.view else (
-            self._far.get(sender, (0, 0, 0, 0))
-        )  # fmt: skip
+        self._far[sender] = (
+            max(self._far.get(sender, (0, 0, 0, 0)), (letter.epoch, letter.finished, letter.averaging, letter.step))
+            if letter.view
+            else (self._far.get(sender, (0, 0, 0, 0)))
+        )
         match letter.kind:
             case "bye":
                 self.left.add(sender)
@@ -402,18 +451,28 @@ class Office:
                 self._refuse(sender, "ahead", "it is of an average that cannot have begun.")
             case "data":
                 before = self._sums.get(sender)
-                if before is None or (before.epoch, before.averaging, before.step) < (letter.epoch, letter.averaging, letter.step):
+                if before is None or (before.epoch, before.averaging, before.step) < (
+                    letter.epoch,
+                    letter.averaging,
+                    letter.step,
+                ):
                     self._sums[sender] = letter
                     self._news += 1
             case "status":
                 before = self._statuses.get(sender)
-                if before is None or (before.epoch, before.averaging, before.step) <= (letter.epoch, letter.averaging, letter.step):
+                if before is None or (before.epoch, before.averaging, before.step) <= (
+                    letter.epoch,
+                    letter.averaging,
+                    letter.step,
+                ):
                     self._statuses[sender] = letter
 
     def _take_row(self, sender: int, letter: Letter) -> None:
         """Of this epoch, or of the latest one that its sender is in: an earlier one will not be needed any more."""
         when = (letter.epoch, letter.step)
-        if when < (self.epoch, self._awaited) or letter.step >= _AHEAD + (self.step if letter.epoch == self.epoch else 0):
+        if when < (self.epoch, self._awaited) or letter.step >= _AHEAD + (
+            self.step if letter.epoch == self.epoch else 0
+        ):
             return
         latest = max((epoch for (epoch, _), rows in self._rows.items() if sender in rows), default=0)
         if letter.epoch < latest:
@@ -427,12 +486,17 @@ class Office:
     def _tick(self) -> None:
         now = time.monotonic()
         with self._changed:
-            if now - self._last_tick > min(1.0 + self.beat, self.suspect / 2):  # stopped itself: what waits must be read before anybody is suspected
+            if now - self._last_tick > min(
+                1.0 + self.beat, self.suspect / 2
+            ):  # stopped itself: what waits must be read before anybody is suspected
                 self._awake = now
             self._last_tick = now
             for peer in range(self.num_peers):
                 watched = peer != self.me and self._alive(peer) and peer not in self.left
-                if watched and min(self.transport.quiet(peer), now - self._awake, now - self._since[peer]) > self.suspect:
+                if (
+                    watched
+                    and min(self.transport.quiet(peer), now - self._awake, now - self._since[peer]) > self.suspect
+                ):
                     self.view[peer] += 1
                     self._say(f"{self.names[peer]} is gone: no sign of life for {self.suspect:g} s.")
                     self._changed.notify_all()
@@ -506,10 +570,15 @@ class Office:
 
     def _say_ready(self, averaging: int = 0) -> None:
         if self.view[self.me] == _NEVER:
-            raise PlanError("another peer turns away what this one sends, as it does not fit: compare versions and data, then start all peers again.")
+            raise PlanError(
+                "another peer turns away what this one sends, as it does not fit: compare versions and data, then start all peers again."
+            )
         view = tuple(self.view)
         if self._frozen is None or self._frozen[0] != view:
-            self._frozen = (view, pack(self._letter("ready", averaging=averaging, step=self.step, view=view, introduction=self._about)))
+            self._frozen = (
+                view,
+                pack(self._letter("ready", averaging=averaging, step=self.step, view=view, introduction=self._about)),
+            )
             self._broadcast_ready()
 
     def _broadcast_ready(self) -> None:
@@ -522,18 +591,27 @@ class Office:
         assert self.formed is not None
         nothing = bytes(16)
         weight = self.formed.weights[self.formed.members.index(self.me)]
-        about, self._about = self._about, Introduction(weight, nothing, nothing, nothing, self.epoch, 0, (Version(), Version()))
+        about, self._about = (
+            self._about,
+            Introduction(weight, nothing, nothing, nothing, self.epoch, 0, (Version(), Version())),
+        )
         self._say_ready(self.averaging)
         self._about = about
 
     def _all_ready(self, members: Sequence[int], readies: Mapping[int, Letter]) -> bool:
         view = tuple(self.view)
-        return all(peer in readies and readies[peer].view == view and readies[peer].averaging == 0 for peer in members if peer != self.me)
+        return all(
+            peer in readies and readies[peer].view == view and readies[peer].averaging == 0
+            for peer in members
+            if peer != self.me
+        )
 
     def _is_new(self, members: Sequence[int]) -> bool:
         """Whether nobody has begun before: then all are needed."""
         letters = [self._readies[peer].introduction for peer in members if peer in self._readies]
-        return all(one.versions[0].iteration < 0 and one.epoch == 0 for one in (self._about, *letters) if one is not None)
+        return all(
+            one.versions[0].iteration < 0 and one.epoch == 0 for one in (self._about, *letters) if one is not None
+        )
 
     def _unlike(self, members: Sequence[int]) -> str:
         """Who cannot take part, and why. It finds the same and goes: those who had begun without it need not. At the beginning one that is gone counts, too:
@@ -545,7 +623,10 @@ class Office:
             for part, what in (
                 ("roster", "another roster: give all peers the same file"),
                 ("plan", "another plan: give all peers the same file"),
-                ("start", "another version of fedbilevel, data of another form, or another start of x and y: compare them"),
+                (
+                    "start",
+                    "another version of fedbilevel, data of another form, or another start of x and y: compare them",
+                ),
             ):
                 if getattr(letter.introduction, part) != getattr(self._about, part):
                     return f"{self.names[peer]} has {what}."
@@ -553,15 +634,24 @@ class Office:
 
     def _begin(self, members: Sequence[int], readies: Mapping[int, Letter]) -> Formation:
         assert self._about is not None
-        introductions = {peer: one for peer, letter in readies.items() if peer in members and (one := letter.introduction) is not None}
+        introductions = {
+            peer: one
+            for peer, letter in readies.items()
+            if peer in members and (one := letter.introduction) is not None
+        }
         introductions[self.me] = self._about
         self._check_one_run(introductions)
         iteration, changed = agreed(introductions)
         self.epoch = max(one.epoch for one in introductions.values()) + 1
         self.finished, self.step, self._awaited = max(iteration, 0), 0, 0
         weights = tuple(introductions[peer].weight for peer in members)
-        run = max(one.mark for one in introductions.values()) if iteration >= 0 else mark(self.view)  # whose incarnations no other run has
-        self.formed, self._formed_view = Formation(tuple(members), weights, self.epoch, iteration, changed, run), tuple(self.view)
+        run = (
+            max(one.mark for one in introductions.values()) if iteration >= 0 else mark(self.view)
+        )  # whose incarnations no other run has
+        self.formed, self._formed_view = (
+            Formation(tuple(members), weights, self.epoch, iteration, changed, run),
+            tuple(self.view),
+        )
         self._reformed, self.averaging = False, 1
         self._history.clear()
         self._history_bytes = 0
@@ -571,7 +661,11 @@ class Office:
     def _introductions(self) -> dict[int, Introduction]:
         """All that were heard at the beginning, also of those who have gone since: perhaps because of what they found."""
         assert self._about is not None
-        heard = {peer: one for peer, letter in self._readies.items() if letter.averaging == 0 and (one := letter.introduction) is not None}
+        heard = {
+            peer: one
+            for peer, letter in self._readies.items()
+            if letter.averaging == 0 and (one := letter.introduction) is not None
+        }
         return {**heard, self.me: self._about}
 
     def _check_one_run(self, introductions: Mapping[int, Introduction]) -> None:
@@ -581,10 +675,14 @@ class Office:
         if all(one.versions[0].iteration <= 0 for one in introductions.values()):
             return
         if len(set(have.values())) > 1:
-            raise PlanError(f"the records of {named} are of different runs of the same plan: remove those that do not belong, or name other folders.")
+            raise PlanError(
+                f"the records of {named} are of different runs of the same plan: remove those that do not belong, or name other folders."
+            )
         if len(have) < self.quorum <= len(introductions):
             others = ", ".join(self.names[peer] for peer in introductions if peer not in have)
-            raise PlanError(f"{named} goes on with a run of which {others} have no record: remove that one, put the others back, or lower the quorum.")
+            raise PlanError(
+                f"{named} goes on with a run of which {others} have no record: remove that one, put the others back, or lower the quorum."
+            )
 
     def _give_up(self, members: Sequence[int], unknown: Sequence[int], *, new: bool, deadline: float) -> None:
         """After the deadline: whoever has never been heard of is gone, if the run can do without."""
@@ -595,10 +693,18 @@ class Office:
             needed = f"all {self.num_peers}" if new else f"{self.quorum} of {self.num_peers}"
             there = "1 peer is" if len(members) == 1 else f"{len(members)} peers are"
             missing = named(peer for peer in range(self.num_peers) if peer not in members)
-            raise QuorumError(f"{there} there after {deadline:g} s, {needed} are needed; missing: {missing}: start them, then this one again.")
-        silent = named(peer for peer in members if peer != self.me and (peer not in self._readies or self._readies[peer].view != tuple(self.view)))
+            raise QuorumError(
+                f"{there} there after {deadline:g} s, {needed} are needed; missing: {missing}: start them, then this one again."
+            )
+        silent = named(
+            peer
+            for peer in members
+            if peer != self.me and (peer not in self._readies or self._readies[peer].view != tuple(self.view))
+        )
         if silent and not unknown and self._waited:
-            raise QuorumError(f"{silent} gives signs of life but was not ready within {2 * deadline:g} s: look at its log, and whether all reach each other.")
+            raise QuorumError(
+                f"{silent} gives signs of life but was not ready within {2 * deadline:g} s: look at its log, and whether all reach each other."
+            )
         if silent and not unknown:
             self._waited = True
             self._say(f"still waiting for {silent} to be ready: can it be reached from here, and this peer from there?")
@@ -607,7 +713,12 @@ class Office:
 
     def _repeat_ready(self, sender: int, letter: Letter) -> None:
         """To one that has not heard that this peer was ready. Not more often than beats: two that both have begun would answer each other for ever."""
-        begun = self.formed is not None and self._about is None and not self._reforming and self._leaves(letter.view, self.formed.members)
+        begun = (
+            self.formed is not None
+            and self._about is None
+            and not self._reforming
+            and self._leaves(letter.view, self.formed.members)
+        )
         if begun and self._frozen is not None and time.monotonic() - self._repeated.get(sender, -1e9) > self.beat:
             self._repeated[sender] = time.monotonic()
             self.transport.send(sender, *self._frozen[1])
@@ -618,7 +729,9 @@ class Office:
         packed = self._history.get((letter.epoch, letter.step))
         if packed is not None:
             self.transport.send(sender, *packed)
-        elif tuple(self.view) == self._formed_view:  # too long ago: begin the outer iteration again with everybody, once
+        elif (
+            tuple(self.view) == self._formed_view
+        ):  # too long ago: begin the outer iteration again with everybody, once
             self._renew(self._incarnation)
 
     def _ban(self, peer: int, why: str) -> None:

@@ -26,21 +26,31 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedbilevel import discovery
-from fedbilevel.averaging import Averaging
-from fedbilevel.engines.peering import check_verbs
-from fedbilevel.engines.peers import OnCrash
+from fedbilevel.engines.peer_verbs import check_verbs
 from fedbilevel.errors import PlanError
-from fedbilevel.federation import PeerAlgorithm
-from fedbilevel.network import Network
-from fedbilevel.options import keywords
+from fedbilevel.federation.algorithm import PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.network import Network
+from fedbilevel.peers.engine import OnCrash
+from fedbilevel.runs.options import keywords
+from fedbilevel.runs.runfile import check_options, check_seconds, parts_of, read_toml, without_name
 from fedbilevel.settings import made
-from fedbilevel.sites.plan import check_options, check_seconds, parts_of, read_toml, without_name
 from fedbilevel.tasks.task import Task
 
 _KINDS = {
-    "name": "text", "num_iterations": "whole", "measure_every": "maybe", "num_classes": "maybe", "quorum": "maybe", "suspect": "number",
-    "join_deadline": "number", "on_change": "text", "on_crash": "text", "task": "table", "algorithm": "table", "options": "table",
-}  # fmt: skip
+    "name": "text",
+    "num_iterations": "whole",
+    "measure_every": "maybe",
+    "num_classes": "maybe",
+    "quorum": "maybe",
+    "suspect": "number",
+    "join_deadline": "number",
+    "on_change": "text",
+    "on_crash": "text",
+    "task": "table",
+    "algorithm": "table",
+    "options": "table",
+}
 _NOT_HERE = ("device", "chunk_size", "fraction", "replacement", "redraw")
 
 
@@ -83,7 +93,9 @@ def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
     """Checked, with what is left out filled in."""
     parts = parts_of(content, _KINDS, _NOT_HERE)
     given = {name: value for name in ("on_change", "on_crash") if (value := content.get(name)) is not None}
-    seconds: dict[str, Any] = {name: float(value) for name in ("suspect", "join_deadline") if (value := content.get(name)) is not None}
+    seconds: dict[str, Any] = {
+        name: float(value) for name in ("suspect", "join_deadline") if (value := content.get(name)) is not None
+    }
     quorum = content.get("quorum")
     plan = PeerPlan(**parts, **given, **seconds, quorum=num_peers // 2 + 1 if quorum is None else quorum)
     _check(plan, num_peers)
@@ -100,19 +112,30 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
     check_seconds(plan, ("suspect", "join_deadline"))
     for name, choices in (("on_change", ("restart", "continue")), ("on_crash", get_args(OnCrash))):
         if getattr(plan, name) not in choices:
-            raise PlanError(f"{name} of the plan is {getattr(plan, name)!r}, expected {' or '.join(map(repr, choices))}.")
+            raise PlanError(
+                f"{name} of the plan is {getattr(plan, name)!r}, expected {' or '.join(map(repr, choices))}."
+            )
     options, verbs = plan.keywords(), plan.built_algorithm().verbs()
     check_options(options)
-    network, averaging = options["network"], options["averaging"] or Averaging(kind="robust" if options["network"].faulty else "push_sum")
+    network, averaging = (
+        options["network"],
+        options["averaging"] or Averaging(kind="robust" if options["network"].faulty else "push_sum"),
+    )
     if network.max_delay or network.activity < 1:
-        raise PlanError("the network of the plan delays messages or lets peers sleep, which a simulation does and a real network does by itself: leave it out.")
+        raise PlanError(
+            "the network of the plan delays messages or lets peers sleep, which a simulation does and a real network does by itself: leave it out."
+        )
     if network.kind == "file":
         raise PlanError("the network of the plan is a file, and nothing in a plan may be a path: use another kind.")
     given = plan.options.get("averaging", {})
     if averaging.kind == "robust" and "num_steps" in given:
-        raise PlanError("a robust average between peers ends when all agree, not after a number of steps: give a tolerance instead of num_steps, or neither.")
+        raise PlanError(
+            "a robust average between peers ends when all agree, not after a number of steps: give a tolerance instead of num_steps, or neither."
+        )
     if averaging.kind != "robust" and averaging.tolerance is not None:
-        raise PlanError(f"with {averaging.kind} averages nobody sees whether all agree: give num_steps instead of a tolerance, or use kind 'robust'.")
+        raise PlanError(
+            f"with {averaging.kind} averages nobody sees whether all agree: give num_steps instead of a tolerance, or use kind 'robust'."
+        )
     if plan.on_change == "continue" and (averaging.kind != "robust" or set(verbs) != {"mix"}):
         raise PlanError(
             f"on_change is 'continue', but {plan.algorithm['name']} with these settings exchanges rows step by step, which does not survive a loss: "

@@ -24,16 +24,21 @@ from types import ModuleType
 from typing import Any
 
 from fedbilevel.errors import CheckpointError, RosterError, SettingError, UnknownNameError
-from fedbilevel.record import write_whole
+from fedbilevel.runs.record import write_whole
+from fedbilevel.runs.runfile import NAME
 from fedbilevel.settings import check_plain
-from fedbilevel.sites.plan import NAME
 
 PUBLIC = ".peer.toml"  # how the name of a public part ends
 NEEDS = "peers need pyzmq, which is not installed: pip install 'fedbilevel[peers]'."
 ENTRIES = ("name", "address", "key")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+):([1-9][0-9]{0,4})")
-_Z85 = {sign: digit for digit, sign in enumerate("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")}
+_Z85 = {
+    sign: digit
+    for digit, sign in enumerate(
+        "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,15 @@ def keygen(path: Path, *, name: str, address: str) -> Path:
         raise RosterError(f"{path} is the name of the public part: name another place for the private key.")
     for place in (path, public):
         if os.path.lexists(place):
-            raise RosterError(f"{place} exists, and a key that others may know a peer by is not overwritten: name another place, or remove it first.")
+            raise RosterError(
+                f"{place} exists, and a key that others may know a peer by is not overwritten: name another place, or remove it first."
+            )
     key, secret = (half.decode() for half in pyzmq().curve_keypair())
     text = f'# Private: this file stays where it is.\nname = "{name}"\naddress = "{address}"\nkey = "{key}"\nsecret = "{secret}"\n'
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # nobody else's from its first moment, and never a file that was there
+        handle = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )  # nobody else's from its first moment, and never a file that was there
     except OSError as error:
         raise RosterError(f"{path} cannot be written ({error.strerror}): name another place.") from None
     try:
@@ -92,7 +101,9 @@ def keygen(path: Path, *, name: str, address: str) -> Path:
         write_whole(public, _text([Entry(name, address, key)]).encode())
     except (OSError, CheckpointError) as error:  # both or none
         path.unlink()
-        raise RosterError(f"{path} and {public.name} cannot be written ({error}): make room, or name another place.") from None
+        raise RosterError(
+            f"{path} and {public.name} cannot be written ({error}): make room, or name another place."
+        ) from None
     return public
 
 
@@ -101,16 +112,24 @@ def read_secret(path: Path) -> Secret:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077 and os.name == "posix":  # elsewhere these bits say nothing
-                raise RosterError(f"{path} holds a private key and others on this machine have access to it (mode {mode:o}): type `chmod 600 {path}`.")
+                raise RosterError(
+                    f"{path} holds a private key and others on this machine have access to it (mode {mode:o}): type `chmod 600 {path}`."
+                )
             content = _parsed(file.read(), path)
     except OSError as error:
-        raise RosterError(f"the private key {path} cannot be read ({error.strerror}): make one with keygen, or name its place.") from None
+        raise RosterError(
+            f"the private key {path} cannot be read ({error.strerror}): make one with keygen, or name its place."
+        ) from None
     _check_entries(content, (*ENTRIES, "secret"), f"entry of {path}", f"{path}")
     entry = _entry(content, f"{path}")
     if not is_key(content["secret"]):
-        raise RosterError(f"secret in {path} is not a key of 40 characters: make a new pair with keygen.")  # not shown: it may be nearly right
+        raise RosterError(
+            f"secret in {path} is not a key of 40 characters: make a new pair with keygen."
+        )  # not shown: it may be nearly right
     if pyzmq().curve_public(content["secret"].encode()).decode() != entry.key:
-        raise RosterError(f"the secret in {path} does not belong to the public key beside it: put back the file that was made, or make a new pair with keygen.")
+        raise RosterError(
+            f"the secret in {path} does not belong to the public key beside it: put back the file that was made, or make a new pair with keygen."
+        )
     return Secret(entry.name, entry.address, entry.key, content["secret"])
 
 
@@ -147,16 +166,22 @@ def split_address(address: str, place: str, *, unspecified: bool = False) -> tup
     """Host (with the brackets of IPv6) and port. `unspecified`: 0.0.0.0 and [::] are good enough, as they are for listening."""
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found[2]) > 65535:
-        raise RosterError(f"{place} is {address!r}, expected host:port with a port from 1 to 65535, and [..] around an IPv6 address.")
+        raise RosterError(
+            f"{place} is {address!r}, expected host:port with a port from 1 to 65535, and [..] around an IPv6 address."
+        )
     host = found[1]
     try:
         number = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         if not _HOST.fullmatch(host) or set(host) <= set("0123456789."):
-            raise RosterError(f"{place} is {address!r}, whose host is neither a name nor an IP address: write host:port.") from None
+            raise RosterError(
+                f"{place} is {address!r}, whose host is neither a name nor an IP address: write host:port."
+            ) from None
     else:
         if number.is_unspecified and not unspecified:
-            raise RosterError(f"{place} is {address!r}, which is no place that others can reach: write the name or the IP address of the machine.")
+            raise RosterError(
+                f"{place} is {address!r}, which is no place that others can reach: write the name or the IP address of the machine."
+            )
     return host, int(found[2])
 
 
@@ -164,7 +189,10 @@ def is_key(value: object) -> bool:
     """32 bytes in Z85: ten groups of five signs, each group a number below 2^32."""
     if not isinstance(value, str) or len(value) != 40 or not set(value) <= _Z85.keys():
         return False
-    return all(sum(_Z85[sign] * 85 ** (4 - place) for place, sign in enumerate(value[start : start + 5])) < 2**32 for start in range(0, 40, 5))
+    return all(
+        sum(_Z85[sign] * 85 ** (4 - place) for place, sign in enumerate(value[start : start + 5])) < 2**32
+        for start in range(0, 40, 5)
+    )
 
 
 def pyzmq() -> ModuleType:
@@ -179,9 +207,13 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         content = _parsed(path.read_bytes(), path)
     except OSError as error:
-        raise RosterError(f"{path} cannot be read ({error.strerror}): name the place of a roster or of a public part.") from None
+        raise RosterError(
+            f"{path} cannot be read ({error.strerror}): name the place of a roster or of a public part."
+        ) from None
     if "secret" in content:
-        raise RosterError(f"{path} holds a private key, which nobody else may have: give the {PUBLIC} file that was made with it.")
+        raise RosterError(
+            f"{path} holds a private key, which nobody else may have: give the {PUBLIC} file that was made with it."
+        )
     return content
 
 
@@ -189,7 +221,9 @@ def _parsed(content: bytes, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RosterError(f"{path} is not readable as TOML: {error if isinstance(error, tomllib.TOMLDecodeError) else 'it is not text'}.") from None
+        raise RosterError(
+            f"{path} is not readable as TOML: {error if isinstance(error, tomllib.TOMLDecodeError) else 'it is not text'}."
+        ) from None
 
 
 def _tables(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
@@ -198,21 +232,29 @@ def _tables(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
             raise UnknownNameError(f"entry of {path}", name, ["peer"])
     tables = content.get("peer", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise RosterError(f"{path} has peer in another form, expected one table [[peer]] for each peer, with double brackets.")
+        raise RosterError(
+            f"{path} has peer in another form, expected one table [[peer]] for each peer, with double brackets."
+        )
     return tables
 
 
 def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> Roster:
-    entries = tuple(_check_peer(table, f"[[peer]] number {number} of {path}") for number, table in enumerate(tables, start=1))
+    entries = tuple(
+        _check_peer(table, f"[[peer]] number {number} of {path}") for number, table in enumerate(tables, start=1)
+    )
     if len(entries) < 2:
         raise RosterError(f"{path} names {len(entries)} peers, expected 2 or more: add a table [[peer]] for each.")
     for what in ENTRIES:
         seen: set[str] = set()
         for entry in entries:
             value = getattr(entry, what)
-            value = value if what == "key" else value.lower()  # names become those of files, and hosts are the same in capitals
+            value = (
+                value if what == "key" else value.lower()
+            )  # names become those of files, and hosts are the same in capitals
             if value in seen:
-                raise RosterError(f"{path} has the {what} {getattr(entry, what)!r} twice: every peer needs one of its own.")
+                raise RosterError(
+                    f"{path} has the {what} {getattr(entry, what)!r} twice: every peer needs one of its own."
+                )
             seen.add(value)
     return Roster(entries)
 
@@ -237,7 +279,9 @@ def _entry(table: Mapping[str, Any], place: str) -> Entry:
     _check_name(table["name"], f"name in {place}")
     split_address(table["address"], f"address in {place}")
     if not is_key(table["key"]):
-        raise RosterError(f"key in {place} is {table['key']!r}, expected a public key of 40 characters as keygen writes it.")
+        raise RosterError(
+            f"key in {place} is {table['key']!r}, expected a public key of 40 characters as keygen writes it."
+        )
     return Entry(table["name"], table["address"], table["key"])
 
 
@@ -247,4 +291,6 @@ def _check_name(name: str, place: str) -> None:
 
 
 def _text(entries: Iterable[Entry]) -> str:
-    return "\n".join(f'[[peer]]\nname = "{entry.name}"\naddress = "{entry.address}"\nkey = "{entry.key}"\n' for entry in entries)
+    return "\n".join(
+        f'[[peer]]\nname = "{entry.name}"\naddress = "{entry.address}"\nkey = "{entry.key}"\n' for entry in entries
+    )

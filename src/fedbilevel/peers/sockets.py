@@ -50,7 +50,14 @@ class Sockets:
     """
 
     def __init__(
-        self, roster: Roster, me: int, secret: Secret | None, *, max_bytes: int, bind: str | None = None, log: Callable[[str], None] = lambda _: None
+        self,
+        roster: Roster,
+        me: int,
+        secret: Secret | None,
+        *,
+        max_bytes: int,
+        bind: str | None = None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         own = roster.peers[me]
         self.address = own.address if bind is None else bind
@@ -58,13 +65,21 @@ class Sockets:
         if secret is None:
             for address in (*(peer.address for peer in roster.peers), self.address):
                 if not is_loopback(address):
-                    raise RosterError(f"{address} is not an address of this machine alone, like 127.0.0.1, so a private key is needed: make one with keygen.")
+                    raise RosterError(
+                        f"{address} is not an address of this machine alone, like 127.0.0.1, so a private key is needed: make one with keygen."
+                    )
         elif secret.key != own.key:
-            raise RosterError(f"the private key of {secret.name!r} is not the one that {own.name!r} has in the roster: use that of {own.name!r}.")
+            raise RosterError(
+                f"the private key of {secret.name!r} is not the one that {own.name!r} has in the roster: use that of {own.name!r}."
+            )
         self._roster, self._me, self._secret, self._max_bytes, self._log = roster, me, secret, max_bytes, log
-        self._number_of = {peer.key if secret else str(number): number for number, peer in enumerate(roster.peers) if number != me}  # by what shows who it is
+        self._number_of = {
+            peer.key if secret else str(number): number for number, peer in enumerate(roster.peers) if number != me
+        }  # by what shows who it is
         self._lock = threading.Lock()  # of all that follows
-        self._waiting: dict[int, OrderedDict[Hashable, tuple[bytes, bytes | memoryview]]] = {number: OrderedDict() for number in self._number_of.values()}
+        self._waiting: dict[int, OrderedDict[Hashable, tuple[bytes, bytes | memoryview]]] = {
+            number: OrderedDict() for number in self._number_of.values()
+        }
         self._bytes: Counter[int] = Counter()  # that wait, by peer
         self._refused: Counter[str] = Counter()
         self._said: dict[str, float] = {}  # when a reason was last logged
@@ -75,8 +90,12 @@ class Sockets:
 
     def start(self, take: Take, tick: Callable[[], None]) -> None:
         self._take, self._tick = take, tick
-        self._context = zmq.Context()  # of its own, as is the place inproc://zeromq.zap.01 in it: several of these may live in a process
-        self._context.set(zmq.MAX_SOCKETS, 3 * len(self._roster.peers) + 100)  # a DEALER and the two ends of its monitor for each; the default is 1023
+        self._context = (
+            zmq.Context()
+        )  # of its own, as is the place inproc://zeromq.zap.01 in it: several of these may live in a process
+        self._context.set(
+            zmq.MAX_SOCKETS, 3 * len(self._roster.peers) + 100
+        )  # a DEALER and the two ends of its monitor for each; the default is 1023
         self._sleeper, self._waker = socket.socketpair()  # and not a socket of ZeroMQ, since any thread may wake
         self._sleeper.setblocking(False)
         self._waker.setblocking(False)
@@ -92,7 +111,9 @@ class Sockets:
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
         if len(head) > HEAD or _size(body) > self._max_bytes:  # the other side would end the connection
-            raise WireError(f"a message of {len(head)} + {_size(body)} bytes is too long: {HEAD} + {self._max_bytes} are the limit.")
+            raise WireError(
+                f"a message of {len(head)} + {_size(body)} bytes is too long: {HEAD} + {self._max_bytes} are the limit."
+            )
         mark = object() if newest is None else newest  # like nothing else: a message that stays as it is
         with self._lock:
             if self._closing:
@@ -108,7 +129,11 @@ class Sockets:
                 dropped += 1
             self._wake()
         if dropped:
-            self._refuse("backlog", f"{self._roster.peers[to].name} has been away for so long that messages to it were given up.", dropped)
+            self._refuse(
+                "backlog",
+                f"{self._roster.peers[to].name} has been away for so long that messages to it were given up.",
+                dropped,
+            )
 
     def quiet(self, peer: int) -> float:
         return time.monotonic() - self._last[peer]
@@ -142,12 +167,20 @@ class Sockets:
             self._poller.register(self._zap, zmq.POLLIN)
             self._router.curve_server = True  # from here on a connection without encryption does not come about
             self._router.setsockopt(zmq.ZAP_DOMAIN, b"peers")
-            self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody who can say who may come in: then nobody comes in
+            self._router.setsockopt(
+                zmq.ZAP_ENFORCE_DOMAIN, 1
+            )  # nobody who can say who may come in: then nobody comes in
         else:
-            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who starts again has its old identity, which the old connection may still hold
-        self._router.setsockopt(zmq.MAXMSGSIZE, max(self._max_bytes, HEAD) + _ENVELOPE)  # of a frame; refused before it is read
+            self._router.setsockopt(
+                zmq.ROUTER_HANDOVER, 1
+            )  # who starts again has its old identity, which the old connection may still hold
+        self._router.setsockopt(
+            zmq.MAXMSGSIZE, max(self._max_bytes, HEAD) + _ENVELOPE
+        )  # of a frame; refused before it is read
         # Not HANDSHAKE_FAILED_AUTH: on this side it only repeats what our own answers to ZAP were.
-        self._monitor = self._watch(self._router, zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
+        self._monitor = self._watch(
+            self._router, zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+        )
         for sleeper in (self._sleeper, self._router, self._monitor):
             self._poller.register(sleeper, zmq.POLLIN)
         host, port = split_address(self.address, "the address to listen at", unspecified=True)
@@ -155,7 +188,9 @@ class Sockets:
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._places: dict[int, str] = {}
         self._ended: dict[int, float] = {}  # when a connection ended that libzmq has not begun to make anew
-        self._doors: dict[int, zmq.Socket[bytes]] = {}  # what became of our connections; looked at now and then only, which keeps the list to poll short
+        self._doors: dict[
+            int, zmq.Socket[bytes]
+        ] = {}  # what became of our connections; looked at now and then only, which keeps the list to poll short
         for number in self._waiting:
             peer = self._roster.peers[number]
             host, port = split_address(peer.address, f"the address of {peer.name}")
@@ -166,7 +201,9 @@ class Sockets:
                 dealer.setsockopt(zmq.ROUTING_ID, str(self._me).encode())
             # With keys there is no routing id: every connection then has one of its own, and nobody can push another out by choosing the same.
             dealer.setsockopt(zmq.IPV6, host.startswith("["))
-            self._doors[number] = self._watch(dealer, zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED)
+            self._doors[number] = self._watch(
+                dealer, zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+            )
             self._places[number] = f"tcp://{_numeric(host)}:{port}"
             dealer.connect(self._places[number])
 
@@ -195,14 +232,20 @@ class Sockets:
         return watched.get_monitor_socket(events)
 
     def _bind(self, host: str, port: int) -> None:
-        self._router.setsockopt(zmq.IPV6, host.startswith("["))  # elsewhere a name could mean an IPv6 address that this machine or the other does not have
+        self._router.setsockopt(
+            zmq.IPV6, host.startswith("[")
+        )  # elsewhere a name could mean an IPv6 address that this machine or the other does not have
         try:
             self._router.bind(f"tcp://{_interface(host)}:{port}")
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
-                raise RosterError(f"port {port} of this machine is in use: end what listens at {self.address}, or choose another port in the roster.") from None
+                raise RosterError(
+                    f"port {port} of this machine is in use: end what listens at {self.address}, or choose another port in the roster."
+                ) from None
             why = f"this machine cannot listen at {self.address} ({error.strerror})"
-            raise RosterError(f'{why}: where that is another machine\'s address that leads here, give bind = "0.0.0.0:{port}".') from None
+            raise RosterError(
+                f'{why}: where that is another machine\'s address that leads here, give bind = "0.0.0.0:{port}".'
+            ) from None
 
     def _run(self) -> None:
         deadline = None
@@ -220,7 +263,9 @@ class Sockets:
                 if self._sleeper.fileno() in ready:
                     with contextlib.suppress(BlockingIOError):
                         self._sleeper.recv(16)
-                    with self._lock:  # what is put in a queue after this wakes us again, and what was put in before it is seen next
+                    with (
+                        self._lock
+                    ):  # what is put in a queue after this wakes us again, and what was put in before it is seen next
                         self._awake = False
                 if self._zap in ready:
                     self._admit()
@@ -277,9 +322,13 @@ class Sockets:
             return self._refuse("frames", f"refused a message of {name} that has {len(frames) - 1} frames, and not 2.")
         head, body = frames[1].buffer, frames[2].buffer
         if head.nbytes > HEAD:
-            return self._refuse("head", f"refused a message of {name} whose head has {head.nbytes} bytes, more than {HEAD}.")
+            return self._refuse(
+                "head", f"refused a message of {name} whose head has {head.nbytes} bytes, more than {HEAD}."
+            )
         if body.nbytes > self._max_bytes:
-            return self._refuse("body", f"refused a message of {name} whose body has {body.nbytes} bytes, more than {self._max_bytes}.")
+            return self._refuse(
+                "body", f"refused a message of {name} whose body has {body.nbytes} bytes, more than {self._max_bytes}."
+            )
         self._last[sender] = time.monotonic()
         return self._guarded(self._take, sender, bytes(head), body)
 
@@ -293,17 +342,36 @@ class Sockets:
         """Answer libzmq's question (ZAP 1.0) whether to let a key in. It asks after the other side has shown that it has the secret of that key."""
         assert self._zap is not None
         version, request, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
-        key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32 else ""
+        key = (
+            z85.encode(credentials[0]).decode()
+            if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
+            else ""
+        )
         known = key in self._number_of
-        self._zap.send_multipart([version, request, b"200" if known else b"400", b"OK" if known else b"not in the roster", key.encode() if known else b"", b""])
+        self._zap.send_multipart(
+            [
+                version,
+                request,
+                b"200" if known else b"400",
+                b"OK" if known else b"not in the roster",
+                key.encode() if known else b"",
+                b"",
+            ]
+        )
         if not known:
-            self._refuse("key", f"refused a connection from {address.decode('ascii', 'replace')}: its key {key} is not in the roster.")
+            self._refuse(
+                "key",
+                f"refused a connection from {address.decode('ascii', 'replace')}: its key {key} is not in the roster.",
+            )
 
     def _failures(self) -> None:
         """libzmq waits for room in its monitor, so all that is there is read."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            self._refuse("handshake", "refused a connection that is not encrypted, is meant for another key than this peer's, or broke off as it was made.")
+            self._refuse(
+                "handshake",
+                "refused a connection that is not encrypted, is meant for another key than this peer's, or broke off as it was made.",
+            )
 
     def _knock(self) -> None:
         """libzmq makes a connection anew when it breaks, and not when the other side refused it or spoke another language, which may change as well: somebody
@@ -313,7 +381,10 @@ class Sockets:
             while door.poll(0):
                 event = recv_monitor_message(door)["event"]
                 if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                    self._refuse("shut out", f"{self._roster.peers[number].name} does not let this peer in: is its key in the roster there?")
+                    self._refuse(
+                        "shut out",
+                        f"{self._roster.peers[number].name} does not let this peer in: is its key in the roster there?",
+                    )
                 elif event == zmq.Event.DISCONNECTED:
                     self._ended[number] = now
                 else:
@@ -352,7 +423,9 @@ def _weight(message: tuple[bytes, bytes | memoryview]) -> int:
 
 
 def _numeric(host: str) -> str:
-    return "127.0.0.1" if host.lower() == "localhost" else host  # which must not be taken for a name, for which all interfaces are listened at
+    return (
+        "127.0.0.1" if host.lower() == "localhost" else host
+    )  # which must not be taken for a name, for which all interfaces are listened at
 
 
 def _interface(host: str) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from fedbilevel.draws import Stream
+from fedbilevel.problem.draws import Stream
 
 Take = Callable[[int, bytes, memoryview], None]  # sender, head, body
 TICK = 0.2  # seconds between two calls of `tick`
@@ -50,7 +50,9 @@ class Faults:
 
     def delays(self, sender: int, receiver: int, number: int) -> list[float]:
         """Of every copy that arrives: none, one or two."""
-        words = self._stream.bits(f"transport/{receiver}", torch.tensor([sender]), iteration=number, call=0, steps=range(1), width=4)
+        words = self._stream.bits(
+            f"transport/{receiver}", torch.tensor([sender]), iteration=number, call=0, steps=range(1), width=4
+        )
         lost, twice, first, second = (words[0, 0] / 2**32).tolist()
         copies = 0 if lost < self.loss else 2 if twice < self.doubled else 1
         return [self.delay * late for late in (first, second)[:copies]]
@@ -94,7 +96,10 @@ class MemoryNetwork:
     def post(self, sender: int, receiver: int, head: bytes, body: bytes | memoryview, delays: list[float]) -> None:
         with self._changed:
             for delay in () if sender in self.gone else delays:
-                heapq.heappush(self._due, (time.monotonic() + delay, next(self._order), sender, receiver, head, memoryview(bytes(body))))
+                heapq.heappush(
+                    self._due,
+                    (time.monotonic() + delay, next(self._order), sender, receiver, head, memoryview(bytes(body))),
+                )
             self._changed.notify_all()
 
     def _carry(self) -> None:
@@ -129,7 +134,9 @@ class MemoryNetwork:
 class MemoryTransport:
     def __init__(self, network: MemoryNetwork, peer: int) -> None:
         self.network, self.peer = network, peer
-        self._numbers = [count(1) for _ in range(network.num_peers)]  # of messages to everybody; two threads never get the same
+        self._numbers = [
+            count(1) for _ in range(network.num_peers)
+        ]  # of messages to everybody; two threads never get the same
         self._heard = [time.monotonic()] * network.num_peers
 
     def start(self, take: Take, tick: Callable[[], None]) -> None:
@@ -160,7 +167,12 @@ class Lossy:
     def __init__(self, transport: Transport, me: int, num_peers: int, faults: Faults) -> None:
         self.transport, self.me, self.faults = transport, me, faults
         self._numbers = [count(1) for _ in range(num_peers)]
-        self.start, self.quiet, self.refused, self.close = transport.start, transport.quiet, transport.refused, transport.close
+        self.start, self.quiet, self.refused, self.close = (
+            transport.start,
+            transport.quiet,
+            transport.refused,
+            transport.close,
+        )
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
         if self.faults.delays(self.me, to, next(self._numbers[to])):

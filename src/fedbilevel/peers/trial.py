@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedbilevel.data.clients import Holdings
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.tasks.influence import Influence
 
 
@@ -13,9 +13,18 @@ def prepare(num_peers: int) -> tuple[dict[str, Any], Sequence[Holdings]]:
     """A plan, and data for every peer."""
     task = Influence(num_clients=num_peers)
     plan = {
-        "name": "trial", "num_iterations": 1, "num_classes": 2,
+        "name": "trial",
+        "num_iterations": 1,
+        "num_classes": 2,
         "task": {"name": "influence", "num_clients": num_peers},
-        "algorithm": {"name": "hgp", "optimiser": "none", "num_lower_steps": 400, "lr_lower": 1.0, "lr_system": 0.5, "num_terms": 60},
+        "algorithm": {
+            "name": "hgp",
+            "optimiser": "none",
+            "num_lower_steps": 400,
+            "lr_lower": 1.0,
+            "lr_system": 0.5,
+            "num_terms": 60,
+        },
         "options": {"seed": 1, "network": {"kind": "random_directed"}, "averaging": {"num_steps": 8}},
-    }  # fmt: skip
+    }
     return plan, task.build().clients

@@ -70,7 +70,9 @@ class Letter:
     view: tuple[int, ...] = ()
     introduction: Introduction | None = None
     array: np.ndarray | None = None
-    numbers: tuple[np.ndarray, np.ndarray] | None = None  # status: of the newest messages from everybody, and to everybody when the value settled
+    numbers: tuple[np.ndarray, np.ndarray] | None = (
+        None  # status: of the newest messages from everybody, and to everybody when the value settled
+    )
     sketch: np.ndarray | None = None
 
 
@@ -81,20 +83,35 @@ def pack(letter: Letter) -> tuple[bytes, bytes | memoryview]:
         body = np.array(letter.view, "<u8").tobytes()
         if letter.introduction is not None:
             me = letter.introduction
-            body += _INTRODUCTION.pack(me.weight, me.plan, me.roster, me.start, me.epoch, me.mark, *me.versions[0], *me.versions[1])
+            body += _INTRODUCTION.pack(
+                me.weight, me.plan, me.roster, me.start, me.epoch, me.mark, *me.versions[0], *me.versions[1]
+            )
     elif letter.kind == "data":
         assert letter.array is not None
         array = np.ascontiguousarray(letter.array)
-        code, body = _CODES[array.dtype.newbyteorder("<")], array.astype(array.dtype.newbyteorder("<"), copy=False).data.cast("B")
+        code, body = (
+            _CODES[array.dtype.newbyteorder("<")],
+            array.astype(array.dtype.newbyteorder("<"), copy=False).data.cast("B"),
+        )
     elif letter.kind == "status":
         assert letter.numbers is not None
         assert letter.sketch is not None
         peers = len(letter.numbers[0])
         body = np.concatenate(letter.numbers).astype("<u4").tobytes() + letter.sketch.astype("<f8").tobytes()
     head = _HEAD.pack(
-        _MAGIC, KINDS.index(letter.kind), code, letter.run, letter.incarnation, letter.epoch, letter.finished, letter.averaging, letter.step, letter.weight,
-        len(body), peers,
-    )  # fmt: skip
+        _MAGIC,
+        KINDS.index(letter.kind),
+        code,
+        letter.run,
+        letter.incarnation,
+        letter.epoch,
+        letter.finished,
+        letter.averaging,
+        letter.step,
+        letter.weight,
+        len(body),
+        peers,
+    )
     return head, body
 
 
@@ -119,18 +136,27 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
     if code not in ((1, 2) if name == "data" else (0,)):
         raise WireError(f"its array is of the unknown type {code}.")
     expected = {
-        "beat": 8 * num_peers, "bye": 8 * num_peers, "ready": 8 * num_peers + _INTRODUCTION.size, "want": 0, "status": 8 * num_peers + 8 * SKETCH,
-    }.get(name)  # fmt: skip
+        "beat": 8 * num_peers,
+        "bye": 8 * num_peers,
+        "ready": 8 * num_peers + _INTRODUCTION.size,
+        "want": 0,
+        "status": 8 * num_peers + 8 * SKETCH,
+    }.get(name)
     about = 0 if name in ("want", "data") else num_peers
     if peers != about or (expected is not None and length != expected):
-        raise WireError(f"it is a {name} of {length} bytes about {peers} peers, expected {'any' if expected is None else expected} bytes about {about}.")
+        raise WireError(
+            f"it is a {name} of {length} bytes about {peers} peers, expected {'any' if expected is None else expected} bytes about {about}."
+        )
     parts: dict[str, object] = {}
     if name in ("beat", "ready", "bye"):
         parts["view"] = tuple(np.frombuffer(body, "<u8", num_peers).tolist())
         parts["introduction"] = _introduction(bytes(body[8 * num_peers :])) if name == "ready" else None
     elif name == "status":
         counts = np.frombuffer(body, "<u4", 2 * num_peers)
-        parts["numbers"], parts["sketch"] = (counts[:num_peers], counts[num_peers:]), _finite(np.frombuffer(body, "<f8", SKETCH, 8 * num_peers))
+        parts["numbers"], parts["sketch"] = (
+            (counts[:num_peers], counts[num_peers:]),
+            _finite(np.frombuffer(body, "<f8", SKETCH, 8 * num_peers)),
+        )
     elif name == "data":
         dtype = _TYPES[code]
         if length == 0 or length % dtype.itemsize:

@@ -87,7 +87,7 @@ class AuditLog:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a line and the head. After an OSError nothing may leave."""
-        from fedbilevel.record import finite  # imports torch, which a reader of the log does not need
+        from fedbilevel.runs.record import finite  # imports torch, which a reader of the log does not need
 
         given = json.loads(json.dumps(finite(line)))
         with _locked(self.folder):

@@ -186,7 +186,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    from fedbilevel.record import write_whole  # imports torch, which a reader does not need
+    from fedbilevel.runs.record import write_whole  # imports torch, which a reader does not need
 
     path.with_name(f"{path.name}.part").touch(0o600)  # for its owner's eyes from the first byte
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -48,9 +48,13 @@ class Order:
             )
         same = self._begun and iteration == self._iteration
         if call is not None and same and call <= self._call:
-            raise WireError(f"a message is about call {str(call)[:20]} of outer iteration {iteration}, expected one after call {self._call}.")
+            raise WireError(
+                f"a message is about call {str(call)[:20]} of outer iteration {iteration}, expected one after call {self._call}."
+            )
         if call is None and same and self._measured >= _MEASUREMENTS:
-            raise WireError(f"a message asks for more than {_MEASUREMENTS} measurements of outer iteration {iteration}.")
+            raise WireError(
+                f"a message asks for more than {_MEASUREMENTS} measurements of outer iteration {iteration}."
+            )
         if not same and iteration <= self._latest:
             self._policy.check_repeats(self._repeats + 1)
 

@@ -22,31 +22,39 @@ What is left out of `options` has the same default as in a run in one process.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from fedbilevel import discovery
-from fedbilevel.clients import Sampling
 from fedbilevel.errors import PlanError, UnknownNameError
-from fedbilevel.federation import ServerAlgorithm
-from fedbilevel.options import BETWEEN_PEERS, keywords
-from fedbilevel.oracle import Strategy
+from fedbilevel.federation.algorithm import ServerAlgorithm
+from fedbilevel.runs.options import BETWEEN_PEERS, keywords
+from fedbilevel.runs.runfile import NAME, check_options, check_seconds, parts_of, read_toml, without_name
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # becomes that of a folder
 _KINDS = {
-    "name": "text", "sites": "names", "num_iterations": "whole", "measure_every": "maybe", "quorum": "maybe", "deadline": "number",
-    "join_deadline": "number", "patience": "number", "num_classes": "maybe", "task": "table", "algorithm": "table", "options": "table",
-    "max_weight": "maybe", "exclude_outliers": "flag", "approval_wait": "number", "clients": "table",
-}  # fmt: skip
+    "name": "text",
+    "sites": "names",
+    "num_iterations": "whole",
+    "measure_every": "maybe",
+    "quorum": "maybe",
+    "deadline": "number",
+    "join_deadline": "number",
+    "patience": "number",
+    "num_classes": "maybe",
+    "task": "table",
+    "algorithm": "table",
+    "options": "table",
+    "max_weight": "maybe",
+    "exclude_outliers": "flag",
+    "approval_wait": "number",
+    "clients": "table",
+}
 SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
 _NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes where and how it likes
 
@@ -88,7 +96,9 @@ class Plan:
     def built_algorithm(self) -> ServerAlgorithm:
         algorithm = made(discovery.algorithm(self.algorithm["name"]), without_name(self.algorithm))
         if not isinstance(algorithm, ServerAlgorithm):
-            raise PlanError(f"{algorithm.name()} runs between peers without a server, so there is nothing for sites to answer: choose another algorithm.")
+            raise PlanError(
+                f"{algorithm.name()} runs between peers without a server, so there is nothing for sites to answer: choose another algorithm."
+            )
         return algorithm
 
     def keywords(self) -> dict[str, Any]:
@@ -100,44 +110,6 @@ def plan_digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence[str]) -> dict[str, Any]:
-    """What a plan says that has nothing to do with who takes part: name, task, algorithm with what the task suggests for it, options and so on. `kinds`: of
-    its entries. `own`: options that are each participant's own affair, or mean nothing here."""
-    if not isinstance(content, Mapping):
-        raise PlanError("this plan is none, expected a table with name, task and algorithm.")
-    for name, value in content.items():
-        if name not in kinds:
-            raise UnknownNameError("entry of a plan", name, kinds)
-        if value is not None:
-            check_plain(f"{name} of the plan", value, kinds[name], PlanError)
-    for name in ("name", "task", "algorithm"):
-        if content.get(name) is None:
-            raise PlanError(f"the plan has no {name}: give one.")
-    for part in ("task", "algorithm"):
-        if not isinstance(content[part].get("name"), str):
-            raise PlanError(f'the table {part} of the plan does not say which one: add name = "..." to it.')
-    if not NAME.fullmatch(content["name"]):
-        raise PlanError(f"the name of the run is {content['name']!r}, expected letters, digits, '_' and '-', as it becomes that of a folder.")
-    task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(content["algorithm"]["name"])
-    known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
-    suggested = {name: value for name, value in task.suggestions(algorithm.name()).items() if name in known_settings}
-    options = dict(content.get("options") or {})
-    for name in own:
-        if name in options:
-            raise PlanError(f"the plan sets {name}, which is each participant's own affair or means nothing here: leave it out.")
-    if content["task"].get("data_dir"):  # some tasks say "" for nowhere
-        raise PlanError("the plan sets data_dir, but where data lie is each participant's own affair and does not travel: leave it out.")
-    return {
-        "name": content["name"],
-        "num_iterations": content.get("num_iterations") or task.iterations(algorithm.name()),
-        "task": {"name": task.name(), **_plain(made(task, without_name(content["task"])).asdict())},
-        "algorithm": {"name": algorithm.name(), **_plain(made(algorithm, {**suggested, **without_name(content["algorithm"])}).asdict())},
-        "options": options,
-        "measure_every": content.get("measure_every"),
-        "num_classes": content.get("num_classes"),
-    }
-
-
 def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
     """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
     parts = parts_of(content, _KINDS, _NOT_AT_SITES)
@@ -146,7 +118,14 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
     quorum = content.get("quorum")
     more = {name: content[name] for name in ("max_weight", "exclude_outliers") if content.get(name) is not None}
     clients = _clients(content.get("clients") or {}, sites)
-    plan = Plan(**parts, sites=sites, quorum=len(sites) // 2 + 1 if quorum is None else quorum, clients=clients, **seconds, **more)
+    plan = Plan(
+        **parts,
+        sites=sites,
+        quorum=len(sites) // 2 + 1 if quorum is None else quorum,
+        clients=clients,
+        **seconds,
+        **more,
+    )
     _check(plan, known)
     return plan
 
@@ -163,18 +142,11 @@ def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
     return plan_of(read_toml(path), known)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not readable as TOML ({error}): mend it there.") from error
-
-
 def _check(plan: Plan, known: Sequence[str] | None) -> None:
     if not plan.sites or len(set(plan.sites)) < len(plan.sites):
-        raise PlanError(f"the sites of the plan are {', '.join(plan.sites) or 'none'}, expected at least one, each once.")
+        raise PlanError(
+            f"the sites of the plan are {', '.join(plan.sites) or 'none'}, expected at least one, each once."
+        )
     for site in plan.sites:
         if not NAME.fullmatch(site):
             raise PlanError(f"a site is called {site!r}, expected letters, digits, '_' and '-'.")
@@ -186,27 +158,6 @@ def _check(plan: Plan, known: Sequence[str] | None) -> None:
     check_options(plan.keywords())
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
-            raise PlanError(f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: give one number, or one per client.")
-
-
-def check_seconds(plan: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if not 0 < getattr(plan, name) < float("inf"):
-            raise PlanError(f"{name} is {getattr(plan, name)}, expected seconds above 0.")
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """As `run` takes them."""
-    options["cohort"].checked()
-    options["schedule"].checked()
-    for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):
-        if options[name] not in choices:
-            raise PlanError(f"{name} of the plan is {options[name]!r}, expected {' or '.join(map(repr, choices))}.")
-
-
-def without_name(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name != "name"}
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+            raise PlanError(
+                f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: give one number, or one per client."
+            )

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.data.folders import read_folder, read_folders
 from fedbilevel.errors import DataError, PlanError, PolicyError, UnknownNameError
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.settings import check_plain
 from fedbilevel.sites.plan import Plan
 
@@ -62,10 +62,19 @@ RANGES: dict[str, Range] = {
 }  # fmt: skip
 _KINDS = {"data": "text", "loader": "text", "device": "text", "auto_approve": "flag", "policy": "table"}
 _POLICY = {
-    "tasks": "names", "algorithms": "names", "min_samples": "whole", "min_batch": "whole", "max_rounds": "whole", "max_repeats": "whole",
-    "max_answer_megabytes": "number", "max_answer_seconds": "number", "max_memory_megabytes": "number",
-    "max_disk_megabytes": "number", "max_runs": "whole", "settings": "table",
-}  # fmt: skip
+    "tasks": "names",
+    "algorithms": "names",
+    "min_samples": "whole",
+    "min_batch": "whole",
+    "max_rounds": "whole",
+    "max_repeats": "whole",
+    "max_answer_megabytes": "number",
+    "max_answer_seconds": "number",
+    "max_memory_megabytes": "number",
+    "max_disk_megabytes": "number",
+    "max_runs": "whole",
+    "settings": "table",
+}
 
 
 @dataclass(frozen=True)
@@ -90,14 +99,20 @@ class Policy:
         for line, asked in (("tasks", plan.task["name"]), ("algorithms", plan.algorithm["name"])):
             allowed = getattr(self, line)
             if allowed is not None and asked not in allowed:
-                raise PolicyError(f"this site's policy does not allow {asked}: its line {line!r} allows {', '.join(allowed) or 'none'}.")
+                raise PolicyError(
+                    f"this site's policy does not allow {asked}: its line {line!r} allows {', '.join(allowed) or 'none'}."
+                )
         for name, value in _numbers(plan):
             low, high = self.range_of(name)
             if not low <= value <= high:
-                raise PolicyError(f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] allows {low:g} to {high:g}.")
+                raise PolicyError(
+                    f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] allows {low:g} to {high:g}."
+                )
         for size in _batch_sizes(plan):
             if size < self.min_batch:
-                raise PolicyError(f"this site's policy does not allow batches of {size} samples: its line 'min_batch' asks for at least {self.min_batch}.")
+                raise PolicyError(
+                    f"this site's policy does not allow batches of {size} samples: its line 'min_batch' asks for at least {self.min_batch}."
+                )
 
     def range_of(self, name: str) -> Range:
         """Find the range of a setting: the site's own line before the default, an exact name before a pattern."""
@@ -212,7 +227,9 @@ class SiteSettings:
             return list(clients[numbers.start : numbers.stop])
         place = os.environ.get(DATA) or self.data
         if not place:
-            raise PlanError(f"this site does not say where its data are: set data in its {FILE}, or start it with --data.")
+            raise PlanError(
+                f"this site does not say where its data are: set data in its {FILE}, or start it with --data."
+            )
         if self.loader == "folder" and _is_one_client(Path(place)):
             return [read_folder(Path(place), num_classes=plan.num_classes)]
         if self.loader == "folder":
@@ -270,7 +287,9 @@ def _range(name: str, value: Any) -> Range:
 
 def check_data(settings: SiteSettings, place: Path) -> None:
     """Check when a site is started that there is something to read, before a run depends on it."""
-    if settings.loader == "folder" and not any(path.stem == "train" for pattern in ("*", "*/*") for path in place.glob(pattern)):
+    if settings.loader == "folder" and not any(
+        path.stem == "train" for pattern in ("*", "*/*") for path in place.glob(pattern)
+    ):
         raise DataError(
             f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or .safetensors), or one such folder per client."
         )
@@ -288,7 +307,9 @@ def _function(name: str) -> Callable[[str], Holdings | list[Holdings]]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"loader in {FILE} is {name!r} ({error}), expected 'folder', 'simulated' or an installed package.module:function.") from error
+        raise PlanError(
+            f"loader in {FILE} is {name!r} ({error}), expected 'folder', 'simulated' or an installed package.module:function."
+        ) from error
     if not callable(found):
         raise PlanError(f"loader in {FILE} is {name!r}, which is not a function: name one as package.module:function.")
     return found

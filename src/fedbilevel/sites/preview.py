@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.sites.plan import Plan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
@@ -31,7 +31,9 @@ def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
         num = min(_CLIENTS, plan.num_clients)
         options = {key: value for key, value in plan.keywords().items() if key not in _NOT_HERE}
         problem, algorithm = plan.built_task().problem(shapes), plan.built_algorithm()
-        each = {key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}  # a number per client
+        each = {
+            key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)
+        }  # a number per client
         algorithm = dataclasses.replace(algorithm, **each)
         algorithm.check_scopes(problem.scopes)
         fed = Simulation(algorithm, problem, [_few(holdings)] * num, **options)
@@ -52,7 +54,11 @@ def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
         "total_rounds": rounds * plan.num_iterations,
         "total_bytes": share(ledger["bytes_up"]) * plan.num_iterations,
         "by_phase": {phase: share(paid["floats_up"]) for phase, paid in ledger.phases.items()},
-        "stays_here": [part for part, kept in (("x", problem.scopes.upper == "private"), ("y", problem.scopes.lower == "local")) if kept],
+        "stays_here": [
+            part
+            for part, kept in (("x", problem.scopes.upper == "private"), ("y", problem.scopes.lower == "local"))
+            if kept
+        ],
     }
 
 

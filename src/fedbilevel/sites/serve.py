@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedbilevel._version import __version__
-from fedbilevel.engines.sites import Member, Sites, are_counts, is_free
 from fedbilevel.errors import FedBilevelError, PlanError, ProblemError, QuorumError, SuspendedError
-from fedbilevel.loop import Progress, run_between
-from fedbilevel.record import Record, shorten
-from fedbilevel.sites.desk import Desk, Message
+from fedbilevel.runs.loop import run_between
+from fedbilevel.runs.record import Record, shorten
+from fedbilevel.runs.result import Progress
+from fedbilevel.sites.engine import Member, Sites, are_counts, is_free
+from fedbilevel.sites.mailbox import Desk, Message
 from fedbilevel.sites.plan import Plan, plan_of
 from fedbilevel.sites.pulse import Pulse
 from fedbilevel.sites.transport import Transport
@@ -48,7 +49,9 @@ def serve(plan: Mapping[str, Any], transport: Transport, folder: Path, say: Say)
 def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Record, say: Say, pulse: Pulse) -> str:
     resume = book.checkpoint.exists()
     if resume and book.read_config().get("plan", {}).get("sites") != list(plan.sites):
-        raise PlanError(f"the run {plan.name} began with the sites {', '.join(book.read_config()['plan']['sites'])}: use another name for one with others.")
+        raise PlanError(
+            f"the run {plan.name} began with the sites {', '.join(book.read_config()['plan']['sites'])}: use another name for one with others."
+        )
     desk = Desk(transport, plan.name, pulse.lost)
     fed, capped = _federation(plan, desk, there, everyone=not resume)
     if resume:
@@ -67,11 +70,19 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
     def tell(now: Progress) -> bool:
         fed.commit()  # before the line is written, which then names a site that could not save; the checkpoint has nothing left to commit
         line: dict[str, Any] = {
-            "run": plan.name, "iteration": now.iteration, "num_iterations": now.num_iterations, "rounds": now.rounds, "megabytes": now.megabytes,
-            "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())}, "missing": fed.who_was_missing(),
-            "wire_megabytes": (desk.sent + desk.received) / 1e6, "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
-            "flagged": fed.who_was_flagged(), "capped": dict(capped.sites), "strangers": desk.strangers(),
-        }  # fmt: skip
+            "run": plan.name,
+            "iteration": now.iteration,
+            "num_iterations": now.num_iterations,
+            "rounds": now.rounds,
+            "megabytes": now.megabytes,
+            "sites": {name: round(seconds, 4) for name, seconds in sorted(fed.seconds.items())},
+            "missing": fed.who_was_missing(),
+            "wire_megabytes": (desk.sent + desk.received) / 1e6,
+            "figures": {name: value for name, value in (now.row or {}).items() if name in headline},
+            "flagged": fed.who_was_flagged(),
+            "capped": dict(capped.sites),
+            "strangers": desk.strangers(),
+        }
         if capped.stated:
             line["weights"] = dict(capped.stated)
         capped.sites.clear()  # said once, as are the weights
@@ -83,14 +94,27 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
 
     options = plan.keywords()
     result = run_between(
-        fed.settings, fed, engine="federation", num_iterations=plan.num_iterations, measure_every=plan.measure_every, schedule=options["schedule"], record=book,
-        resume=resume, callbacks=[tell], describe={"plan": plan.asdict(), "max_weight": capped.most},
-    )  # fmt: skip
+        fed.settings,
+        fed,
+        engine="federation",
+        num_iterations=plan.num_iterations,
+        measure_every=plan.measure_every,
+        schedule=options["schedule"],
+        record=book,
+        resume=resume,
+        callbacks=[tell],
+        describe={"plan": plan.asdict(), "max_weight": capped.most},
+    )
     if result.stopped == "interrupted":
         return "stopped"
     if fed.without_solution:
         named = ", ".join(fed.without_solution)
-        say({"run": plan.name, "warning": f"{named} could not write the private part of the solution: resume the run when all sites are there."})
+        say(
+            {
+                "run": plan.name,
+                "warning": f"{named} could not write the private part of the solution: resume the run when all sites are there.",
+            }
+        )
     return "finished"
 
 
@@ -115,22 +139,34 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     """Ask those who are there to join. A new run needs all sites, and none that refuses; one that goes on, a quorum."""
     join = Message({"kind": "join", "plan": plan.asdict(), "version": __version__})
     answers, failures = desk.exchange({name: join for name in there}, deadline=plan.join_deadline)
-    why = {name: "it is not connected" for name in plan.sites if name not in there} | {name: failure.reason for name, failure in failures.items()}
+    why = {name: "it is not connected" for name in plan.sites if name not in there} | {
+        name: failure.reason for name, failure in failures.items()
+    }
     refused = {name: failure.reason for name, failure in failures.items() if not (failure.silent or failure.wait)}
     if refused and everyone:
-        raise PlanError("; ".join(f"{name} does not join the run {plan.name}: {reason.removesuffix('.')}" for name, reason in refused.items()) + ".")
+        raise PlanError(
+            "; ".join(
+                f"{name} does not join the run {plan.name}: {reason.removesuffix('.')}"
+                for name, reason in refused.items()
+            )
+            + "."
+        )
     needed = len(plan.sites) if everyone else plan.quorum
     waits = {name: failure.reason for name, failure in failures.items() if failure.wait}
     if len(answers) < needed and why.keys() == waits.keys():
         raise QuorumError(_for_operators(waits))
     if len(answers) < needed:
         named = "; ".join(f"{name} ({reason})" for name, reason in why.items())
-        raise QuorumError(f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}.")
+        raise QuorumError(
+            f"{len(answers)} of the {needed} sites that are needed joined the run {plan.name}; missing: {named}."
+        )
     for name, answer in answers.items():
         _check_introduction(plan, name, answer.header)
     newer = [name for name, answer in answers.items() if everyone and max([0, *answer.header["stored"]]) > 0]
     if newer:
-        raise PlanError(f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: give the run another name.")
+        raise PlanError(
+            f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: give the run another name."
+        )
     usual = _agreed(plan, {name: answer.header for name, answer in answers.items()})
     about = answers[usual].header
 
@@ -152,9 +188,18 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
     counted = {name: [min(weight, most[name]) for weight in weights] for name, weights in stated.items()}
     members = [Member(name, counted.get(name, [1] * len(plan.numbers(name))), why.get(name)) for name in plan.sites]
     fed = Sites(
-        algorithm, problem, members, desk, layouts=about["layouts"], quorum=plan.quorum, deadline=plan.deadline, plan=plan.asdict(), welcome=welcome,
-        exclude_outliers=plan.exclude_outliers, **plan.keywords(),
-    )  # fmt: skip
+        algorithm,
+        problem,
+        members,
+        desk,
+        layouts=about["layouts"],
+        quorum=plan.quorum,
+        deadline=plan.deadline,
+        plan=plan.asdict(),
+        welcome=welcome,
+        exclude_outliers=plan.exclude_outliers,
+        **plan.keywords(),
+    )
     unequal = len(set(itertools.chain(*stated.values()))) > 1
     return fed, _Capped(most, cut, {name: list(weights) for name, weights in stated.items()} if unequal else {})
 
@@ -162,7 +207,13 @@ def _federation(plan: Plan, desk: Desk, there: Sequence[str], *, everyone: bool)
 def _check_introduction(plan: Plan, name: str, header: Mapping[str, Any]) -> None:
     theirs, ours = str(header.get("version"))[:20], __version__
     if theirs != ours:
-        older = None if _release(theirs) == _release(ours) else f"at {name}" if _release(theirs) < _release(ours) else "at the server"
+        older = (
+            None
+            if _release(theirs) == _release(ours)
+            else f"at {name}"
+            if _release(theirs) < _release(ours)
+            else "at the server"
+        )
         mend = f"upgrade fedbilevel {older}" if older else "install the same version at both"
         raise PlanError(f"{name} has fedbilevel {theirs} and the server {ours}: {mend}.")
     stored = header.get("stored")
@@ -177,7 +228,10 @@ def _check_introduction(plan: Plan, name: str, header: Mapping[str, Any]) -> Non
 
 def _agreed(plan: Plan, headers: Mapping[str, Mapping[str, Any]]) -> str:
     """A site that all others agree with on what a run needs. Where most sites agree, the error names the odd one; otherwise both."""
-    like = {one: [other for other in headers if _difference(one, headers[one], other, headers[other]) is None] for one in headers}
+    like = {
+        one: [other for other in headers if _difference(one, headers[one], other, headers[other]) is None]
+        for one in headers
+    }
     usual = max(like, key=lambda name: len(like[name]))
     odd = next((name for name in headers if name not in like[usual]), None)
     if odd is None:
@@ -211,7 +265,9 @@ def _for_operators(waits: Mapping[str, str]) -> str:
     sites: dict[str, list[str]] = {}
     for name, reason in waits.items():
         sites.setdefault(reason.removesuffix("."), []).append(name)
-    return "; ".join(f"waiting for the operator of {', '.join(names)}: {reason}" for reason, names in sites.items()) + "."
+    return (
+        "; ".join(f"waiting for the operator of {', '.join(names)}: {reason}" for reason, names in sites.items()) + "."
+    )
 
 
 class _Waiting:
@@ -240,7 +296,9 @@ class _Waiting:
                 raise error
             asked = [name for name in self.plan.sites if name in self.transport.sites]
             try:
-                answers, _ = desk.exchange({name: Message({"kind": "ping"}) for name in asked}, deadline=min(2.0, self.plan.deadline))
+                answers, _ = desk.exchange(
+                    {name: Message({"kind": "ping"}) for name in asked}, deadline=min(2.0, self.plan.deadline)
+                )
             except SuspendedError:
                 continue
             there = [name for name in asked if name in answers and is_free(answers[name])]
@@ -259,7 +317,9 @@ class _Waiting:
         text = _for_operators(waits)
         if self._approval < 0:
             seconds = f"{self.plan.approval_wait:g} s"
-            raise FedBilevelError(f"{text.removesuffix('.')}, for longer than the {seconds} of approval_wait: ask there, then resume the run.")
+            raise FedBilevelError(
+                f"{text.removesuffix('.')}, for longer than the {seconds} of approval_wait: ask there, then resume the run."
+            )
         if text != self._said:
             self._said = text
             self.say({"run": self.plan.name, "waiting": text})

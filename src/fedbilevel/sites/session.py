@@ -20,21 +20,23 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedbilevel._version import __version__
-from fedbilevel.clients import Host
-from fedbilevel.engines.group import digest
+from fedbilevel.columns import CALLS
+from fedbilevel.engines.ranks import digest
 from fedbilevel.engines.server import below
 from fedbilevel.errors import ProblemError, SettingError, WireError
-from fedbilevel.federation import ServerAlgorithm, Sparse
-from fedbilevel.figures import CALLS
-from fedbilevel.options import torch_device
-from fedbilevel.record import make_folder, read_tensors, write_whole
+from fedbilevel.federation.algorithm import ServerAlgorithm, Sparse
+from fedbilevel.federation.clients import Host
+from fedbilevel.runs.options import torch_device
+from fedbilevel.runs.record import make_folder, read_tensors, write_whole
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.order import Order
 from fedbilevel.sites.plan import Plan, plan_digest
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
 
-Content = tuple[dict[str, Any], Mapping[str, list[Tensor]], dict[str, Any]]  # header, arrays by name, and the line for the audit log
+Content = tuple[
+    dict[str, Any], Mapping[str, list[Tensor]], dict[str, Any]
+]  # header, arrays by name, and the line for the audit log
 _WAIT = 30.0  # seconds for an earlier job process to let go of the run's folder
 _VERSION = re.compile(r"version-(\d+)\.safetensors")
 
@@ -61,19 +63,33 @@ class Session:
         for number, own in zip(self.numbers, holdings, strict=True):
             misfit = self.shapes.misfit(Shapes.of(own, self.plan.num_classes))
             if misfit is not None:
-                raise WireError(f"the data of its client {number} do not look like those of its client {self.numbers[0]}: {misfit}.")
+                raise WireError(
+                    f"the data of its client {number} do not look like those of its client {self.numbers[0]}: {misfit}."
+                )
         self.algorithm = self.plan.built_algorithm()
-        options = {name: value for name, value in self.plan.keywords().items() if name not in ("cohort", "schedule", "device")}
+        options = {
+            name: value for name, value in self.plan.keywords().items() if name not in ("cohort", "schedule", "device")
+        }
         device = torch_device(settings.device)
         try:
             problem = self.plan.built_task().problem(self.shapes)
         except ProblemError as error:  # about names and shapes, of which the server is told anyway
             raise WireError(str(error)) from error
         try:
-            self.host = Host(self.algorithm, problem, holdings, ids=self.numbers, num_clients=self.plan.num_clients, device=device, **options)
+            self.host = Host(
+                self.algorithm,
+                problem,
+                holdings,
+                ids=self.numbers,
+                num_clients=self.plan.num_clients,
+                device=device,
+                **options,
+            )
         except SettingError as error:  # about options of the plan
             raise WireError(str(error)) from error
-        self.policy.check_samples({role: int(sizes.min()) for role, sizes in self.host.data.sizes.items()})  # of the smallest client
+        self.policy.check_samples(
+            {role: int(sizes.min()) for role, sizes in self.host.data.sizes.items()}
+        )  # of the smallest client
         self.kept_names = self.algorithm.kept_names(self.host.problem.scopes)
         self.data = "".join(digest(self.host.data, row).hex() for row in self.all.tolist())  # stays here
         self.order = Order(self.folder, plan_digest(self.plan.asdict()), self.plan.num_iterations, self.policy)
@@ -84,8 +100,12 @@ class Session:
         self.iteration = -1
         self.base: int | None = None  # the version that the server would go back to
         self._saved = self._changes()
-        one = self.host.data.batch(self.all, "train", torch.zeros(len(self.all), 1, dtype=torch.int64, device=self.host.device))
-        self.host.oracle.lower_grad(self.host.x0, self.host.y0, one)  # the first derivative in a process takes seconds, which no deadline should see
+        one = self.host.data.batch(
+            self.all, "train", torch.zeros(len(self.all), 1, dtype=torch.int64, device=self.host.device)
+        )
+        self.host.oracle.lower_grad(
+            self.host.x0, self.host.y0, one
+        )  # the first derivative in a process takes seconds, which no deadline should see
 
     def enter(self) -> None:
         """Take the run's folder for this process alone."""
@@ -100,27 +120,47 @@ class Session:
         """What the server must know of a client before it begins: nothing about single samples, and their number only where it weighs."""
         host = self.host
         shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
-        start = hashlib.blake2b(b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16).hexdigest()
+        start = hashlib.blake2b(
+            b"".join(vector.cpu().numpy().tobytes() for vector in shared), digest_size=16
+        ).hexdigest()
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
-        about = {"weights": host.weights(self.all).tolist(), "shapes": self.shapes.asdict(), "layouts": layouts, "start": start, "stored": self._stored()}
+        about = {
+            "weights": host.weights(self.all).tolist(),
+            "shapes": self.shapes.asdict(),
+            "layouts": layouts,
+            "start": start,
+            "stored": self._stored(),
+        }
         return {**about, "version": __version__}, {}, {"kind": "join"}
 
     def phase(self, header: Mapping[str, Any], arrays: list[Tensor]) -> Content:
         phase, iteration, call = (header.get(part) for part in ("phase", "iteration", "call"))
         method = getattr(self.algorithm, phase, None) if isinstance(phase, str) else None
         if not isinstance(phase, str) or not getattr(method, "__is_phase__", False):
-            raise WireError(f"{self.algorithm.name()} of fedbilevel {__version__} at this site has no phase named {phase!r:.40}.")
+            raise WireError(
+                f"{self.algorithm.name()} of fedbilevel {__version__} at this site has no phase named {phase!r:.40}."
+            )
         if not isinstance(iteration, int) or not isinstance(call, int):
             raise WireError("a message about a phase does not say in which outer iteration and call.")
         self.order.check(iteration, call)
         scaled = self._scaled(header.get("scaled") or {})
         rows = self._asked(header.get("clients"))
         values = self._values(header, arrays, rows)
-        wanted = {name: parameter for name, parameter in inspect.signature(method).parameters.items() if name != "clients"}  # type: ignore[arg-type]
-        rest = {name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD}  # takes any further name
-        lacking = [name for name, parameter in wanted.items() if parameter.default is parameter.empty and name not in values and name not in rest]
+        wanted = {
+            name: parameter for name, parameter in inspect.signature(method).parameters.items() if name != "clients"
+        }  # type: ignore[arg-type]
+        rest = {
+            name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD
+        }  # takes any further name
+        lacking = [
+            name
+            for name, parameter in wanted.items()
+            if parameter.default is parameter.empty and name not in values and name not in rest
+        ]
         if lacking or not (rest or values.keys() <= wanted.keys()):
-            raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing':.100}.")
+            raise WireError(
+                f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {', '.join(values) or 'nothing':.100}."
+            )
         self._begin(header)
         if iteration != self.iteration:
             self.host.scratch.clear()
@@ -138,7 +178,9 @@ class Session:
                 self.computed.add(name)
                 results[name] = "kept"
             elif isinstance(value, Sparse):
-                places = value.rows.abs().topk(value.num_kept).indices.sort().values  # all that are not zero, and zeros that were counted
+                places = (
+                    value.rows.abs().topk(value.num_kept).indices.sort().values
+                )  # all that are not zero, and zeros that were counted
                 results[name] = {"sparse": value.rows.shape[1]}
                 sent[name] = [places.to(torch.int32), value.rows.gather(1, places)]
             else:
@@ -193,7 +235,9 @@ class Session:
             except (SafetensorError, OSError) as error:
                 raise WireError(f"version {version} of the run at this site is damaged: start a new run.") from error
             if labels.get("data") != self.data:
-                raise WireError("the data of this site are not those that the run began with: restore them, or start a new run.")
+                raise WireError(
+                    "the data of this site are not those that the run began with: restore them, or start a new run."
+                )
             for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
                 for name in below(tensors, f"{label}."):
                     rows = tensors[f"{label}.{name}"].to(self.host.device)
@@ -238,10 +282,16 @@ class Session:
         """The algorithm with the step sizes of a schedule."""
         wrong = [name for name, value in scaled.items() if name not in self.algorithm.decays or not _finite(value)]
         if wrong:
-            raise WireError(f"a message changes {wrong[0]!r:.40}, but a schedule may only scale {', '.join(self.algorithm.decays)}.")
-        longer = [name for name, value in scaled.items() if not 0 <= value <= (1 + 1e-9) * getattr(self.algorithm, name)]
+            raise WireError(
+                f"a message changes {wrong[0]!r:.40}, but a schedule may only scale {', '.join(self.algorithm.decays)}."
+            )
+        longer = [
+            name for name, value in scaled.items() if not 0 <= value <= (1 + 1e-9) * getattr(self.algorithm, name)
+        ]
         if longer:
-            raise WireError(f"a message sets {longer[0]} to {scaled[longer[0]]:.3g}, but a schedule may only shorten the plan's step.")
+            raise WireError(
+                f"a message sets {longer[0]} to {scaled[longer[0]]:.3g}, but a schedule may only shorten the plan's step."
+            )
         return dataclasses.replace(self.algorithm, **scaled) if scaled else self.algorithm
 
     def _asked(self, clients: Any) -> Tensor:
@@ -250,21 +300,33 @@ class Session:
             return self.all
         known = isinstance(clients, list) and all(type(number) is int and number in self.numbers for number in clients)
         if not known or not clients or clients != sorted({*clients}):
-            raise WireError(f"a message is about the clients {clients!r:.80}, expected some of {self.numbers}, in order.")
+            raise WireError(
+                f"a message is about the clients {clients!r:.80}, expected some of {self.numbers}, in order."
+            )
         return torch.tensor([self.numbers.index(number) for number in clients])
 
     def _values(self, header: Mapping[str, Any], arrays: list[Tensor], rows: Tensor) -> dict[str, Any]:
         """Values of a message by name, for the clients of these rows. Arrays that the server has let go are let go here."""
         for name, how in (header.get("place") or {}).items():
             if name in self.computed or not self.order.at_start(header["iteration"]):
-                raise WireError(f"a message asks to place {name!r:.40} again, but start values are placed only before outer iteration 1.")
+                raise WireError(
+                    f"a message asks to place {name!r:.40} again, but start values are placed only before outer iteration 1."
+                )
             self._place_value(name, how)
         numbers, live, values = header.get("new", []), header.get("live", []), header.get("values", {})
-        if not isinstance(numbers, list) or len(numbers) != len(arrays) or not isinstance(live, list) or not isinstance(values, dict):
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) != len(arrays)
+            or not isinstance(live, list)
+            or not isinstance(values, dict)
+        ):
             raise WireError("a message does not say which arrays it brings.")
         self.arrays = {number: self.arrays[number] for number in live if number in self.arrays}
         self.arrays.update({number: array.to(self.host.device) for number, array in zip(numbers, arrays, strict=True)})
-        found = {name: self._value(name, entry, rows, measuring=header["kind"] == "measure") for name, entry in values.items()}
+        found = {
+            name: self._value(name, entry, rows, measuring=header["kind"] == "measure")
+            for name, entry in values.items()
+        }
         if not {*numbers} <= {entry.get("array") for entry in values.values()}:
             self.arrays.clear()
             raise WireError("a message brings arrays that it does not use.")
@@ -272,12 +334,18 @@ class Session:
 
     def _value(self, name: str, entry: Any, rows: Tensor, measuring: bool) -> Any:
         """What is kept here may only stand for what is kept here, or a phase would send it away under another name; a measurement sends figures."""
-        if name in self.kept_names and not (isinstance(entry, dict) and (isinstance(entry.get("kept"), str) or entry == {"value": None})):
-            raise WireError(f"a message brings a value of {name}, which stays at this site: it may only be named as kept.")
+        if name in self.kept_names and not (
+            isinstance(entry, dict) and (isinstance(entry.get("kept"), str) or entry == {"value": None})
+        ):
+            raise WireError(
+                f"a message brings a value of {name}, which stays at this site: it may only be named as kept."
+            )
         match entry:
             case {"array": number}:
                 if number not in self.arrays:
-                    raise WireError(f"a message refers to array {number!r:.40} for {name:.40}, which this site does not hold.")
+                    raise WireError(
+                        f"a message refers to array {number!r:.40} for {name:.40}, which this site does not hold."
+                    )
                 array = self._checked(name, self.arrays[number])
                 return array if array.ndim == 1 else array[rows.to(array.device)]
             case {"kept": str(kept)}:
@@ -289,22 +357,30 @@ class Session:
                 return plain
             case {"value": float(number)} if math.isfinite(number):
                 return number
-        raise WireError(f"a message gives {name:.40} as {entry!r:.80}, expected an array, a kept value or a finite number.")
+        raise WireError(
+            f"a message gives {name:.40} as {entry!r:.80}, expected an array, a kept value or a finite number."
+        )
 
     def _checked(self, name: str, array: Tensor) -> Tensor:
         try:
             width = self.algorithm.lengths.get(name, self.host.width(name))
         except KeyError:
-            raise WireError(f"a message brings an array named {name:.40}, which {self.algorithm.name()} does not declare.") from None
+            raise WireError(
+                f"a message brings an array named {name:.40}, which {self.algorithm.name()} does not declare."
+            ) from None
         if array.dtype != self.host.dtype or array.shape not in ((width,), (len(self.all), width)):
-            raise WireError(f"{name} arrived as {array.dtype} of shape {tuple(array.shape)}, expected {self.host.dtype} of length {width}.")
+            raise WireError(
+                f"{name} arrived as {array.dtype} of shape {tuple(array.shape)}, expected {self.host.dtype} of length {width}."
+            )
         if not bool(torch.isfinite(array).all()):
             raise WireError(f"{name} arrived with a value that is not finite.")
         return array
 
     def _place_value(self, name: str, how: Any) -> None:
         if name not in self.kept_names or how not in ("start", "zeros"):
-            raise WireError(f"a message asks to place {name!r:.40} as {how!r:.40}, expected a kept name, at its start or at zero.")
+            raise WireError(
+                f"a message asks to place {name!r:.40} as {how!r:.40}, expected a kept name, at its start or at zero."
+            )
         start = self.host.x0 if name in self.algorithm.upper_space else self.host.y0
         rows = start if how == "start" else start.new_zeros(self.host.width(name))
         self.host.kept.write(name, self.all, (rows if rows.ndim == 2 else rows.expand(len(self.all), -1)).clone())
@@ -353,5 +429,7 @@ def _taken(path: Path) -> IO[str]:
         except BlockingIOError:
             if time.monotonic() > until:
                 file.close()
-                raise WireError("another process of this site still works on this run: stop it, or wait for its end.") from None
+                raise WireError(
+                    "another process of this site still works on this run: stop it, or wait for its end."
+                ) from None
             time.sleep(0.2)

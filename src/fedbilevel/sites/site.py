@@ -151,7 +151,9 @@ class Site:
         if not isinstance(turn, list) or len(turn) != 3 or not all(type(part) is int for part in turn):
             raise WireError(f"a message says that its turn is {turn!r:.40}, expected three whole numbers.")
         if turn <= self._turn:
-            raise WireError(f"the message of turn {turn} came after that of turn {self._turn} was answered, so it is too late for it.")
+            raise WireError(
+                f"the message of turn {turn} came after that of turn {self._turn} was answered, so it is too late for it."
+            )
         self._turn = turn
         self._check_unpaused()
         if kind == "join":
@@ -160,26 +162,39 @@ class Site:
             return self._sent(self._session.introduce())
         session = self._session
         if session is None or session.plan.name != header.get("run"):
-            raise WireError(f"this site takes no part in the run {header.get('run')!r:.80}: it must be asked to join first.")
+            raise WireError(
+                f"this site takes no part in the run {header.get('run')!r:.80}: it must be asked to join first."
+            )
         self._check_approved(session.plan.name)
         answers = {name: getattr(session, name) for name in ("phase", "measure", "commit", "load", "finish")}
         if kind not in answers:
-            raise WireError(f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {__version__}.")
+            raise WireError(
+                f"this site does not know what to do with a message of kind {kind!r:.40}; it has fedbilevel {__version__}."
+            )
         self._status.write(state="computing", **session.named(header))
         content = answers[kind](header, arrays)
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
-    def _sent(self, content: tuple[dict[str, Any], Mapping[str, list[Tensor]], dict[str, Any]], state: str = "idle") -> bytes:
+    def _sent(
+        self, content: tuple[dict[str, Any], Mapping[str, list[Tensor]], dict[str, Any]], state: str = "idle"
+    ) -> bytes:
         """Write down what leaves, then let it leave. Every answer but to a ping goes through here."""
         assert self._session is not None
         header, sent, when = content
         order = {name: len(arrays) for name, arrays in sent.items()}
-        message = wire.pack({**header, "order": order, **self._reported()}, [array for arrays in sent.values() for array in arrays])
+        message = wire.pack(
+            {**header, "order": order, **self._reported()}, [array for arrays in sent.values() for array in arrays]
+        )
         self._session.policy.check_answer(len(message))
         self._check_unpaused()  # the operator may have decided while it was computed
         self._check_approved(self._session.plan.name)
         what: list[dict[str, Any]] = [
-            {"name": name, "shape": list(array.shape), "dtype": str(array.dtype).removeprefix("torch."), "norm": float(array.double().norm())}
+            {
+                "name": name,
+                "shape": list(array.shape),
+                "dtype": str(array.dtype).removeprefix("torch."),
+                "norm": float(array.double().norm()),
+            }
             for name, arrays in sent.items()
             for array in arrays
         ]
@@ -267,9 +282,16 @@ class Site:
             settings.policy.check_runs(self.folder / "runs", plan.name)
             session = Session(self.name, self.folder, settings, plan, self.audit)
         self._status.write(
-            state="idle", run=plan.name, digest=self._digest, iteration=None, num_iterations=plan.num_iterations, phase=None,
-            max_rounds=settings.policy.max_rounds, rounds_total=self.audit.rounds, last_error=None,
-        )  # fmt: skip
+            state="idle",
+            run=plan.name,
+            digest=self._digest,
+            iteration=None,
+            num_iterations=plan.num_iterations,
+            phase=None,
+            max_rounds=settings.policy.max_rounds,
+            rounds_total=self.audit.rounds,
+            last_error=None,
+        )
         return session
 
     def _admitted(self, content: Any, settings: SiteSettings) -> Plan:
@@ -313,7 +335,9 @@ class Site:
         if decision != "approved":
             self._status.write(state="left", run=run, digest=self._digest)
             said = "has left the run" if decision == "left" else "has refused the plan"
-            raise PolicyError(f"its operator {said}: ask there for `fedbilevel federation approve {self._digest[:12]}`.")
+            raise PolicyError(
+                f"its operator {said}: ask there for `fedbilevel federation approve {self._digest[:12]}`."
+            )
 
     def _decision(self) -> str | None:
         return operator.decision(self.folder, self._digest)
@@ -335,10 +359,22 @@ class Status:
     def __init__(self, path: Path, **facts: Any) -> None:
         self._path, self._lock = path, threading.Lock()
         self._facts: dict[str, Any] = {
-            "state": "idle", "run": None, "iteration": None, "num_iterations": None, "phase": None, "answers": 0, "bytes": 0,
-            "rounds_run": 0, "rounds_total": None, "max_rounds": None, "norms": {}, "last_error": None, **facts,
-            "started": time.time(), "pid": os.getpid(),
-        }  # fmt: skip
+            "state": "idle",
+            "run": None,
+            "iteration": None,
+            "num_iterations": None,
+            "phase": None,
+            "answers": 0,
+            "bytes": 0,
+            "rounds_run": 0,
+            "rounds_total": None,
+            "max_rounds": None,
+            "norms": {},
+            "last_error": None,
+            **facts,
+            "started": time.time(),
+            "pid": os.getpid(),
+        }
 
     def answered(self, num_bytes: int, norms: Mapping[str, float]) -> None:
         self._facts["answers"] += 1
@@ -359,7 +395,9 @@ class Status:
 def _check_version(version: Any) -> None:
     mine = __version__
     if version is not None and version != mine:
-        raise WireError(f"this site has fedbilevel {mine}, the server {version!r:.20}: install the same version at both.")
+        raise WireError(
+            f"this site has fedbilevel {mine}, the server {version!r:.20}: install the same version at both."
+        )
 
 
 def _is_power(number: int) -> bool:

@@ -22,7 +22,9 @@ class Failure(NamedTuple):
 class Transport(Protocol):
     sites: Sequence[str]  # names of those that can be reached in principle, sorted
 
-    def exchange(self, messages: Mapping[str, bytes], *, deadline: float) -> tuple[dict[str, Reply], dict[str, Failure]]:
+    def exchange(
+        self, messages: Mapping[str, bytes], *, deadline: float
+    ) -> tuple[dict[str, Reply], dict[str, Failure]]:
         """Send each site its message and wait for the answers, `deadline` seconds at most. Both in the order of names."""
 
     def stop_asked(self) -> bool:
@@ -39,7 +41,9 @@ class InProcess:
         self.sites: Sequence[str] = sorted(sites)
         self._handle = dict(sites)
 
-    def exchange(self, messages: Mapping[str, bytes], *, deadline: float) -> tuple[dict[str, Reply], dict[str, Failure]]:
+    def exchange(
+        self, messages: Mapping[str, bytes], *, deadline: float
+    ) -> tuple[dict[str, Reply], dict[str, Failure]]:
         replies = {}
         for name in sorted(messages):
             start = time.perf_counter()

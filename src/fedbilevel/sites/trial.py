@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.data.folders import write_folder
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.sites.plan import plan_of
 from fedbilevel.tasks.data_cleaning import DataCleaning
 
@@ -23,11 +23,21 @@ def prepare(folder: Path, sites: Sequence[str]) -> tuple[dict[str, Any], dict[st
         if not data[site].exists():
             write_folder(data[site], client)
     plan = {
-        "name": "trial", "sites": list(sites), "num_iterations": 20, "measure_every": 5, "num_classes": 10, "deadline": 30.0,
-        "task": {"name": "data_cleaning"}, "algorithm": {"name": "fbo_aggitd", "num_lower_rounds": 3}, "options": {"seed": 1, "batch_size": 64},
-    }  # fmt: skip
+        "name": "trial",
+        "sites": list(sites),
+        "num_iterations": 20,
+        "measure_every": 5,
+        "num_classes": 10,
+        "deadline": 30.0,
+        "task": {"name": "data_cleaning"},
+        "algorithm": {"name": "fbo_aggitd", "num_lower_rounds": 3},
+        "options": {"seed": 1, "batch_size": 64},
+    }
     return plan_of(plan).asdict(), data
 
 
 def _together(parts: Sequence[Holdings]) -> Holdings:
-    return {role: {name: np.concatenate([part[role][name] for part in parts]) for name in fields} for role, fields in parts[0].items()}
+    return {
+        role: {name: np.concatenate([part[role][name] for part in parts]) for name in fields}
+        for role, fields in parts[0].items()
+    }

@@ -19,7 +19,12 @@ from torch import Tensor
 from fedbilevel.errors import WireError
 
 MAGIC = b"fedbilevel-1\n"
-DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+}
 _LONGEST = 2**24  # bytes of a header
 _MOST = 1000  # arrays of a message
 
@@ -29,7 +34,11 @@ def pack(header: Mapping[str, Any], arrays: Sequence[Tensor] = ()) -> bytes:
     for array in plain:
         if str(array.dtype) not in DTYPES:
             raise WireError(f"an array of type {array.dtype} cannot be sent, expected one of {', '.join(DTYPES)}.")
-    text = json.dumps({**header, "arrays": [[str(array.dtype), list(array.shape)] for array in plain]}, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(
+        {**header, "arrays": [[str(array.dtype), list(array.shape)] for array in plain]},
+        allow_nan=False,
+        separators=(",", ":"),
+    ).encode()
     content = [array.astype(DTYPES[str(array.dtype)], copy=False).tobytes() for array in plain]
     return b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *content])
 
@@ -37,7 +46,9 @@ def pack(header: Mapping[str, Any], arrays: Sequence[Tensor] = ()) -> bytes:
 def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     """Raises WireError for anything but what `pack` writes, before memory is taken for it."""
     if not isinstance(message, bytes) or not message.startswith(MAGIC) or len(message) < len(MAGIC) + 4:
-        raise WireError("a message does not begin as one of this version: install the same version of fedbilevel at all sites.")
+        raise WireError(
+            "a message does not begin as one of this version: install the same version of fedbilevel at all sites."
+        )
     start = len(MAGIC) + 4
     end = start + int.from_bytes(message[len(MAGIC) : start], "little")
     if end > min(len(message), start + _LONGEST):
@@ -52,7 +63,9 @@ def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
         raise WireError(f"a message says that it brings {len(header['arrays'])} arrays, expected at most {_MOST}.")
     sizes = [_size(entry) for entry in header.pop("arrays")]
     if end + sum(size for _, _, size in sizes) != len(message):
-        raise WireError(f"a message of {len(message)} bytes says that it has {end + sum(size for _, _, size in sizes)}.")
+        raise WireError(
+            f"a message of {len(message)} bytes says that it has {end + sum(size for _, _, size in sizes)}."
+        )
     arrays = []
     for dtype, shape, size in sizes:
         flat = np.frombuffer(message, DTYPES[dtype], count=math.prod(shape), offset=end)

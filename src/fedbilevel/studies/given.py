@@ -18,7 +18,9 @@ def check(row: Mapping[str, Any], allowed: Mapping[str, str], *, needs: tuple[st
         check_plain(name, value, allowed[name], ExperimentError)
     for name in needs:
         if name not in row:
-            raise ExperimentError(f"a row of this study needs {name!r}, it has {', '.join(map(repr, row)) or 'nothing'}.")
+            raise ExperimentError(
+                f"a row of this study needs {name!r}, it has {', '.join(map(repr, row)) or 'nothing'}."
+            )
 
 
 def task(given: Mapping[str, Any], default: str | None = None) -> Any:

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.data.corruption import flip_labels
-from fedbilevel.data.digits import digits
-from fedbilevel.data.images import Images, train_and_test
 from fedbilevel.data.partition import iid, take_per_class
+from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.images import Images, train_and_test
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
@@ -51,13 +51,23 @@ _SUSPICIOUS = 24  # images that are shown
 @dataclass(frozen=True, kw_only=True)
 class DataCleaning(Task):
     num_clients: int = setting(10, "clients; client i has clean samples of class i mod 10 only", symbol="M", least=1)
-    data: Literal["digits", "mnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
-    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
+    data: Literal["digits", "mnist", "fashion"] = setting(
+        "digits", "images; all but the embedded digits are read from idx files"
+    )
+    data_dir: str | None = setting(
+        None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+    )
     noise: float = setting(0.4, "share of training labels that are corrupted", symbol="rho", least=0, most=1)
-    flip: Literal["wrong", "uniform"] = setting("wrong", "a corrupted label is another one, or any, the true one among them, as in the paper")
-    num_train: int | None = setting(None, "noisy training samples per client, 4500 in the paper; nothing: all that are left", least=1)
+    flip: Literal["wrong", "uniform"] = setting(
+        "wrong", "a corrupted label is another one, or any, the true one among them, as in the paper"
+    )
+    num_train: int | None = setting(
+        None, "noisy training samples per client, 4500 in the paper; nothing: all that are left", least=1
+    )
     num_clean: int = setting(20, "clean validation samples per client, 50 in the paper", least=1)
-    test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
+    test_share: float = setting(
+        0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9
+    )
     model: Literal["linear", "mlp"] = setting("linear", "convex, or three fully connected layers, which are not")
     num_hidden: int = setting(100, "units of each of the two hidden layers of the MLP", least=1)
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
@@ -74,7 +84,10 @@ class DataCleaning(Task):
     suggested_iterations = {"*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60}
     headline = ("test_accuracy", "f1", "precision", "recall")
     needs = {
-        "train": {"image": "one row of numbers per sample", "label": "its class as it is noted, right or wrong, from 0"},
+        "train": {
+            "image": "one row of numbers per sample",
+            "label": "its class as it is noted, right or wrong, from 0",
+        },
         "val": {"image": "as in train", "label": "its true class"},
     }
     measures = {
@@ -88,11 +101,19 @@ class DataCleaning(Task):
         labels = images.label
         num_classes = int(labels.max()) + 1
         holders = [sum(1 for i in range(self.num_clients) if i % num_classes == label) for label in range(num_classes)]
-        clean = {label: rest[places] for label, places in take_per_class(labels[rest], self.num_clean * max(holders), rng).items()}
-        train = self._some(np.setdiff1d(rest, np.concatenate([clean[label][: self.num_clean * holders[label]] for label in clean])), rng)
+        clean = {
+            label: rest[places]
+            for label, places in take_per_class(labels[rest], self.num_clean * max(holders), rng).items()
+        }
+        train = self._some(
+            np.setdiff1d(rest, np.concatenate([clean[label][: self.num_clean * holders[label]] for label in clean])),
+            rng,
+        )
         noisy, wrong = flip_labels(labels[train], self.noise, num_classes, rng, to=self.flip)
         clients = []
-        for i, (mine, testing) in enumerate(zip(iid(len(train), self.num_clients, rng), iid(len(test), self.num_clients, rng), strict=True)):
+        for i, (mine, testing) in enumerate(
+            zip(iid(len(train), self.num_clients, rng), iid(len(test), self.num_clients, rng), strict=True)
+        ):
             start = i // num_classes * self.num_clean
             own = clean[i % num_classes][start : start + self.num_clean]
             clients.append(
@@ -113,7 +134,9 @@ class DataCleaning(Task):
             shapes.sample("wrong", "train", kinds=("bool", "int"), ndim=0)
         return Problem(
             upper=lambda x, y, batch: _losses(y, batch),
-            lower=lambda x, y, batch: _trusted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            lower=lambda x, y, batch: (
+                _trusted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+            ),
             x0=lambda sizes: {"logit": torch.zeros(sizes["train"])},
             y0=self._start(dim, shapes.classes()),
             scopes=Scopes(upper="private"),
@@ -136,12 +159,21 @@ class DataCleaning(Task):
         wrong = field("wrong").astype(bool) if marked else np.zeros(len(every), bool)
         groups = {"clean": every[~wrong], "corrupted": every[wrong]} if marked else {"all samples": every}
         about = "A sample whose weight falls below one half is flagged as wrong. The weights are learned at each client and never leave it."
-        found: list[Finding | None] = [histogram("Learned weights of training samples", about, "weight", groups, np.linspace(0, 1, 41))]
+        found: list[Finding | None] = [
+            histogram("Learned weights of training samples", about, "weight", groups, np.linspace(0, 1, 41))
+        ]
         owner = np.repeat(np.arange(len(weights)), [len(own) for own in weights])
         place = np.concatenate([np.arange(len(own)) for own in weights])
         first, labels = np.argsort(every, kind="stable")[:_SUSPICIOUS], field("label")
         facts: list[dict[str, Any]] = [
-            {"client": int(owner[i]), "sample": int(place[i]), "label": int(labels[i]), "weight": float(every[i]), "wrong": bool(wrong[i])} for i in first
+            {
+                "client": int(owner[i]),
+                "sample": int(place[i]),
+                "label": int(labels[i]),
+                "weight": float(every[i]),
+                "wrong": bool(wrong[i]),
+            }
+            for i in first
         ]
         facts = facts if marked else [{name: value for name, value in one.items() if name != "wrong"} for one in facts]
         about = "The samples with the smallest weights of all clients, and the label that is noted for them" + (

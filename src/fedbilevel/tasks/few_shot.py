@@ -44,11 +44,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from fedbilevel.data.clients import Holdings
-from fedbilevel.data.digits import digits
-from fedbilevel.data.omniglot import omniglot
+from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.omniglot import omniglot
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
@@ -67,7 +67,14 @@ class _Size(NamedTuple):
 
 
 _SIZES = {8: _Size(2, 16), 28: _Size(4, 64)}
-_ACCELERATED = {"lr_upper": 10.0, "lr_lower": 4.0, "delta": 2.0, "offset": 1e4, "momentum_upper": 100.0, "momentum_lower": 100.0}
+_ACCELERATED = {
+    "lr_upper": 10.0,
+    "lr_lower": 4.0,
+    "delta": 2.0,
+    "offset": 1e4,
+    "momentum_upper": 100.0,
+    "momentum_lower": 100.0,
+}
 
 
 class _Alphabets(NamedTuple):
@@ -86,30 +93,51 @@ class _Alphabets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FewShot(Task):
-    data: Literal["digits", "omniglot"] = setting("digits", "characters; Omniglot is read from omniglot/omniglot_28x28.npz")
-    data_dir: str | None = setting(None, "folder of that file's folder; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
-    num_clients: int | None = setting(None, "clients; nothing: as many as the alphabets allow, 11 on Omniglot and 4 on digits", symbol="M", least=1)
+    data: Literal["digits", "omniglot"] = setting(
+        "digits", "characters; Omniglot is read from omniglot/omniglot_28x28.npz"
+    )
+    data_dir: str | None = setting(
+        None, "folder of that file's folder; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+    )
+    num_clients: int | None = setting(
+        None, "clients; nothing: as many as the alphabets allow, 11 on Omniglot and 4 on digits", symbol="M", least=1
+    )
     alphabets_per_client: int = setting(3, "alphabets of a client, which nobody else has", least=1)
     num_tasks: int = setting(20, "tasks of a client, each with a head of its own", symbol="N_m", least=1)
     num_ways: int = setting(5, "characters of a task", symbol="N", least=2)
     num_shots: int = setting(1, "images of a character for training", symbol="K", least=1)
     num_queries: int = setting(15, "images of a character for validation", least=1)
-    num_held_out: int = setting(8, "held-out episodes per client from the alphabets for validation, and as many for testing", least=1)
-    num_adaptation_steps: int = setting(100, "accelerated gradient steps that find the head of a held-out episode", least=1)
+    num_held_out: int = setting(
+        8, "held-out episodes per client from the alphabets for validation, and as many for testing", least=1
+    )
+    num_adaptation_steps: int = setting(
+        100, "accelerated gradient steps that find the head of a held-out episode", least=1
+    )
     num_filters: int | None = setting(None, "filters of every convolution; nothing: 64, or 16 on digits", least=1)
-    norm: Literal["sample", "image"] = setting("sample", "a channel over the images of a task in one sample, or an image by itself")
+    norm: Literal["sample", "image"] = setting(
+        "sample", "a channel over the images of a task in one sample, or an image by itself"
+    )
     activation: Literal["relu", "gelu"] = setting("relu", "what follows convolutions: as in the paper, or smooth")
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of alphabets, tasks and initial weights", least=0)
 
     # The paper's values, but for the steps of x and y of the accelerated methods, which are ten times the paper's: they are multiplied by a, which is
     # 0.093 with the paper's delta and offset, and so are about as long as those of the other methods. With the paper's, learning was much slower.
-    suggested = {"*": {"lr_upper": 1.0, "lr_lower": 0.4, "lr_system": 0.5}, "fedbioacc_local": _ACCELERATED, "distbioacc": _ACCELERATED}
+    suggested = {
+        "*": {"lr_upper": 1.0, "lr_lower": 0.4, "lr_system": 0.5},
+        "fedbioacc_local": _ACCELERATED,
+        "distbioacc": _ACCELERATED,
+    }
     suggested_iterations = {"*": 40, "distbio": 200, "distbioacc": 200}
     headline = ("validation_accuracy", "test_accuracy", "query_accuracy")
-    needs = {role: {"image": "one image of every character of every task, (num_tasks, num_ways, pixels)"} for role in ("train", "val")}
+    needs = {
+        role: {"image": "one image of every character of every task, (num_tasks, num_ways, pixels)"}
+        for role in ("train", "val")
+    }
     measures = {
-        "held_out": {"image": "one episode, num_shots images of every character and then its queries, (images, num_ways, pixels): for validation_accuracy"},
+        "held_out": {
+            "image": "one episode, num_shots images of every character and then its queries, (images, num_ways, pixels): for validation_accuracy"
+        },
         "test": {"image": "likewise, of other characters: for test_accuracy"},
     }
 
@@ -120,13 +148,19 @@ class FewShot(Task):
         clients: list[Holdings] = []
         for members in own:
             image, character = self._episodes(alphabets, members, self.num_tasks, rng)
-            sample, which = image.swapaxes(0, 1), np.broadcast_to(character, (self.num_shots + self.num_queries, *character.shape))
+            sample, which = (
+                image.swapaxes(0, 1),
+                np.broadcast_to(character, (self.num_shots + self.num_queries, *character.shape)),
+            )
             held = [self._episodes(alphabets, others, self.num_held_out, rng) for others in (validation, test)]
             clients.append(
                 {
                     "train": {"image": sample[: self.num_shots], "character": which[: self.num_shots]},
                     "val": {"image": sample[self.num_shots :], "character": which[self.num_shots :]},
-                    **{role: {"image": part[0], "character": part[1]} for role, part in zip(("held_out", "test"), held, strict=True)},
+                    **{
+                        role: {"image": part[0], "character": part[1]}
+                        for role, part in zip(("held_out", "test"), held, strict=True)
+                    },
                 }
             )
         return Built(self.problem(Shapes.of(clients[0])), clients)
@@ -142,7 +176,9 @@ class FewShot(Task):
         side = math.isqrt(num_pixels)
         if side not in _SIZES or num_pixels != side * side:
             raise ProblemError(f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28).")
-        held = {role: name for role, name in (("held_out", "validation"), ("test", "test")) if shapes.has(role, "image")}
+        held = {
+            role: name for role, name in (("held_out", "validation"), ("test", "test")) if shapes.has(role, "image")
+        }
         for role in held:
             num_images, *rest = shapes.sample("image", role, ndim=3)
             if num_images <= self.num_shots or rest != [num_ways, num_pixels]:
@@ -156,7 +192,9 @@ class FewShot(Task):
         heads = (self.num_tasks, self.num_ways)
         return Problem(
             upper=lambda x, y, batch: _losses(y, batch).mean(1),
-            lower=lambda x, y, batch: _losses(y, batch).sum(1) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            lower=lambda x, y, batch: (
+                _losses(y, batch).sum(1) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+            ),
             x0={name: leaf for name, leaf in weights.items() if name != f"conv{num_layers}.bias"},
             y0={"head.weight": torch.zeros(*heads, num_filters), "head.bias": torch.zeros(heads)},
             scopes=Scopes(lower="local"),
@@ -168,9 +206,13 @@ class FewShot(Task):
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Of the clients' own heads on their own queries."""
-        return accuracies(problem, clients, result, role="val", right="query_right", of="query_answers", name="query_accuracy")
+        return accuracies(
+            problem, clients, result, role="val", right="query_right", of="query_answers", name="query_accuracy"
+        )
 
-    def _dealt(self, alphabets: _Alphabets, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    def _dealt(
+        self, alphabets: _Alphabets, rng: np.random.Generator
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """The characters of every client, and those for validation and for testing."""
         num_train, num_validation, num_test = alphabets.parts
         if len(alphabets.members) != num_train + num_validation + num_test:
@@ -188,7 +230,11 @@ class FewShot(Task):
         order = rng.permutation(len(alphabets.members))
         parts = [*order[:num_used].reshape(num_clients, -1), *np.split(order[num_train:], [num_validation])]
         *own, validation, test = [np.concatenate([alphabets.members[a] for a in part]) for part in parts]
-        for who, members in [*((f"client {i}", members) for i, members in enumerate(own)), ("validation", validation), ("testing", test)]:
+        for who, members in [
+            *((f"client {i}", members) for i, members in enumerate(own)),
+            ("validation", validation),
+            ("testing", test),
+        ]:
             if len(members) < self.num_ways:
                 raise ProblemError(
                     f"a task has {self.num_ways} characters, {who} has only {len(members)}, turned ones counted: use fewer ways or more alphabets per client."
@@ -200,11 +246,16 @@ class FewShot(Task):
             )
         return own, validation, test
 
-    def _episodes(self, alphabets: _Alphabets, members: np.ndarray, num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _episodes(
+        self, alphabets: _Alphabets, members: np.ndarray, num: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Images (episodes, shots and queries, ways, pixels) and characters (episodes, ways); the support comes first."""
         characters = np.stack([rng.choice(members, self.num_ways, replace=False) for _ in range(num)])
         each = self.num_shots + self.num_queries
-        looks = [[alphabets.look(c, rng.choice(alphabets.places[c // _TURNS], each, replace=False)) for c in episode] for episode in characters.tolist()]
+        looks = [
+            [alphabets.look(c, rng.choice(alphabets.places[c // _TURNS], each, replace=False)) for c in episode]
+            for episode in characters.tolist()
+        ]
         return np.array(looks).swapaxes(1, 2), characters
 
     def _features(self, side: int, num_layers: int) -> Callable[[Any, Any], Tensor]:
@@ -233,7 +284,9 @@ class FewShot(Task):
         """Right answers to the queries of held-out episodes, each by a head of its own."""
 
         def adapted(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-            features = torch.cat([batch["features"], torch.ones_like(batch["features"][..., :1])], -1)  # the last weight of a head is its bias
+            features = torch.cat(
+                [batch["features"], torch.ones_like(batch["features"][..., :1])], -1
+            )  # the last weight of a head is its bias
             head = self._head(features[:, : self.num_shots].flatten(1, 2))
             return _counted(name, torch.einsum("rqnd,rcd->rqnc", features[:, self.num_shots :], head))
 
@@ -277,14 +330,20 @@ def _own(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums over all clients."""
-    return {f"{name}_accuracy": sums[f"{name}_right"] / sums[f"{name}_answers"] for name in ("validation", "test", "query") if f"{name}_answers" in sums}
+    return {
+        f"{name}_accuracy": sums[f"{name}_right"] / sums[f"{name}_answers"]
+        for name in ("validation", "test", "query")
+        if f"{name}_answers" in sums
+    }
 
 
 def _digit_alphabets(rng: np.random.Generator) -> _Alphabets:
     """At random, because a nought is hard to tell from one that is turned."""
     pixels, labels = digits()
     pairs = rng.permutation(_TURNS * 10).reshape(-1, 2)
-    return _Alphabets(pixels.reshape(-1, 8, 8), [np.flatnonzero(labels == d) for d in range(10)], list(pairs), (12, 3, 5))
+    return _Alphabets(
+        pixels.reshape(-1, 8, 8), [np.flatnonzero(labels == d) for d in range(10)], list(pairs), (12, 3, 5)
+    )
 
 
 def _omniglot_alphabets(data_dir: str | None) -> _Alphabets:
@@ -292,5 +351,8 @@ def _omniglot_alphabets(data_dir: str | None) -> _Alphabets:
     places = [np.flatnonzero(found.label == c) for c in range(len(found.label_names))]
     home = np.zeros(len(places), np.int64)
     home[found.label] = found.alphabet
-    members = [(_TURNS * np.flatnonzero(home == a)[:, None] + np.arange(_TURNS)).ravel() for a in range(len(found.alphabet_names))]
+    members = [
+        (_TURNS * np.flatnonzero(home == a)[:, None] + np.arange(_TURNS)).ravel()
+        for a in range(len(found.alphabet_names))
+    ]
     return _Alphabets(found.images, places, members, (33, 5, 12))

@@ -19,25 +19,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbilevel.contraction import counted as sums
-from fedbilevel.data.clients import ClientData, Holdings
-from fedbilevel.problem import Problem, with_features
+from fedbilevel.problem.client_data import ClientData, Holdings
+from fedbilevel.problem.contraction import counted as sums
+from fedbilevel.problem.problem import Problem, with_features
 
 Finding = dict[str, Any]
 
 
-def histogram(title: str, about: str, x: str, groups: Mapping[str, Sequence[float] | np.ndarray], edges: Sequence[float] | np.ndarray) -> Finding:
+def histogram(
+    title: str,
+    about: str,
+    x: str,
+    groups: Mapping[str, Sequence[float] | np.ndarray],
+    edges: Sequence[float] | np.ndarray,
+) -> Finding:
     """Values outside the edges are counted in the first and the last."""
-    counted = [{"name": name, "counts": np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0].tolist()} for name, values in groups.items()]
-    return {"kind": "histogram", "title": title, "about": about, "x": x, "edges": [float(edge) for edge in edges], "groups": counted}
+    counted = [
+        {"name": name, "counts": np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0].tolist()}
+        for name, values in groups.items()
+    ]
+    return {
+        "kind": "histogram",
+        "title": title,
+        "about": about,
+        "x": x,
+        "edges": [float(edge) for edge in edges],
+        "groups": counted,
+    }
 
 
 def ranking(title: str, about: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Finding:
-    return {"kind": "ranking", "title": title, "about": about, "columns": list(columns), "rows": [list(row) for row in rows]}
+    return {
+        "kind": "ranking",
+        "title": title,
+        "about": about,
+        "columns": list(columns),
+        "rows": [list(row) for row in rows],
+    }
 
 
 def by_client(title: str, about: str, values: Mapping[str, Sequence[float | None]]) -> Finding:
-    return {"kind": "by_client", "title": title, "about": about, "values": {name: list(some) for name, some in values.items()}}
+    return {
+        "kind": "by_client",
+        "title": title,
+        "about": about,
+        "values": {name: list(some) for name, some in values.items()},
+    }
 
 
 def shape_of(num_pixels: int) -> tuple[int, ...] | None:
@@ -58,7 +85,10 @@ def images(title: str, about: str, pictures: np.ndarray, facts: Sequence[Mapping
     grey = np.rint(255 * (flat - low) / ((high - low) or 1.0)).astype(np.uint8)
     if len(shape) == 3:  # channels last
         grey = grey.reshape(len(grey), 3, -1).swapaxes(1, 2).reshape(len(grey), -1)
-    items = [{"pixels": base64.b64encode(row.tobytes()).decode(), "facts": dict(own)} for row, own in zip(grey, facts, strict=True)]
+    items = [
+        {"pixels": base64.b64encode(row.tobytes()).decode(), "facts": dict(own)}
+        for row, own in zip(grey, facts, strict=True)
+    ]
     return {"kind": "images", "title": title, "about": about, "shape": list(shape), "items": items}
 
 
@@ -70,7 +100,12 @@ def of_client(solution: Any, i: int) -> dict[str, Tensor]:
 
 def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: str) -> list[dict[str, float]]:
     """The problem's statistics of a role, client by client; nothing where there are none, or where the solution never left the sites."""
-    if result.x is None or result.y is None or role not in problem.statistics or any(role not in client for client in clients):
+    if (
+        result.x is None
+        or result.y is None
+        or role not in problem.statistics
+        or any(role not in client for client in clients)
+    ):
         return []
     like = next(iter(of_client(result.y, 0).values()))
     data, found = ClientData(clients, dtype=like.dtype), []
@@ -87,7 +122,16 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def accuracies(problem: Problem, clients: Sequence[Holdings], result: Any, *, role: str, right: str, of: str, name: str = "test_accuracy") -> list[Finding]:
+def accuracies(
+    problem: Problem,
+    clients: Sequence[Holdings],
+    result: Any,
+    *,
+    role: str,
+    right: str,
+    of: str,
+    name: str = "test_accuracy",
+) -> list[Finding]:
     """One finding: right answers over samples of every client, by their names among the statistics. None where nothing was measured."""
     shares = [share(one[right], one[of]) for one in counted(problem, clients, result, role)]
     title = f"{name.replace('_', ' ').capitalize()} of every client"

@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, gelu, linear, max_pool2d, relu
 
-from fedbilevel.data.clients import Holdings
-from fedbilevel.data.images import NUM_CHANNELS, standardised, train_and_test
 from fedbilevel.data.partition import iid, shards
+from fedbilevel.data.sets.images import NUM_CHANNELS, standardised, train_and_test
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
@@ -62,24 +62,45 @@ class _Sizes(NamedTuple):
 
 
 _SIZES = {8: _Sizes((3, 2), (8, 16), 32), 28: _Sizes((5, 5), (10, 20), 50), 32: _Sizes((5, 5), (6, 16), 120)}
-_IMAGES = {channels * side * side: (channels, side) for channels in (1, 3) for side in _SIZES}  # channels and side, by how many numbers an image has
+_IMAGES = {
+    channels * side * side: (channels, side) for channels in (1, 3) for side in _SIZES
+}  # channels and side, by how many numbers an image has
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperRepresentation(Task):
     num_clients: int = setting(10, "clients; the papers use 100 on MNIST", symbol="m", least=1)
-    data: Literal["digits", "mnist", "fashion", "cifar10"] = setting("digits", "images; all but the embedded digits are read from files")
-    data_dir: str | None = setting(None, "folder of the files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
-    pixels: Literal["unit", "standard"] = setting("unit", "values from 0 to 1, or with mean 0 and deviation 1 over the training images, per channel")
+    data: Literal["digits", "mnist", "fashion", "cifar10"] = setting(
+        "digits", "images; all but the embedded digits are read from files"
+    )
+    data_dir: str | None = setting(
+        None, "folder of the files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+    )
+    pixels: Literal["unit", "standard"] = setting(
+        "unit", "values from 0 to 1, or with mean 0 and deviation 1 over the training images, per channel"
+    )
     share: float = setting(1.0, "share of all images that is used", above=0, most=1)
-    test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
-    split: Literal["iid", "shards"] = setting("shards", "images at random, or two shards of images sorted by label for each client")
+    test_share: float = setting(
+        0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9
+    )
+    split: Literal["iid", "shards"] = setting(
+        "shards", "images at random, or two shards of images sorted by label for each client"
+    )
     val_share: float = setting(
-        0.2, "share of a client's images for validation, the rest is for training; FedNest: 0.2 for shards, 0.5 for iid", above=0, most=0.9
+        0.2,
+        "share of a client's images for validation, the rest is for training; FedNest: 0.2 for shards, 0.5 for iid",
+        above=0,
+        most=0.9,
     )
     model: Literal["mlp", "cnn"] = setting("mlp", "one hidden layer, or two convolutions and a hidden layer")
-    num_hidden: int | None = setting(None, "units of the hidden layer; nothing: 200 for the MLP; for the CNN 50, 32 on digits, 120 on cifar10", least=1)
-    head_layers: int = setting(1, "layers in y: the last one, or a layer of 84 units before it as well, which is not convex", least=1, most=2)
+    num_hidden: int | None = setting(
+        None,
+        "units of the hidden layer; nothing: 200 for the MLP; for the CNN 50, 32 on digits, 120 on cifar10",
+        least=1,
+    )
+    head_layers: int = setting(
+        1, "layers in y: the last one, or a layer of 84 units before it as well, which is not convex", least=1, most=2
+    )
     activation: Literal["relu", "gelu"] = setting("relu", "what follows hidden layers: as in the papers, or smooth")
     lower: Literal["global", "local"] = setting("global", "one head for all clients, or one for each")
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
@@ -97,21 +118,36 @@ class HyperRepresentation(Task):
     }
     suggested_iterations = {"*": 200, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
     headline = ("test_accuracy", "train_accuracy")
-    needs = {role: {"image": "one row of numbers per sample; channel after channel for the cnn", "label": "its class from 0"} for role in ("train", "val")}
+    needs = {
+        role: {"image": "one row of numbers per sample; channel after channel for the cnn", "label": "its class from 0"}
+        for role in ("train", "val")
+    }
     measures = {"test": {"image": "as in train", "label": "its class: for test_accuracy"}}
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
-        train, test = train_and_test(self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir)
+        train, test = train_and_test(
+            self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir
+        )
         if self.pixels == "standard":
             train, test = standardised(train, test, NUM_CHANNELS.get(self.data, 1))
         clients: list[Holdings] = []
-        for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
+        for i, (mine, testing) in enumerate(
+            zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)
+        ):
             if len(mine) < 2:
-                raise ProblemError(f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer clients or more data.")
+                raise ProblemError(
+                    f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer clients or more data."
+                )
             num_val = min(max(1, round(self.val_share * len(mine))), len(mine) - 1)
             val, rest = np.split(rng.permutation(mine), [num_val])
-            clients.append({"train": train.some(rest).fields(), "val": train.some(val).fields(), "test": test.some(testing).fields()})
+            clients.append(
+                {
+                    "train": train.some(rest).fields(),
+                    "val": train.some(val).fields(),
+                    "test": test.some(testing).fields(),
+                }
+            )
         return Built(self.problem(Shapes.of(clients[0], int(train.label.max()) + 1)), clients)
 
     def problem(self, shapes: Shapes) -> Problem:
@@ -120,12 +156,16 @@ class HyperRepresentation(Task):
         (num_pixels,) = shapes.sample("image", "train", "val", "test", ndim=1)
         if self.model == "cnn" and num_pixels not in _IMAGES:
             known = ", ".join(f"{num} ({channels} x {side} x {side})" for num, (channels, side) in _IMAGES.items())
-            raise ProblemError(f"images have {num_pixels} numbers, expected one of {known} for the model cnn: use the model mlp.")
+            raise ProblemError(
+                f"images have {num_pixels} numbers, expected one of {known} for the model cnn: use the model mlp."
+            )
         x0, y0 = self._weights(num_pixels, shapes.classes())
         measured = [role for role in ("test", "train") if shapes.has(role, "image", "label")]
         return Problem(
             upper=self._entropy,
-            lower=lambda x, y, batch: self._entropy(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            lower=lambda x, y, batch: (
+                self._entropy(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+            ),
             x0=x0,
             y0=y0,
             scopes=Scopes(lower=self.lower),
@@ -139,7 +179,9 @@ class HyperRepresentation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        return iid(len(labels), self.num_clients, rng) if self.split == "iid" else shards(labels, self.num_clients, 2, rng)
+        return (
+            iid(len(labels), self.num_clients, rng) if self.split == "iid" else shards(labels, self.num_clients, 2, rng)
+        )
 
     def _weights(self, num_pixels: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the CNN's three hidden layers are sqrt(6) times
@@ -152,8 +194,16 @@ class HyperRepresentation(Task):
             sizes = _SIZES[side]
             hidden, (first, second), (one, two) = self.num_hidden or sizes.hidden, sizes.channels, sizes.kernels
             rest = ((side - one + 1) // 2 - two + 1) // 2
-            shapes = {"conv1": (first, num_channels, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest)}
-        head = {"head": (num_classes, hidden)} if self.head_layers == 1 else {"middle": (_MIDDLE, hidden), "head": (num_classes, _MIDDLE)}
+            shapes = {
+                "conv1": (first, num_channels, one, one),
+                "conv2": (second, first, two, two),
+                "hidden": (hidden, second * rest * rest),
+            }
+        head = (
+            {"head": (num_classes, hidden)}
+            if self.head_layers == 1
+            else {"middle": (_MIDDLE, hidden), "head": (num_classes, _MIDDLE)}
+        )
         draw = torch.Generator().manual_seed(self.data_seed)
         return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform(head, draw)
 
@@ -192,4 +242,8 @@ class HyperRepresentation(Task):
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums over all clients."""
-    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "train") if f"{role}_samples" in sums}
+    return {
+        f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
+        for role in ("test", "train")
+        if f"{role}_samples" in sums
+    }

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, gelu, linear
 
-from fedbilevel.data.clients import Holdings
-from fedbilevel.data.images import Images, train_and_test
 from fedbilevel.data.partition import dirichlet, iid, take_per_class
+from fedbilevel.data.sets.images import Images, train_and_test
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
 from fedbilevel.tasks.initial import uniform
@@ -43,15 +43,31 @@ from fedbilevel.tasks.task import Built, Shapes, Task
 @dataclass(frozen=True, kw_only=True)
 class Imbalance(Task):
     num_clients: int = setting(10, "clients", symbol="m", least=1)
-    data: Literal["digits", "mnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
-    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout")
-    share: float = setting(1.0, "share of all images from which training, validation and test images are taken", above=0, most=1)
-    test_share: float = setting(0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9)
-    imbalance_ratio: float = setting(20.0, "training images of the commonest class for each one of the rarest", symbol="rho", least=1)
+    data: Literal["digits", "mnist", "fashion"] = setting(
+        "digits", "images; all but the embedded digits are read from idx files"
+    )
+    data_dir: str | None = setting(
+        None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+    )
+    share: float = setting(
+        1.0, "share of all images from which training, validation and test images are taken", above=0, most=1
+    )
+    test_share: float = setting(
+        0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9
+    )
+    imbalance_ratio: float = setting(
+        20.0, "training images of the commonest class for each one of the rarest", symbol="rho", least=1
+    )
     num_val: int = setting(3, "validation images of every class at each client", least=1)
-    split: Literal["iid", "dirichlet"] = setting("dirichlet", "training images at random, or labels spread unevenly over clients")
-    alpha: float = setting(1.0, "how evenly a Dirichlet distribution spreads labels over clients; smaller: less", symbol="alpha", above=0)
-    model: Literal["linear", "mlp"] = setting("linear", "the classifier: linear, or with one hidden layer and GELU, whose lower level is not convex")
+    split: Literal["iid", "dirichlet"] = setting(
+        "dirichlet", "training images at random, or labels spread unevenly over clients"
+    )
+    alpha: float = setting(
+        1.0, "how evenly a Dirichlet distribution spreads labels over clients; smaller: less", symbol="alpha", above=0
+    )
+    model: Literal["linear", "mlp"] = setting(
+        "linear", "the classifier: linear, or with one hidden layer and GELU, whose lower level is not convex"
+    )
     num_hidden: int = setting(32, "units of the hidden layer", least=1)
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of the split and of the initial weights", least=0)
@@ -73,14 +89,24 @@ class Imbalance(Task):
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
-        pool, test = train_and_test(self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir)
+        pool, test = train_and_test(
+            self.data, rng, share=self.share, test_share=self.test_share, data_dir=self.data_dir
+        )
         num_classes = int(pool.label.max()) + 1
         val = take_per_class(pool.label, self.num_clients * self.num_val, rng)
         train = pool.some(self._tail(pool, np.concatenate(list(val.values())), rng))
         clients: list[Holdings] = []
-        for i, (mine, testing) in enumerate(zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)):
+        for i, (mine, testing) in enumerate(
+            zip(self._dealt(train.label, rng), iid(len(test), self.num_clients, rng), strict=True)
+        ):
             own = np.concatenate([places[i * self.num_val : (i + 1) * self.num_val] for places in val.values()])
-            clients.append({"train": train.some(mine).fields(), "val": pool.some(own).fields(), "test": test.some(testing).fields()})
+            clients.append(
+                {
+                    "train": train.some(mine).fields(),
+                    "val": pool.some(own).fields(),
+                    "test": test.some(testing).fields(),
+                }
+            )
         return Built(self.problem(Shapes.of(clients[0], num_classes)), clients)
 
     def problem(self, shapes: Shapes) -> Problem:
@@ -90,7 +116,9 @@ class Imbalance(Task):
         num_classes, tested = shapes.classes(), shapes.has("test", "image", "label")
         return Problem(
             upper=lambda x, y, batch: _entropy(_logits(y, batch), batch),
-            lower=lambda x, y, batch: _entropy(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            lower=lambda x, y, batch: (
+                _entropy(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+            ),
             x0={"delta": torch.zeros(num_classes), "ell": torch.zeros(num_classes)},
             y0=self._weights(num_pixels, num_classes),
             statistics={"test": _tested(num_classes)} if tested else {},
@@ -104,16 +132,30 @@ class Imbalance(Task):
         if not found:
             return []
         classes = range(sum(name.startswith("tested_") for name in found[0]))
-        own = [share(sum(one[f"right_{c}"] for c in classes), sum(one[f"tested_{c}"] for c in classes)) for one in found]
-        served = by_client("Test accuracy of every client", "On the samples that the client itself holds.", {"test_accuracy": own})
+        own = [
+            share(sum(one[f"right_{c}"] for c in classes), sum(one[f"tested_{c}"] for c in classes)) for one in found
+        ]
+        served = by_client(
+            "Test accuracy of every client", "On the samples that the client itself holds.", {"test_accuracy": own}
+        )
         if not isinstance(result.x, Mapping):  # between peers everybody has its own
             return [served]
         x, labels = of_client(result.x, 0), np.concatenate([np.asarray(client["train"]["label"]) for client in clients])
         scales, shifts = (2 * torch.sigmoid(x["delta"])).tolist(), x["ell"].tolist()
-        accuracy = [share(sum(one[f"right_{c}"] for one in found), sum(one[f"tested_{c}"] for one in found)) for c in classes]
+        accuracy = [
+            share(sum(one[f"right_{c}"] for one in found), sum(one[f"tested_{c}"] for one in found)) for c in classes
+        ]
         rows = [[c, int((labels == c).sum()), scales[c], shifts[c], accuracy[c]] for c in classes]
         about = "In training, logits of a class are multiplied by its scale, and its shift is added; both begin where they change nothing, at one and zero."
-        return [ranking("Classes, the commonest first", about, ("class", "training_samples", "scale", "shift", "test_accuracy"), rows), served]
+        return [
+            ranking(
+                "Classes, the commonest first",
+                about,
+                ("class", "training_samples", "scale", "shift", "test_accuracy"),
+                rows,
+            ),
+            served,
+        ]
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Training samples among those that validation leaves: n_c = n_0 ratio^(-c/(C-1)), with the largest n_0 that all classes allow."""
@@ -126,10 +168,16 @@ class Imbalance(Task):
                 f"with imbalance_ratio {self.imbalance_ratio:g} and {most:.0f} training images of the commonest class none is left of the rarest: "
                 "use a smaller ratio, fewer validation images or more data."
             )
-        return np.sort(np.concatenate([rng.choice(places, size, replace=False) for places, size in zip(left, sizes, strict=True)]))
+        return np.sort(
+            np.concatenate([rng.choice(places, size, replace=False) for places, size in zip(left, sizes, strict=True)])
+        )
 
     def _dealt(self, labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        return iid(len(labels), self.num_clients, rng) if self.split == "iid" else dirichlet(labels, self.num_clients, self.alpha, rng)
+        return (
+            iid(len(labels), self.num_clients, rng)
+            if self.split == "iid"
+            else dirichlet(labels, self.num_clients, self.alpha, rng)
+        )
 
     def _weights(self, num_pixels: int, num_classes: int) -> dict[str, Tensor]:
         """Zeros for the linear classifier; with a hidden layer, uniform on +-1/sqrt(inputs of a unit), as zeros would never part its units."""
@@ -170,11 +218,16 @@ def _metrics(num_classes: int) -> Callable[[Any], dict[str, float]]:
     """Per class, right answers of all clients over samples of all clients; classes without a test sample are left out of the mean."""
 
     def metrics(sums: Any) -> dict[str, float]:
-        each = {label: sums[f"right_{label}"] / sums[f"tested_{label}"] for label in range(num_classes) if sums[f"tested_{label}"]}
+        each = {
+            label: sums[f"right_{label}"] / sums[f"tested_{label}"]
+            for label in range(num_classes)
+            if sums[f"tested_{label}"]
+        }
         return {
             "balanced_test_accuracy": sum(each.values()) / len(each),
             "rarest_test_accuracy": each.get(num_classes - 1, math.nan),
-            "test_accuracy": sum(sums[f"right_{label}"] for label in range(num_classes)) / sum(sums[f"tested_{label}"] for label in range(num_classes)),
+            "test_accuracy": sum(sums[f"right_{label}"] for label in range(num_classes))
+            / sum(sums[f"tested_{label}"] for label in range(num_classes)),
         }
 
     return metrics

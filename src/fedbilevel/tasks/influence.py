@@ -5,7 +5,7 @@ x_i holds one entry per training sample of client i, the mask of its loss, and s
     g_i(x_i, y) = 1/n_i sum_j x_ij loss_j(y) + l2/2 |y|^2          f_i(y) = mean validation loss of client i
 
 To remove instance j of client i is to set x_ij to zero; the factor 1/n_i stays. To first order that changes sum_k f_k by minus the derivative
-by x_ij, so one hypergradient at x = 1 predicts all removals at once (see fedbilevel/influence.py, which compares with real retraining).
+by x_ij, so one hypergradient at x = 1 predicts all removals at once (see studies/influence.py, which compares with real retraining).
 
 Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see data/mixture.py), the embedded `digits`, or `mnist`
 from disk, of which a share is used. Images are spread over clients label by label with Dirichlet proportions. Models: `logistic` is binary
@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, max_pool2d, softplus
 
-from fedbilevel.data import idx
-from fedbilevel.data.clients import Holdings
 from fedbilevel.data.corruption import flip_labels
-from fedbilevel.data.digits import digits
-from fedbilevel.data.mixture import mixture
 from fedbilevel.data.partition import dirichlet
+from fedbilevel.data.sets import idx
+from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.mixture import mixture
 from fedbilevel.errors import ProblemError, SettingError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies, images, ranking
 from fedbilevel.tasks.task import Built, Shapes, Task
@@ -60,18 +60,31 @@ LAYERS = {"digits": (Layer(8, 3, True), Layer(16, 2, False)), "mnist": (Layer(20
 
 @dataclass(frozen=True, kw_only=True)
 class Influence(Task):
-    data: Literal["mixture", "digits", "mnist"] = setting("mixture", "synthetic mixture of linear rules, embedded digits, or MNIST from disk")
-    model: Literal["logistic", "cnn"] = setting("logistic", "linear and convex, or a small convolutional network (images only)")
+    data: Literal["mixture", "digits", "mnist"] = setting(
+        "mixture", "synthetic mixture of linear rules, embedded digits, or MNIST from disk"
+    )
+    model: Literal["logistic", "cnn"] = setting(
+        "logistic", "linear and convex, or a small convolutional network (images only)"
+    )
     num_clients: int = setting(3, "clients", symbol="n", least=1)
     num_train: int = setting(100, "mixture: training samples per client", least=1)
     num_val: int = setting(100, "mixture: validation samples per client", least=1)
-    share: float | None = setting(None, "share of the images that is used (by default all of digits, 0.01 of mnist)", above=0, most=1)
+    share: float | None = setting(
+        None, "share of the images that is used (by default all of digits, 0.01 of mnist)", above=0, most=1
+    )
     val_share: float = setting(0.25, "images: share of a client's samples that validates", above=0, most=0.9)
-    dirichlet: float = setting(0.4, "concentration of the clients' proportions of rules or labels; small: clients differ more", symbol="alpha", above=0)
+    dirichlet: float = setting(
+        0.4,
+        "concentration of the clients' proportions of rules or labels; small: clients differ more",
+        symbol="alpha",
+        above=0,
+    )
     label_noise: float = setting(0.1, "standard deviation of the noise inside the labels of the mixture", least=0)
     wrong: float = setting(0.0, "share of training labels that are made wrong on purpose", least=0, most=1)
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", least=0)
-    bug_compatible: bool = setting(False, "labels of the mixture as the published generator makes them, many of them 0 by mistake")
+    bug_compatible: bool = setting(
+        False, "labels of the mixture as the published generator makes them, many of them 0 by mistake"
+    )
     data_seed: int = setting(0, "seed of the data, the split and the initial network", least=0)
     data_dir: str = setting("", "folder with mnist/*-ubyte.gz (by default the usual places are searched)")
 
@@ -79,18 +92,27 @@ class Influence(Task):
     suggested = {"*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 1.0, "num_local_steps": 1}}
     headline = ("upper_loss", "lower_loss", "val_accuracy")
     needs = {
-        role: {"input": "one row of numbers per sample for the mixture, one image (side, side) otherwise", "label": "its class from 0"}
+        role: {
+            "input": "one row of numbers per sample for the mixture, one image (side, side) otherwise",
+            "label": "its class from 0",
+        }
         for role in ("train", "val")
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data == "mixture" and self.model == "cnn":
-            raise SettingError("Influence: model is 'cnn', which needs images, but data is 'mixture': use data='digits' or 'mnist', or model='logistic'.")
+            raise SettingError(
+                "Influence: model is 'cnn', which needs images, but data is 'mixture': use data='digits' or 'mnist', or model='logistic'."
+            )
 
     def suggests(self, name: str) -> dict[str, Any]:
         """For one prediction at a trained model, by the data and the model of these settings; `suggestions` are for runs that change x."""
-        return {**self.suggestions(name), **_PREDICTION.get(name, {}), **_BY_MODEL.get((self.data, self.model), {}).get(name, {})}
+        return {
+            **self.suggestions(name),
+            **_PREDICTION.get(name, {}),
+            **_BY_MODEL.get((self.data, self.model), {}).get(name, {}),
+        }
 
     def build(self) -> Built:
         rng = np.random.default_rng(self.data_seed)
@@ -102,7 +124,9 @@ class Influence(Task):
     def problem(self, shapes: Shapes) -> Problem:
         self.check(shapes)
         if shapes.classes() != self._num_classes():
-            raise ProblemError(f"influence on {self.data} has {self._num_classes()} classes, but num_classes is {shapes.num_classes}: choose other data.")
+            raise ProblemError(
+                f"influence on {self.data} has {self._num_classes()} classes, but num_classes is {shapes.num_classes}: choose other data."
+            )
         shapes.sample("label", "train", "val", kinds=("int",), ndim=0)
         shape = shapes.sample("input", "train", "val", ndim=1 if self.data == "mixture" else 2)
         if self.data != "mixture" and shape != (_SIDES[self.data],) * 2:
@@ -125,16 +149,26 @@ class Influence(Task):
         served = accuracies(problem, clients, result, role="val", right="right", of="seen", name="val_accuracy")
         if result.x is None:
             return served
-        every = [(float(mask), i, j) for i, tree in enumerate(result.x) for j, mask in enumerate(tree["mask"].detach().double().cpu().tolist())]
+        every = [
+            (float(mask), i, j)
+            for i, tree in enumerate(result.x)
+            for j, mask in enumerate(tree["mask"].detach().double().cpu().tolist())
+        ]
         found: list[Finding | None] = []
-        for kind, sign, does in (("harmful", 1, "lowered, so that less of its loss counts"), ("helpful", -1, "raised, so that more of its loss counts")):
-            some = sorted((one for one in every if sign * one[0] < sign), key=lambda one: (sign * one[0], *one[1:]))[:_RANKED]
+        for kind, sign, does in (
+            ("harmful", 1, "lowered, so that less of its loss counts"),
+            ("helpful", -1, "raised, so that more of its loss counts"),
+        ):
+            some = sorted((one for one in every if sign * one[0] < sign), key=lambda one: (sign * one[0], *one[1:]))[
+                :_RANKED
+            ]
             if not some:
                 continue
             own = [clients[i]["train"] for _, i, _ in some]
             marked = all("wrong" in fields for fields in own)
             facts = [
-                {"client": i, "sample": j, "label": int(fields["label"][j]), "mask": mask} | ({"wrong": bool(fields["wrong"][j])} if marked else {})
+                {"client": i, "sample": j, "label": int(fields["label"][j]), "mask": mask}
+                | ({"wrong": bool(fields["wrong"][j])} if marked else {})
                 for (mask, i, j), fields in zip(some, own, strict=True)
             ]
             title, about = f"Most {kind} instances", f"From one, where all begin, their masks were {does}."
@@ -202,7 +236,10 @@ class Influence(Task):
             noise=self.label_noise,
             bug_compatible=self.bug_compatible,
         )
-        return [{role: {"input": samples.x, "label": samples.label} for role, samples in client.items()} for client in drawn.clients]
+        return [
+            {role: {"input": samples.x, "label": samples.label} for role, samples in client.items()}
+            for client in drawn.clients
+        ]
 
     def _images(self, rng: np.random.Generator) -> Clients:
         if self.data == "digits":
@@ -218,7 +255,12 @@ class Influence(Task):
         for mine in map(rng.permutation, dirichlet(labels, self.num_clients, self.dirichlet, rng, least=4)):
             num_val = max(1, round(self.val_share * len(mine)))
             roles = {"train": mine[num_val:], "val": mine[:num_val]}
-            clients.append({role: {"input": images[own].reshape(-1, side, side), "label": labels[own]} for role, own in roles.items()})
+            clients.append(
+                {
+                    role: {"input": images[own].reshape(-1, side, side), "label": labels[own]}
+                    for role, own in roles.items()
+                }
+            )
         return clients
 
     def _flipped(self, clients: Clients, rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
@@ -246,5 +288,8 @@ _BY_MODEL: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
         "training": {"kind": "push", "lr": 0.03, "num_steps": 3000},
     },
     ("mnist", "logistic"): {"hgp": {"lr_system": 0.02, "num_terms": 5000}, "averaging": {"num_steps": 20}},
-    ("mnist", "cnn"): {"hgp": {"lr_system": 0.05, "num_terms": 1000}, "training": {"kind": "push", "lr": 0.1, "num_steps": 5000}},
+    ("mnist", "cnn"): {
+        "hgp": {"lr_system": 0.05, "num_terms": 1000},
+        "training": {"kind": "push", "lr": 0.1, "num_steps": 5000},
+    },
 }

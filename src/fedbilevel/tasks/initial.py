@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-def uniform(shapes: Mapping[str, tuple[int, ...]], draw: torch.Generator, *, scale: float = 1.0, num_networks: int | None = None) -> dict[str, Tensor]:
+def uniform(
+    shapes: Mapping[str, tuple[int, ...]], draw: torch.Generator, *, scale: float = 1.0, num_networks: int | None = None
+) -> dict[str, Tensor]:
     """Per layer (outputs, inputs, ...) a weight and a bias, uniform on +-1/sqrt(inputs of a unit), the weight times `scale`; several networks are stacked
     in front."""
     weights = {}

@@ -32,18 +32,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, gelu, linear, log_softmax, max_pool2d, nll_loss, softmax
 
-from fedbilevel.data import idx
-from fedbilevel.data.clients import Holdings
-from fedbilevel.data.digits import digits
 from fedbilevel.data.partition import dirichlet
+from fedbilevel.data.sets import idx
+from fedbilevel.data.sets.digits import digits
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-Network = Callable[[Any, Tensor, int], Tensor]  # weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
+Network = Callable[
+    [Any, Tensor, int], Tensor
+]  # weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
 Score = Callable[[Any, Any, Any], Tensor]
 
 
@@ -61,20 +63,36 @@ _HIDDEN = 64  # of the network with one hidden layer
 
 @dataclass(frozen=True, kw_only=True)
 class Personalisation(Task):
-    personalise: Literal["mask", "ensemble", "mixture", "none"] = setting("mask", "what the numbers of a client's own do")
+    personalise: Literal["mask", "ensemble", "mixture", "none"] = setting(
+        "mask", "what the numbers of a client's own do"
+    )
     num_clients: int = setting(100, "clients", symbol="n", least=1)
-    data: Literal["digits", "mnist", "emnist", "fashion"] = setting("digits", "images; all but the embedded digits are read from idx files")
+    data: Literal["digits", "mnist", "emnist", "fashion"] = setting(
+        "digits", "images; all but the embedded digits are read from idx files"
+    )
     share: float = setting(1.0, "share of all images that is used; the paper uses 0.1 of EMNIST", above=0, most=1)
-    data_dir: str | None = setting(None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data in or beside the checkout")
-    split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = setting("byclass", "split of EMNIST; byclass has the paper's 62 classes")
-    alpha: float = setting(0.4, "spread of labels over clients by a Dirichlet distribution; smaller: more uneven", symbol="alpha", above=0)
-    least: int = setting(5, "samples that every client has at least; 5 is the fewest that can be split as asked", least=3)
+    data_dir: str | None = setting(
+        None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data in or beside the checkout"
+    )
+    split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = setting(
+        "byclass", "split of EMNIST; byclass has the paper's 62 classes"
+    )
+    alpha: float = setting(
+        0.4, "spread of labels over clients by a Dirichlet distribution; smaller: more uneven", symbol="alpha", above=0
+    )
+    least: int = setting(
+        5, "samples that every client has at least; 5 is the fewest that can be split as asked", least=3
+    )
     num_clusters: int = setting(3, "groups of clients that normalise inputs alike", least=1)
     least_spread: float = setting(0.2, "smallest number that inputs are divided by", above=0, most=1)
-    model: Literal["linear", "mlp", "cnn"] = setting("mlp", "linear, one hidden layer, or two convolutions and a hidden layer (Table 5)")
+    model: Literal["linear", "mlp", "cnn"] = setting(
+        "mlp", "linear, one hidden layer, or two convolutions and a hidden layer (Table 5)"
+    )
     width: float = setting(1.0, "factor of the numbers of hidden units and channels", above=0)
     num_networks: int = setting(3, "networks of the ensemble and the mixture", least=1)
-    mask_scale: Literal["classes", "paper"] = setting("classes", "softmax(lambda) times the number of classes, so that zeros mean no mask, or as in the paper")
+    mask_scale: Literal["classes", "paper"] = setting(
+        "classes", "softmax(lambda) times the number of classes, so that zeros mean no mask, or as in the paper"
+    )
     lower: Literal["global", "local"] = setting("global", "one y for all clients, or every client trains alone")
     l2: float = setting(1e-3, "weight of the squared norm of y in the lower level", least=0)
     l2_upper: float = setting(1e-2, "weight of the squared norm of lambda in the upper level", least=0)
@@ -103,9 +121,15 @@ class Personalisation(Task):
         self.check(shapes)
         shapes.sample("label", "train", "val", "stop", "test", kinds=("int",), ndim=0)
         (num_pixels,) = shapes.sample("image", "train", "val", "stop", "test", ndim=1)
-        num_classes, side, several = shapes.classes(), round(num_pixels**0.5), self.personalise in ("ensemble", "mixture")
+        num_classes, side, several = (
+            shapes.classes(),
+            round(num_pixels**0.5),
+            self.personalise in ("ensemble", "mixture"),
+        )
         if self.model == "cnn" and (side not in _SIZES or num_pixels != side * side):
-            raise ProblemError(f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the model mlp or linear.")
+            raise ProblemError(
+                f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the model mlp or linear."
+            )
         measured = [role for role in ("test", "stop") if shapes.has(role, "image", "label")]
         score = self._score(_NETWORKS[self.model], side, num_classes)
         length, start = {"mask": num_classes, "none": 1}.get(self.personalise, self.num_networks), 0.0
@@ -114,8 +138,14 @@ class Personalisation(Task):
         fit = nll_loss if self.personalise == "mixture" else cross_entropy
         return Problem(
             # cross_entropy scales the weights of the mixture to sum to one, nll_loss takes them as they are
-            upper=lambda x, y, batch: cross_entropy(score(x, y, batch), batch["label"], reduction="none") + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum(),
-            lower=lambda x, y, batch: fit(score(x, y, batch), batch["label"], reduction="none") + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            upper=lambda x, y, batch: (
+                cross_entropy(score(x, y, batch), batch["label"], reduction="none")
+                + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum()
+            ),
+            lower=lambda x, y, batch: (
+                fit(score(x, y, batch), batch["label"], reduction="none")
+                + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+            ),
             x0=lambda sizes: {"lambda": torch.full((length,), start)},
             y0=uniform(
                 self._layers(num_pixels, num_classes),
@@ -150,7 +180,9 @@ class Personalisation(Task):
     def normalisation(self) -> list[tuple[float, float]]:
         """What each cluster subtracts from its inputs, and what it then divides them by."""
         rng = np.random.default_rng([self.data_seed, 1])
-        return [(mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()]
+        return [
+            (mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()
+        ]
 
     def _clients(self, images: np.ndarray, labels: np.ndarray) -> Sequence[Holdings]:
         rng = np.random.default_rng([self.data_seed, 2])
@@ -178,19 +210,31 @@ class Personalisation(Task):
         sizes = _SIZES[side]
         (first, second), (one, two), hidden = map(scaled, sizes.channels), sizes.kernels, scaled(sizes.hidden)
         rest = ((side - one + 1) // 2 - two + 1) // 2
-        return {"conv1": (first, 1, one, one), "conv2": (second, first, two, two), "hidden": (hidden, second * rest * rest), "out": (num_classes, hidden)}
+        return {
+            "conv1": (first, 1, one, one),
+            "conv2": (second, first, two, two),
+            "hidden": (hidden, second * rest * rest),
+            "out": (num_classes, hidden),
+        }
 
     def _score(self, network: Network, side: int, num_classes: int) -> Score:
         """(x, y, batch) -> (samples, classes): the largest entry is the prediction; for a mixture, logarithms of probabilities."""
         scale = num_classes if self.mask_scale == "classes" else 1
 
         def each(y: Any, batch: Any) -> Tensor:
-            return torch.stack([network({name: leaf[m] for name, leaf in y.items()}, batch["image"], side) for m in range(self.num_networks)])
+            return torch.stack(
+                [
+                    network({name: leaf[m] for name, leaf in y.items()}, batch["image"], side)
+                    for m in range(self.num_networks)
+                ]
+            )
 
         kinds: dict[str, Score] = {
             "mask": lambda x, y, batch: scale * softmax(x["lambda"], 0) * network(y, batch["image"], side),
             "ensemble": lambda x, y, batch: torch.tensordot(softmax(x["lambda"], 0), each(y, batch), 1),
-            "mixture": lambda x, y, batch: torch.logsumexp(x["lambda"][:, None, None] + log_softmax(each(y, batch), -1), 0),
+            "mixture": lambda x, y, batch: torch.logsumexp(
+                x["lambda"][:, None, None] + log_softmax(each(y, batch), -1), 0
+            ),
             "none": lambda x, y, batch: network(y, batch["image"], side),
         }
         return kinds[self.personalise]
@@ -224,9 +268,16 @@ def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Ten
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Ratios of sums: means over clients weighted by their samples."""
-    return {f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"] for role in ("test", "stop") if f"{role}_samples" in sums}
+    return {
+        f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
+        for role in ("test", "stop")
+        if f"{role}_samples" in sums
+    }
 
 
 def _across(found: Any) -> dict[str, float]:
     accuracy = found["test_right"] / found["test_samples"]
-    return {"test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)), "test_accuracy_mean_client": float(accuracy.mean())}
+    return {
+        "test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)),
+        "test_accuracy_mean_client": float(accuracy.mean()),
+    }

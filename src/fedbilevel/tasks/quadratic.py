@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -50,7 +50,12 @@ class Quadratic(Task):
     headline = ("hypergradient_norm", "distance", "upper_loss")
     needs = {
         "train": {"A": "matrix (d_y, d_y)", "B": "matrix (d_y, d_x)", "c": "vector (d_y,)"},
-        "val": {"D": "matrix (d_y, d_y)", "t": "vector (d_y,)", "R": "matrix (d_x, d_x)", "r": "vector (d_x,); with cross also E (d_y, d_x)"},
+        "val": {
+            "D": "matrix (d_y, d_y)",
+            "t": "vector (d_y,)",
+            "R": "matrix (d_x, d_x)",
+            "r": "vector (d_x,); with cross also E (d_y, d_x)",
+        },
     }
 
     def build(self) -> Built:
@@ -63,9 +68,20 @@ class Quadratic(Task):
     def problem(self, shapes: Shapes) -> Problem:
         self.check(shapes)
         if self.cross and not shapes.has("val", "E"):
-            raise ProblemError("quadratic with cross above 0 needs val/E, a matrix (d_y, d_x), but there is none: add that field.")
+            raise ProblemError(
+                "quadratic with cross above 0 needs val/E, a matrix (d_y, d_x), but there is none: add that field."
+            )
         dx, dy = self.dim_upper, self.dim_lower
-        sides = {"A": (dy, dy), "B": (dy, dx), "c": (dy,), "D": (dy, dy), "t": (dy,), "R": (dx, dx), "r": (dx,), **({"E": (dy, dx)} if self.cross else {})}
+        sides = {
+            "A": (dy, dy),
+            "B": (dy, dx),
+            "c": (dy,),
+            "D": (dy, dy),
+            "t": (dy,),
+            "R": (dx, dx),
+            "r": (dx,),
+            **({"E": (dy, dx)} if self.cross else {}),
+        }
         for name, shape in sides.items():
             if shapes.sample(name, "train", "val") != shape:
                 raise ProblemError(
@@ -73,10 +89,23 @@ class Quadratic(Task):
                 )
         return Problem(
             upper=lambda x, y, batch: (
-                _upper(x, y, batch) + (self.cross * torch.einsum("s,sij,i,j->", batch["weight"], batch["E"], y["y"], x["x"]) if self.cross else 0)
+                _upper(x, y, batch)
+                + (
+                    self.cross * torch.einsum("s,sij,i,j->", batch["weight"], batch["E"], y["y"], x["x"])
+                    if self.cross
+                    else 0
+                )
             ),
-            lower=(lambda x, y, batch: _lower(x, y, batch) + self.bend * _log_cosh(y["y"] + self.cross * x["x"].mean()).sum()) if self.bend else _lower,
-            x0=(lambda sizes: {"x": torch.zeros(self.dim_upper)}) if self.upper == "private" else {"x": torch.zeros(self.dim_upper)},
+            lower=(
+                lambda x, y, batch: (
+                    _lower(x, y, batch) + self.bend * _log_cosh(y["y"] + self.cross * x["x"].mean()).sum()
+                )
+            )
+            if self.bend
+            else _lower,
+            x0=(lambda sizes: {"x": torch.zeros(self.dim_upper)})
+            if self.upper == "private"
+            else {"x": torch.zeros(self.dim_upper)},
             y0={"y": torch.zeros(self.dim_lower)},
             scopes=Scopes(lower=self.lower, upper=self.upper),
             weights=self.weights,
@@ -92,27 +121,44 @@ class Quadratic(Task):
             return scale * root @ root.T
 
         A, B, c = np.eye(dy) + spd(dy, 0.5), rng.standard_normal((dy, dx)), rng.standard_normal(dy)
-        D, t, R, r = np.eye(dy) + spd(dy, 0.5), rng.standard_normal(dy), 0.5 * np.eye(dx) + spd(dx, 0.5), rng.standard_normal(dx)
+        D, t, R, r = (
+            np.eye(dy) + spd(dy, 0.5),
+            rng.standard_normal(dy),
+            0.5 * np.eye(dx) + spd(dx, 0.5),
+            rng.standard_normal(dx),
+        )
         clients = []
         for i in range(self.num_clients):
             mine = {
-                "A": A + het * spd(dy, 1.0), "B": B + het * rng.standard_normal((dy, dx)) / 2, "c": c + het * rng.standard_normal(dy),
-                "D": D + het * spd(dy, 0.5), "t": t + het * rng.standard_normal(dy), "R": R + het * spd(dx, 0.5), "r": r + het * rng.standard_normal(dx),
-            }  # fmt: skip
+                "A": A + het * spd(dy, 1.0),
+                "B": B + het * rng.standard_normal((dy, dx)) / 2,
+                "c": c + het * rng.standard_normal(dy),
+                "D": D + het * spd(dy, 0.5),
+                "t": t + het * rng.standard_normal(dy),
+                "R": R + het * spd(dx, 0.5),
+                "r": r + het * rng.standard_normal(dx),
+            }
             num = self.num_samples + i
-            spread = self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)  # sums to zero: the mean over samples is the client's value
+            spread = (
+                self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)
+            )  # sums to zero: the mean over samples is the client's value
 
             def samples(name: str, mine: dict[str, np.ndarray] = mine, spread: np.ndarray = spread) -> np.ndarray:
                 return (1 + rng.permutation(spread).reshape(-1, *[1] * mine[name].ndim)) * mine[name]
 
-            clients.append({"train": {name: samples(name) for name in "ABc"}, "val": {name: samples(name) for name in "DtRr"}})
+            clients.append(
+                {"train": {name: samples(name) for name in "ABc"}, "val": {name: samples(name) for name in "DtRr"}}
+            )
             if self.cross:
                 mine["E"] = mine["B"]
                 clients[-1]["val"]["E"] = samples("E")
         return clients
 
     def closed_form(self) -> ClosedForm:
-        means = [{name: value.mean(0) for role in client.values() for name, value in role.items()} for client in self.clients()]
+        means = [
+            {name: value.mean(0) for role in client.values() for name, value in role.items()}
+            for client in self.clients()
+        ]
         # t enters f through D (y - t): its mean over samples must be taken of D t and t'D t
         for client, mean in zip(self.clients(), means, strict=True):
             mean["Dt"] = np.einsum("sij,sj->i", client["val"]["D"], client["val"]["t"]) / len(client["val"]["t"])
@@ -138,21 +184,38 @@ class ClosedForm(NamedTuple):
         """y*(x): (d_y,), or (n, d_y) for a local lower level. x: (d_x,) or (n, d_x)."""
         s, xs = self.stacked, np.broadcast_to(x, (len(self.share), self.stacked["B"].shape[2]))
         right = np.einsum("nij,nj->ni", s["B"], xs) + s["c"]
-        return np.linalg.solve(s["A"], right[..., None])[..., 0] if self.local else np.linalg.solve(self._mean(s["A"]), self._mean(right))
+        return (
+            np.linalg.solve(s["A"], right[..., None])[..., 0]
+            if self.local
+            else np.linalg.solve(self._mean(s["A"]), self._mean(right))
+        )
 
     def system_solution(self, x: np.ndarray) -> np.ndarray:
         """u*(x), like y*(x)."""
         s, y = self.stacked, self.lower_solution(x)
         xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
-        fy = np.einsum("nij,nj->ni", s["D"], np.broadcast_to(y, s["c"].shape)) - s["Dt"] + np.einsum("nij,nj->ni", s["E"], xs)
-        return np.linalg.solve(s["A"], fy[..., None])[..., 0] if self.local else np.linalg.solve(self._mean(s["A"]), self._mean(fy))
+        fy = (
+            np.einsum("nij,nj->ni", s["D"], np.broadcast_to(y, s["c"].shape))
+            - s["Dt"]
+            + np.einsum("nij,nj->ni", s["E"], xs)
+        )
+        return (
+            np.linalg.solve(s["A"], fy[..., None])[..., 0]
+            if self.local
+            else np.linalg.solve(self._mean(s["A"]), self._mean(fy))
+        )
 
     def hypergradient(self, x: np.ndarray) -> np.ndarray:
         """(d_x,), or rows f_x,i - J_i u for a private x. J_i = -B_i'."""
         s, u = self.stacked, np.broadcast_to(self.system_solution(x), self.stacked["c"].shape)
         xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
         y = np.broadcast_to(self.lower_solution(x), s["c"].shape)
-        blocks = np.einsum("nij,nj->ni", s["R"], xs) - s["r"] + np.einsum("nij,ni->nj", s["B"], u) + np.einsum("nij,ni->nj", s["E"], y)
+        blocks = (
+            np.einsum("nij,nj->ni", s["R"], xs)
+            - s["r"]
+            + np.einsum("nij,ni->nj", s["B"], u)
+            + np.einsum("nij,ni->nj", s["E"], y)
+        )
         return blocks if self.private else self._mean(blocks)
 
     def solution(self) -> np.ndarray:
@@ -165,7 +228,10 @@ class ClosedForm(NamedTuple):
 
     def diagnostics(self, x: Any, y: Any) -> dict[str, float]:
         point = x["x"].double().cpu().numpy()
-        return {"hypergradient_norm": float(np.linalg.norm(self.hypergradient(point))), "distance": float(np.linalg.norm(point - self.solution()))}
+        return {
+            "hypergradient_norm": float(np.linalg.norm(self.hypergradient(point))),
+            "distance": float(np.linalg.norm(point - self.solution())),
+        }
 
 
 def _log_cosh(v: Tensor) -> Tensor:
@@ -174,10 +240,14 @@ def _log_cosh(v: Tensor) -> Tensor:
 
 def _lower(x: Any, y: Any, batch: Any) -> Tensor:
     v = y["y"]
-    return 0.5 * torch.einsum("s,sij,i,j->", batch["weight"], batch["A"], v, v) - torch.einsum("s,si,i->", batch["weight"], batch["B"] @ x["x"] + batch["c"], v)
+    return 0.5 * torch.einsum("s,sij,i,j->", batch["weight"], batch["A"], v, v) - torch.einsum(
+        "s,si,i->", batch["weight"], batch["B"] @ x["x"] + batch["c"], v
+    )
 
 
 def _upper(x: Any, y: Any, batch: Any) -> Tensor:
     w, e, v = batch["weight"], y["y"] - batch["t"], x["x"]
     lower_part = 0.5 * torch.einsum("s,sij,si,sj->", w, batch["D"], e, e)
-    return lower_part + 0.5 * torch.einsum("s,sij,i,j->", w, batch["R"], v, v) - torch.einsum("s,si,i->", w, batch["r"], v)
+    return (
+        lower_part + 0.5 * torch.einsum("s,sij,i,j->", w, batch["R"], v, v) - torch.einsum("s,si,i->", w, batch["r"], v)
+    )

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fedbilevel.data.a9a import a9a
-from fedbilevel.data.mixture import mixture
 from fedbilevel.data.partition import iid
+from fedbilevel.data.sets.a9a import a9a
+from fedbilevel.data.sets.mixture import mixture
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem, Scopes
+from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.task import Built, Shapes, Task
 
@@ -43,18 +43,29 @@ Clients = list[dict[str, dict[str, np.ndarray]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Regularisation(Task):
-    data: Literal["mixture", "a9a"] = setting("mixture", "synthetic mixture of linear rules, or census data that must be on disk")
+    data: Literal["mixture", "a9a"] = setting(
+        "mixture", "synthetic mixture of linear rules, or census data that must be on disk"
+    )
     num_clients: int = setting(3, "clients", symbol="n", least=1)
     num_train: int = setting(100, "training samples per client", least=1)
     num_val: int = setting(100, "validation samples per client", least=1)
     num_test: int = setting(1000, "test samples per client", least=1)
-    parametrisation: Literal["exp", "linear"] = setting("exp", "weight decay r = exp(lambda), or r = lambda, which may lose convexity")
+    parametrisation: Literal["exp", "linear"] = setting(
+        "exp", "weight decay r = exp(lambda), or r = lambda, which may lose convexity"
+    )
     start: float | None = setting(None, "initial lambda of every feature (by default -2 for exp, 0 for linear)")
     upper: Literal["private", "shared"] = setting("private", "one lambda per client, or one for all")
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level; 0 as in the paper", least=0)
-    dirichlet: float = setting(0.4, "concentration of the clients' proportions in the mixture; small: clients differ more", symbol="alpha", above=0)
+    dirichlet: float = setting(
+        0.4,
+        "concentration of the clients' proportions in the mixture; small: clients differ more",
+        symbol="alpha",
+        above=0,
+    )
     label_noise: float = setting(0.1, "standard deviation of the noise inside the labels of the mixture", least=0)
-    bug_compatible: bool = setting(False, "labels of the mixture as the published generator makes them, many of them 0 by mistake")
+    bug_compatible: bool = setting(
+        False, "labels of the mixture as the published generator makes them, many of them 0 by mistake"
+    )
     data_seed: int = setting(0, "seed of the data or of the split", least=0)
     data_dir: str = setting("", "folder with libsvm/a9a.npz (by default the usual places are searched)")
 
@@ -79,7 +90,9 @@ class Regularisation(Task):
     def problem(self, shapes: Shapes) -> Problem:
         self.check(shapes)
         if shapes.classes() != 2:
-            raise ProblemError(f"regularisation tells two classes apart, but num_classes is {shapes.num_classes}: give labels 0 and 1 and num_classes 2.")
+            raise ProblemError(
+                f"regularisation tells two classes apart, but num_classes is {shapes.num_classes}: give labels 0 and 1 and num_classes 2."
+            )
         shapes.sample("label", "train", "val", "test", kinds=("int", "float"), ndim=0)
         (dim,) = shapes.sample("input", "train", "val", "test", ndim=1)
         tested = shapes.has("test", "input", "label")
@@ -110,11 +123,17 @@ class Regularisation(Task):
             noise=self.label_noise,
             bug_compatible=self.bug_compatible,
         )
-        return [{role: {"input": samples.x, "label": samples.label} for role, samples in client.items()} for client in drawn.clients]
+        return [
+            {role: {"input": samples.x, "label": samples.label} for role, samples in client.items()}
+            for client in drawn.clients
+        ]
 
     def _census(self, rng: np.random.Generator) -> Clients:
         train_x, train_y, test_x, test_y = a9a(self.data_dir or None)
-        own, testing = self._parts(len(train_y), self.num_train + self.num_val, rng), self._parts(len(test_y), self.num_test, rng)
+        own, testing = (
+            self._parts(len(train_y), self.num_train + self.num_val, rng),
+            self._parts(len(test_y), self.num_test, rng),
+        )
         clients = []
         for mine, test in zip(own, testing, strict=True):
             train, val = mine[: self.num_train], mine[self.num_train :]

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
-from fedbilevel.data.clients import Holdings
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem import Problem
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import Settings
 
 Kind = Literal["float", "int", "bool"]
@@ -53,20 +53,35 @@ class Shapes:
     def __post_init__(self) -> None:
         num = self.num_classes
         if num is not None and (not isinstance(num, int) or isinstance(num, bool) or num < 2):
-            raise ProblemError(f"num_classes is {num!r}, expected a whole number, at least 2, or nothing where labels are no classes.")
+            raise ProblemError(
+                f"num_classes is {num!r}, expected a whole number, at least 2, or nothing where labels are no classes."
+            )
         try:
-            same = {role: {name: Sample(_shape(shape), _text(dtype)) for name, (shape, dtype) in own.items()} for role, own in self.fields.items()}
+            same = {
+                role: {name: Sample(_shape(shape), _text(dtype)) for name, (shape, dtype) in own.items()}
+                for role, own in self.fields.items()
+            }
         except (AttributeError, TypeError, ValueError) as error:
-            raise ProblemError(f"the fields are {self.fields!r}, expected {{role: {{field: (shape of one sample, name of its type)}}}}.") from error
-        object.__setattr__(self, "fields", MappingProxyType({role: MappingProxyType(own) for role, own in same.items()}))
+            raise ProblemError(
+                f"the fields are {self.fields!r}, expected {{role: {{field: (shape of one sample, name of its type)}}}}."
+            ) from error
+        object.__setattr__(
+            self, "fields", MappingProxyType({role: MappingProxyType(own) for role, own in same.items()})
+        )
 
     @classmethod
     def of(cls, holdings: Holdings, num_classes: int | None = None) -> Shapes:
-        return cls({role: {name: _looks(value, role, name) for name, value in own.items()} for role, own in holdings.items()}, num_classes)
+        return cls(
+            {role: {name: _looks(value, role, name) for name, value in own.items()} for role, own in holdings.items()},
+            num_classes,
+        )
 
     def asdict(self) -> dict[str, Any]:
         """Plain lists and dicts, for JSON."""
-        fields = {role: {name: [list(shape), dtype] for name, (shape, dtype) in own.items()} for role, own in self.fields.items()}
+        fields = {
+            role: {name: [list(shape), dtype] for name, (shape, dtype) in own.items()}
+            for role, own in self.fields.items()
+        }
         return {"fields": fields, "num_classes": self.num_classes}
 
     @classmethod
@@ -80,18 +95,26 @@ class Shapes:
 
     def classes(self) -> int:
         if self.num_classes is None:
-            raise ProblemError("num_classes is not given, but labels are classes: say how many there are at all sites together, as one site may lack a class.")
+            raise ProblemError(
+                "num_classes is not given, but labels are classes: say how many there are at all sites together, as one site may lack a class."
+            )
         return self.num_classes
 
-    def sample(self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None) -> tuple[int, ...]:
+    def sample(
+        self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None
+    ) -> tuple[int, ...]:
         """The shape of one sample of a field, which has to be the same in all of these roles that have it."""
         found = {f"{role}/{name}": self.fields[role][name] for role in roles if self.has(role, name)}
         where, first = next(iter(found.items()))
         for place, one in found.items():
             if one.kind not in kinds:
-                raise ProblemError(f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected {' or '.join(map(_WORDS.__getitem__, kinds))}.")
+                raise ProblemError(
+                    f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected {' or '.join(map(_WORDS.__getitem__, kinds))}."
+                )
             if one.shape != first.shape:
-                raise ProblemError(f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need the same.")
+                raise ProblemError(
+                    f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need the same."
+                )
         if ndim is not None and len(first.shape) != ndim:
             what = ("one number", "one row of numbers", "rows and columns of numbers", "three dimensions")[ndim]
             raise ProblemError(f"samples of {where} have the shape {first.shape}, expected {what} each: reshape them.")
@@ -138,15 +161,22 @@ class Task(Settings):
 
     def problem(self, shapes: Shapes) -> Problem:
         """The problem of these settings for clients whose samples look like that, the same at the server and at every site."""
-        raise ProblemError(f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes).")
+        raise ProblemError(
+            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes)."
+        )
 
     def check(self, shapes: Shapes) -> None:
         """That all is there which this task needs."""
         for role, fields in self.needs.items():
             for name, meaning in fields.items():
                 if not shapes.has(role, name):
-                    found = ", ".join(f"{role}/{field}" for role, own in shapes.fields.items() for field in own) or "nothing"
-                    raise ProblemError(f"{self.name()} needs {role}/{name} ({meaning}), but there is {found} only: add that field.")
+                    found = (
+                        ", ".join(f"{role}/{field}" for role, own in shapes.fields.items() for field in own)
+                        or "nothing"
+                    )
+                    raise ProblemError(
+                        f"{self.name()} needs {role}/{name} ({meaning}), but there is {found} only: add that field."
+                    )
 
     def repeated(self, r: int) -> Self:
         """The task of repetition r: other data of the same kind, where the task has a seed for them."""
@@ -167,7 +197,9 @@ class Task(Settings):
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, str) or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in shape):
+    if isinstance(shape, str) or not all(
+        isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in shape
+    ):
         raise ValueError(shape)
     return tuple(shape)
 

@@ -1,0 +1,247 @@
+"""Flags of commands, made from the settings of the task and the algorithm that are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+from click.shell_completion import CompletionItem
+
+from fedbilevel import discovery
+from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
+from fedbilevel.federation.network import Network
+from fedbilevel.oracle.oracle import Strategy
+from fedbilevel.report import tables
+from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES
+from fedbilevel.runs.runfile import read_recipe
+from fedbilevel.settings import Settings, kinds
+
+
+def whole_numbers(text: str) -> int | tuple[int, ...]:
+    """`3`, or `1,2,3` for one number per client."""
+    try:
+        numbers = tuple(int(part) for part in str(text).split(","))
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is neither a whole number nor several with commas between: give e.g. 3, or 1,2,3."
+        ) from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+class SettingOption(click.Option):
+    """A flag that knows its section of the help page."""
+
+    section = ""
+
+
+def flag_name(name: str, prefix: str) -> str:
+    """`--ring` would say little: settings of the network are --network-..., its kind is --network."""
+    return name if not prefix else prefix if name == "kind" else f"{prefix}_{name}"
+
+
+def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix: str = "") -> list[SettingOption]:
+    hints = typing.get_type_hints(owner)
+    options = []
+    for spec in dataclasses.fields(owner):
+        name, choices = (
+            flag_name(spec.name, prefix).replace("_", "-"),
+            [kind for kind in kinds(hints[spec.name]) if kind is not type(None)],
+        )
+        symbol = f" [{spec.metadata['symbol']}]" if spec.metadata.get("symbol") else ""
+        default = (
+            f"default {suggested[spec.name]} on this task" if spec.name in suggested else f"default {spec.default}"
+        )
+        kind = choices[0]
+        is_switch = kind is bool
+        if typing.get_origin(kind) is Literal:
+            type_: Any = click.Choice(typing.get_args(kind))
+        elif len(choices) > 1:
+            type_ = whole_numbers
+        else:
+            type_ = kind
+        option = SettingOption(
+            [f"--{name}/--no-{name}" if is_switch else f"--{name}", flag_name(spec.name, prefix)],
+            default=None,
+            type=bool if is_switch else type_,
+            metavar="N|N,N,..." if type_ is whole_numbers else None,
+            help=f"{spec.metadata.get('help', '')}{symbol} ({default})",
+        )
+        option.section = section
+        options.append(option)
+    return options
+
+
+def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any], prefix: str = "") -> Any:
+    """Settings: what the user gave, else what the task suggests, else the default."""
+    names = {spec.name for spec in dataclasses.fields(owner)}
+    flagged = {name: values.get(flag_name(name, prefix)) for name in names}
+    given = {name: value for name, value in flagged.items() if value is not None}
+    return owner(**{**{name: value for name, value in suggested.items() if name in names}, **given})
+
+
+def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
+    """What to suggest for the averaging: only the robust kind recovers what a network loses, and it ends when all agree."""
+    return {"kind": "robust"} if network.faulty else suggested
+
+
+def names_of(
+    found: Callable[[], dict[str, Any]],
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """For the shell: names that begin so, each with the first line of what it is."""
+    return lambda _ctx, _param, begun: [
+        CompletionItem(name, help=tables.first_line(kind))
+        for name, kind in sorted(found().items())
+        if name.startswith(begun)
+    ]
+
+
+def value_of(flag: str, args: Sequence[str]) -> str | None:
+    """What stands behind a flag, before click has read the line."""
+    for i, arg in enumerate(args):
+        if arg == flag and i + 1 < len(args):
+            return args[i + 1]
+        if arg.startswith(f"{flag}="):
+            return arg.removeprefix(f"{flag}=")
+    return None
+
+
+def algorithm_named(args: Sequence[str]) -> type[Algorithm] | None:
+    name = value_of("--algorithm", args) or value_of("-a", args)
+    return discovery.algorithm(name) if name is not None else None
+
+
+class TaskCommand(click.Command):
+    """Reads the names of the task and the algorithm first, then adds their flags."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = discovery.tasks()
+        names = [arg for i, arg in enumerate(args) if not arg.startswith("-") and (i == 0 or arg in known)]
+        file = value_of("--config", args) if self.name == "run" else None
+        ctx.meta["recipe"] = recipe = read_recipe(Path(file)) if file is not None else None
+        named = names[0] if names else recipe.task if recipe is not None else None
+        if named is not None:
+            task, found = discovery.task(named), algorithm_named(args)
+            if found is None and recipe is not None and recipe.algorithm is not None:
+                found = discovery.algorithm(recipe.algorithm)
+            theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
+            if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # check has networks of its own
+                theirs += [
+                    option
+                    for name, kind in BETWEEN_PEERS.items()
+                    for option in flags(kind, name.capitalize(), task.suggestions(name), name)
+                ]
+            ctx.meta["settings"] = [*flags(task, f"Task {task.name()}", {}), *theirs]
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *ctx.meta.get("settings", [])]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            entry = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if entry is not None:
+                sections.setdefault(getattr(param, "section", "") or "Options", []).append(entry)
+        for title, entries in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(entries)
+
+
+RUN_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--iterations", type=int, default=None, help="outer iterations (default: what the task suggests)"),
+    click.option(
+        "--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="seed of everything the run draws"
+    ),
+    click.option(
+        "--fraction",
+        type=float,
+        default=DEFAULTS["fraction"],
+        show_default=True,
+        help="share of the clients in a cohort",
+    ),
+    click.option(
+        "--replacement/--no-replacement", default=DEFAULTS["replacement"], help="draw cohorts with replacement"
+    ),
+    click.option(
+        "--redraw",
+        type=click.Choice(["per_factor", "per_iteration"]),
+        default=DEFAULTS["redraw"],
+        show_default=True,
+        help="when a new cohort is drawn",
+    ),
+    click.option(
+        "--schedule-power",
+        type=float,
+        default=DEFAULTS["schedule_power"],
+        show_default=True,
+        help="steps fall like (offset + t)^-power over outer iterations t; 0: constant",
+    ),
+    click.option(
+        "--schedule-offset",
+        type=float,
+        default=DEFAULTS["schedule_offset"],
+        show_default=True,
+        help="offset of the schedule",
+    ),
+    click.option(
+        "--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"
+    ),
+    click.option(
+        "--sampling",
+        type=click.Choice(["replacement", "epochs"]),
+        default=DEFAULTS["sampling"],
+        show_default=True,
+        help="minibatches: each sample drawn from all, or one pass after the other through a shuffled order",
+    ),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"], show_default=True),
+    click.option("--device", default=DEFAULTS["device"], show_default=True, help="cpu, cuda or cuda:1"),
+    click.option(
+        "--strategy",
+        type=click.Choice(get_args(Strategy)),
+        default=DEFAULTS["strategy"],
+        show_default=True,
+        help="how clients are evaluated at once",
+    ),
+    click.option(
+        "--chunk-size",
+        type=int,
+        default=None,
+        help="clients evaluated at once under vmap (default: as many as fit a memory budget)",
+    ),
+    click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),
+    click.option(
+        "--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"
+    ),
+    click.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="folder of the record (default: a new one under runs/)",
+    ),
+]
+
+
+def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(RUN_OPTIONS):
+        command = option(command)
+    return command
+
+
+def with_looks(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is measured besides the figures of the problem."""
+    exact = click.option(
+        "--residuals/--no-residuals",
+        default=True,
+        show_default=True,
+        help="measure also how far y and u are from solving their parts",
+    )
+    long = click.option(
+        "--stationarity/--no-stationarity",
+        default=False,
+        help="measure also how long the hypergradient is, for any algorithm; takes time",
+    )
+    return exact(long(command))

@@ -1,0 +1,251 @@
+"""Commands of `fedbilevel federation` for the operator of a site: what left, what waits for approval, and decisions."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import re
+import sys
+import time
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from fedbilevel.cli.terminal import console, say
+from fedbilevel.errors import SettingError
+from fedbilevel.escapes import printable
+from fedbilevel.sites import audit, operator, telling, view
+from fedbilevel.sites.summary import AuditReport
+
+KIT = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--kit", type=KIT, required=True, help="this site's startup kit")(command)
+
+
+@click.command("audit")
+@with_kit
+@click.option("--contains", default="", metavar="VALUE", help="a chain value noted earlier, which must be in the log")
+@click.option("--json", "as_json", is_flag=True, help="print all of it as JSON")
+def audit_command(kit: Path, contains: str, as_json: bool) -> None:
+    """Check the log of everything that left this site, and summarise it. Exit code 1: the log was changed."""
+    if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
+        shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
+        raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
+    report = audit.verify(operator.site_folder(kit), contains)
+    if as_json:
+        click.echo(json.dumps(report.asdict(), indent=2))
+    else:
+        _show_audit(report)
+    if not report.ok:
+        sys.exit(1)
+
+
+def _show_audit(report: AuditReport) -> None:
+    span = f", from {telling.clock(report.first)} to {telling.clock(report.last)}" if report.first is not None else ""
+    if report.ok:
+        before = f", {report.num_unchained} of them from before there was a chain" if report.num_unchained else ""
+        say(f"The log is whole: {report.num_lines} lines{before}{span}.")
+    else:
+        say(f"The log is broken: {printable(report.problem)}")
+        say(f"{report.num_lines} lines can be read{span}; what follows counts all of them.")
+    for note in report.notes:
+        say(f"Note: {printable(note)}")
+    if report.runs:
+        console.print(_by_run(report))
+    for caller, count in report.callers.items():
+        say(f"{printable(caller)} was refused {view.plural(count, 'time')}: it is not the server's job of a run here.")
+    if report.others:
+        say(f"Others were refused {view.plural(report.others, 'time')}.")
+    if report.num_lines:
+        say(f"Last chain value: {report.chain}")
+
+
+def _by_run(report: AuditReport) -> Table:
+    table = Table("run", "from", "to")
+    for name in ("answers", "rounds", "MB", "refusals"):
+        table.add_column(name, justify="right")
+    table.add_column("arrays that left: how often, largest norm")
+    for name, run in report.runs.items():
+        arrays = [f"{part}: {one['count']}, {_norm(one['largest_norm'])}" for part, one in run.arrays.items()]
+        figures = (str(run.answers), str(run.rounds), f"{run.bytes / 1e6:.2f}", str(run.refusals))
+        about = Text("\n".join(map(printable, arrays)))
+        span = (telling.clock(run.first), telling.clock(run.last))
+        table.add_row(Text(printable(name) or "(none)"), *span, *figures, about)
+    return table
+
+
+def _norm(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.3g}"
+
+
+@click.command("requests")
+@with_kit
+@click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="seconds to wait for a plan if there is none")
+def requests_command(kit: Path, wait: float) -> None:
+    """List the plans that wait for this site's approval."""
+    folder, end = operator.site_folder(kit), time.monotonic() + wait
+    while not (waiting := operator.pending(folder)) and time.monotonic() < end:
+        time.sleep(0.2)
+    if not waiting:
+        say("Nothing waits for approval.")
+    for one in waiting:
+        say(printable(telling.waiting(one, kit)))
+
+
+@click.command("approve")
+@click.argument("digest")
+@with_kit
+@click.option("--yes", is_flag=True, help="do not ask")
+def approve_command(digest: str, kit: Path, yes: bool) -> None:
+    """Show the plan with this DIGEST (its first 8 letters or more) in full, and let it run at this site."""
+    folder = operator.site_folder(kit)
+    request = operator.request(folder, digest)
+    _show_rows(telling.plan_rows(request))
+    if request["decision"]:
+        say(f"So far it is {request['decision']}, by {printable(str(request['by']))}.")
+    if not yes and not _is_asked("Approve this plan?"):
+        say("Nothing was decided.")
+        return
+    operator.approve(folder, request["digest"], user())
+    say(f"{printable(request['run'])} is approved.")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _is_asked(question: str) -> bool:
+    if not _is_terminal():
+        raise SettingError("approve asks a person, and there is no terminal here: read the plan, then add --yes.")
+    return click.confirm(question, default=False)
+
+
+@click.command("refuse")
+@click.argument("digest")
+@with_kit
+def refuse_command(digest: str, kit: Path) -> None:
+    """Never answer to the plan with this DIGEST (its first 8 letters or more), unless it is approved later."""
+    run = operator.refuse(operator.site_folder(kit), digest, user())["run"]
+    say(f"{printable(run)} is refused.")
+
+
+@click.command("leave")
+@click.argument("run")
+@with_kit
+def leave_command(run: str, kit: Path) -> None:
+    """Take no further part in the run RUN. To take part again: approve its digest."""
+    found = operator.leave(operator.site_folder(kit), run, user())
+    again = f"fedbilevel federation approve {found[-1]['digest'][: operator.SHOWN]} --kit {kit}"
+    say(f"This site takes no further part in {printable(run)}. To take part again: {again}")
+
+
+@click.command("pause")
+@with_kit
+def pause_command(kit: Path) -> None:
+    """Answer nothing until unpause. Runs wait for this site, or go on without it."""
+    operator.pause(operator.site_folder(kit))
+    say(f"This site is paused. To go on: fedbilevel federation unpause --kit {kit}")
+
+
+@click.command("unpause")
+@with_kit
+def unpause_command(kit: Path) -> None:
+    """End a pause."""
+    operator.unpause(operator.site_folder(kit))
+    say("This site answers again.")
+
+
+@click.command("watch")
+@with_kit
+@click.option("--once", is_flag=True, help="show it once and end, as without a terminal")
+@click.option("--page", is_flag=True, help="show it as a page in a browser on this machine, with buttons")
+@click.option("--port", type=int, default=0, show_default=True, help="port of the page; 0: any that is free")
+@click.option("--open", "opens", is_flag=True, help="open the page in a browser")
+def watch_command(kit: Path, once: bool, page: bool, port: int, opens: bool) -> None:
+    """Show what this site does: connection, run, what left, budget, what waits for approval, refusals; until Ctrl-C."""
+    folder = operator.site_folder(kit)
+    running = _processes()
+
+    def look() -> view.View:
+        return view.look(folder, running(kit) if running else None)
+
+    if page:
+        from fedbilevel.report.operating import OperatorPage, serve
+
+        def begun(address: str) -> None:
+            say(f"{kit} is shown at {address} (Ctrl-C ends this). Whoever has this address can decide for this site.")
+            if opens:
+                webbrowser.open(shown.make_way().as_uri())
+
+        shown = OperatorPage(kit, look, user(), port)
+        serve(shown, begun)
+    elif once or not console.is_terminal:
+        now = look()
+        say(f"{printable(now.name)}, {telling.clock(now.time)}")
+        _show_rows(telling.rows(now, kit))
+    else:
+        _live(look, kit)
+
+
+def _live(look: Callable[[], view.View], kit: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=True) as screen:
+        while True:
+            now = look()
+            title = Text(f"{printable(now.name)}, {telling.clock(now.time)}; Ctrl-C ends this")
+            screen.update(Panel(_grid(telling.rows(now, kit)), title=title, title_align="left"), refresh=True)
+            time.sleep(1.0)
+
+
+def _show_rows(rows: telling.Rows) -> None:
+    """Plain lines that are not cut at the terminal's width."""
+    width = max(len(heading) for heading, _ in rows)
+    for heading, lines in rows:
+        for number, line in enumerate(lines):
+            say(f"{heading if number == 0 else '':<{width}}  {line}")
+
+
+def _grid(rows: telling.Rows) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for heading, lines in rows:
+        grid.add_row(heading, Text("\n".join(lines)))
+    return grid
+
+
+def _processes() -> Callable[[Path], dict[int, str]] | None:
+    """None where FLARE is not installed: then a kit can be looked at, but nothing runs."""
+    try:
+        from fedbilevel.sites.flare import processes
+    except ModuleNotFoundError:
+        return None
+    return processes.running
+
+
+def user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        return f"user {os.getuid()}"
+
+
+COMMANDS = (
+    audit_command,
+    requests_command,
+    approve_command,
+    refuse_command,
+    leave_command,
+    pause_command,
+    unpause_command,
+    watch_command,
+)

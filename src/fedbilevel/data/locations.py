@@ -1,0 +1,51 @@
+"""Where data files are looked for. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedbilevel.errors import DataError
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def folders(data_dir: str | Path | None = None) -> list[Path]:
+    """In the order of the search: what the caller names, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a checkout that has one."""
+    named = [place for place in (data_dir, os.environ.get("FEDBILEVEL_DATA")) if place]
+    found = [*map(Path, named), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedbilevel"]
+    shared = CHECKOUT.parent / "shared" / "data"
+    if (CHECKOUT / "pyproject.toml").is_file() and shared.is_dir():  # an installed package lies in no checkout
+        found.append(shared)
+    return list(dict.fromkeys(place.expanduser() for place in found))
+
+
+def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
+    """Every file by its name relative to a data folder (`libsvm/a9a.npz`), each in the first folder that has it."""
+    searched = folders(data_dir)
+    found = {name: place for name in names for folder in reversed(searched) if (place := folder / name).is_file()}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise DataError(_sentence(", ".join(missing), len(missing) == 1, searched))
+    return [found[name] for name in names]
+
+
+def find_one_of(*choices: Sequence[str], data_dir: str | Path | None = None) -> list[Path]:
+    """The files of one choice, for data that come in several forms: the first folder that holds a whole choice wins, and in it the first choice."""
+    searched = folders(data_dir)
+    for folder in searched:
+        for names in choices:
+            places = [folder / name for name in names]
+            if all(place.is_file() for place in places):
+                return places
+    raise DataError(
+        _sentence(
+            " or ".join(" with ".join(names) for names in choices), len(choices) == 1 == len(choices[0]), searched
+        )
+    )
+
+
+def _sentence(what: str, one: bool, searched: Sequence[Path]) -> str:
+    where = ", ".join(str(folder) if folder.is_dir() else f"{folder} (no such folder)" for folder in searched)
+    return f"there is no {what} in {where}: put {'it' if one else 'them'} under {searched[0]}, or under a folder named by data_dir or $FEDBILEVEL_DATA."

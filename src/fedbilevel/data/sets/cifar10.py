@@ -1,0 +1,86 @@
+"""CIFAR-10: colour images of 32 x 32 in ten classes, 50,000 to learn from and 10,000 to test on (Krizhevsky, 2009).
+
+The file holds every image as a JPEG of about quality 75, which is **lossy**: pixels differ from the published ones, and figures are not exactly
+comparable with those of the original. The order is by class, then by file name, not that of the original batches; shuffle before use. Decoding needs
+Pillow, which is an extra: `pip install fedbilevel[images]`.
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fedbilevel.data.locations import find
+from fedbilevel.data.sets import packed
+from fedbilevel.errors import DataError
+
+FILE = "cifar10/cifar10_jpeg.npz"
+SIDE = 32
+
+
+class Cifar10(NamedTuple):
+    images: np.ndarray  # (n, 3, 32, 32) uint8, red, green, blue
+    label: np.ndarray  # (n,) int64
+    class_names: list[str]
+
+
+Part = Literal["train", "test"]
+
+
+def num_images(part: Part, data_dir: str | Path | None = None) -> int:
+    """Without decoding any."""
+    (place,) = find(FILE, data_dir=data_dir)
+    return len(packed.read(place, (f"{part}_labels",), "CIFAR-10")[0])
+
+
+def cifar10(
+    part: Part, data_dir: str | Path | None = None, *, which: list[int] | np.ndarray | slice | None = None
+) -> Cifar10:
+    """One part, or of it only the images that `which` names (numbers, a mask or a slice), since decoding all takes seconds.
+    In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`."""
+    if find_spec("PIL") is None:
+        raise DataError(
+            "the images of CIFAR-10 are JPEG files, which need Pillow, and it is not installed: pip install 'fedbilevel[images]'."
+        )
+    (place,) = find(FILE, data_dir=data_dir)
+    jpeg, offsets, labels, names = packed.read(
+        place, (f"{part}_jpeg", f"{part}_offsets", f"{part}_labels", "class_names"), "CIFAR-10"
+    )
+    num = len(labels)
+    if offsets.shape != (num + 1,) or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
+        raise DataError(
+            f"{place} has {num} labels in its {part} part, but its offsets do not cut the {len(jpeg)} bytes of images into as many pieces: get the file anew."
+        )
+    try:
+        numbers = np.arange(num) if which is None else np.arange(num)[which]
+    except IndexError as error:
+        raise DataError(
+            f"which names images that the {part} part has not ({error}): name whole numbers from 0 to {num - 1}, or give a mask."
+        ) from error
+    images = np.empty((len(numbers), 3, SIDE, SIDE), np.uint8)
+    for row, i in zip(images, numbers, strict=True):
+        row[:] = _decoded(
+            jpeg[offsets[i] : offsets[i + 1]].tobytes(), f"image {i} of the {part} part in {place}"
+        ).transpose(2, 0, 1)
+    return Cifar10(images, labels[numbers].astype(np.int64), names.tolist())
+
+
+def _decoded(content: bytes, what: str) -> np.ndarray:
+    from PIL import Image  # an extra
+
+    try:
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"{what} is no JPEG that can be read ({str(error).split(' <', 1)[0]}): get the file anew."
+        ) from error
+    if pixels.shape != (SIDE, SIDE, 3):
+        raise DataError(
+            f"{what} has {pixels.shape[1]} x {pixels.shape[0]} pixels, expected {SIDE} x {SIDE}: get the file anew."
+        )
+    return pixels

@@ -1,0 +1,80 @@
+"""Images with labels from 0, as a part for training and a part for testing: the embedded digits, or files with a test part of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fedbilevel.data.sets import idx
+from fedbilevel.data.sets.cifar10 import cifar10, num_images
+from fedbilevel.data.sets.digits import digits
+
+NUM_CHANNELS = {"cifar10": 3}  # where there is more than one
+
+
+class Images(NamedTuple):
+    """Images (n, pixels) as float32, in [0, 1] as they are read, channel after channel; labels (n,) from 0."""
+
+    image: np.ndarray
+    label: np.ndarray
+
+    def __len__(self) -> int:
+        """Samples, not fields."""
+        return self.label.shape[0]
+
+    def some(self, places: np.ndarray) -> Images:
+        return Images(self.image[places], self.label[places])
+
+    def fields(self) -> dict[str, np.ndarray]:
+        return {"image": self.image, "label": self.label}
+
+
+def train_and_test(
+    name: Literal["digits", "mnist", "fashion", "cifar10"],
+    rng: np.random.Generator,
+    *,
+    share: float = 1.0,
+    test_share: float = 0.25,
+    data_dir: Path | str | None = None,
+) -> tuple[Images, Images]:
+    """A random `share` of both parts. The digits have no test part: it is a random `test_share` of them; the other sets come with their own."""
+    if name == "cifar10":  # decoding takes longest, so only what is used is decoded
+        used = [
+            cifar10(part, data_dir, which=_some(num_images(part, data_dir), share, rng)) for part in ("train", "test")
+        ]
+        return Images(_unit(used[0].images), used[0].label), Images(_unit(used[1].images), used[1].label)
+    if name == "digits":
+        images, labels = digits()
+        order, num_test = rng.permutation(len(labels)), round(test_share * len(labels))
+        parts = [(images[places], labels[places]) for places in (order[num_test:], order[:num_test])]
+    else:
+        folder = idx.folder_of(name, data_dir)
+        read = [idx.images(folder, kind, emnist=False) for kind in ("train", "test")]
+        parts = [(_unit(images), labels) for images, labels in read]
+    chosen = [Images(*part).some(_some(len(part[1]), share, rng)) for part in parts]
+    return chosen[0], chosen[1]
+
+
+def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Images, Images]:
+    """Both less the mean of the training part and divided by its deviation, one number per channel; a channel without deviation is not divided."""
+    pixels = train.image.reshape(len(train), num_channels, -1)
+    mean, deviation = (
+        of(axis=(0, 2), dtype=np.float64, keepdims=True)[0].astype(np.float32) for of in (pixels.mean, pixels.std)
+    )
+    deviation[deviation == 0] = 1
+    scaled = [
+        ((part.image.reshape(len(part), num_channels, -1) - mean) / deviation).reshape(len(part), -1)
+        for part in (train, test)
+    ]
+    return Images(scaled[0], train.label), Images(scaled[1], test.label)
+
+
+def _unit(images: np.ndarray) -> np.ndarray:
+    """Bytes to (n, pixels) in [0, 1]."""
+    return (images.reshape(len(images), -1) * np.float32(1 / 255)).astype(np.float32)
+
+
+def _some(num: int, share: float, rng: np.random.Generator) -> np.ndarray:
+    return np.sort(rng.permutation(num)[: max(1, round(share * num))])

@@ -1,0 +1,35 @@
+"""Arrays packed by numpy: an .npz file by the names of its arrays, or one clear sentence."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from fedbilevel.errors import DataError
+
+
+def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
+    """The arrays `names` of the file, in that order. Nothing in the file is executed: arrays of Python objects are refused."""
+    try:
+        with (
+            place.open("rb") as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):  # numpy leaves a file open that it cannot read
+            return [arrays[name] for name in names]
+    except (BadZipFile, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
+        raise DataError(
+            f"{place} cannot be read as {what} ({str(error).split('. ', 1)[0]}): get the file anew, or delete it."
+        ) from error
+
+
+def same_length(place: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Every array needs one row per sample."""
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            f"{place} holds arrays of different lengths ({lengths}), expected one row per sample in each: get the file anew, or delete it."
+        )

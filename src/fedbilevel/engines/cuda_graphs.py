@@ -1,0 +1,217 @@
+"""Whole phases as CUDA graphs: a phase that comes again is replayed instead of being run.
+
+On a GPU a small phase is hundreds of kernels of a few microseconds, and launching them from Python takes many times as long. A phase is captured when
+it is asked for the third time with the same settings, shapes and plain values; only what its arrays hold, which clients it is for, and
+where in the run it stands (which addresses its draws) may differ, and these are tensors that are filled in before a replay. So a replay computes what
+the phase would compute. What it would charge is written down while it is captured.
+
+A phase that needs more than that is run as ever: one that reads the outer iteration (steps that fall with it), the clients' numbers, memory or scratch,
+that draws its own integers, or whose clients take unequal numbers of steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from fedbilevel.federation.algorithm import Sparse
+from fedbilevel.federation.clients import Bill, Clients
+from fedbilevel.oracle.oracle import one_row
+
+if TYPE_CHECKING:
+    from fedbilevel.federation.clients import Host
+
+Result = dict[str, Any]
+_TIMES = 3  # occurrences after which a phase is captured
+_REMEMBERED = 10_000  # phases whose occurrences are counted
+_FINITE = "finite"
+_MOST = 64  # captured phases that are kept: each holds memory
+
+
+class NotCapturable(Exception):
+    """The phase asks for something that a replay could not change."""
+
+
+class _Addressed(Clients):
+    """Clients whose numbers and place in the run are tensors, so that they can be others in a replay."""
+
+    def __init__(self, host: Host, positions: Tensor, address: Tensor, shares: Tensor | None, bill: Bill) -> None:
+        super().__init__(host, positions, 0, 0, shares, bill)
+        k = len(positions)
+        self._ids_there, self._when = address[k : 2 * k], (address[2 * k].view(1, 1, 1), address[2 * k + 1])
+
+    @property
+    def ids(self) -> NoReturn:
+        raise NotCapturable("it reads the clients' numbers")
+
+    @property
+    def iteration(self) -> NoReturn:
+        raise NotCapturable("it reads the outer iteration")
+
+    @property
+    def memory(self) -> NoReturn:
+        raise NotCapturable("it reads or writes memory")
+
+    @property
+    def scratch(self) -> NoReturn:
+        raise NotCapturable("it reads or writes scratch")
+
+    def draw(self, purpose: str, high: int, *, step: int = 0) -> NoReturn:
+        raise NotCapturable("it draws integers of its own")
+
+    def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
+        sizes = self.host.data.sizes[role][self.positions]
+        if self.host.sampling == "epochs" and bool((sizes != sizes[0]).any()):
+            raise NotCapturable("its clients take passes over unequal numbers of samples")
+        return super().sample_indices(role, purpose, steps, width)
+
+    def steps(self, num: int | tuple[int, ...]) -> Any:
+        if isinstance(num, tuple):
+            raise NotCapturable("its clients take unequal numbers of steps")
+        return super().steps(num)
+
+
+class _Captured(NamedTuple):
+    address: Tensor  # positions and numbers of the clients, outer iteration, call
+    values: dict[str, Tensor]
+    shares: Tensor | None
+    results: Result
+    finite: Tensor
+    bill: Bill
+    replay: Callable[[], None]
+
+
+class Captures:
+    """The captured phases of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.refused: dict[str, str] = {}  # by phase: why it is run as ever
+        self._times: Counter[Any] = Counter()
+        self._kept: dict[Any, _Captured] = {}
+        self._unseen: list[tuple[Tensor, tuple[Any, ...]]] = []  # whether results were finite, and what was replayed
+
+    def run(
+        self,
+        method: Any,
+        values: Mapping[str, Any],
+        positions: Tensor,
+        iteration: int,
+        call: int,
+        shares: Tensor | None,
+    ) -> Result | None:
+        """What the phase returns, or nothing where it is to be run as ever."""
+        name = method.__name__
+        if name in self.refused or len(positions) == 0:
+            return None
+        key = (
+            name,
+            self.host.algorithm,
+            len(positions),
+            shares is None,
+            *(_form(label, value) for label, value in values.items()),
+            self._sizes(positions),
+        )
+        if len(self._times) > _REMEMBERED:
+            self._times.clear()
+        self._times[key] += 1
+        kept = self._kept.get(key)
+        if kept is None:
+            if self._times[key] < _TIMES or len(self._kept) >= _MOST:
+                return None
+            try:
+                kept = self._kept[key] = self._capture(method, values, positions, shares)
+            except (NotCapturable, RuntimeError) as reason:  # RuntimeError: it waits for the device, or copies to it
+                self.refused[name] = str(reason).split("\n", 1)[0]
+                return None
+        address = torch.cat([positions, self.host.ids[positions], torch.tensor([iteration, call])])
+        kept.address.copy_(
+            address.pin_memory() if kept.address.is_cuda else address, non_blocking=True
+        )  # from other memory, a copy would wait
+        for label, buffer in kept.values.items():
+            buffer.copy_(one_row(values[label]))
+        if kept.shares is not None and shares is not None:
+            kept.shares.copy_(shares)
+        kept.replay()
+        kept.bill.pay(self.host, positions)
+        self._unseen.append((kept.finite.clone(), (name, values, positions, iteration, call)))
+        return {label: _copied(value) for label, value in kept.results.items()}
+
+    def suspect(self) -> tuple[Any, ...] | None:
+        """The first replayed phase since the last time that returned something not finite."""
+        unseen, self._unseen = self._unseen, []
+        if not unseen:
+            return None
+        fine = torch.stack([finite for finite, _ in unseen]).tolist()
+        return next((what for one, (_, what) in zip(fine, unseen, strict=True) if not one), None)
+
+    def _sizes(self, positions: Tensor) -> tuple[Any, ...]:
+        """What shapes inside a phase depend on: the most samples of a client, and whether all have as many."""
+        return tuple(
+            (int(some.max()), bool((some == some[0]).all()))
+            for some in (sizes[positions] for sizes in self.host.data.sizes.values())
+        )
+
+    def _capture(self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None) -> _Captured:
+        host, k = self.host, len(positions)
+        address = torch.zeros(2 * k + 2, dtype=torch.int64, device=host.device)
+        address[:k] = positions.to(host.device)  # valid numbers, should anything look at them before they are filled in
+        buffers = {label: one_row(value).clone() for label, value in values.items() if isinstance(value, Tensor)}
+        given = {
+            label: _like(buffers[label], values[label]) if label in buffers else value
+            for label, value in values.items()
+        }
+        static, bill = None if shares is None else shares.clone(), Bill()
+
+        def run(buys: Collection[str], *, frozen: bool, bill: Bill) -> tuple[Result, Mapping[str, int]]:
+            with host.data.addressed(positions, address[:k]), host.oracle.alone(buys, frozen=frozen) as asked:
+                return method(_Addressed(host, positions, address, static, bill), **given), asked
+
+        _, asked = run((), frozen=False, bill=Bill())
+        buys = [role for role, number in asked.items() if number >= int(host.data.sizes[role][positions].sum())]
+        for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
+            run(buys, frozen=False, bill=Bill())
+
+        def last() -> Result:
+            results = run(buys, frozen=True, bill=bill)[0]
+            sums = [one_row(_rows(value)).sum() for value in results.values() if value is not None]
+            return {**results, _FINITE: torch.isfinite(torch.stack(sums)).all()[None]}
+
+        results, replay = recorded(last, host.device)
+        return _Captured(address, buffers, static, results, results.pop(_FINITE)[0], deepcopy(bill), replay)
+
+
+def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
+    """Results of a function that are computed anew, in place, by every replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        results = function()
+    return results, graph.replay
+
+
+def _form(label: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return label, tuple(value.shape), value.dtype, value.ndim == 2 and value.stride(0) == 0
+    return label, type(value), value
+
+
+def _like(buffer: Tensor, value: Tensor) -> Tensor:
+    return buffer.expand(value.shape) if buffer.ndim < value.ndim else buffer
+
+
+def _rows(value: Any) -> Tensor:
+    return value.rows if isinstance(value, Sparse) else value
+
+
+def _copied(value: Any) -> Any:
+    """A result before the next replay overwrites it; rows that are views of one stay that."""
+    if value is None:
+        return None
+    rows = _rows(value)
+    copy = _like(one_row(rows).clone(), rows)
+    return Sparse(copy, value.num_kept) if isinstance(value, Sparse) else copy

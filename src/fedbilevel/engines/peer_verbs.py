@@ -1,0 +1,231 @@
+"""What engines of peers without a server have in common: the verbs, what may leave a peer, and averages as steps of a network. Implements `Peers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbilevel.engines.ranks import Hosting
+from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
+from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.federation.network import AnyNetwork, Links
+
+WEIGHT = 8  # bytes of a Push-Sum weight: always float64
+COUNT = 8  # bytes of the number of a running sum
+
+
+def check_verbs(algorithm: PeerAlgorithm, network: AnyNetwork, links: Links, averaging: Averaging) -> None:
+    """Whether the network offers what the algorithm uses."""
+    name, verbs = algorithm.name(), algorithm.verbs()
+    if "mix" in verbs:
+        averaging.check(network, links)
+    if "push" in verbs and network.faulty:
+        raise SettingError(
+            f"{name} pushes without running sums, so a lost message would be lost for good: use a network without faults, or settings that average instead."
+        )
+    if "gossip" in verbs and (network.faulty or not links.doubly_stochastic):
+        raise SettingError(
+            f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: use exchange='push' elsewhere."
+        )
+
+
+class Peering(Hosting):
+    """The rows of the peers in this process, and steps of the network between all. An engine says how one step is made (`_exchange`), and how `exact` and
+    `robust` averages are. The steps are counted through the whole run, so that it is the same after a resume."""
+
+    algorithm: Algorithm
+    network: AnyNetwork
+    links: Links
+    averaging: Averaging
+    kept_names: set[str]
+    unequal: bool  # whether some peers count more than others
+    weights: Tensor
+    push_weights: Tensor  # of Push-Sum, where averages keep them
+    iteration = call = time = 0
+
+    def _exchange(
+        self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One step of the network, paid for. `into`: rows that nobody needs any more."""
+        raise NotImplementedError
+
+    def _exact(self, rows: Tensor) -> Tensor:
+        """As if everybody sent its row to everybody."""
+        raise NotImplementedError
+
+    def _robust(self, rows: Tensor) -> Tensor:
+        """By running sums."""
+        raise NotImplementedError
+
+    def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
+        """Steps of one average."""
+        raise NotImplementedError
+
+    def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
+        """Rows for a checkpoint."""
+        raise NotImplementedError
+
+    def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
+        raise NotImplementedError
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def clients(self) -> Clients:
+        return Clients(self.host, self.host.data.positions, self.iteration, self.call)
+
+    def travels(self, name: str) -> bool:
+        return name not in self.kept_names
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        return tuple(v.expand(len(self.host), -1) if v.ndim == 1 else v for v in (self.host.x0, self.host.y0))  # type: ignore[return-value]
+
+    def zeros(self, name: str) -> Tensor:
+        return torch.zeros(len(self.host), self.host.width(name), dtype=self.host.dtype, device=self.host.device)
+
+    def steps(self, num: int) -> list[Step]:
+        self.call += 1
+        return self.clients.steps(num)
+
+    def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        together = self._travelling(rows)
+        if together is None:
+            return (weights, *rows.values())
+        with self._paying_for("push", rows):
+            together, weights = self._exchange(together, weights, sends_weights=True)
+        return (weights, *self._apart(together, rows))
+
+    def gossip(self, **rows: Tensor) -> Any:
+        together = self._travelling(rows)
+        if together is not None:
+            with self._paying_for("gossip", rows):
+                together, _ = self._exchange(together, self.weights, sends_weights=False)
+        return _one(self._apart(together, rows))
+
+    def mix(self, **rows: Tensor) -> Any:
+        together = self._travelling(rows)
+        if together is not None:
+            with self._paying_for("mix", rows):
+                together = self._averaged(together)
+        return _one(self._apart(together, rows))
+
+    def _paying_for(self, verb: str, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """What an exchange costs is kept under the verb and what travels."""
+        return self.host.ledger.during(f"{verb} {', '.join(name for name in rows if self.travels(name))}")
+
+    # ---- averaging -------------------------------------------------------------------------------------------------
+
+    def _averaged(self, rows: Tensor) -> Tensor:
+        kind = self.averaging.kind
+        counts = self.unequal  # equal weights need not be sent, and stay one under gossip
+        if kind == "exact":
+            return self._exact(rows)
+        if kind == "robust":
+            return self._robust(rows)
+        kept, divides = kind == "push_sum" and self.averaging.weights == "kept", counts or kind == "push_sum"
+        z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
+        spare: Tensor | None = None
+
+        def advance() -> None:
+            nonlocal z, w, spare
+            (z, w), spare = (
+                self._exchange(z, w, sends_weights=divides, into=spare),
+                z,
+            )  # two matrices in turn: nobody else has seen them
+
+        value = lambda: debiased(z, w) if divides else z
+        self._until_agreed(advance, value, rows)
+        if kept:
+            self.push_weights = w
+        return value()
+
+    # ---- what the run loop uses --------------------------------------------------------------------------------------
+
+    def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
+        if algorithm is not None:
+            self.algorithm = self.host.algorithm = algorithm
+        self.iteration, self.call = iteration, 0
+        self.host.scratch.clear()
+
+    def collect(self, value: Tensor) -> Tensor:
+        return value
+
+    def place(self, name: str, value: Tensor) -> Tensor:
+        return value.expand(len(self.host), -1) if value.ndim == 1 else value
+
+    def client_of(self, row: int) -> int:
+        """Whose row it is, in a matrix of the state."""
+        return int(self.host.ids[row])
+
+    def identity(self) -> dict[str, Any]:
+        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict()}
+
+    # ---- checkpoint ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors: dict[str, Tensor] = {"push_weights": self._stored(self.push_weights.cpu(), upper=False)}
+        plain: dict[str, Any] = {"time": {"value": self.time}}
+        for name, value in state._asdict().items():
+            if isinstance(value, Tensor):
+                tensors[f"state.{name}"] = self._stored(value, upper=name in self.algorithm.upper_space)
+            else:
+                plain[f"state.{name}"] = {"value": value}
+        tensors.update({f"ledger.{name}": value for name, value in self.bill().state_dict().items()})
+        return tensors, plain
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        device = self.host.device
+        self.push_weights, self.time = (
+            self._restored(tensors["push_weights"], upper=False).to(device),
+            plain["time"]["value"],
+        )
+        self.host.ledger.load_state_dict(
+            {name.removeprefix("ledger."): value for name, value in tensors.items() if name.startswith("ledger.")}
+        )
+        values: dict[str, Any] = {
+            name.removeprefix("state."): entry["value"] for name, entry in plain.items() if name.startswith("state.")
+        }
+        for name, stored in tensors.items():
+            if name.startswith("state."):
+                name = name.removeprefix("state.")
+                values[name] = self._restored(stored, upper=name in self.algorithm.upper_space).to(device)
+        if set(values) != set(state_type._fields):
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
+            )
+        return state_type(**values)
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _travelling(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        """What may leave its peer, side by side."""
+        sums = torch.stack(
+            [value.sum() for value in rows.values()]
+        )  # one pass in the good case; rows are looked at only when something is wrong
+        for name, value in () if bool(torch.isfinite(sums).all()) else rows.items():
+            bad = ~torch.isfinite(value).all(1)
+            if bool(bad.any()):
+                peer = int(self.host.ids[bad.cpu()][0])
+                raise NonFiniteError(
+                    f"client {peer} has a value of {name!r} that is not finite in outer iteration {self.iteration}: "
+                    "the steps are too long (lower the step sizes) or the data of that client are extreme."
+                )
+        parts = [value for name, value in rows.items() if self.travels(name)]
+        return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _apart(self, together: Tensor | None, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        if together is None:
+            return tuple(rows.values())
+        widths = [value.shape[1] for name, value in rows.items() if self.travels(name)]
+        parts = iter(together.split(widths, dim=1))
+        return tuple(next(parts) if self.travels(name) else value for name, value in rows.items())
+
+
+def _one(values: tuple[Tensor, ...]) -> Any:
+    return values if len(values) > 1 else values[0]

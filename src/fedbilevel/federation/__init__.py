@@ -1,0 +1,1 @@
+"""What an algorithm may use: clients, verbs, networks and the ledger."""

@@ -1,0 +1,263 @@
+"""The vocabulary of an algorithm: phases that run at clients, verbs that reach them, values that stay where they are.
+
+A server algorithm is a frozen dataclass with an immutable State and two methods: `init(fed)` and `round(fed, state)`. It talks to
+clients only through `fed.mean(self.some_phase, **values)`: broadcast the values, run the phase on the cohort, average what comes
+back, by name. Nothing here knows how or where the clients are run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from fedbilevel.errors import ScopeError, ScopeWarning, SettingError
+from fedbilevel.federation.ledger import Ledger
+from fedbilevel.problem.problem import Scopes
+from fedbilevel.settings import Settings
+
+LEVELS = {"global": "lower level", "local": "lower level", "shared": "upper variable", "private": "upper variable"}
+PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
+
+
+def phase(method: PhaseT) -> PhaseT:
+    """Mark `method(self, clients, **values) -> {name: rows or None}` as something a client may be asked to run."""
+    method.__is_phase__ = True  # type: ignore[attr-defined]
+    return method
+
+
+def linear_phase(method: PhaseT) -> PhaseT:
+    """A phase whose results are linear in the derivatives that it asks for, and which keeps nothing: the mean of its results is then the same whether every
+    client's derivative goes into it or their mean, which is cheaper where all clients are asked at one point."""
+    method.__is_linear__ = True  # type: ignore[attr-defined]
+    return phase(method)
+
+
+class Kept:
+    """Stands for one row per client that never left its client. It can be broadcast back to where it is, and nothing else."""
+
+    def __init__(self, name: str, version: int, iteration: int = -1) -> None:
+        self.name, self.version, self.iteration = name, version, iteration  # the outer iteration that made it
+
+    def __repr__(self) -> str:
+        return f"Kept({self.name!r})"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(
+            f"{self.name!r} is kept at the clients (its scope is private or local), so the server cannot compute with it: do that inside a phase."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = __pos__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _refuse
+
+
+class Sparse(NamedTuple):
+    """Rows of which only `num_kept` entries each are not zero: what travels is those values and where they stand (four bytes each)."""
+
+    rows: Tensor
+    num_kept: int
+
+
+Value = Tensor | Kept | int | float | str | None  # numbers and words travel in the header; None is not sent
+
+
+class Cohort(NamedTuple):
+    """Who takes part. `redraw="per_factor"` draws a new cohort wherever an algorithm says `fed.resample()`; `per_iteration` keeps one
+    for the whole outer iteration, which is cheaper and biases products of client Hessians (algorithms that multiply them say so).
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> all_of_them, two = (fb.solve(*Quadratic().build(), "fedbio", num_rounds=2, cohort=fb.Cohort(share)) for share in (1.0, 0.4))
+    >>> all_of_them.ledger["floats_up"], two.ledger["floats_up"]
+    (160, 64)
+    """
+
+    fraction: float = 1.0
+    replacement: bool = False
+    redraw: str = "per_factor"
+
+    def size(self, num_clients: int) -> int:
+        return max(1, round(self.fraction * num_clients))
+
+    def checked(self) -> Cohort:
+        if not isinstance(self.fraction, int | float) or not 0 < self.fraction <= 1:
+            raise SettingError(f"the cohort's fraction is {self.fraction!r}, expected a value above 0 and at most 1.")
+        if self.redraw not in ("per_factor", "per_iteration"):
+            raise SettingError(f"the cohort's redraw is {self.redraw!r}, expected 'per_factor' or 'per_iteration'.")
+        return self
+
+
+class Federation(Protocol):
+    """What a server algorithm may use."""
+
+    num_clients: int
+    iteration: int
+    ledger: Ledger
+    weights: Tensor  # (n,) how much each client counts in a mean, by client number
+
+    def initial(self) -> tuple[Any, Any]:
+        """x and y at the start, each by its scope; no round."""
+
+    def start(self, name: str) -> Any:
+        """The initial point of the space that the algorithm declares `name` in, as a sequence of its own; no round."""
+
+    def zeros(self, name: str) -> Any:
+        """A zero vector of the space that the algorithm declares `name` in; no round."""
+
+    def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        """One round (none if nothing travels up): broadcast, run the phase on the cohort, average each result by name."""
+
+    def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        """One round in which every client's own answer is seen by the server: rows in the order of client numbers. For methods that compare
+        clients with each other; nothing that a sum can do should use it. A matrix in `broadcast` sends each client its own row."""
+
+    def resample(self) -> None:
+        """A fresh cohort may be drawn here without spoiling what the algorithm computes."""
+
+    def draw(self, purpose: str, high: int) -> int:
+        """An integer in [0, high) of the server's own stream."""
+
+
+class Algorithm(Settings):
+    """upper_space and lower_space name the sequences that live where x and y live: the engine keeps them at the client when the
+    problem says private or local. `decays` names the step sizes that a schedule scales. `warns` and `refuses` say, per scope, why a
+    problem of that scope is biased or meaningless. `needs_everyone`: every client must answer every call, so cohorts are refused.
+    `lengths`: of those declared sequences that are not as long as their space."""
+
+    upper_space: ClassVar[tuple[str, ...]] = ("x",)
+    lower_space: ClassVar[tuple[str, ...]] = ("y",)
+    decays: ClassVar[tuple[str, ...]] = ("lr_upper", "lr_lower", "lr_system")
+    warns: ClassVar[Mapping[str, str]] = {}
+    refuses: ClassVar[Mapping[str, str]] = {}
+    needs_everyone: ClassVar[bool] = False
+    lengths: ClassVar[Mapping[str, int]] = {}
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__module__.rsplit(".", 1)[-1]
+
+    def scaled(self, factor: float) -> Self:
+        """The same algorithm with the step sizes that a schedule may scale, scaled."""
+        names = [name for name in self.decays if hasattr(self, name)]
+        return (
+            self if factor == 1 else dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
+        )
+
+    def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
+        """Overridden where a setting changes what the algorithm is exact for."""
+        return self.warns
+
+    def check_scopes(self, scopes: Scopes) -> list[Warning]:
+        for scope in scopes:
+            if scope in self.refuses:
+                raise ScopeError(
+                    f"{self.name()} cannot solve a problem with a {scope} {LEVELS[scope]}: {self.refuses[scope]}."
+                )
+        found = {scope: text for scope, text in self.scope_warnings(scopes).items() if scope in scopes}
+        return [
+            ScopeWarning(f"{self.name()} on a problem with a {scope} {LEVELS[scope]}: {text}.")
+            for scope, text in found.items()
+        ]
+
+    def kept_names(self, scopes: Scopes) -> set[str]:
+        return {
+            *(self.upper_space if scopes.upper == "private" else ()),
+            *(self.lower_space if scopes.lower == "local" else ()),
+        }
+
+    State: ClassVar[type[Any]]
+
+    def init(self, engine: Any) -> Any:
+        raise NotImplementedError
+
+    def round(self, engine: Any, state: Any) -> Any:
+        raise NotImplementedError
+
+
+class ServerAlgorithm(Algorithm):
+    def init(self, fed: Federation) -> Any:
+        """The state before the first outer iteration."""
+        raise NotImplementedError
+
+    def round(self, fed: Federation, state: Any) -> Any:
+        """One outer iteration."""
+        raise NotImplementedError
+
+
+class Peers(Protocol):
+    """What a peer algorithm may use. It runs at every peer at once: a value is a matrix with one row per peer hosted in this process.
+
+    Rows are given by name, because the scopes decide by name what may travel: a private upper variable or a local lower one comes back as it was.
+    """
+
+    num_clients: int
+    iteration: int
+    ledger: Ledger
+    clients: Any  # `clients.Clients`: derivatives of every hosted peer
+    weights: Tensor  # (k, 1) float64: how much each peer counts in a mean; their mean is one
+    scopes: Scopes
+
+    def travels(self, name: str) -> bool:
+        """Whether rows of that name may leave their peer."""
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        """x and y at the start, one row each per peer."""
+
+    def zeros(self, name: str) -> Tensor:
+        """Zero rows of the space that the algorithm declares `name` in."""
+
+    def steps(self, num: int) -> list[Any]:
+        """`num` steps, each with its own minibatches."""
+
+    def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        """One step of Push-Sum: everybody divides its rows and its weight among its receivers of this step. Weights first, then the rows."""
+
+    def gossip(self, **rows: Tensor) -> Any:
+        """One doubly stochastic step; one tensor, or a tuple for several names. Needs an undirected network."""
+
+    def mix(self, **rows: Tensor) -> Any:
+        """One whole averaging (weighted by `weights`) by the operator that the engine was given; one tensor, or a tuple for several names."""
+
+
+class PeerAlgorithm(Algorithm):
+    """`init` and `round` see rows. `uses` names the verbs, so that an engine can say beforehand that its network does not offer one."""
+
+    uses: ClassVar[tuple[str, ...]] = ("push",)
+
+    def verbs(self) -> tuple[str, ...]:
+        """Overridden where a setting decides."""
+        return self.uses
+
+    def init(self, peers: Peers) -> Any:
+        raise NotImplementedError
+
+    def round(self, peers: Peers, state: Any) -> Any:
+        raise NotImplementedError
+
+    def regrouped(self, peers: Peers, state: Any) -> Any:
+        """The state with which another group of peers goes on: a new one from where each of them is, because weights and corrections that others hold, or
+        have taken with them, count no more."""
+        return self.init(_At(peers, state.x, state.y))
+
+
+class _At:
+    """Peers whose initial point is where they are."""
+
+    def __init__(self, peers: Peers, x: Tensor, y: Tensor) -> None:
+        self._peers, self._point = peers, (x, y)
+
+    def initial(self) -> tuple[Tensor, Tensor]:
+        return self._point
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._peers, name)
+
+
+def debiased(rows: Tensor, weights: Tensor) -> Tensor:
+    """What Push-Sum rows stand for: rows divided by their weights, which are kept in float64."""
+    return rows / weights.to(rows.dtype)

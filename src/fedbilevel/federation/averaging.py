@@ -1,0 +1,193 @@
+"""How peers without a server agree on an average: which operator stands behind the verb `mix`, and Push-Sum that survives lost messages.
+
+Robust Push-Sum keeps, for every edge, the sum of all that was ever pushed along it. A message carries that sum and a number; the receiver adds
+what it has not seen yet. A lost message is mass parked on the edge, which the next message that gets through delivers; late, doubled and
+reordered messages do no harm.
+
+Reference: Hadjicostis, Vaidya, Dominguez-Garcia, "Robust distributed average consensus via exchange of running sums", IEEE TAC 2016; with
+delays and asynchrony: Spiridonoff, Olshevsky, Paschalidis, "Robust asynchronous stochastic gradient-push", JMLR 2020. There a node has one
+running sum for all its fixed receivers; receivers that change from step to step need one per edge, as here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.errors import SettingError
+from fedbilevel.federation.network import AnyNetwork, Links
+from fedbilevel.problem.draws import Stream
+from fedbilevel.settings import Settings, setting
+
+Kind = Literal["push_sum", "gossip", "exact", "robust"]
+STEPS = 10  # of an average whose end nobody chose
+TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of a robust one, relative to the largest row
+_LEAST = 1e-6  # the least weight that a split may leave; weights are one on average
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(Settings):
+    """exact: the mean itself, as if everybody sent to everybody. gossip: doubly stochastic steps (undirected networks). push_sum: column-stochastic
+    steps of rows and weights, any network that connects. robust: Push-Sum with running sums, for networks that lose or delay messages.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> where = {"network": fb.Network(kind="ring"), "averaging": fb.Averaging(num_steps=5)}
+    >>> result = fb.solve(*Quadratic().build(), "hgp", num_iterations=1, num_terms=3, num_lower_steps=2, lr_system=0.1, **where)
+    >>> list(result.ledger.phases)
+    ['local', 'push y', 'mix u', 'mix v, x']
+    """
+
+    kind: Kind = setting("push_sum", "the operator behind an average")
+    num_steps: int | None = setting(
+        None, "steps of one averaging (None: 10, and a robust one until all peers agree)", symbol="S", least=1
+    )
+    tolerance: float | None = setting(
+        None,
+        "instead of a fixed number of steps: until all peers agree up to this, relative to the largest row",
+        above=0,
+    )
+    max_steps: int = setting(10_000, "with a tolerance: an error after so many steps", least=1)
+    weights: Literal["reset", "kept"] = setting(
+        "reset", "Push-Sum weights start at one for every average, or where the last one left them"
+    )
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of an average that has no limit."""
+        return STEPS if self.num_steps is None else self.num_steps
+
+    def limit(self, dtype: torch.dtype) -> float | None:
+        """The disagreement at which an average of such rows ends, relative to the largest row; None where a number of steps ends it.
+
+        A robust average without either ends as it does between real peers, who cannot count steps together.
+        """
+        is_open = self.kind == "robust" and self.num_steps is None and self.tolerance is None
+        return TOLERANCE[dtype] if is_open else self.tolerance
+
+    def check(self, network: AnyNetwork, links: Links) -> None:
+        if network.faulty and self.kind != "robust":
+            raise SettingError(
+                f"the network loses or delays messages, and {self.kind} averaging never recovers what a lost message carried: use averaging 'robust'."
+            )
+        if self.kind == "gossip" and not links.doubly_stochastic:
+            raise SettingError(
+                "gossip needs shares that sum to one at the receiver too, which those by out-degree do not: use averaging 'push_sum', or metropolis "
+                "shares on an undirected network."
+            )
+
+
+class Message(NamedTuple):
+    sender: int
+    receiver: int
+    number: int
+    total: Tensor  # the running sum of this edge: (d + 1,) with the weight last
+
+
+class RunningSums:
+    """One peer of robust Push-Sum. Its mass is the row and its weight in one float64 vector; `mass[:-1] / mass[-1]` tends to the average."""
+
+    def __init__(self, number: int, row: Tensor, weight: float = 1.0) -> None:
+        self.number = number
+        self.mass = torch.cat([row.double(), row.new_tensor([weight], dtype=torch.float64)])
+        self.sent: dict[int, tuple[int, Tensor]] = {}  # by receiver: messages so far, running sum
+        self.got: dict[int, tuple[int, Tensor]] = {}  # by sender: number of the newest message, its running sum
+
+    @property
+    def value(self) -> Tensor:
+        return self.mass[:-1] / self.mass[-1]
+
+    def wake(self, receivers: Iterable[int]) -> list[Message]:
+        """Divide the mass between itself and `receivers` (without itself) and say so to each of them.
+
+        Where nearly all messages are lost, mass leaves and none arrives. What is left must stay above the rounding of the running sums, whose
+        differences are added to it: so little mass is kept whole, and the message repeats the sum, which still delivers what is parked.
+        """
+        receivers = list(receivers)
+        splits = float(self.mass[-1]) >= _LEAST * (len(receivers) + 1)
+        self.mass = self.mass / (len(receivers) + 1) if splits else self.mass
+        messages = []
+        for receiver in receivers:
+            count, total = self.sent.get(receiver, (0, torch.zeros_like(self.mass)))
+            self.sent[receiver] = (count + 1, total + self.mass if splits else total)
+            messages.append(Message(self.number, receiver, *self.sent[receiver]))
+        return messages
+
+    def reclaim(self, peer: int) -> None:
+        """As if that peer had never taken part: take back all that was ever pushed to it, give back all that came from it. When all who are left have done so,
+        their masses sum to what they began with. The weight may be near zero or negative until a few messages have passed."""
+        for book, sign in ((self.sent, 1), (self.got, -1)):
+            if peer in book:
+                self.mass = self.mass + sign * book.pop(peer)[1]
+
+    def receive(self, message: Message) -> bool:
+        """False for a message that is not newer than the newest seen from that sender."""
+        count, total = self.got.get(message.sender, (0, torch.zeros_like(self.mass)))
+        if message.number <= count:
+            return False
+        self.mass = self.mass + (message.total - total)
+        self.got[message.sender] = (message.number, message.total)
+        return True
+
+
+def parked(peers: Sequence[RunningSums]) -> Tensor:
+    """What was sent and has not arrived, over all edges. Mass of all peers plus this never changes."""
+    rest = torch.zeros_like(peers[0].mass)
+    for peer in peers:
+        for receiver, (_, total) in peer.sent.items():
+            rest = rest + total
+            if peer.number in peers[receiver].got:
+                rest = rest - peers[receiver].got[peer.number][1]
+    return rest
+
+
+def waiting(peers: Sequence[RunningSums]) -> Tensor:
+    """What the mass parked on the edges stands for: one row, or none where there is no such mass. Peers may agree with each other while this differs;
+    the average lies between all these rows, so only when it agrees too is it reached."""
+    rest = parked(peers)
+    scale = max(float(peer.mass[-1]) for peer in peers)
+    return (rest[:-1] / rest[-1])[None] if float(rest[-1]) > 1e-12 * scale else rest.new_zeros(0, len(rest) - 1)
+
+
+def spread(rows: Tensor, scale: Tensor) -> float:
+    """How far the peer that is farthest from the middle is from it, relative to `scale`."""
+    return float(
+        torch.linalg.vector_norm(rows - rows.mean(0), dim=1).max() / scale.clamp(min=torch.finfo(scale.dtype).tiny)
+    )
+
+
+def robust_steps(
+    peers: Sequence[RunningSums], network: AnyNetwork, links: Links, start: int, charge: Callable[[Tensor], None]
+) -> Callable[[], None]:
+    """A step function: some peers wake and push along the links of that step; messages are lost, arrive late and overtake each other.
+
+    Faults are drawn per (seed, step, edge). `charge` gets the (n, n) matrix of messages sent, lost ones included: they were paid for.
+    """
+    n, stream = len(peers), Stream(network.seed)
+    due: dict[int, list[Message]] = {}
+    step = start
+
+    def draw(purpose: str, width: int) -> Tensor:
+        return stream.bits(purpose, torch.arange(n), iteration=step, call=0, steps=range(1), width=width)[:, 0]
+
+    def advance() -> None:
+        nonlocal step
+        links_now = links.adjacency(step) & ~torch.eye(n, dtype=torch.bool)
+        awake = draw("network/awake", 1).double() < network.activity * 2**32
+        links_now &= awake
+        arrives = draw("network/loss", n).double() >= network.loss * 2**32
+        delays = (draw("network/delay", n) * (network.max_delay + 1)) >> 32
+        charge(links_now)
+        for i in awake[:, 0].nonzero()[:, 0].tolist():
+            for message in peers[i].wake(links_now[i].nonzero()[:, 0].tolist()):
+                if bool(arrives[i, message.receiver]):
+                    due.setdefault(step + int(delays[i, message.receiver]), []).append(message)
+        for message in due.pop(step, []):
+            peers[message.receiver].receive(message)
+        step += 1
+
+    return advance

@@ -1,0 +1,203 @@
+"""What was paid, counted from what really passes through the verbs and the oracle.
+
+Every column is one int64 count per client. A round is one aggregation up and the broadcast that follows it; a message down with
+no aggregation belongs to the round before. Between peers a round is one step in which messages pass; every message is charged once, to its
+sender, and to its edge. Values that never leave a client are never charged.
+
+What was paid is also kept by phase, summed over clients: every charge belongs to the phase that is being run, or between peers to the exchange that is being
+made, and what peers compute by themselves to "local".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbilevel.columns import CALLS, COLUMNS
+
+_MOST_OPEN = 64  # kinds of messages that are counted before they are added up,
+_OPEN_CELLS = 2**25  # and entries of their matrices
+EDGES = ("messages", "floats", "bytes")
+LOCAL, EARLIER = (
+    "local",
+    "earlier",
+)  # phases: what is charged outside of any, and what an older checkpoint did not divide
+
+
+@dataclass
+class _Sent:
+    """Messages along the same links and of the same size, counted."""
+
+    sent: Tensor  # held, so that its identity stays its own
+    version: int
+    counts: Tensor
+    degrees: Tensor
+    each: int  # how many messages that is
+    times: int = 0
+
+
+class Totals(dict[str, int]):
+    """What was paid, summed over clients. phases: the same by phase."""
+
+    def __init__(
+        self,
+        amounts: Mapping[str, int] | Iterable[tuple[str, int]] = (),
+        phases: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(amounts)
+        self.phases = {name: dict(paid) for name, paid in phases.items()}
+
+    def __repr__(self) -> str:
+        calls = ", ".join(f"{name} {self[name]}" for name in CALLS if self.get(name))
+        sent = f"{(self['bytes_up'] + self['bytes_down']) / 1e6:.3g} MB ({self['floats_up']} floats up, {self['floats_down']} down)"
+        return f"<{self['rounds']} rounds, {sent}; {calls}>"
+
+
+class Ledger:
+    """Columns: floats and bytes up and down; calls of grad_y g, grad_x g, grad_x f, grad_y f, H v, J v; samples evaluated
+    (each evaluation of a batch counts its samples once, whichever derivatives it yields)."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self.rounds = 0
+        self.columns = {name: torch.zeros(num_clients, dtype=torch.int64) for name in COLUMNS}
+        self.since: dict[str, Counter[str]] = {LOCAL: Counter()}  # by phase, since this ledger was made or loaded
+        self._before: dict[str, Counter[str]] = {}  # by phase, as loaded
+        self._phase = LOCAL
+        self._edges: dict[str, Tensor] = {}
+        self._open: dict[
+            tuple[int, int, int], _Sent
+        ] = {}  # by links, floats and bytes: networks that repeat use the same ones over and over
+
+    @property
+    def edges(self) -> dict[str, Tensor]:
+        """(sender, receiver), only where peers send to each other."""
+        for floats, num_bytes in dict.fromkeys(key[1:] for key in self._open):
+            self._edges = self._edges or {
+                name: torch.zeros(self.num_clients, self.num_clients, dtype=torch.int64) for name in EDGES
+            }
+            messages = torch.zeros(self.num_clients, self.num_clients, dtype=torch.int64)
+            for key, sent in self._open.items():
+                if key[1:] == (floats, num_bytes):
+                    messages += sent.counts.to(torch.int64) * sent.times
+            for name, each in zip(EDGES, (1, floats, num_bytes), strict=True):
+                self._edges[name] += messages * each
+        self._open.clear()
+        return self._edges
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What is charged meanwhile belongs to that phase."""
+        before, self._phase = self._phase, phase
+        self.since.setdefault(phase, Counter())  # also at a rank that has no client in it
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def count_round(self) -> None:
+        self.rounds += 1
+        self._add("rounds", 1)
+
+    def _add(self, column: str, amount: int) -> None:
+        self.since[self._phase][column] += amount
+
+    @property
+    def phases(self) -> dict[str, Counter[str]]:
+        """What every phase cost that cost anything, in the order in which they first ran."""
+        both = {
+            name: self._before.get(name, Counter()) + self.since.get(name, Counter())
+            for name in (*self._before, *self.since)
+        }
+        return {name: paid for name, paid in both.items() if paid}
+
+    def charge(self, column: str, ids: Tensor, amount: int | Tensor = 1) -> None:
+        self._add(column, int(amount.sum()) if isinstance(amount, Tensor) else amount * len(ids))
+        np.add.at(
+            self.columns[column].numpy(),
+            ids.cpu().numpy(),
+            amount.cpu().numpy() if isinstance(amount, Tensor) else amount,
+        )
+
+    def charge_message(self, direction: str, ids: Tensor, floats: int | Tensor, itemsize: int) -> None:
+        self.charge(f"floats_{direction}", ids, floats)
+        self.charge(f"bytes_{direction}", ids, floats * itemsize)
+
+    def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
+        """`sent[i, j]`: how many messages i sends to j; each carries so many floats and bytes. They are added up when somebody looks at the edges."""
+        key = (id(sent), floats, num_bytes)
+        known = self._open.get(key)
+        if known is None or known.version != sent._version:
+            if known is not None or len(self._open) >= min(_MOST_OPEN, max(1, _OPEN_CELLS // self.num_clients**2)):
+                _ = self.edges
+            counts = sent.to("cpu", copy=True)  # the caller may go on to change it
+            degrees = counts.sum(1, dtype=torch.int64)
+            known = self._open[key] = _Sent(sent, sent._version, counts, degrees, int(degrees.sum()))
+        known.times += 1
+        self._add("floats_up", known.each * floats)
+        self._add("bytes_up", known.each * num_bytes)
+        self.columns["floats_up"] += known.degrees * floats
+        self.columns["bytes_up"] += known.degrees * num_bytes
+
+    def totals(self) -> Totals:
+        edges = self.edges
+        messages = {"messages": int(edges["messages"].sum())} if edges else {}
+        amounts = {
+            "rounds": self.rounds,
+            **messages,
+            **{name: int(column.sum()) for name, column in self.columns.items()},
+        }
+        return Totals(
+            amounts,
+            {name: {column: paid[column] for column in ("rounds", *COLUMNS)} for name, paid in self.phases.items()},
+        )
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it in plain numbers: summed over clients, by phase, by client and, between peers, by sender and receiver."""
+        totals, by_client = self.totals(), {name: column.tolist() for name, column in self.columns.items()}
+        return {
+            "totals": totals,
+            "phases": totals.phases,
+            "clients": by_client,
+            "edges": {name: counts.tolist() for name, counts in self.edges.items()},
+        }
+
+    @property
+    def megabytes(self) -> float:
+        return float(self.columns["bytes_up"].sum() + self.columns["bytes_down"].sum()) / 1e6
+
+    def state_dict(self) -> dict[str, Tensor]:
+        edges = {f"edges-{name}": counts.clone() for name, counts in self.edges.items()}
+        phases = {
+            f"phase-{name}": torch.tensor([paid[column] for column in ("rounds", *COLUMNS)])
+            for name, paid in self.phases.items()
+        }
+        return {
+            "rounds": torch.tensor(self.rounds),
+            **{name: column.clone() for name, column in self.columns.items()},
+            **edges,
+            **phases,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.rounds = int(state["rounds"])
+        self.columns = {name: state[name].clone() for name in COLUMNS}
+        self._open.clear()
+        self._edges = {name: state[f"edges-{name}"].clone() for name in EDGES if f"edges-{name}" in state}
+        stored = {
+            name.removeprefix("phase-"): paid.tolist() for name, paid in state.items() if name.startswith("phase-")
+        }
+        if not stored and (self.rounds or any(int(column.sum()) for column in self.columns.values())):
+            stored = {EARLIER: [self.rounds, *(int(column.sum()) for column in self.columns.values())]}
+        self._before = {
+            name: Counter(dict(zip(("rounds", *COLUMNS), paid, strict=True))) for name, paid in stored.items()
+        }
+        self.since = {LOCAL: Counter()}

@@ -1,0 +1,1 @@
+"""Oracles: derivatives of many clients at once."""

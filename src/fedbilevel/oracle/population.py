@@ -1,0 +1,293 @@
+"""A problem met with the data of the clients hosted in this process: layouts, initial point, weights and the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.oracle.oracle import Oracle, Strategy
+from fedbilevel.problem.client_data import Batch, ClientData, Holdings
+from fedbilevel.problem.problem import Layout, Problem, away, check_kind, check_losses, check_statistics, own_figures
+
+Points = (
+    Tensor | Callable[[Tensor], Tensor]
+)  # one vector, one row per client, or a function from positions to their rows
+Added = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # sums over the clients hosted here -> those over all
+_LOOK = 2**27  # bytes of samples and rows that a measurement copies at once
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A few clients, with their own points and weights, and whole batches where they are asked for."""
+
+    data: ClientData
+    positions: Tensor
+    x: Tensor
+    y: Tensor
+    weights: Tensor
+
+    @cached_property
+    def train(self) -> Batch:
+        return self.data.look(self.positions, "train")
+
+    @cached_property
+    def val(self) -> Batch:
+        return self.data.look(self.positions, "val")
+
+
+class Population:
+    def __init__(
+        self,
+        problem: Problem,
+        clients: Sequence[Holdings],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        strategy: Strategy = "auto",
+        chunk_size: int | None = None,
+    ) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise SettingError(f"dtype is {dtype!r}, expected torch.float32 or torch.float64.")
+        check_kind(problem)
+        self.problem = problem
+        self.data = ClientData(clients, dtype=dtype, device=device)
+        self.dtype, self.device = self.data.dtype, self.data.device
+        self.x_sizes: Tensor | None = None  # lengths of private rows without their padding
+        self.layout_x, self.x0 = self._initial_x()
+        self.layout_y = Layout(problem.y0)
+        self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
+        self.per_sample = check_losses(problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0)
+        check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
+        self.oracle = self._oracle(strategy, chunk_size)
+        self._watcher: Oracle | None = None
+        two = self.data.positions[:2]
+        few = self.data.batch(two, "train", torch.zeros(len(two), 1, dtype=torch.int64, device=self.device))
+        self.oracle.settle(few, self.x0 if self.x0.ndim == 1 else self.x0[:2], self.y0)
+
+    def __len__(self) -> int:
+        return self.data.num_clients
+
+    def _oracle(self, strategy: Strategy, chunk_size: int | None = None) -> Oracle:
+        return Oracle(
+            self.problem,
+            self.layout_x,
+            self.layout_y,
+            per_sample=self.per_sample,
+            strategy=strategy,
+            chunk_size=chunk_size,
+        )
+
+    def _own_x(self, position: int) -> Tensor:
+        """The initial x of one client without padding."""
+        return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
+
+    def _initial_x(self) -> tuple[Layout, Tensor]:
+        """x0 as a shared vector, or as private rows padded with zeros to the widest client hosted here."""
+        private = self.problem.scopes.upper == "private"
+        trees = [
+            self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()})
+            for i in range(self.data.num_clients if private else 1)
+        ]
+        for i, tree in enumerate(trees):
+            if set(tree) != set(trees[0]):
+                raise ProblemError(
+                    f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the same names for all clients."
+                )
+        # what would differ for a client of another size is ragged, whoever is hosted here
+        probe = (
+            self.problem.initial_x({role: int(sizes[0]) + 1 for role, sizes in self.data.sizes.items()})
+            if private
+            else trees[0]
+        )
+        ragged = [
+            name for name, leaf in trees[0].items() if any(tree[name].shape != leaf.shape for tree in (*trees, probe))
+        ]
+        if len(ragged) > 1 or any(tree[name].ndim != 1 for tree in trees for name in ragged):
+            raise ProblemError(
+                f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have one dimension."
+            )
+        layout = Layout(trees[0], ragged[0] if ragged else None)
+        flat = [layout.ravel(tree).detach().to(device=self.device, dtype=self.dtype) for tree in trees]
+        if not private:
+            return layout, flat[0]
+        self.x_sizes = torch.tensor([len(row) for row in flat])
+        return layout, torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
+
+    def weights(self, positions: Tensor) -> Tensor:
+        """Whole numbers, so that a weighted sum of float32 rows is exact in float64 and the order of clients leaves no trace."""
+        return (
+            self.data.sizes["train"][positions]
+            if self.problem.weights == "by_samples"
+            else torch.ones(len(positions), dtype=torch.int64)
+        )
+
+    def average(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Sum in float64, divide once."""
+        return (total(rows, weights) / float(weights.sum())).to(rows.dtype)
+
+    def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rows of the space of a private x, those of the clients at `positions`, as one flat tensor."""
+        if self.x_sizes is None:
+            return rows
+        return torch.cat(
+            [rows.new_zeros(0), *(row[:size] for row, size in zip(rows, self.x_sizes[positions].tolist(), strict=True))]
+        )
+
+    def pad(self, stored: Tensor, positions: Tensor) -> Tensor:
+        if self.x_sizes is None:
+            return stored
+        rows = torch.zeros(len(positions), self.x0.shape[1], dtype=stored.dtype, device=stored.device)
+        for row, values in zip(rows, stored.split(self.x_sizes[positions].tolist()), strict=True):
+            row[: len(values)] = values
+        return rows
+
+    # ---- looking at a solution -------------------------------------------------------------------------------------
+
+    def measure(self, x: Points, y: Points, join: Callable[[Tensor], Tensor] = lambda own: own) -> dict[str, float]:
+        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking.
+
+        join: for an engine of several processes: a table with one row per client hosted here -> the same of all clients."""
+        names, table = self.looked_at(x, y)
+        return figures(self.problem, names, join(table))
+
+    def looked_at(self, x: Points, y: Points) -> tuple[list[str], Tensor]:
+        """What a measurement adds up: names, and a float64 table with one row per client hosted here."""
+        problem = self.problem
+        with torch.no_grad():
+            losses = [
+                self._everyone(loss, x, y, role) for loss, role in ((problem.upper, "val"), (problem.lower, "train"))
+            ]
+            found: dict[str, Tensor] = {}
+            for role, statistics in problem.statistics.items():
+                some = self._everyone(statistics, x, y, role)
+                twice = found.keys() & some.keys()
+                if twice:
+                    raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
+                found.update(some)
+        columns = [*losses, self.weights(self.data.positions).double(), *found.values()]
+        return ["upper", "lower", "weight", *found], torch.stack(columns, dim=1)
+
+    def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
+        """`function` of every client on all its data, float64 on the host; a few clients at a time, so that a look at many takes no copy of all they have."""
+        parts = []
+        for some in self.data.positions.split(max(1, _LOOK // self._bytes_of_client(role, x, y))):
+            values = self.oracle.evaluate(function, _rows(x, some), _rows(y, some), self.data.look(some, role))
+            parts.append(tree_map(lambda leaf: leaf.double().cpu(), values))
+        return tree_map(lambda *leaves: torch.cat(leaves), *parts)
+
+    def _bytes_of_client(self, role: str, x: Points, y: Points) -> int:
+        """What a look at one client copies, at most."""
+        sample = sum(value[:1].numel() * value.element_size() for value in self.data.fields[role].values())
+        row = (
+            sum(start.shape[-1] for start, value in ((self.x0, x), (self.y0, y)) if not isinstance(value, Tensor))
+            * self.y0.element_size()
+        )
+        return max(1, int(self.data.sizes[role].max()) * sample + row)
+
+    @property
+    def watcher(self) -> Oracle:
+        """An oracle for those who look on, so that a run does not depend on them."""
+        self._watcher = self._watcher or self._oracle("loop" if self.oracle.strategy == "loop" else "auto")
+        return self._watcher
+
+    def portions(self, x: Points, y: Points) -> Iterator[Portion]:
+        """All clients, each at its own point, as many at a time as a look may copy."""
+        most = (
+            max(self._bytes_of_client(role, x, y) for role in ("train", "val"))
+            + self.y0.shape[-1] * self.y0.element_size()
+        )
+        for some in self.data.positions.split(max(1, _LOOK // most)):
+            yield Portion(self.data, some, _rows(x, some), _rows(y, some), self.weights(some))
+
+    def sum_of_weights(self, added: Added) -> Tensor:
+        [number] = added([self.weights(self.data.positions).double().sum()[None].to(self.device)])
+        return number
+
+    def residuals(self, x: Points, y: Points, u: Points | None, added: Added = lambda own: own) -> dict[str, float]:
+        """How far a point is from what a hypergradient asks of it, over all data, every client at its own: |mean g_y|, and |mean (H u - f_y)| / |mean f_y|.
+        For a local lower level these are root mean squares over clients.
+
+        added: for an engine of several processes."""
+        oracle, local = self.watcher, self.problem.scopes.lower == "local"
+        sums: dict[str, Tensor] = {}
+        for part in self.portions(x, y):
+            with torch.no_grad():
+                found = {"lower": oracle.lower_grad(part.x, part.y, part.train)}
+                if u is not None:
+                    right = oracle.upper_grad_y(part.x, part.y, part.val)
+                    found |= {
+                        "right": right,
+                        "system": oracle.hessian_product(part.x, part.y, _rows(u, part.positions), part.train) - right,
+                    }
+            for name, rows in found.items():
+                sums[name] = sums.get(name, 0) + total(squares(rows) if local else rows, part.weights)
+        number = self.sum_of_weights(added)
+        sizes = {
+            name: size(one, number, of_squares=local)
+            for name, one in zip(sums, added(list(sums.values())), strict=True)
+        }
+        return {
+            "lower_gradient": sizes["lower"],
+            **({"residual": sizes["system"] / (sizes["right"] or 1.0)} if u is not None else {}),
+        }
+
+    def losses_away(self) -> list[float]:
+        """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
+        first = torch.tensor([0])
+        x, y = away(self.x0 if self.x0.ndim == 1 else self.x0[:1]), away(self.y0)
+        with torch.no_grad():
+            both = ((self.problem.upper, "val"), (self.problem.lower, "train"))
+            return [float(self.oracle.evaluate(loss, x, y, self.data.batch(first, role))) for loss, role in both]
+
+    def trees(self, value: Tensor, *, upper: bool) -> Any:
+        """The user's structure: a dict, or one dict per client for rows, without padding."""
+        layout = self.layout_x if upper else self.layout_y
+        if value.ndim == 1:
+            return layout.unravel(value)
+        sizes = self.x_sizes.tolist() if upper and self.x_sizes is not None else [value.shape[1]] * len(value)
+        return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]
+
+
+def figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, float]:
+    """Losses and metrics from a table of `looked_at` with one row per client."""
+    upper, lower, weights, *statistics = table.unbind(1)
+    found = dict(zip(names[3:], statistics, strict=True))
+    losses = {
+        label: float((weights * values).sum() / weights.sum())
+        for label, values in (("upper_loss", upper), ("lower_loss", lower))
+    }
+    metrics = own_figures("metrics", problem.metrics, {name: float(value.sum()) for name, value in found.items()})
+    return {**losses, **metrics, **(own_figures("across", problem.across, found) if problem.across is not None else {})}
+
+
+def squares(rows: Tensor) -> Tensor:
+    """(k, 1): the squared length of every row."""
+    return (rows.double() ** 2).sum(1, keepdim=True)
+
+
+def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
+    """The length of a mean, or a root mean square, from what was summed with weights whose sum is `number`."""
+    return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
+
+
+def total(rows: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum in float64, where that of float32 rows and whole weights is exact."""
+    if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
+        return rows[0].double() * float(weights.sum())
+    if bool((weights == 1).all()):
+        return rows.sum(0, dtype=torch.float64)
+    return (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
+
+
+def _rows(value: Points, positions: Tensor) -> Tensor:
+    """A vector as it is; of rows those of a run of clients, as a view."""
+    if not isinstance(value, Tensor):
+        return value(positions)
+    return value if value.ndim == 1 else value.narrow(0, int(positions[0]), len(positions))

@@ -1,0 +1,186 @@
+"""A function of tensors as the list of operations that it really does, so that calling it again costs these and nothing else.
+
+torch.func builds derivatives anew at every call: for small clients most of the time goes there. Here the function is run once under `make_fx`, which
+writes down every operation; what cannot change between calls is then worked out beforehand, what is done twice is done once, and what nothing
+depends on is dropped (the value of a loss of which only the gradient is asked for). Every operation that is left is the one that was there, on the same
+numbers. A trace holds for one set of shapes, and for functions without side effects, which losses are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Flat = Callable[..., tuple[Tensor, ...]]
+_aten = torch.ops.aten
+_LARGEST = 2**18  # bytes of a constant that is kept: larger ones are made anew in every call, as they were
+_SHAPE_ONLY = {
+    _aten.ones_like.default,
+    _aten.zeros_like.default,
+    _aten.full_like.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+}
+_RESHAPES = {
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.expand.default,
+    _aten.reshape.default,
+    _aten.alias.default,
+    _aten.detach.default,
+}
+_VIEWS = _RESHAPES | {
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.t.default,
+    _aten.split_with_sizes.default,
+    _aten.split.Tensor,
+}
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]:
+    """`function(*tensors) -> tuple of tensors` for tensors of the shapes and types of the example, and which it reads: None may stand for others."""
+    from torch._guards import (
+        TracingContext,
+        tracing,
+    )  # these import the compiler, which a process that traces nothing does without
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing(
+        TracingContext(FakeTensorMode())
+    ):  # the form of every value is noted with it; otherwise make_fx makes one for each, which takes as long again
+        module = make_fx(function)(*example)
+    values = _Values(module)
+    values.run(*example)
+    graph = module.graph
+    mutable = any(_schema(node).is_mutable for node in graph.nodes if _schema(node) is not None)
+    if not mutable:  # an operation that writes into its input would write into what is shared here
+        _fold(module, values)
+        _merge(graph)
+    _own_results(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    forward: Flat = module.forward
+    return forward, [bool(node.users) for node in graph.nodes if node.op == "placeholder"]
+
+
+def compiled(run: Flat) -> Flat:
+    """The same operations compiled into few kernels, where there is a compiler for the device. Sums may be rounded otherwise."""
+    return torch.compile(run, fullgraph=True, dynamic=False)
+
+
+class _Values(fx.Interpreter):
+    """Runs the graph once and remembers every value that may turn out to be constant, and the form of all of them."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.forms: dict[fx.Node, Any] = {}
+        self.small: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.forms[n] = (tuple(result.shape), result.stride(), result.dtype)
+            if result.untyped_storage().nbytes() <= _LARGEST:
+                self.small[n] = result
+        return result
+
+
+def _schema(node: fx.Node) -> Any:
+    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+
+
+def _fold(module: fx.GraphModule, values: _Values) -> None:
+    """Constants in place of what depends on no input, and nothing in place of what changes nothing."""
+    graph, constant = module.graph, set()
+    for node in list(graph.nodes):
+        if _schema(node) is None or _RANDOM in node.target.tags:
+            continue
+        fixed = node.target in _SHAPE_ONLY or all(one in constant for one in node.all_input_nodes)
+        if fixed and node in values.small:
+            constant.add(node)
+        elif _changes_nothing(node, values.forms):
+            node.replace_all_uses_with(node.args[0])
+    for node in list(graph.nodes):
+        if node in constant and any(user not in constant for user in node.users):
+            name = f"_known_{node.name}"
+            module.register_buffer(name, values.small[node], persistent=False)
+            with graph.inserting_before(node):
+                known = graph.get_attr(name)
+            for user in [user for user in node.users if user not in constant]:
+                user.replace_input_with(node, known)
+
+
+def _changes_nothing(node: fx.Node, forms: dict[fx.Node, Any]) -> bool:
+    first = node.args[0] if node.args else None
+    if (
+        not isinstance(first, fx.Node)
+        or node not in forms
+        or first not in forms
+        or forms[node][::2] != forms[first][::2]
+    ):
+        return False
+    if forms[node][1] != forms[first][1] and any(
+        user.target in _RESHAPES for user in node.users
+    ):  # laid out otherwise, which a view would notice
+        return False
+    if node.target in _RESHAPES:
+        return forms[node][1] == forms[first][1]
+    scales = node.target in (
+        _aten.pow.Tensor_Scalar,
+        _aten.mul.Scalar,
+        _aten.div.Scalar,
+        _aten.mul.Tensor,
+        _aten.div.Tensor,
+    )
+    return scales and isinstance(node.args[1], int | float) and node.args[1] == 1
+
+
+def _own_results(graph: fx.Graph) -> None:
+    """A copy of every result that is, or looks into, a constant or an input or another result: whoever changes it in place changes that alone."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    roots: set[fx.Node] = set()
+
+    def own(node: fx.Node) -> fx.Node:
+        root = node
+        while root.op == "call_function" and (root.target in _VIEWS or root.target is operator.getitem):
+            root = root.all_input_nodes[0]
+        if root.op == "call_function" and root not in roots:
+            roots.add(root)
+            return node
+        with graph.inserting_before(output):
+            return graph.call_function(_aten.clone.default, (node,))
+
+    output.args = (fx.map_arg(output.args[0], own),)
+
+
+def _merge(graph: fx.Graph) -> None:
+    """The same operation on the same values, once."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if (
+            _schema(node) is None
+            and node.op != "get_attr"
+            and not (node.op == "call_function" and node.target.__name__ == "getitem")
+        ):
+            continue
+        if _schema(node) is not None and _RANDOM in node.target.tags:
+            continue
+        key = (node.op, node.target, repr(node.args), repr(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+        else:
+            seen[key] = node

@@ -1,0 +1,1 @@
+"""Problems: two losses, their variables, and the clients' data."""

@@ -1,0 +1,293 @@
+"""The data of the clients hosted in this process: one flat tensor per field with offsets, gathered by index, never padded in store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbilevel.errors import ProblemError
+
+Holdings = Mapping[str, Mapping[str, Any]]  # one client: role -> field -> array with one row per sample
+REQUIRED = ("train", "val")
+RESERVED = ("index", "weight", "features")  # filled in by the library
+
+
+class Gathered(Mapping[str, Tensor]):
+    """Fields of a batch, copied out of the clients' data when they are asked for: a loss that reads features never pays for images."""
+
+    def __init__(self, stored: Mapping[str, Tensor], flat: Tensor, ready: Mapping[str, Tensor]) -> None:
+        self._stored, self._flat, self._ready = stored, flat, dict(ready)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._ready:
+            stored = self._stored[name]
+            self._ready[name] = stored.index_select(0, self._flat.reshape(-1)).view(
+                *self._flat.shape, *stored.shape[1:]
+            )
+        return self._ready[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._ready, **self._stored})
+
+    def __len__(self) -> int:
+        return len(self._ready.keys() | self._stored.keys())
+
+    def sample_bytes(self) -> int:
+        """Of one sample, whether it was copied already or not."""
+        tails = {name: (value.shape[1:], value.element_size()) for name, value in self._stored.items()}
+        tails |= {name: (value.shape[2:], value.element_size()) for name, value in self._ready.items()}
+        return sum(math.prod(tail) * size for tail, size in tails.values())
+
+    def plus(self, **more: Tensor) -> Gathered:
+        return Gathered(self._stored, self._flat, {**self._ready, **more})
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Samples of k clients. A batch is a value: evaluating it twice uses the same samples."""
+
+    role: str
+    fields: Gathered  # (k, b, ...), with `index` and `weight`
+    counts: Tensor  # (k,) samples that are not padding
+    data: ClientData
+    positions: Tensor  # (k,) rows of `data`
+    active: Tensor | None = None  # (k,) bool; rows that pay for an evaluation; None: all
+    size: int | None = None  # samples of every client, where all have as many
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def row(self, i: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """One client's samples without padding, so that a loop over clients sums exactly what that client would sum alone."""
+        n = int(self.counts[i])
+        return {name: self.fields[name][i, :n] for name in (self.fields if names is None else names)}
+
+    def whole(self) -> Batch:
+        return self.data.batch(self.positions, self.role)
+
+
+class ClientData:
+    """k clients, roles `train` (lower level), `val` (upper level) and any others (`test`, ...), each with named fields."""
+
+    def __init__(
+        self, clients: Sequence[Holdings], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        if not isinstance(clients, Sequence) or not all(
+            isinstance(one, Mapping) and all(isinstance(role, Mapping) for role in one.values()) for one in clients
+        ):
+            raise ProblemError(
+                "clients must be a sequence with one dict per client, {'train': {field: array, ...}, 'val': {...}}."
+            )
+        if not clients:
+            raise ProblemError("there are no clients: give a sequence with one entry per client.")
+        self.dtype, self.device = dtype, torch.device(device)
+        self.num_clients = len(clients)
+        self.positions = torch.arange(
+            self.num_clients
+        )  # positions, sizes and counts stay on the host: reading them never waits for a device
+        self.fields: dict[str, dict[str, Tensor]] = {}
+        self.sizes: dict[str, Tensor] = {}
+        self.offsets: dict[str, Tensor] = {}
+        for role in clients[0]:
+            self._join(role, clients)
+        for role in REQUIRED:
+            if role not in self.fields:
+                raise ProblemError(
+                    f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every client needs the roles 'train' and 'val'."
+                )
+        self._whole: dict[str, tuple[Tensor, Batch]] = {}
+        self._begin: dict[str, tuple[Tensor, Tensor]] = {}
+        self._here: tuple[Tensor, Tensor] | None = None
+        self.elsewhere = False  # whether positions stand for clients that only the device knows
+        self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
+        self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
+
+    def _join(self, role: str, clients: Sequence[Holdings]) -> None:
+        parts: dict[str, list[Tensor]] = {}
+        sizes = []
+        for i, client in enumerate(clients):
+            if set(client) != set(clients[0]):
+                raise ProblemError(
+                    f"client {i} has the roles {sorted(map(str, client))}, client 0 has {sorted(map(str, clients[0]))}: every client needs the same roles."
+                )
+            fields = {name: self._tensor(value, role, name, i) for name, value in client[role].items()}
+            lengths = {name: len(value) for name, value in fields.items()}
+            if len(set(lengths.values())) > 1:
+                raise ProblemError(
+                    f"client {i} has fields of different lengths in {role!r} ({lengths}): every field needs one row per sample."
+                )
+            size = next(iter(lengths.values()), 0)
+            if size == 0 and role in REQUIRED:
+                raise ProblemError(
+                    f"client {i} has no {role!r} samples: give it at least one, or leave that client out."
+                )
+            reserved = set(RESERVED) & set(fields)
+            if reserved:
+                raise ProblemError(
+                    f"client {i} has a field named {reserved.pop()!r} in {role!r}; that name is filled in by the library: rename the field."
+                )
+            sizes.append(size)
+            for name, value in fields.items():
+                parts.setdefault(name, []).append(value)
+                first = parts[name][0]
+                if value.shape[1:] != first.shape[1:] or value.dtype != first.dtype:
+                    raise ProblemError(
+                        f"client {i} has {role}/{name} samples of shape {tuple(value.shape[1:])} and type {value.dtype}, client 0 has "
+                        f"{tuple(first.shape[1:])} and {first.dtype}: all clients need the same."
+                    )
+        for name, values in parts.items():
+            if len(values) != len(clients):
+                raise ProblemError(
+                    f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need the same fields."
+                )
+        self.fields[role] = {name: torch.cat(values).to(self.device) for name, values in parts.items()}
+        self.sizes[role] = torch.tensor(sizes)
+        self.offsets[role] = (self.sizes[role].cumsum(0) - self.sizes[role]).to(self.device)
+
+    def _tensor(self, value: Any, role: str, name: str, client: int) -> Tensor:
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            raise ProblemError(f"client {client} has {role}/{name} as an array of Python objects: give numbers.")
+        try:
+            tensor = (
+                value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            )  # a copy: views may run backwards or be read-only
+        except (TypeError, ValueError) as error:
+            reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest is about numpy
+            raise ProblemError(
+                f"client {client} has {role}/{name} that is no array of numbers ({reason}): give one row of numbers per sample."
+            ) from error
+        if tensor.is_complex() or tensor.layout != torch.strided:
+            raise ProblemError(
+                f"client {client} has {role}/{name} as {tensor.dtype} in the layout {tensor.layout}: give dense rows of real numbers."
+            )
+        if tensor.ndim == 0:
+            raise ProblemError(f"client {client} has a single number as {role}/{name}: give one row per sample.")
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+            if not torch.isfinite(tensor).all():
+                raise ProblemError(
+                    f"client {client} has a value in {role}/{name} that is not finite in {self.dtype}: clean or drop those samples."
+                )
+        return tensor
+
+    def batch(self, positions: Tensor, role: str, index: Tensor | None = None, active: Tensor | None = None) -> Batch:
+        """The samples `index` (k, b) of the clients at `positions`, or all of them, padded to the longest and weighted by 1/n_i."""
+        if index is None:
+            return self._all(positions, role, active)
+        size, shape = index.shape[1], tuple(index.shape)
+        if shape not in self._alike:
+            self._alike[shape] = (
+                torch.full(shape, 1.0 / max(1, size), dtype=self.dtype, device=self.device),
+                torch.full(shape[:1], size),
+            )
+        weight, counts = self._alike[shape]
+        flat = self._starts(role, positions) + index
+        return Batch(
+            role,
+            Gathered(self.fields[role], flat, {"index": index, "weight": weight}),
+            counts,
+            self,
+            positions,
+            active,
+            size,
+        )
+
+    def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
+        """All samples of these clients, one client after the other without padding, so many at once."""
+        sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
+        spread = lambda values: values.repeat_interleave(sizes, output_size=total)
+        index = torch.arange(total, device=self.device) - spread(sizes.cumsum(0) - sizes)
+        flat = spread(self._starts(role, positions)[:, 0]) + index
+        weight = spread(1 / sizes.to(self.dtype))
+        for part in torch.arange(len(flat), device=self.device).split(at_once):
+            fields = {name: value.index_select(0, flat[part]) for name, value in self.fields[role].items()}
+            yield {"index": index[part], "weight": weight[part], **fields}
+
+    def _starts(self, role: str, positions: Tensor) -> Tensor:
+        """(k, 1) where the clients' samples begin; kept for the steps of a phase, which all ask for the same clients."""
+        kept = self._begin.get(role)
+        if kept is None or kept[0] is not positions:
+            kept = (positions, self.offsets[role].index_select(0, self.on_device(positions))[:, None])
+            self._begin[role] = kept
+        return kept[1]
+
+    def on_device(self, positions: Tensor) -> Tensor:
+        """The same where the data are; kept, because the steps of a phase all ask for the same."""
+        if self._here is None or self._here[0] is not positions:
+            self._here = (positions, positions.to(self.device))
+        return self._here[1]
+
+    def num_samples(self, positions: Tensor, role: str) -> Tensor:
+        """(k,) on the device."""
+        return self._sizes[role].index_select(0, self.on_device(positions))
+
+    def equal(self, positions: Tensor, role: str) -> bool:
+        """Whether all of these have as many samples."""
+        sizes = self.sizes[role][positions]
+        return bool((sizes == sizes[:1]).all())
+
+    @contextmanager
+    def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
+        """Within, everything that depends on which clients these are is computed from `here`, on the device; nothing computed before or within is kept."""
+        before = self._whole, self._begin, self._here, self.elsewhere
+        self._whole, self._begin, self._here, self.elsewhere = {}, {}, (positions, here), True
+        try:
+            yield
+        finally:
+            self._whole, self._begin, self._here, self.elsewhere = before
+
+    def look(self, positions: Tensor, role: str) -> Batch:
+        """All samples, for once: the copy that is kept stays, and there is no other where clients that lie side by side have equally many."""
+        kept, counts = self._whole.get(role), self.sizes[role][positions]
+        if kept is not None and torch.equal(kept[0], positions):
+            return kept[1]
+        k, width = len(positions), int(counts[0])
+        if width == 0 or bool((counts != width).any()) or bool((positions.diff() != 1).any()):
+            return self._padded(positions, role)
+        start = int(self.sizes[role][: int(positions[0])].sum())
+        flat = torch.arange(start, start + k * width, device=self.device).view(k, width)
+        ready = {
+            name: value[start : start + k * width].unflatten(0, (k, width)) for name, value in self.fields[role].items()
+        }
+        ready |= {
+            "index": flat - flat[:, :1],
+            "weight": torch.full((k, width), 1 / width, dtype=self.dtype, device=self.device),
+        }
+        return Batch(role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, width)
+
+    def _all(self, positions: Tensor, role: str, active: Tensor | None) -> Batch:
+        kept = self._whole.get(role)
+        if kept is None or not (kept[0] is positions or torch.equal(kept[0], positions)):
+            self._whole.pop(role, None)  # two copies of everything at once would be one too many
+            kept = (positions, self._padded(positions, role))
+            self._whole[role] = kept  # gathering everything is a copy of the data: keep the last one
+        batch = kept[1]
+        return batch if active is None else replace(batch, positions=positions, active=active)
+
+    def _padded(self, positions: Tensor, role: str) -> Batch:
+        counts = self.sizes[role][positions]
+        width = int(counts.max()) if len(counts) else 0
+        place = torch.arange(width, device=self.device).expand(len(positions), width)
+        on_device = self.num_samples(positions, role)[:, None]
+        inside = place < on_device
+        weight = inside.to(self.dtype) / on_device.clamp(min=1).to(self.dtype)
+        ready = {"index": torch.where(inside, place, torch.zeros_like(place)), "weight": weight}
+        flat = self._starts(role, positions) + ready["index"]
+        flat = flat.clamp(max=max(0, int(self.sizes[role].sum()) - 1))  # padding of a client that has none of this role
+        equal = len(counts) > 0 and bool((counts == width).all())
+        if (
+            equal and width and len(counts) == self.num_clients
+        ):  # everybody, with as many samples each: nothing needs copying
+            ready |= {
+                name: value.view(len(counts), width, *value.shape[1:]) for name, value in self.fields[role].items()
+            }
+        return Batch(
+            role, Gathered(self.fields[role], flat, ready), counts, self, positions, None, width if equal else None
+        )

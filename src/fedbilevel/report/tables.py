@@ -1,0 +1,300 @@
+"""Tables and sentences for people, from the rows of a record. Never touches tensors."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fedbilevel.escapes import printable
+from fedbilevel.peers.collect import Removal
+from fedbilevel.studies.compare import Comparison, Spread
+from fedbilevel.studies.experiment import Experiment
+from fedbilevel.studies.influence import PAPER, Instance, Study
+from fedbilevel.studies.reproduce import Figure
+from fedbilevel.studies.tune import Chosen
+
+
+def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
+    """One line per method: its figures and what they cost, summed over clients (grads: first-order; products: H v and J v)."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("method")
+    for name in (*headline, "rounds", "MB", "grads", "products", "s"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for label, row in rows.items():
+        table.add_row(
+            label, *(figure(row.get(name)) for name in headline), str(row["rounds"]), f"{row['megabytes']:.1f}",
+            str(row["gy"] + row["gx"] + row["fx"] + row["fy"]), str(row["hvp"] + row["jvp"]), f"{row['seconds']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def comparison(result: Comparison, headline: Sequence[str]) -> Table:
+    """One line per algorithm: what it took to reach the target, and where it ended, as mean +- standard deviation over repetitions."""
+    goal = result.target
+    finals = [goal.metric, *(name for name in headline if name != goal.metric)] if goal is not None else list(headline)
+    what = (
+        f"{result.task}: cost to reach {goal.metric} = {goal.value:g}, and final figures"
+        if goal is not None
+        else f"{result.task}: cost and final figures"
+    )
+    table = Table(title=what, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("algorithm")
+    for name in (
+        *(["reached"] if goal is not None else []),
+        "rounds",
+        "MB",
+        "grads",
+        "products",
+        "s",
+        *(f"final {name.replace('_', ' ')}" for name in finals[:2]),
+    ):
+        table.add_column(name, justify="right")
+    for one in result.outcomes:
+        paid = one.to_target if goal is not None else one.total
+        cells = [
+            spread(paid.get(name), digits)
+            for name, digits in (("rounds", 0), ("megabytes", 1), ("gradients", 0), ("products", 0), ("seconds", 1))
+        ]
+        label = f"{one.name} ({one.num_diverged} diverged)" if one.num_diverged else one.name
+        table.add_row(
+            label,
+            *([f"{one.num_reached}/{one.num_runs}"] if goal is not None else []),
+            *cells,
+            *(spread(one.final.get(name), 4) for name in finals[:2]),
+        )
+    return table
+
+
+def spread(value: Spread | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    return f"{value.mean:.{digits}f}" + (f" +-{value.deviation:.{digits}f}" if value.deviation else "")
+
+
+def figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+
+
+def influence(result: Study, num_listed: int) -> list[Table | str]:
+    """Scores beside those of the paper, what the prediction is worth and cost, and who harms and helps most."""
+    data, model = result.task["data"], result.task["model"]
+    table = Table(
+        title=f"Influence of instances: {data}, {model}, {result.method}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("", "removals", "R2", "F1", "Pearson"):
+        table.add_column(name, justify="right" if name else "left")
+    if result.scores is not None:
+        table.add_row("here", str(result.num_removed), *(_score(value, 4) for value in result.scores))
+    if (model, data) in PAPER:
+        kind = "synthetic data" if data == "mixture" else "EMNIST digits"
+        table.add_row(
+            f"Terashita and Hara, Table 4 ({kind}, full batch)",
+            "50",
+            *(_score(value, 2) for value in PAPER[model, data]),
+            "-",
+        )
+    worth = [
+        f"total validation loss {result.loss:.4g}, validation accuracy {result.val_accuracy:.1%}, |grad g| {result.lower_gradient:.1e}"
+    ]
+    worth += [f"residual of u {result.residual:.1e}"] if result.residual is not None else []
+    worth += [f"peers' u differ by {result.disagreement:.1e}"] if result.disagreement is not None else []
+    worth += [f"changes below {result.noise:.1e} are noise of training"] if result.noise else []
+    paid = ", ".join(f"{name} {amount}" for name, amount in result.cost.items() if amount)
+    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    lists = [
+        instances(f"Most {kind}: removal {does} the total validation loss", some(num_listed))
+        for kind, does, some in (("harmful", "lowers", result.harmful), ("helpful", "raises", result.helpful))
+    ]
+    return [
+        table,
+        "; ".join(worth) + ".",
+        f"Cost of the prediction, summed over clients: {paid}. Time: {spent}.",
+        *lists,
+    ]
+
+
+def instances(title: str, rows: Sequence[Instance]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("client", "sample", "label", "predicted change", "actual change"):
+        table.add_column(name, justify="right")
+    for one in rows:
+        table.add_row(
+            str(one.client), str(one.sample), f"{one.label}{' (wrong)' if one.wrong else ''}", f"{one.prediction:+.3e}",
+            "not tried" if one.actual is None else f"{one.actual:+.3e}",
+        )  # fmt: skip
+    return table
+
+
+def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Table]:
+    """A table per panel: ours as mean +- deviation, the paper's in brackets with the difference."""
+    tables = []
+    for panel in dict.fromkeys(panel for panel, _ in means):
+        table = Table(
+            title=f"{experiment.title}: {experiment.panel_title(panel)}",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        table.add_column("")
+        for heading in experiment.figures.values():
+            table.add_column(heading, justify="right")
+        for (place, row), figures in means.items():
+            if place == panel:
+                theirs = experiment.paper(panel, row)
+                cells = [
+                    _beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()
+                ]
+                table.add_row(experiment.row_title(row), *cells)
+        tables.append(table)
+    return tables
+
+
+def recorded(experiment: Experiment) -> str:
+    """What the file holds of results, as Markdown: a table per panel, ours (the paper's; the difference)."""
+    result = experiment.content.get("result", {})
+    lines = [
+        f"## {experiment.name}: {experiment.title}",
+        "",
+        f"{experiment.content['source']}. `fedbilevel reproduce {experiment.name}`",
+        "",
+    ]
+    for panel in experiment.content["panels"]:
+        rows = {row: result[panel][row] for row in experiment.content["rows"] if row in result.get(panel, {})}
+        if not rows:
+            continue
+        lines += [
+            f"**{experiment.panel_title(panel)}**",
+            "",
+            "| | " + " | ".join([*experiment.figures.values(), "repetitions"]) + " |",
+        ]
+        lines.append("|---" * (len(experiment.figures) + 2) + "|")
+        for row, entry in rows.items():
+            figures = {
+                name: Figure(**value)
+                for name, value in {
+                    **entry["figures"],
+                    "repetitions": {"mean": 1.0, "deviation": 0.0, "runs": entry["repetitions"]},
+                }.items()
+            }
+            theirs = experiment.paper(panel, row)
+            cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
+            lines.append("| " + " | ".join([experiment.row_title(row), *cells, str(entry["repetitions"])]) + " |")
+        if (experiment.path.parent / f"{panel}.png").exists():
+            lines += ["", f"![{experiment.panel_title(panel)}]({experiment.name}/{panel}.png)"]
+        places = {(entry["commit"], entry["machine"], entry["time"][:10]) for entry in rows.values()}
+        lines += [
+            "",
+            "Run at " + "; ".join(f"{commit} on {machine}, {day}" for commit, machine, day in sorted(places)) + ".",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:
+    """The best trials, the chosen one first."""
+    title = f"{experiment.name}, {chosen.panel}, {chosen.row}: {len(chosen.trials)} trials, {chosen.rounds} rounds"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    names = list(chosen.best.values)
+    for name in (*names, *experiment.figures.values()):
+        table.add_column(name.removeprefix("algorithm."), justify="right")
+    for trial in sorted(chosen.trials, key=lambda trial: trial.score)[:num_listed]:
+        figures = (figure(trial.figures.get(name)) for name in experiment.figures)
+        table.add_row(*(str(trial.values[name]) for name in names), *figures)
+    return table
+
+
+def _beside(figures: Mapping[str, Any], paper: float | None, name: str, heading: str) -> str:
+    scale, ours = 100 if heading.endswith(", %") else 1, figures.get(name)
+    show = lambda value: (
+        f"{value * scale:.2f}" if scale == 100 else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    )
+    if ours is None:  # a cost that was never paid, or a figure that this row does not have
+        missing = "diverged" if "diverged" in figures else "not reached" if name.endswith("_to_target") else "-"
+        return missing + (f" ({show(paper)})" if paper is not None else "")
+    most = figures["repetitions"].runs
+    text = (
+        show(ours.mean)
+        + (f" +-{show(ours.deviation)}" if ours.runs > 1 else "")
+        + (f" [{ours.runs} of {most}]" if ours.runs < most else "")
+    )
+    return text if paper is None else f"{text} ({show(paper)}; {(ours.mean - paper) * scale:+.4g})"
+
+
+def _score(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def cleaning_sentence(floor: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> str:
+    """What cleaning bought, for the method with the best test accuracy."""
+    name, best = max(others.items(), key=lambda item: item[1]["test_accuracy"])
+    return (
+        f"{name}: test accuracy {best['test_accuracy']:.1%} against {floor['test_accuracy']:.1%} without cleaning; of the samples it flags "
+        f"{best['precision']:.1%} are wrong, and it finds {best['recall']:.1%} of the wrong ones (F1 {best['f1']:.3f})."
+    )
+
+
+def names(title: str, found: Mapping[str, type[Any]]) -> Table:
+    """The first line of each module's docstring."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, kind in sorted(found.items()):
+        table.add_row(name, first_line(kind))
+    return table
+
+
+def first_line(kind: type[Any]) -> str:
+    """Of the docstring of its module."""
+    return (inspect.getdoc(inspect.getmodule(kind)) or "").split("\n", 1)[0]
+
+
+def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:
+    """One line per method, one column per network: mean / bottom-decile test accuracy in per cent, means over repetitions, the paper's below."""
+    networks = list(dict.fromkeys(one.network for one in outcomes))
+    table = Table(
+        title="Test accuracy in %: over all test samples / of the client at the bottom decile (below: the paper, EMNIST)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("method")
+    for network in networks:
+        table.add_column(network, justify="right")
+    table.add_column("s", justify="right")
+    for name in dict.fromkeys(one.method for one in outcomes):
+        cells = []
+        for network in networks:
+            mine = [one for one in outcomes if (one.method, one.network) == (name, network)]
+            figures = (
+                [
+                    100 * statistics.fmean(getattr(one, figure) for one in mine)
+                    for figure in ("test_accuracy", "bottom_decile")
+                ]
+                if mine
+                else []
+            )
+            theirs = paper.get(name, {}).get(network)
+            cells.append(
+                ("{:.1f} / {:.1f}".format(*figures) + (f"\n({theirs[0]} / {theirs[1]})" if theirs else ""))
+                if mine
+                else "-"
+            )
+        table.add_row(name, *cells, f"{sum(one.seconds for one in outcomes if one.method == name):.0f}")
+    return table
+
+
+def removals(title: str, rows: Sequence[Removal]) -> Table:
+    """Instances of peers: whose, which of its training samples, and what removing it is predicted to do."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("peer", "sample", "predicted change"):
+        table.add_column(name, justify="left" if name == "peer" else "right")
+    for one in rows:
+        table.add_row(Text(printable(one.peer)), str(one.sample), f"{one.change:+.3e}")
+    return table

@@ -1,0 +1,79 @@
+"""What a run takes besides a task and an algorithm, as words and numbers: from the command line, a record or an experiment file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.clients import BatchSize, Sampling
+from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.federation.network import Network
+from fedbilevel.settings import Settings, check_plain, made
+from fedbilevel.federation.schedule import Schedule
+
+BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_KINDS = {
+    "seed": "seed", "fraction": "number", "replacement": "flag", "redraw": "text", "schedule_power": "number", "schedule_offset": "number",
+    "batch_size": "size", "sampling": "text", "dtype": "text", "device": "text", "strategy": "text", "chunk_size": "maybe",
+}
+DEFAULTS: dict[str, Any] = {
+    "seed": 0,
+    "fraction": 1.0,
+    "replacement": False,
+    "redraw": "per_factor",
+    "schedule_power": 0.0,
+    "schedule_offset": 100.0,
+    "batch_size": None,
+    "sampling": "replacement",
+    "dtype": "float32",
+    "device": "cpu",
+    "strategy": "auto",
+    "chunk_size": None,
+}
+
+
+def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as `run` takes them; those left out have their defaults."""
+    for name in options:
+        if name not in DEFAULTS and name not in BETWEEN_PEERS:
+            raise UnknownNameError("option of a run", name, [*DEFAULTS, *BETWEEN_PEERS])
+    given = {**DEFAULTS, **options}
+    for name, kind in _KINDS.items():
+        check_plain(name, given[name], kind)
+    if given["dtype"] not in DTYPES:
+        raise SettingError(f"dtype is {given['dtype']!r}, expected {' or '.join(DTYPES)}.")
+    sampling: Sampling = given["sampling"]
+    return {
+        **{name: given[name] for name in ("seed", "strategy", "chunk_size")},
+        "batch_size": batch_size(given["batch_size"]),
+        "sampling": sampling,
+        "cohort": Cohort(given["fraction"], given["replacement"], given["redraw"]),
+        "schedule": Schedule(given["schedule_power"], given["schedule_offset"]),
+        **{name: made(owner, options[name]) for name, owner in BETWEEN_PEERS.items() if name in options},
+        "dtype": DTYPES[given["dtype"]],
+        "device": torch_device(given["device"]),
+    }
+
+
+def batch_size(size: int | Literal["all"] | Mapping[str, Any] | None) -> BatchSize:
+    """A file cannot hold None: there, "all" stands for it."""
+    if isinstance(size, Mapping):
+        return {role: None if one == "all" else one for role, one in size.items()}
+    return None if size == "all" else size
+
+
+def torch_device(name: str) -> torch.device:
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.") from error
+    if found.type not in ("cpu", "cuda"):
+        raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError(f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch.")
+    return found

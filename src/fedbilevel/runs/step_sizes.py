@@ -1,0 +1,171 @@
+"""Step sizes: schedules, the curvature of the lower level, and whether the upper step is slow enough against the lower ones."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.federation.clients import Clients
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.engines.simulation import Simulation
+from fedbilevel.errors import SettingError
+from fedbilevel.federation.algorithm import Algorithm, Federation, ServerAlgorithm, phase
+from fedbilevel.oracle.hypergradient import hypergradient, largest_curvature, lower_solution, start_vector
+from fedbilevel.oracle.population import Population
+from fedbilevel.problem.problem import Problem
+from fedbilevel.settings import setting
+
+
+class Curvature(NamedTuple):
+    """largest: the largest eigenvalue of any client's Hessian (a step of 0.8 / largest is safe for local steps, while one of the mean Hessian is
+    not if one client is stiffer); smallest: of the mean Hessian, or of the flattest client for a local lower level; flattest: of the
+    flattest client, at least 1e-8 of its largest. Extremes over clients are 16-norms of what clients send, so that only sums leave the
+    clients: at most num_clients^(1/16) too careful."""
+
+    largest: float
+    smallest: float
+    flattest: float
+    ledger: dict[str, int]
+
+
+_NORM = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe(ServerAlgorithm):
+    """Power iterations across clients, through the same verbs as any algorithm, so that the ledger counts them."""
+
+    num_products: int = setting(30, "products H v per eigenvalue", least=1)
+
+    lower_space = ("y", "v")
+
+    def extremes(self, fed: Federation, x: Any, y: Any) -> tuple[float, float]:
+        """The largest and the smallest eigenvalue of any client."""
+        largest, flattest = (fed.num_clients * fed.mean(self.ends, x=x, y=y).ends).pow(1 / _NORM).tolist()
+        return largest, 1 / flattest
+
+    @phase
+    def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """This client's own largest and smallest eigenvalue, as powers whose sum is dominated by the extreme client."""
+        batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
+        v = start
+        for _ in range(self.num_products):
+            v = clients.hessian_product(x, y, _unit(v), batch)
+        largest = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        v = start
+        for _ in range(self.num_products):
+            v = largest * _unit(v) - clients.hessian_product(x, y, _unit(v), batch)
+        smallest = torch.maximum(largest - torch.linalg.vector_norm(v, dim=1, keepdim=True), 1e-8 * largest)
+        return {"ends": torch.cat([largest, 1 / smallest], dim=1).pow(_NORM)}
+
+    @phase
+    def shifted(self, clients: Clients, x: Tensor, y: Tensor, v: Tensor, shift: float) -> dict[str, Tensor]:
+        return {"v": shift * clients.rows(v) - clients.hessian_product(x, y, v, clients.batch("train", "curvature"))}
+
+
+def _unit(v: Tensor) -> Tensor:
+    """Zero stays zero: the largest eigenvalue of s I - H is 0 when H = s I."""
+    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
+
+
+def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 30) -> Curvature:
+    """L and mu of the lower level at the initial point, by power iterations across clients in float64, with what they cost.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> found = fb.curvature(*Quadratic().build())
+    >>> print(f"L = {found.largest:.2f}, mu = {found.smallest:.2f}, {found.ledger['rounds']} rounds")
+    L = 4.33, mu = 1.65, 31 rounds
+    """
+    probe = _Probe(num_products=num_products)
+    fed = Simulation(probe, problem, clients, dtype=torch.float64)
+    x, y = fed.initial()
+    largest, flattest = probe.extremes(fed, x, y)
+    smallest = flattest
+    if problem.scopes.lower == "global":
+        v = start_vector(fed.host.y0)
+        for _ in range(num_products):  # lambda_max(s I - H) = s - lambda_min(H)
+            v = fed.mean(probe.shifted, x=x, y=y, v=_unit(v), shift=largest).v
+        smallest = max(largest - float(torch.linalg.vector_norm(v)), 1e-8 * largest)
+    return Curvature(largest, smallest, flattest, fed.ledger.totals())
+
+
+def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
+    """A ball for u when it is projected at every client: 2 max_i |f_y,i| / min_i mu_i at y*(x0), the 2 for the way x has yet to go. Sees all data.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> problem, clients = Quadratic().build()
+    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=2, radius=fb.projection_radius(problem, clients))
+    >>> result.ledger["rounds"]
+    2
+    """
+    population = Population(problem, clients, dtype=torch.float64)
+    y = lower_solution(population, population.x0)
+    f_y = population.oracle.upper_grad_y(population.x0, y, population.data.batch(torch.arange(len(population)), "val"))
+    return 2 * float(torch.linalg.vector_norm(f_y, dim=1).max()) / curvature(problem, clients).flattest
+
+
+def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4) -> float:
+    """L_Phi, the curvature of Phi at the initial point: power iteration on differences of the exact hypergradient. Sees all data at once."""
+    population = Population(problem, clients, dtype=torch.float64)
+    x = population.x0
+    y = lower_solution(population, x)
+    here = hypergradient(population, x, y).value
+
+    def product(v: Tensor) -> Tensor:
+        near = x + step * v.view_as(x)
+        return ((hypergradient(population, near, lower_solution(population, near, y)).value - here) / step).reshape(1, -1)
+
+    return largest_curvature(product, here.reshape(1, -1), num_products=num_products)[0]
+
+
+def slow_enough(step: float, found: Curvature, problem: Problem, clients: Sequence[Holdings]) -> float:
+    """The longest upper step of the two-timescale check, 0.5 * step * mu / L_Phi, for a shortest lower or system step `step`."""
+    return 0.5 * step * found.smallest / upper_curvature(problem, clients)
+
+
+def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
+    """Step sizes for single-loop methods: lower and system steps 0.8 / L, the upper step at the edge of the two-timescale check.
+
+    0.8 / L is longer than the papers' theory allows (1/(2L), 1/(6L)); it is what heterogeneous quadratics bear.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> steps = fb.suggest(*Quadratic().build())
+    >>> {name: f"{step:.2g}" for name, step in steps.items()}
+    {'lr_lower': '0.18', 'lr_system': '0.18', 'lr_upper': '0.043'}
+    """
+    found = curvature(problem, clients)
+    lr = 0.8 / found.largest
+    return {"lr_lower": lr, "lr_system": lr, "lr_upper": slow_enough(lr, found, problem, clients)}
+
+
+def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> str | None:
+    """Warns when lr_upper * L_Phi > 0.5 * min(lr_lower, lr_system) * mu: sufficient for stability of single-loop methods, not necessary.
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.algorithms.fedbio import FedBiO
+    >>> from fedbilevel.tasks.quadratic import Quadratic
+    >>> problem, clients = Quadratic().build()
+    >>> fb.check_timescales(FedBiO(**fb.suggest(problem, clients)), problem, clients) is None
+    True
+    """
+    lower = [getattr(algorithm, name) for name in ("lr_lower", "lr_system") if hasattr(algorithm, name)]
+    if not hasattr(algorithm, "lr_upper") or not lower:
+        return None
+    bound = slow_enough(min(lower), curvature(problem, clients), problem, clients)
+    if algorithm.lr_upper <= bound:
+        return None
+    text = (
+        f"lr_upper = {algorithm.lr_upper:g} may be too large against lr_lower and lr_system: the two-timescale check allows up to {bound:.3g} here; "
+        "lower it, or raise the lower steps, if the run is unstable"
+    )
+    warnings.warn(text, stacklevel=2)
+    return text

@@ -1,0 +1,82 @@
+"""The configuration of a job: the classes that run it, the plan, and the lead's signature of the plan."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.errors import PolicyError
+from fedbilevel.sites.flare.identity import LEAD, Party, Signer, root_of
+
+SERVER, CLIENT = "fedbilevel.sites.flare.job.Server", "fedbilevel.sites.flare.job.Client"
+TASK_INTERVAL = 0.2  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
+PLAN = "plan"  # the purpose of the lead's signature
+
+
+def packed(plan: dict[str, Any]) -> str:
+    """A plan as an argument in a job's configuration, in letters only: FLARE reads braces there as names to be replaced."""
+    return base64.urlsafe_b64encode(json.dumps(plan).encode()).decode()
+
+
+def unpacked(plan: str) -> dict[str, Any]:
+    return json.loads(base64.urlsafe_b64decode(plan))
+
+
+def sealed(kit: Path, plan: str) -> str:
+    """The lead's signature of a packed plan, with the lead's certificate."""
+    lead = Signer(kit)
+    return ".".join(base64.urlsafe_b64encode(part).decode() for part in (lead.certificate, lead.sign(PLAN, plan)))
+
+
+def lead_of(kit: Path, plan: str, seal: str) -> str:
+    """The lead that has signed a packed plan."""
+    parts = seal.split(".")
+    if len(parts) != 2:
+        raise PolicyError(
+            "the job brings no plan that a lead has signed: submit it with `fedbilevel federation submit`."
+        )
+    certificate, signature = (base64.urlsafe_b64decode(part) for part in parts)
+    lead = Party(certificate, root_of(kit))
+    if lead.role != LEAD or not lead.signed(signature, PLAN, plan):
+        raise PolicyError(
+            "the plan of the job is not signed by a lead of this federation: submit it with a lead's kit."
+        )
+    return lead.name
+
+
+def configurations(plan: dict[str, Any], seal: str, *, server: str = SERVER, client: str = CLIENT) -> dict[str, Any]:
+    """The configuration of a job at the server and at its sites, by file. It names installed classes and holds no code.
+    seal: the lead's signature of the plan."""
+    controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
+    executor = {
+        "client_obj_id": "_client",
+        "collab_obj_ids": [],
+        "props": {},
+        "max_inbound_call_threads": 2,
+    }  # a second one answers while a phase runs
+    return {
+        "at_server/config/config_fed_server.json": {
+            "format_version": 2,
+            "server": {"task_request_interval": TASK_INTERVAL},
+            "workflows": [
+                {"id": "controller", "path": "nvflare.collab.runtime.controller.CollabController", "args": controller}
+            ],
+            "components": [{"id": "_server", "path": server, "args": {"plan": packed(plan), "seal": seal}}],
+            "task_data_filters": [],
+            "task_result_filters": [],
+        },
+        "at_site/config/config_fed_client.json": {
+            "format_version": 2,
+            "executors": [
+                {
+                    "tasks": ["*"],
+                    "executor": {"path": "nvflare.collab.runtime.executor.CollabExecutor", "args": executor},
+                }
+            ],
+            "components": [{"id": "_client", "path": client, "args": {"plan": packed(plan), "seal": seal}}],
+            "task_data_filters": [],
+            "task_result_filters": [],
+        },
+    }

@@ -1,0 +1,195 @@
+"""The server or a site of a kit as a child process that is started again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from fedbilevel.errors import SettingError
+from fedbilevel.sites.flare import certificates, kits
+
+CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
+PATIENCE = 5.0  # seconds that a process is given to end by itself
+SHORT_LIFE = 10.0  # a child that lived for less is waited for longer and longer before the next start
+LEAN = {  # FLARE's hundreds of threads would otherwise have pools of memory of their own; nothing in a kit is a module
+    "MALLOC_ARENA_MAX": "2", "PYTHONSAFEPATH": "1",
+}  # fmt: skip
+BEAT = 4  # seconds between heart-beats of a site, by which it notices that the server was restarted; FLARE's own: 10
+_PARENT = ("server_train", "client_train")
+
+
+def command_of(kit: Path) -> list[str]:
+    """The command in the kit's own start script, with this Python."""
+    script = kit / "startup" / "sub_start.sh"
+    if not script.is_file():
+        raise SettingError(
+            f"{kit} is not the whole kit of a server or a site: there is no startup/sub_start.sh in it, so make it again with provision."
+        )
+    found = re.search(r"exec python3 (-u -m nvflare\S+ .*)", script.read_text())
+    if found is None:
+        raise SettingError(f"{script} holds no command that this version knows: make the kits again with nvflare 2.9.")
+    command = [sys.executable, *shlex.split(found[1].replace("$WORKSPACE", str(kit.resolve())))]
+    return [*command, f"heart_beat_interval={BEAT}"] if any(word.startswith("uid=") for word in command) else command
+
+
+def name_of(kit: Path) -> str:
+    """The name by which the federation knows the kit's owner."""
+    named = [part.removeprefix("uid=") for part in command_of(kit) if part.startswith("uid=")]
+    return named[0] if named else "server"
+
+
+def running(kit: Path) -> dict[int, str]:
+    """Processes of this kit by pid: `parent`, or the id of the job a process works for.
+
+    Told by an argument that is the kit's path: a kit lies in one place, and site-1 is not site-10.
+    """
+    place, found = str(kit.resolve()), {}
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if (
+                place in words
+                and process.status() != psutil.STATUS_ZOMBIE
+                and any("nvflare.private.fed.app" in word for word in words)
+            ):
+                found[process.pid] = (
+                    "parent"
+                    if any(word.endswith(_PARENT) for word in words)
+                    else words[words.index("-n") + 1]
+                    if "-n" in words
+                    else "job"
+                )
+        except psutil.Error:  # it ended meanwhile, or is somebody else's
+            continue
+    return found
+
+
+def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
+    """End what is left of this kit's processes: job processes outlive a parent that was killed, and would meet those of the next."""
+    processes = []
+    for pid in running(kit):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+            processes[-1].terminate()
+    _, stubborn = psutil.wait_procs(processes, patience)
+    for process in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stubborn, PATIENCE)
+    return [process.pid for process in processes]
+
+
+class Supervised:
+    """The server or site of one kit: started, started again when it dies, stopped with all its job processes."""
+
+    def __init__(
+        self,
+        kit: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        pause: float = 2.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.kit, self.command, self.name = kit.resolve(), command_of(kit), name_of(kit)
+        kits.check_whole(kit, "server" if self.name == kits.SERVER else "site")
+        kits.check_guarded(kit)
+        certificates.check(kit)
+        if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it on to job processes as text that is divided again
+            raise SettingError(
+                f"the kit lies in {str(self.kit)!r}, and FLARE cannot start jobs below a path with blanks or quotes: move it."
+            )
+        self._environment = {**LEAN, **os.environ, **(environment or {})}
+        if "PYTHONPATH" in self._environment:  # the child works in its kit
+            self._environment["PYTHONPATH"] = os.pathsep.join(
+                os.path.abspath(part) for part in self._environment["PYTHONPATH"].split(os.pathsep) if part
+            )
+        self._pause, self._say = pause, say
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"supervise {self.name}", daemon=True)
+        self.num_starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        child = self._child
+        return child.pid if child is not None and child.poll() is None else None
+
+    def start(self) -> None:
+        parents = [pid for pid, kind in running(self.kit).items() if kind == "parent"]
+        if parents:
+            raise SettingError(f"{self.kit} is running already, as process {parents[0]}: stop that one first.")
+        if text := certificates.notice(certificates.read(certificates.own(self.kit))):
+            self._say(text)
+        self._launch()
+        self._thread.start()
+
+    def _launch(self) -> None:
+        left = clear(self.kit)
+        if left:
+            self._say(f"{self.name}: ended {len(left)} processes left over from before.")
+        kits.settle(self.kit)
+        (self.kit / "transfer").mkdir(exist_ok=True)
+        with (self.kit / CONSOLE).open("wb") as console:
+            # a session of its own: a Ctrl-C for the supervisor is not one for the child
+            self._child = subprocess.Popen(
+                self.command,
+                cwd=self.kit,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
+        self.num_starts += 1
+
+    def _watch(self) -> None:
+        pause, born = self._pause, time.monotonic()
+        while not self._stopping.wait(0.2):
+            if self._child is None or self._child.poll() is None:
+                continue
+            pause = self._pause if time.monotonic() - born > SHORT_LIFE else min(2 * pause, 30.0)
+            self._say(
+                f"{self.name} ended with {self._child.returncode}, next start in {pause:.0f} s{self._last_words()}."
+            )
+            if self._stopping.wait(pause):
+                return
+            born = time.monotonic()
+            self._launch()
+
+    def _last_words(self) -> str:
+        lines = (self.kit / CONSOLE).read_text(errors="replace").strip().splitlines()
+        return f"; it said: {lines[-1].strip()[:200]}" if lines else ""
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until somebody stops it; whether somebody did."""
+        return self._stopping.wait(seconds)
+
+    def ask_to_stop(self) -> None:
+        """Without waiting for it: several can end at once."""
+        self._stopping.set()
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        child = self._child
+        if child is not None and child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        clear(self.kit, patience=1.0)

@@ -1,0 +1,142 @@
+"""The server's desk: writes messages, numbers their turns, reads the answers and sorts out what cannot be used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedbilevel.errors import SuspendedError, WireError
+from fedbilevel.escapes import printable
+from fedbilevel.sites import wire
+from fedbilevel.sites.transport import Failure, Transport
+
+LONGEST = 500  # letters of a reason
+ROOM = 2**20  # bytes of an answer that brings no arrays
+_CALLERS = 20  # refused callers that one answer may name
+
+
+class Answer(NamedTuple):
+    header: dict[str, Any]
+    arrays: dict[str, list[Tensor]]
+    seconds: float
+
+
+class Message(NamedTuple):
+    header: Mapping[str, Any]
+    arrays: Sequence[Tensor] = ()
+
+
+class Desk:
+    """A turn is (attempt, epoch, step). Steps count messages; a new epoch begins when somebody missed a deadline, so that what that site carries out
+    late is behind the times; an attempt is a run or its resumption, numbered by the clock."""
+
+    _attempt = 0
+
+    def __init__(self, transport: Transport, run: str, lost: Callable[[], float] = lambda: 0.0) -> None:
+        """lost: seconds that this process has been suspended for so far."""
+        self.transport, self.run, self._lost = transport, run, lost
+        Desk._attempt = max(
+            Desk._attempt + 1, time.time_ns() // 10**6
+        )  # later than any before it, also of a server that died
+        self._turn = [Desk._attempt, 0, 0]
+        self.sent = self.received = 0  # bytes of messages
+        self._strangers: dict[str, dict[str, int]] = {}
+
+    @property
+    def reachable(self) -> Sequence[str]:
+        return self.transport.sites
+
+    def exchange(
+        self, messages: Mapping[str, Message], *, deadline: float, longest: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, Answer], dict[str, Failure]]:
+        """Answers that can be read, and failures, by site and in the order of names. Equal messages are the same bytes.
+
+        longest: the most bytes that an answer of each site may have.
+        """
+        self._turn[2] += 1
+        packed: dict[tuple[str, tuple[int, ...]], bytes] = {}
+        content = {}
+        for name, message in messages.items():
+            key = (repr(message.header), tuple(map(id, message.arrays)))
+            if key not in packed:
+                packed[key] = wire.pack({**message.header, "run": self.run, "turn": list(self._turn)}, message.arrays)
+            content[name] = packed[key]
+        before = self._lost()
+        replies, failures = self.transport.exchange(content, deadline=deadline)
+        asleep = self._lost() - before
+        self.sent += sum(map(len, content.values()))
+        answers: dict[str, Answer] = {}
+        for name in sorted(messages):
+            if name in replies:
+                self.received += len(replies[name].content)
+                try:
+                    _check_length(replies[name].content, (longest or {}).get(name, ROOM))
+                    header, arrays = wire.unpack(replies[name].content)
+                    self._hear(name, header.pop("strangers", None))
+                    answers[name] = _read(header, arrays, replies[name].seconds)
+                except WireError as error:
+                    failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
+            elif name not in failures:
+                failures[name] = Failure(True, "it is not to be reached.", 0.0)
+        failures = {
+            name: failure._replace(reason=printable(failure.reason)) for name, failure in failures.items()
+        }  # it goes to logs and terminals
+        if any(failure.silent for failure in failures.values()):
+            self._turn[1] += 1
+        if asleep and any(failure.silent and failure.seconds - asleep < deadline for failure in failures.values()):
+            raise SuspendedError(
+                f"the server was suspended for {asleep:.1f} s while it waited for answers; the outer iteration is done again."
+            )
+        return answers, dict(sorted(failures.items()))
+
+    def _hear(self, site: str, told: Any) -> None:
+        """A site tells which callers it refused, and how often."""
+        if isinstance(told, dict) and all(type(times) is int and 0 < times < 2**40 for times in told.values()):
+            counts = self._strangers.setdefault(site, {})
+            for caller, times in list(told.items())[:_CALLERS]:
+                name = printable(caller)[:100]
+                counts[name] = counts.get(name, 0) + times
+
+    def strangers(self) -> dict[str, dict[str, int]]:
+        """Callers that sites refused since somebody last asked: how often, by site and name."""
+        found, self._strangers = self._strangers, {}
+        return {**found, **self.transport.strangers()}
+
+
+def _check_length(content: bytes, most: int) -> None:
+    if len(content) > most:
+        raise WireError(
+            f"its answer has {len(content)} bytes, expected at most {most}: install the same version of fedbilevel at all sites."
+        )
+
+
+class _Waits(WireError):
+    """A site waits for its operator."""
+
+
+def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> Answer:
+    if "error" in header:
+        raise (_Waits if header.get("wait") is True else WireError)(_sentence(header["error"]))
+    if "wait" in header:
+        header["wait"] = _sentence(header["wait"])
+    if "busy" in header:
+        return Answer(header, {}, seconds)
+    order = header.get("order")
+    if (
+        not isinstance(order, dict)
+        or not all(isinstance(many, int) and many >= 0 for many in order.values())
+        or sum(order.values()) != len(arrays)
+    ):
+        raise WireError("its answer does not say which arrays it brings.")
+    named, start = {}, 0
+    for name, many in order.items():
+        named[name] = list(arrays[start : start + many])
+        start += many
+    return Answer(header, named, seconds)
+
+
+def _sentence(reason: Any) -> str:
+    return printable(" ".join(str(reason).split())[:LONGEST].rstrip(".") + ".")

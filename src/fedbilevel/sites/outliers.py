@@ -1,0 +1,165 @@
+"""Answers whose norm is far above the others': a robust z-score on the logarithm of the norm, for every sequence that was sent.
+
+The z-score is that of Iglewicz and Hoaglin, 0.6745 (l - median) / MAD, with their limit of 3.5. Three honest sites often agree within a per cent, so the MAD
+has a floor of log(2) / 2: an answer is then flagged from 6 times the median on. Honest answers of the built-in tasks stay below 2.5 times the median, or 5.5
+where clients are made to differ strongly. A small answer is never flagged: it moves a mean by less than its own share, and a site that is near its own
+optimum sends one.
+
+A site that begins from a model moves it, and how far it moves it is compared too: from 30 times the median on, as honest sites reach 10 times.
+
+To leave an honest site out is worse than to miss a mild attack. An answer is left out only if four sites or more answered, or if the factors by which its
+sequences exceed the median are over 30 together; a move alone never suffices, nor does any answer while an earlier one of another site is suspect.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LIMIT = 3.5
+FLOOR = math.log(2) / 2
+SURE = math.log(30)  # by so much an answer of three exceeds the median before it is left out, over all its sequences
+_MOVED = 0.6745 * math.log(30) / LIMIT  # a floor of the MAD: a move is flagged from 30 times the median on
+_MEASURED = 0.6745 * math.log(1000) / LIMIT  # losses of honest sites may lie far apart
+_QUIET = math.log(
+    1e-3
+)  # of the largest median in the run so far: shorter answers are near zero, and their ratios say little
+_NEGLIGIBLE = math.log(1e-8)  # of the longest array that was sent out: differences between shorter answers are rounding
+
+
+class Flag(NamedTuple):
+    """An answer of a site that is far outside the others'."""
+
+    phase: str
+    iteration: int
+    name: str
+    norm: float  # logarithm
+    others: float  # that of the longest of the others
+    alone: bool  # False: there are two answers, and either may be the odd one
+    sure: bool = False  # whether it may be left out
+
+    def __str__(self) -> str:
+        if not self.alone:
+            return f"the two answers {self._where()} differ, in {self.name}: norms {shown(self.norm)} and {shown(self.others)}"
+        return f"its answer {self._where()} has {self.name} of norm {shown(self.norm)}, the others at most {shown(self.others)}"
+
+    def of(self, site: str) -> str:
+        return str(self).replace("its answer", f"the answer of {site}", 1)
+
+    def _where(self) -> str:
+        return f"to {self.phase} in outer iteration {self.iteration}"
+
+
+def log_norm(rows: Tensor) -> float:
+    """Logarithm of the norm of the longest row, also where the norm itself overflows."""
+    largest = float(rows.abs().max()) if rows.numel() else 0.0
+    return (
+        math.log(largest) + math.log(float(torch.linalg.vector_norm(rows.double() / largest, dim=-1).max()))
+        if largest
+        else -math.inf
+    )
+
+
+def outliers(logs: Mapping[int, float], least: float = -math.inf, floor: float = FLOOR) -> set[int]:
+    """Keys of log norms far above the median; of two that are far apart, both. least: log norm of the longest array that was sent out. floor: of the MAD."""
+    raised = {key: max(value, least + _NEGLIGIBLE) for key, value in logs.items()}
+    centre = statistics.median(raised.values()) if raised else -math.inf
+    if len(raised) < 2 or centre == -math.inf:
+        return set()
+    if len(raised) == 2:
+        low, high = sorted(raised.values())
+        return set(raised) if 0.6745 * (high - low) > LIMIT * floor else set()
+    spread = max(floor, statistics.median(abs(value - centre) for value in raised.values()))
+    return {key for key, value in raised.items() if 0.6745 * (value - centre) > LIMIT * spread}
+
+
+class Watch:
+    """Compares the answers of sites, and remembers what it found for a whole run."""
+
+    def __init__(self) -> None:
+        self._usual: dict[
+            tuple[str, str], float
+        ] = {}  # the largest median of the log norm so far, by phase and sequence
+        self._flagged: dict[str, set[int]] = {}  # outer iterations, by the name of the site
+
+    def compare(
+        self, phase: str, iteration: int, sent: Mapping[str, Mapping[int, Tensor]], broadcast: Mapping[str, Any]
+    ) -> dict[int, Flag]:
+        """The worst flag of each site. sent: rows by sequence and site."""
+        least = max((log_norm(value) for value in broadcast.values() if isinstance(value, Tensor)), default=-math.inf)
+        found: dict[int, list[Flag]] = {}
+        moved: dict[int, list[Flag]] = {}
+        excess: dict[int, float] = {}
+        for name, rows in sent.items():
+            logs = {site: log_norm(row) for site, row in rows.items()}
+            for site, flag in self._flags(phase, iteration, name, logs, least=least).items():
+                found.setdefault(site, []).append(flag)
+                excess[site] = excess.get(site, 0.0) + logs[site] - statistics.median(logs.values())
+            start = broadcast.get(name)
+            if (
+                isinstance(start, Tensor)
+                and start.ndim == 1
+                and all(row.shape[1] == len(start) for row in rows.values())
+            ):
+                moves = {
+                    site: log_norm(row.double() / 2 - start.double() / 2) + math.log(2) for site, row in rows.items()
+                }  # halves do not overflow
+                for site, flag in self._flags(phase, iteration, f"a change of {name}", moves, floor=_MOVED).items():
+                    moved.setdefault(site, []).append(flag)
+        sure = {site for site, much in excess.items() if len(next(iter(sent.values()))) > 3 or much > SURE}
+        worst = {site: max(flags, key=lambda flag: flag.norm - flag.others) for site, flags in (moved | found).items()}
+        return {site: flag._replace(sure=site in sure) for site, flag in worst.items()}
+
+    def losses(self, iteration: int, rows: Mapping[int, Tensor]) -> dict[int, Flag]:
+        """Sites whose upper or lower losses, the first two columns of `rows`, are far above the others'."""
+        found: dict[int, Flag] = {}
+        for column, name in ((1, "a lower loss"), (0, "an upper loss")):
+            logs = {site: log_norm(row[:, column : column + 1]) for site, row in rows.items()}
+            found |= self._flags("the measurement", iteration, name, logs, floor=_MEASURED)
+        return found
+
+    def _flags(
+        self,
+        phase: str,
+        iteration: int,
+        name: str,
+        logs: Mapping[int, float],
+        *,
+        least: float = -math.inf,
+        floor: float = FLOOR,
+    ) -> dict[int, Flag]:
+        if not logs:
+            return {}
+        usual = max(self._usual.get((phase, name), -math.inf), statistics.median(logs.values()))
+        self._usual[phase, name] = usual
+        if max(logs.values()) < usual + _QUIET:
+            return {}
+        others = {site: max((log for other, log in logs.items() if other != site), default=-math.inf) for site in logs}
+        odd = outliers(logs, least, floor)
+        return {site: Flag(phase, iteration, name, logs[site], others[site], alone=len(logs) > 2) for site in odd}
+
+    def remember(self, site: str, iteration: int) -> None:
+        self._flagged.setdefault(site, set()).add(iteration)
+
+    def last(self, site: str) -> int:
+        """The last outer iteration in which a site was flagged, -1 for none."""
+        return max(self._flagged.get(site, {-1}))
+
+    def history(self, iteration: int) -> str:
+        """The end of a sentence on all flags of the run until that outer iteration; nothing where there is none."""
+        said = [
+            f"{site} was flagged in {len(times)} of {iteration} outer iterations, last in {max(times)}"
+            for site, times in sorted(self._flagged.items())
+        ]
+        return "".join(f"; {words}" for words in said)
+
+
+def shown(log: float) -> str:
+    if log > 700:  # exp would overflow
+        return f"1e{log / math.log(10):.0f}"
+    return f"{math.exp(log):.2g}"

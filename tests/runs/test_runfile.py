@@ -1,0 +1,146 @@
+"""A whole run as a file: it says the same run again, flags come before it, and what is wrong with it is said in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from fedbilevel import discovery
+from fedbilevel.cli.main import cli
+from fedbilevel.errors import FedBilevelError
+from fedbilevel.runs.record import Record
+from fedbilevel.runs.runfile import read_recipe, written
+
+SMALL = ["--num-clients", "3", "--num-samples", "3"]
+
+
+def invoke(*args):
+    result = CliRunner().invoke(cli, [str(arg) for arg in args], catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["quadratic", "-a", "fedbio", "--iterations", "3", "--batch-size", "2", "--fraction", "0.7", "--num-local-steps", "1,2,1", "--no-residuals"],
+        ["quadratic", "-a", "hgp", "--rounds", "12", "--network", "ring", "--averaging-num-steps", "2", "--num-terms", "2", "--num-lower-steps", "2"],
+        ["quadratic", "-a", "fbo_aggitd", "--iterations=2", "--dtype=float64", "--schedule-power=0.5", "--measure-every=1", "--lower=local", "--stationarity"],
+    ],
+    ids=["server", "peers", "schedule"],
+)
+def test_the_file_of_a_record_does_the_run_again(tmp_path, flags):
+    """Bit for bit, and writes the same file."""
+    invoke("run", *flags, *SMALL, "--seed", 4, "--out", tmp_path / "first")
+    invoke("run", "--config", tmp_path / "first" / "run.toml", "--out", tmp_path / "again")
+    assert (tmp_path / "again" / "run.toml").read_bytes() == (tmp_path / "first" / "run.toml").read_bytes()
+    assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (tmp_path / "first" / "solution.safetensors").read_bytes()
+    one, other = (Record(tmp_path / name).read_config() for name in ("first", "again"))
+    assert one == other
+    untimed = [[{**row, "seconds": 0} for row in Record(tmp_path / name).rows()] for name in ("first", "again")]
+    assert untimed[0] == untimed[1]
+
+
+def test_flags_come_before_the_file_which_comes_before_what_the_task_suggests(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'iterations = 4\nresiduals = false\n[task]\nname = "quadratic"\nnum_clients = 2\nnum_samples = 3\n'
+        '[algorithm]\nname = "fedbio"\nlr_upper = 0.01\nlr_lower = 0.02\n[options]\nseed = 3\ndtype = "float64"\n'
+    )
+    invoke("run", "--config", file, "--lr-upper", 0.03, "--seed", 0, "--num-clients", 4, "--residuals", "--out", tmp_path / "run")
+    config = Record(tmp_path / "run").read_config()
+    settings = config["identity"]["settings"]
+    assert (settings["lr_upper"], settings["lr_lower"], settings["lr_system"]) == (0.03, 0.02, discovery.task("quadratic").suggestions("fedbio")["lr_system"])
+    assert (config["identity"]["num_clients"], config["identity"]["seed"], config["identity"]["dtype"]) == (4, 0, "float64")
+    assert (config["run"]["num_iterations"], config["run"]["residuals"]) == (4, True)
+    invoke("run", "--config", file, "-a", "fedavg", "--out", tmp_path / "other")  # settings in the file are another algorithm's
+    assert Record(tmp_path / "other").read_config()["identity"]["algorithm"] == "fedavg"
+    assert Record(tmp_path / "other").read_config()["identity"]["settings"]["lr_lower"] == discovery.task("quadratic").suggestions("fedavg")["lr_lower"]
+
+
+def test_a_run_that_ended_by_rounds_can_be_made_longer(tmp_path):
+    """What is given for a resume is how long it is; what was planned before no longer counts."""
+    plan = lambda: Record(tmp_path / "run").read_config()["run"]
+    invoke("run", "quadratic", "-a", "fedbio", "--rounds", 4, *SMALL, "--log", "jsonl", "--out", tmp_path / "run")
+    assert 'log = ["jsonl"]' in (tmp_path / "run" / "run.toml").read_text()
+    invoke("resume", tmp_path / "run")
+    assert (plan()["num_rounds"], "iterations" in (tmp_path / "run" / "run.toml").read_text()) == (4, False)
+    invoke("resume", tmp_path / "run", "--rounds", 8)
+    assert (plan()["num_rounds"], Record(tmp_path / "run").rows()[-1]["rounds"]) == (8, 8)
+    invoke("resume", tmp_path / "run", "--iterations", 11)
+    assert (plan()["num_rounds"], Record(tmp_path / "run").rows()[-1]["iteration"]) == (None, 11)
+    with pytest.raises(FedBilevelError, match=r"num_rounds is 5, but the run in .* has already done 11"):
+        invoke("resume", tmp_path / "run", "--rounds", 5)
+
+
+def test_a_task_that_lies_here_but_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "run.toml").write_text('[task]\nname = "mine"\n')
+    with pytest.raises(FedBilevelError, match=r"the task mine is not installed, but mine\.py is here: run pip install -e \."):
+        read_recipe(tmp_path / "run.toml")
+
+
+def test_a_resumed_run_writes_what_it_has_become(tmp_path):
+    invoke("run", "quadratic", "-a", "fedbio", "--iterations", 2, *SMALL, "--out", tmp_path / "run")
+    invoke("resume", tmp_path / "run", "--iterations", 5)
+    invoke("run", "--config", tmp_path / "run" / "run.toml", "--out", tmp_path / "again")
+    assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (tmp_path / "run" / "solution.safetensors").read_bytes()
+
+
+PAIRS = [*((task, "fedbio") for task in sorted(discovery.tasks())), *(("quadratic", name) for name in sorted(discovery.algorithms()))]
+
+
+@pytest.mark.parametrize(("task", "name"), PAIRS)
+def test_every_file_that_is_written_is_read_as_it_was_meant(tmp_path, name, task):
+    one, other = discovery.task(task)(), discovery.algorithm(name)()
+    (tmp_path / "run.toml").write_text(written(one, other, {"iterations": 3, "rounds": None, "checkpoint_every": 10, "residuals": True}, {"seed": 2}))
+    read = read_recipe(tmp_path / "run.toml")
+    assert type(one)(**read.task_settings) == one
+    assert type(other)(**read.algorithm_settings) == other
+    assert (read.plan, read.options) == ({"iterations": 3, "checkpoint_every": 10, "residuals": True}, {"seed": 2})
+
+
+TASK = '[task]\nname = "quadratic"\n'
+WRONG = {
+    "misspelt": (TASK + "[algoritm]\n", "Did you mean 'algorithm'"),
+    "half a number": ("iterations = 2.5\n" + TASK, "iterations of .* is 2.5, expected a whole number, at least 0"),
+    "no such log": ('log = ["paper"]\n' + TASK + '[algorithm]\nname = "fedbio"\n', "There is no log named 'paper'"),
+    "nameless": ("[task]\nnum_clients = 3\n", "the table task of .* does not say which one"),
+    "no such task": ('[task]\nname = "quadratik"\n', "Did you mean 'quadratic'"),
+    "no such algorithm": (TASK + '[algorithm]\nname = "fedbioo"\n', "Did you mean 'fedbio'"),
+    "no such setting": (TASK + "num_client = 3\n", "Did you mean 'num_clients'"),
+    "no such setting of the algorithm": (TASK + '[algorithm]\nname = "fedbio"\nlr_uper = 1.0\n', "Did you mean 'lr_upper'"),
+    "no such option": (TASK + "[options]\nsed = 1\n", "Did you mean 'seed'"),
+    "out of range": (TASK + '[algorithm]\nname = "fedbio"\nlr_upper = -1.0\n', "lr_upper is -1.0, expected a value"),
+    "wrong kind": ('iterations = "many"\n' + TASK, "iterations of .* is 'many', expected a whole number"),
+    "no table": ('task = "quadratic"\n', "task of .* is 'quadratic', expected a table"),
+    "network": (TASK + '[algorithm]\nname = "fedbio"\n[options.network]\nkind = "ring"\n', "is for algorithms between peers, and fedbio has a server"),
+    "sampling": (TASK + '[options]\nsampling = "sometimes"\n', "sampling .* is 'sometimes'"),
+    "no TOML": ("[task\n", "is not readable as TOML"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(WRONG))
+def test_what_is_wrong_with_a_file_is_said(tmp_path, case):
+    content, sentence = WRONG[case]
+    (tmp_path / "run.toml").write_text(content)
+    with pytest.raises(FedBilevelError, match=sentence):
+        invoke("run", "--config", tmp_path / "run.toml", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_is_not_there_and_a_run_that_is_not_named(tmp_path):
+    with pytest.raises(FedBilevelError, match=r"run.toml cannot be read \(No such file or directory\)"):
+        invoke("run", "--config", tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedbio"\n')
+    with pytest.raises(FedBilevelError, match="there is no task"):
+        invoke("run", "--config", tmp_path / "run.toml")
+    invoke("run", "quadratic", "--config", tmp_path / "run.toml", "--iterations", 0, "--out", tmp_path / "none")
+    invoke("run", "--config", tmp_path / "none" / "run.toml", "--out", tmp_path / "none again")
+    with pytest.raises(FedBilevelError, match="there is no task"):
+        invoke("run")
+    with pytest.raises(FedBilevelError, match="there is no algorithm"):
+        invoke("run", "quadratic")

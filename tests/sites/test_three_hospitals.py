@@ -1,0 +1,152 @@
+"""The tutorial docs/three-hospitals.md, run as it is written: its files are made, its commands typed, and what it quotes is what comes out."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
+
+import psutil
+import torch
+
+from fedbilevel.sites.flare.local import free_port
+from support.docs import NUMBER, PATIENCE, ROUNDING, Block, Terminal, blocks, check_quoted, commands
+
+PAGE = Path(__file__).parents[2] / "docs" / "three-hospitals.md"
+PORT = "port = 8002"
+SITES = {"north": 459, "south": 345, "west": 344}  # how many notes each has
+
+
+def until_connected(folder):
+    """As a person would who reads that it takes some seconds; in the server's log, because asking costs seconds itself."""
+    end, log = time.monotonic() + PATIENCE, folder / "kits/server/log.txt"
+    while not all(f"New client {site}@" in _text(log) for site in SITES):
+        assert time.monotonic() < end, f"the sites are not connected:\n{_text(log)}"
+        time.sleep(0.2)
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """The page from its first block to its last: what every command said, and the folder in which all of it happened."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    terminal, said, page = Terminal(folder, commands(folder)), {}, blocks(PAGE.read_text())
+    try:
+        for block, after in zip(page, [*page[1:], Block("", "", "")], strict=True):
+            quoted = after.text if after.language == "text" else ""
+            if block.file:
+                (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / block.file).write_text(block.text.replace(PORT, f"port = {free_port()}"))
+            elif block.language == "bash":
+                command = block.text.strip()
+                if terminal.running:
+                    until_connected(folder)
+                said[command] = terminal.type(command)
+                check_quoted(quoted, said[command])
+        yield said, folder
+    finally:
+        terminal.close()
+    assert [one.returncode for one in terminal.running] == [0] * 5, terminal.screens()
+    left = [
+        one.pid
+        for one in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in one.info["cmdline"] or [])
+    ]
+    assert left == []
+
+
+def test_the_page_quotes_what_is_said(played):
+    """The fixture compares; here, that it had something to compare, and that all of it was typed on loopback."""
+    _, folder = played
+    page = PAGE.read_text()
+    kinds = [(block.language, bool(block.file)) for block in blocks(page)]
+    assert kinds.count(("text", False)) == 12
+    assert (
+        kinds.count(("bash", False)) == kinds.count(("text", False)) + 3
+    )  # what runs in the background, and two that say what a third one says
+    assert {kind for kind in kinds if kind[0] != "text"} == {("bash", False), ("python", True), ("toml", True)}
+    assert page.count("```") == 2 * len(kinds)  # none was overlooked
+    assert PORT in page
+    assert PORT not in (folder / "federation.toml").read_text()
+
+
+def test_the_accuracy_that_the_lead_sees_is_that_of_the_record_and_of_the_simulator(played):
+    said, folder = played
+    last = json.loads((folder / "kits/server/runs/cleaning/metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["iteration"], last["num_sites"]) == (10, 3)
+    submitted = (folder / "terminal-4.txt").read_text()  # the lead's
+    assert f"test_accuracy {last['test_accuracy']:.4g}," in submitted.splitlines()[-2]
+    assert f"test_accuracy {last['test_accuracy']:.4f} after {last['rounds']} rounds" in said["python simulate.py"]
+    assert not {"precision", "recall", "f1"} & last.keys()  # no hospital knows which labels are wrong
+    differences = [float(number) for number in NUMBER.findall(said["python simulate.py"].splitlines()[-1])]
+    assert len(differences) == 2
+    assert max(differences) <= ROUNDING
+
+
+def test_nothing_left_before_the_hospital_approved_and_its_screen_says_what_happened(played):
+    _, folder = played
+    for number, hospital in enumerate(SITES, start=1):
+        kit = folder / "kits" / hospital / "site"
+        [decided] = json.loads((kit / "approvals.json").read_text()).values()
+        first = json.loads((kit / "left.jsonl").read_text().splitlines()[0])
+        assert (decided["decision"], decided["how"]) == ("approved", "operator")
+        assert decided["time"] < first["time"]
+        screen = (folder / f"terminal-{number}.txt").read_text()
+        assert re.search(
+            r"cleaning, sent by lead@north.example, waits for your approval: .*\n(.*\n)*.*cleaning: begins.*\n(.*\n)*cleaning: finished",
+            screen,
+        )
+    assert (
+        "waiting for the operator of north, south, west: the plan is not approved there yet"
+        in (folder / "terminal-4.txt").read_text()
+    )
+
+
+def test_private_weights_are_at_their_hospital_alone(played):
+    from safetensors.torch import load_file
+
+    _, folder = played
+    for hospital, size in SITES.items():
+        own = load_file(folder / f"kits/{hospital}/site/runs/cleaning/solution.safetensors")
+        assert {name: tuple(value.shape) for name, value in own.items()} == {"x.logit": (size,)}
+        assert bool((own["x.logit"] != 0).any())
+        lines = [json.loads(line) for line in (folder / f"kits/{hospital}/site/left.jsonl").read_text().splitlines()]
+        assert {array["shape"][-1] for line in lines for array in line["arrays"]} == {
+            5,
+            650,
+        }  # none has a number for each sample
+    assert {
+        name: tuple(value.shape)
+        for name, value in load_file(folder / "kits/server/runs/cleaning/solution.safetensors").items()
+    } == {"y.weight": (64, 10), "y.bias": (10,)}
+    assert (
+        torch.sigmoid(load_file(folder / "kits/north/site/runs/cleaning/solution.safetensors")["x.logit"]).min() < 0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("quoted", "said"),
+    [
+        ("accuracy 0.8864", "accuracy 0.8664"),
+        ("7 rounds", "8 rounds"),
+        ("a\nb", "a"),
+        ("a\nb", "a\nc\nb"),
+        ("...\nb", "a\nc"),
+        ("difference 0.0e+00", "difference 1.0e-04"),
+        ("128 of 459 notes are suspicious", "120 of 459 notes are suspicious"),
+        ("north 0.2 s", "south 0.2 s"),
+    ],
+)
+def test_a_quotation_that_is_not_what_was_said_is_noticed(quoted, said):
+    with pytest.raises(AssertionError, match="the page quotes"):
+        check_quoted(quoted, said)
+
+
+def test_a_quotation_that_is_what_was_said_up_to_clocks_and_rounding():
+    check_quoted("a 0.21 s\n...\naccuracy 0.8864, 1.0e-06\n", "a 7.99 s\nb\nc\naccuracy 0.8871, 2.0e-06\nand more\n")

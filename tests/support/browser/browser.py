@@ -1,0 +1,177 @@
+"""A headless Chromium, spoken to in its own DevTools protocol over two pipes: no driver and no library between."""
+
+import base64
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
+# the browser reads commands from file 3 and writes answers to file 4
+LAUNCH = "import os, sys; r, w = map(int, sys.argv[1:3]); os.dup2(r, 10); os.dup2(w, 11); os.dup2(10, 3); os.dup2(11, 4); os.execv(sys.argv[3], sys.argv[3:])"
+PATIENCE = 30.0
+
+
+def find():
+    """Where a Chromium is, or nothing."""
+    return os.environ.get("FEDBILEVEL_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    def __init__(self, program, folder: Path):
+        here_read, there_write = os.pipe()
+        there_read, here_write = os.pipe()
+        words = [
+            sys.executable,
+            "-c",
+            LAUNCH,
+            str(there_read),
+            str(there_write),
+            program,
+            *FLAGS,
+            f"--user-data-dir={folder}",
+            "about:blank",
+        ]
+        silent = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
+        self.process = subprocess.Popen(words, pass_fds=(there_read, there_write), **silent)
+        os.close(there_read)
+        os.close(there_write)
+        self.reading, self.writing, self.rest = here_read, here_write, b""
+        self.numbers, self.answers, self.events = itertools.count(1), {}, {}
+
+    def send(self, method, session=None, **values):
+        """The answer to a command; events that come meanwhile are kept by session."""
+        number = next(self.numbers)
+        message = {"id": number, "method": method, "params": values, **({"sessionId": session} if session else {})}
+        os.write(self.writing, json.dumps(message).encode() + b"\0")
+        until = time.monotonic() + PATIENCE
+        while number not in self.answers:
+            self.listen(until - time.monotonic())
+        answer = self.answers.pop(number)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def listen(self, seconds):
+        ready, _, _ = select.select([self.reading], [], [], max(0.0, seconds))
+        assert ready, f"the browser did not answer within {PATIENCE} s"
+        some = os.read(self.reading, 1 << 20)
+        assert some, "the browser has ended"
+        *messages, self.rest = (self.rest + some).split(b"\0")
+        for message in map(json.loads, messages):
+            if "id" in message:
+                self.answers[message["id"]] = message
+            else:
+                self.events.setdefault(message.get("sessionId"), []).append(message)
+
+    def page(self, **options):
+        return Page(self, **options)
+
+    def close(self):
+        try:
+            self.send("Browser.close")
+        finally:
+            os.close(self.writing)
+            os.close(self.reading)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+class Page:
+    """A tab. `requests` are the addresses it asked for, `complaints` what it wrote to the console and what went wrong in it."""
+
+    def __init__(self, browser, *, width=1100, height=900, scheme="light"):
+        self.browser = browser
+        self.target = browser.send("Target.createTarget", url="about:blank")["targetId"]
+        self.session = browser.send("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+        self.size(width, height)
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def send(self, method, **values):
+        return self.browser.send(method, self.session, **values)
+
+    def size(self, width, height):
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+
+    def open(self, address):
+        self.browser.events.pop(self.session, None)
+        self.send("Page.navigate", url=address)
+        self.until("document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined")
+        return self
+
+    def run(self, script):
+        """The value of an expression in the page."""
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def until(self, script, seconds=PATIENCE):
+        end = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < end, f"never true: {script}; {self.complaints}"
+            time.sleep(0.05)
+
+    def happened(self, *methods):
+        return [event["params"] for event in self.browser.events.get(self.session, []) if event["method"] in methods]
+
+    @property
+    def requests(self):
+        addresses = [event["request"]["url"] for event in self.happened("Network.requestWillBeSent")]
+        return [
+            address for address in addresses if not address.startswith(("data:", "blob:"))
+        ]  # those are in the page itself
+
+    @property
+    def complaints(self):
+        return self.happened("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+
+    def choose(self, name, value):
+        """What a person does with a select, a tick or a number."""
+        self.run(
+            f"(() => {{ const e = document.getElementById({json.dumps(name)}); const v = {json.dumps(value)};"
+            " if (e.type === 'checkbox') { e.click(); return; } e.focus(); e.value = v;"
+            " e.dispatchEvent(new Event('input', {bubbles: true})); e.dispatchEvent(new Event('change', {bubbles: true})); e.blur(); })()"
+        )
+
+    def press(self, selector):
+        self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def picture(self, *, whole=True):
+        """PNG of all of the page."""
+        return base64.b64decode(self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
+
+    def printed(self):
+        """PDF."""
+        return base64.b64decode(
+            self.send("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)["data"]
+        )
+
+    def close(self):
+        self.browser.send("Target.closeTarget", targetId=self.target)
+        self.browser.events.pop(self.session, None)

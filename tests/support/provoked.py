@@ -1,0 +1,204 @@
+"""A plugin of pytest that sees to it that every error a user can cause is provoked by a test and reads as one helpful sentence.
+
+The places that make such an error are found by reading the package's source; those that are reached are noted by every process of the tests. When the whole
+suite has run, a place that nothing reached fails the run. A message that does not read well fails every run in which it was made."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from fedbilevel import errors
+
+# (file of the package, part of the source of the error) -> why no test can provoke it
+UNPROVOKED: dict[tuple[str, str], str] = {}
+MEND = (
+    "Provoke each of these as a user would, by a line in a table of tests/test_errors.py or a test of that module. Where no test here can, name it with the "
+    "reason in UNPROVOKED of tests/support/provoked.py; what nobody can provoke should not be there."
+)
+LONGEST = 400
+FOLDER = "FEDBILEVEL_PROVOKED"  # names where the processes of one run leave their notes
+PACKAGE, TESTS = Path(errors.__file__).parent, Path(__file__).parents[1]
+KINDS = {
+    *(
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.FedBilevelError)
+    ),
+    *(
+        name
+        for name, kind in vars(click.exceptions).items()
+        if isinstance(kind, type) and issubclass(kind, click.ClickException)
+    ),
+    "error",  # where the kind is an argument
+}
+CONSTRUCTORS = {errors.__file__, click.exceptions.__file__}  # one that calls another is not the place
+
+
+class Place(NamedTuple):
+    file: str
+    lines: range
+    source: str
+
+
+def places() -> list[Place]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and _name(node.func) in KINDS:
+                where = range(node.lineno, node.end_lineno + 1)
+                found.append(
+                    Place(
+                        path.relative_to(PACKAGE).as_posix(),
+                        where,
+                        " ".join(lines[number - 1].strip() for number in where),
+                    )
+                )
+    return sorted(found, key=lambda place: (place.file, place.lines.start))
+
+
+def _name(function: ast.expr) -> str:
+    """Of what is called; of a module's functions only click's."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "click":
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def faults(message: str, kind: str = "SettingError") -> list[str]:
+    """What keeps a message from being one sentence that helps."""
+    plain = re.sub(r"\([^()]*\)|'[^']*'|(/[^\s/,:;]+){3,}|e\.g\. ", "", message)  # without what others wrote, and paths
+    plain, hint, _ = re.sub(r"\. (Did you mean |Known: )", r"\n\1", plain).partition("\n")  # of an unknown name
+    helps = (
+        hint or kind in ("WireError", "RankLostError") or re.search(r": \S|; \S|expected|must|need|give ", message)
+    )  # nobody types what goes over a wire, and run() says more
+    rules = {
+        "is empty": message.strip(),
+        "has a line break": "\n" not in message,
+        "begins or ends with a blank, or has several in a row": message == " ".join(message.split()),
+        f"is longer than {LONGEST} characters": len(plain) <= LONGEST,
+        "is more than one sentence": not re.search(r"[.?!] [A-Z]", plain),
+        "does not begin with a word, a name or a number": re.match(r"[\w'\"/.\[{<$~-]", message),
+        "does not end with one full stop": re.search(r"[^\s.:;,!?][.?]$", message),
+        "has an empty bracket, or None for a reason": not re.search(r" \(\)[:;]|\(None\)", message),
+        "shows where an object lies": not re.search(r"at 0x[0-9a-f]{6}", message),
+        "does not say what was expected or what to do": helps,
+    }
+    return [rule for rule, kept in rules.items() if not kept]
+
+
+def unreached(known: list[Place], reached: set[tuple[str, int]]) -> list[str]:
+    """A line for each place that should have been reached, and for each line of UNPROVOKED that should not be there."""
+    said, excused = [], set()
+    for file, part in UNPROVOKED:
+        matching = [place for place in known if place.file == file and part in place.source]
+        excused.update(matching)
+        if len(matching) != 1:
+            said.append(
+                f"UNPROVOKED has {file} with {part!r}, which is in the source of {len(matching)} errors, expected one: mend or remove that line."
+            )
+    for place in known:
+        there = any((place.file, line) in reached for line in place.lines)
+        if there and place in excused:
+            said.append(f"{place.file}:{place.lines.start}: a test provokes this, so it should not be in UNPROVOKED.")
+        elif not there and place not in excused:
+            said.append(f"{place.file}:{place.lines.start}: no test provokes {place.source}")
+    return [*said, MEND] if said else []
+
+
+# ---- noting ------------------------------------------------------------------------------------------------------------
+
+_noted: set[tuple[str, int, str]] = set()
+
+
+def _note(error: Exception, message: str) -> None:
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename in CONSTRUCTORS and frame.f_back is not None:
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    if (
+        not path.is_relative_to(PACKAGE)
+        or (one := (path.relative_to(PACKAGE).as_posix(), frame.f_lineno, message)) in _noted
+    ):
+        return
+    _noted.add(one)
+    with open(Path(os.environ[FOLDER]) / "notes", "ab", buffering=0) as file:  # whole lines, whoever else writes
+        file.write(json.dumps([*one, type(error).__name__]).encode() + b"\n")
+
+
+def listen() -> None:
+    """Note the errors that this process makes from now on, and those of processes forked from it; a process that a test starts calls this itself."""
+    if FOLDER not in os.environ or "__init__" in vars(errors.FedBilevelError):
+        return
+    made_by_click = click.ClickException.__init__
+
+    def ours(self: errors.FedBilevelError, *given: object) -> None:
+        super(errors.FedBilevelError, self).__init__(*given)
+        _note(self, " ".join(map(str, given)))
+
+    def clicks(self: click.ClickException, message: str) -> None:
+        made_by_click(self, message)
+        _note(self, message)
+
+    errors.FedBilevelError.__init__ = ours  # type: ignore[method-assign]
+    click.ClickException.__init__ = clicks  # type: ignore[method-assign]
+
+
+# ---- what pytest calls -------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config) -> None:
+    if FOLDER not in os.environ:  # else this is a process of xdist, or a run within a test
+        os.environ[FOLDER] = config.provoked = tempfile.mkdtemp(prefix="provoked")
+    listen()
+
+
+def pytest_sessionfinish(session) -> None:
+    if not hasattr(session.config, "provoked"):
+        return
+    path = Path(session.config.provoked) / "notes"
+    notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    complaints = [
+        f"{file}:{line}: {kind} {', '.join(wrong)}: {text!r}"
+        for file, line, text, kind in sorted(notes)
+        if (wrong := faults(text, kind))
+    ]
+    if _whole(session):
+        complaints += unreached(places(), {(file, line) for file, line, *_ in notes})
+    session.config.complaints = complaints
+    if complaints:
+        session.exitstatus = session.exitstatus or 1
+
+
+def _whole(session) -> bool:
+    """Whether all tests were asked for, and nothing ended the run before they were through."""
+    config = session.config
+    part = any(
+        getattr(config.option, name, None)
+        for name in ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "collectonly")
+    )
+    through = session.exitstatus in (0, 1) and not session.shouldstop and not session.shouldfail
+    return through and not part and [config.invocation_params.dir / arg for arg in config.args] == [TESTS]
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if getattr(config, "complaints", None):
+        terminalreporter.section("errors that a user can cause")
+        for line in config.complaints:
+            terminalreporter.line(line, red=True)
+
+
+def pytest_unconfigure(config) -> None:
+    if hasattr(config, "provoked"):
+        shutil.rmtree(config.provoked)
+        del os.environ[FOLDER]
