@@ -15,7 +15,7 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.tasks.quadratic import Quadratic
-from support.numeric.yardstick import drive, relative
+from support.numeric.yardstick import Drawing, drive, relative
 
 TAUS = (3, 1, 4, 2, 5)  # unequal local work
 SCOPES = [

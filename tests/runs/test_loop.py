@@ -602,7 +602,7 @@ def test_a_result_tells_what_it_is_and_draws_itself(cleaning, monkeypatch):
         result.plot("test_acuracy")
     with pytest.raises(LookupError, match="There is no column in the history named '3'"):
         result.plot(3)
-    monkeypatch.setattr(sys.modules["fedbilevel.runs.loop"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["fedbilevel.runs.result"], "find_spec", lambda name: None)
     assert result.history is result.rows
 
 

@@ -375,10 +375,10 @@ class Office:
         with self._changed:
             now = (self.epoch, self.averaging)
             return {
-                peer: Status(*one.numbers, one.sketch)
+                peer: Status(*one.numbers, one.sketch)  # type: ignore[arg-type]
                 for peer, one in self._statuses.items()
                 if (one.epoch, one.averaging) == now and one.numbers
-            }  # type: ignore[arg-type]
+            }
 
     def overtaken(self) -> bool:
         """Whether somebody of the group is in a later averaging, so that this one is over."""

@@ -146,9 +146,8 @@ class Session:
         scaled = self._scaled(header.get("scaled") or {})
         rows = self._asked(header.get("clients"))
         values = self._values(header, arrays, rows)
-        wanted = {
-            name: parameter for name, parameter in inspect.signature(method).parameters.items() if name != "clients"
-        }  # type: ignore[arg-type]
+        parameters = inspect.signature(method).parameters  # type: ignore[arg-type]
+        wanted = {name: parameter for name, parameter in parameters.items() if name != "clients"}
         rest = {
             name for name, parameter in wanted.items() if parameter.kind is parameter.VAR_KEYWORD
         }  # takes any further name
