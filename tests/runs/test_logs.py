@@ -41,7 +41,14 @@ def go(folder, log, *, num_iterations=6, lr_upper=0.05, **options):
     algorithm = fb.discovery.algorithm("fedbio")(lr_upper=lr_upper, lr_lower=0.2, lr_system=0.2)
     before = [] if log is None else [log]
     given = {"measure_every": 2, "checkpoint_every": 4, "record": folder, "dtype": torch.float64, **options}
-    return fb.run(algorithm, problem, clients, num_iterations=num_iterations, callbacks=[*before, *given.pop("callbacks", ())], **given)
+    return fb.run(
+        algorithm,
+        problem,
+        clients,
+        num_iterations=num_iterations,
+        callbacks=[*before, *given.pop("callbacks", ())],
+        **given,
+    )
 
 
 def in_jsonl(folder):
@@ -93,7 +100,10 @@ def made(name, folder):
 def _empty_tables():
     """MLflow needs seconds to make a new database: once for all of these tests."""
     with tempfile.TemporaryDirectory() as folder:
-        log, row = logs.MLflow(Path(folder) / "new", experiment="another"), {"iteration": 0, "seconds": 0.1, "rounds": 0}
+        log, row = (
+            logs.MLflow(Path(folder) / "new", experiment="another"),
+            {"iteration": 0, "seconds": 0.1, "rounds": 0},
+        )
         log.begin({}, [row])
         log.end([row], "finished")
         return (Path(folder) / "new" / "mlflow.db").read_bytes()
@@ -120,10 +130,19 @@ def test_every_measurement_is_there_as_in_the_record(name, tmp_path):
 
 
 def test_mlflow_holds_the_settings_and_how_the_run_ended(tmp_path):
-    go(None, made("mlflow", tmp_path), seed=3, describe={"task": "quadratic", "task_settings": TASK.asdict()})  # also without a record
+    go(
+        None, made("mlflow", tmp_path), seed=3, describe={"task": "quadratic", "task_settings": TASK.asdict()}
+    )  # also without a record
     _, run = mlflow_run(tmp_path)
     params = run.data.params
-    expected = {"algorithm": "fedbio", "settings.lr_upper": "0.05", "seed": "3", "num_clients": "3", "num_iterations": "6", "task": "quadratic"}
+    expected = {
+        "algorithm": "fedbio",
+        "settings.lr_upper": "0.05",
+        "seed": "3",
+        "num_clients": "3",
+        "num_iterations": "6",
+        "task": "quadratic",
+    }
     assert expected.items() <= params.items()
     assert params["task_settings.heterogeneity"] == "2.0"
     assert "data" not in params
@@ -201,7 +220,9 @@ def test_after_ctrl_c_a_resumed_run_goes_on_in_its_log_and_doubles_nothing(name,
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_measured_after_the_last_checkpoint_is_not_there_twice(name, tmp_path):
     with pytest.raises(RuntimeError, match="power cut"):
-        go(tmp_path / "run", made(name, tmp_path), num_iterations=12, callbacks=[StopAt(7, fail)])  # checkpoint at 4, measured at 6
+        go(
+            tmp_path / "run", made(name, tmp_path), num_iterations=12, callbacks=[StopAt(7, fail)]
+        )  # checkpoint at 4, measured at 6
     before = READERS[name](tmp_path)
     assert [row["iteration"] for row in before] == [0, 2, 4, 6]
     if name == "mlflow":
@@ -275,7 +296,11 @@ def test_logs_by_flags_go_on_when_the_run_is_resumed(tmp_path):
     folder.mkdir()
     made("mlflow", folder)
     flags = [word for name in NAMES for word in ("--log", name)]
-    first = runner.invoke(cli, ["run", "quadratic", "-a", "fedbio", "--iterations", "3", "--out", str(folder), *flags], catch_exceptions=False)
+    first = runner.invoke(
+        cli,
+        ["run", "quadratic", "-a", "fedbio", "--iterations", "3", "--out", str(folder), *flags],
+        catch_exceptions=False,
+    )
     assert first.exit_code == 0, first.output
     again = runner.invoke(cli, ["resume", str(folder), "--iterations", "5"], catch_exceptions=False)
     assert again.exit_code == 0, again.output
@@ -317,7 +342,8 @@ def refused(act, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow"), ("mlflow", "sqlalchemy"), ("mlflow", "alembic")]
+    ("name", "package"),
+    [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow"), ("mlflow", "sqlalchemy"), ("mlflow", "alembic")],
 )
 def test_a_package_that_is_missing_is_named_with_what_to_install(name, package, tmp_path, monkeypatch):
     made(name, tmp_path)
@@ -329,7 +355,10 @@ def test_a_package_that_is_missing_is_named_with_what_to_install(name, package, 
         return real(module, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    refused(lambda: logs.make(name, tmp_path), rf"the log '{name}' needs packages that are not installed \({package}\): pip install 'fedbilevel\[{name}\]'\.$")
+    refused(
+        lambda: logs.make(name, tmp_path),
+        rf"the log '{name}' needs packages that are not installed \({package}\): pip install 'fedbilevel\[{name}\]'\.$",
+    )
     if package in ("sqlalchemy", "alembic"):
         logs.MLflow(tmp_path, tracking_uri="http://127.0.0.1:9")  # a server has them itself
 
@@ -344,7 +373,9 @@ def test_the_log_of_another_run_stays_as_it_is(name, tmp_path):
     refused(lambda: go(tmp_path / "two", made(name, tmp_path)), words[name])
     check(name, tmp_path, rows)
     (tmp_path / "notes.txt").write_text("my notes\n")
-    refused(lambda: go(tmp_path / "three", logs.JsonLines(tmp_path / "notes.txt")), r"^\S+notes\.txt holds something else")
+    refused(
+        lambda: go(tmp_path / "three", logs.JsonLines(tmp_path / "notes.txt")), r"^\S+notes\.txt holds something else"
+    )
     assert (tmp_path / "notes.txt").read_text() == "my notes\n"
 
 
@@ -362,10 +393,21 @@ def test_places_that_cannot_be_written(tmp_path):
     for name in NAMES[1:]:
         pytest.importorskip(name)
     (tmp_path / "file").write_text("")
-    refused(lambda: go(None, logs.JsonLines(tmp_path / "file" / "log.jsonl")), r"file/log\.jsonl cannot be written \(.+\): name another file")
-    refused(lambda: go(None, logs.TensorBoard(tmp_path / "file")), r"file cannot be written \(.+\): name another folder")
-    refused(lambda: go(None, logs.MLflow(tmp_path / "file" / "deeper")), r"MLflow at sqlite:\S+ cannot be written to \(.+\): name another place")
-    refused(lambda: go(None, logs.MLflow(tmp_path, tracking_uri=f"file://{tmp_path}/mlruns")), r"MLflow at file:\S+ cannot be written to \(The filesystem")
+    refused(
+        lambda: go(None, logs.JsonLines(tmp_path / "file" / "log.jsonl")),
+        r"file/log\.jsonl cannot be written \(.+\): name another file",
+    )
+    refused(
+        lambda: go(None, logs.TensorBoard(tmp_path / "file")), r"file cannot be written \(.+\): name another folder"
+    )
+    refused(
+        lambda: go(None, logs.MLflow(tmp_path / "file" / "deeper")),
+        r"MLflow at sqlite:\S+ cannot be written to \(.+\): name another place",
+    )
+    refused(
+        lambda: go(None, logs.MLflow(tmp_path, tracking_uri=f"file://{tmp_path}/mlruns")),
+        r"MLflow at file:\S+ cannot be written to \(The filesystem",
+    )
 
 
 def test_mlflow_goes_where_the_environment_says(tmp_path, monkeypatch):
@@ -379,7 +421,13 @@ def test_mlflow_goes_where_the_environment_says(tmp_path, monkeypatch):
 def test_the_records_own_file_is_no_log(tmp_path):
     folder = tmp_path / "record"
     with pytest.raises(LogError, match=r"metrics\.jsonl is the record's own file: name another one"):
-        fb.solve(*Quadratic().build(), "fedbio", num_rounds=1, record=folder, callbacks=[logs.JsonLines(folder / "metrics.jsonl")])
+        fb.solve(
+            *Quadratic().build(),
+            "fedbio",
+            num_rounds=1,
+            record=folder,
+            callbacks=[logs.JsonLines(folder / "metrics.jsonl")],
+        )
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
 
 
@@ -391,5 +439,7 @@ class Full(io.StringIO):
 def test_a_disk_that_is_full_is_said(tmp_path, monkeypatch):
     log = logs.JsonLines(tmp_path / "log.jsonl")
     monkeypatch.setattr(log, "_open", lambda config, rows: setattr(log, "_file", Full()) or -1)
-    with pytest.raises(LogError, match=r"log\.jsonl cannot be written \(No space left on device\): make room and resume"):
+    with pytest.raises(
+        LogError, match=r"log\.jsonl cannot be written \(No space left on device\): make room and resume"
+    ):
         fb.solve(*Quadratic().build(), "fedbio", num_rounds=1, callbacks=[log])

@@ -31,7 +31,9 @@ from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
 
 NOISY = {"cohort": Cohort(0.5), "batch_size": 8, "checkpoint_every": 3, "measure_every": 2}
-AGGITD = FBOAggITD(lr_upper=100.0, lr_lower=0.5, lr_system=0.5, num_lower_rounds=2, num_local_steps=2, estimator="sampled")
+AGGITD = FBOAggITD(
+    lr_upper=100.0, lr_lower=0.5, lr_system=0.5, num_lower_rounds=2, num_local_steps=2, estimator="sampled"
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,9 @@ def cleaning():
 
 
 def same(first, second):
-    flat = lambda value: torch.cat([leaf.reshape(-1) for tree in (value if isinstance(value, list) else [value]) for leaf in tree.values()])
+    flat = lambda value: torch.cat(
+        [leaf.reshape(-1) for tree in (value if isinstance(value, list) else [value]) for leaf in tree.values()]
+    )
     return torch.equal(flat(first.x), flat(second.x)) and torch.equal(flat(first.y), flat(second.y))
 
 
@@ -51,14 +55,18 @@ def test_a_resumed_run_is_bit_identical_in_solution_ledger_and_metrics(tmp_path,
     again = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "half", resume=True, **NOISY)
     assert same(whole, again)
     assert whole.ledger == again.ledger
-    untimed = lambda rows: [{key: value for key, value in row.items() if key != "seconds"} for row in rows if row["iteration"] % 2 == 0]
+    untimed = lambda rows: [
+        {key: value for key, value in row.items() if key != "seconds"} for row in rows if row["iteration"] % 2 == 0
+    ]
     assert untimed(whole.rows) == untimed(again.rows)
     assert [json.loads(line) for line in (tmp_path / "half" / "metrics.jsonl").read_text().splitlines()] == again.rows
 
 
 def test_a_crash_between_checkpoints_repeats_the_lost_iterations_and_forgets_their_metrics(tmp_path, cleaning):
     run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "run", **NOISY)
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:  # measured after the checkpoint, then cut off in the middle of a line
+    with open(
+        tmp_path / "run" / "metrics.jsonl", "a"
+    ) as file:  # measured after the checkpoint, then cut off in the middle of a line
         file.write(json.dumps({"iteration": 4, "upper_loss": 123.0}) + "\n" + '{"iteration": 5, "upp')
     again = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "run", resume=True, **NOISY)
     assert [row["iteration"] for row in again.rows] == [0, 2, 3, 4, 6]
@@ -66,7 +74,10 @@ def test_a_crash_between_checkpoints_repeats_the_lost_iterations_and_forgets_the
 
 
 def test_a_record_alone_does_not_change_the_run(tmp_path, cleaning):
-    assert same(run(AGGITD, *cleaning, num_iterations=3, **NOISY), run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "r", **NOISY))
+    assert same(
+        run(AGGITD, *cleaning, num_iterations=3, **NOISY),
+        run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "r", **NOISY),
+    )
 
 
 def test_measuring_more_often_does_not_change_the_run(cleaning):
@@ -81,7 +92,9 @@ def test_measurements_may_grow_further_apart_and_a_resumed_run_takes_the_same(tm
     assert taken == [0, 2, 4, 6, 10, 16, 24, 36, 40]
     run(FedAvg(), *built, num_iterations=17, record=tmp_path / "r", **options)
     resumed = run(FedAvg(), *built, num_iterations=40, record=tmp_path / "r", resume=True, **options)
-    assert [row["iteration"] for row in resumed.rows] == sorted({*taken, 17})  # the last of the first part is measured because it was the last
+    assert [row["iteration"] for row in resumed.rows] == sorted(
+        {*taken, 17}
+    )  # the last of the first part is measured because it was the last
 
 
 def test_a_folder_that_holds_a_run_is_never_overwritten(tmp_path, cleaning):
@@ -118,7 +131,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_difference_is_named(tmp_
     assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b"\x80\x04pickle", lambda content: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[: len(content) // 2], lambda content: b"\x80\x04pickle", lambda content: b""]
+)
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
     run(FedAvg(), *Quadratic().build(), num_iterations=1, record=tmp_path / "run")
     place = tmp_path / "run" / "checkpoint.safetensors"
@@ -136,7 +151,13 @@ def test_non_finite_values_name_iteration_phase_and_client_and_keep_the_last_goo
     built = Quadratic().build()
     where = r"client \d+ returned a value of '[xyu]' that is not finite in phase 'local_steps' of outer iteration \d+"
     with pytest.raises(NonFiniteError, match=where + ".*last good checkpoint, of outer iteration"):
-        run(FedBiO(lr_upper=3.0, lr_lower=3.0, lr_system=3.0), *built, num_iterations=200, record=tmp_path / "run", checkpoint_every=1)
+        run(
+            FedBiO(lr_upper=3.0, lr_lower=3.0, lr_system=3.0),
+            *built,
+            num_iterations=200,
+            record=tmp_path / "run",
+            checkpoint_every=1,
+        )
     tensors, about = Record(tmp_path / "run").load()
     assert about["iteration"] >= 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point())
@@ -170,9 +191,14 @@ def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
         print(result.stopped, result.iteration)
         """
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5:
+    while (
+        not (tmp_path / "run" / "metrics.jsonl").exists()
+        or len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5
+    ):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -183,7 +209,14 @@ def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
     stopped, iteration = out.split()
     assert stopped == "interrupted"
     options = {"batch_size": 2, "measure_every": 1}
-    again = run(FedBiO(), *Quadratic().build(), num_iterations=int(iteration) + 2, record=tmp_path / "run", resume=True, **options)
+    again = run(
+        FedBiO(),
+        *Quadratic().build(),
+        num_iterations=int(iteration) + 2,
+        record=tmp_path / "run",
+        resume=True,
+        **options,
+    )
     whole = run(FedBiO(), *Quadratic().build(), num_iterations=int(iteration) + 2, **options)
     assert same(again, whole)
 
@@ -197,7 +230,9 @@ def test_a_decaying_schedule_removes_the_drift_of_local_steps():
     options = {"num_iterations": 300, "dtype": torch.float64, "measure_every": 300}
     method = FedBiO(lr_upper=0.05, lr_lower=0.2, lr_system=0.2, num_local_steps=3)
     constant = run(method, *Quadratic().build(), **options).rows[-1]["distance"]
-    falling = run(method, *Quadratic().build(), schedule=Schedule(power=0.7, offset=10.0), **options).rows[-1]["distance"]
+    falling = run(method, *Quadratic().build(), schedule=Schedule(power=0.7, offset=10.0), **options).rows[-1][
+        "distance"
+    ]
     assert constant > 1e-2
     assert falling < 0.35 * constant
 
@@ -229,7 +264,12 @@ def test_bad_settings_get_one_sentence(options, named):
 def test_whole_numbers_of_numpy_count_as_whole_numbers(tmp_path):
     whole = {"num_iterations": 6, "num_rounds": 4, "measure_every": 2, "checkpoint_every": 3}
     ours, theirs = (
-        run(FedAvg(), *Quadratic().build(), record=tmp_path / kind.__name__, **{name: kind(value) for name, value in whole.items()})
+        run(
+            FedAvg(),
+            *Quadratic().build(),
+            record=tmp_path / kind.__name__,
+            **{name: kind(value) for name, value in whole.items()},
+        )
         for kind in (int, numpy.int64)
     )
     assert ours.iteration == theirs.iteration == 4
@@ -254,8 +294,12 @@ def test_the_solution_is_stored_by_the_users_names(tmp_path, cleaning):
 
 def test_an_algorithm_may_be_given_by_name_and_scopes_are_checked(cleaning):
     assert run("fedavg", *Quadratic().build(), num_iterations=1).iteration == 1
-    refuses = type("Refuses", (FedAvg,), {"refuses": {"private": "it has no use for one"}, "__module__": "somewhere.refuses"})
-    with pytest.raises(ScopeError, match="refuses cannot solve a problem with a private upper variable: it has no use for one"):
+    refuses = type(
+        "Refuses", (FedAvg,), {"refuses": {"private": "it has no use for one"}, "__module__": "somewhere.refuses"}
+    )
+    with pytest.raises(
+        ScopeError, match="refuses cannot solve a problem with a private upper variable: it has no use for one"
+    ):
         run(refuses(), *cleaning, num_iterations=1)
 
 
@@ -293,12 +337,18 @@ def test_a_resumed_run_between_peers_is_bit_identical_with_its_network_weights_a
     assert same(whole, again)
     assert whole.ledger == again.ledger
     assert [len(value) for value in (whole.x, whole.y)] == [3, 3]  # one point per peer, whoever owns it
-    untimed = lambda rows: [{key: value for key, value in row.items() if key != "seconds"} for row in rows if row["iteration"] in (0, 2, 4, 5)]
+    untimed = lambda rows: [
+        {key: value for key, value in row.items() if key != "seconds"}
+        for row in rows
+        if row["iteration"] in (0, 2, 4, 5)
+    ]
     assert untimed(whole.rows) == untimed(again.rows)
     (tensors, about), (tensors_again, about_again) = (Record(tmp_path / name).load() for name in ("whole", "half"))
     assert tensors.keys() == tensors_again.keys() >= {"push_weights", "ledger.edges-messages", "state.first", "state.w"}
     assert all(torch.equal(value, tensors_again[name]) for name, value in tensors.items())
-    assert about["state"] == about_again["state"] == {"time": {"value": 5 * (2 + 2 * 2 + (2 if upper == "shared" else 0))}}
+    assert (
+        about["state"] == about_again["state"] == {"time": {"value": 5 * (2 + 2 * 2 + (2 if upper == "shared" else 0))}}
+    )
     assert float((tensors["push_weights"] - tensors["push_weights"].mean()).abs().max()) > 0.05
 
 
@@ -328,7 +378,9 @@ def test_a_network_that_was_given_as_a_function_is_recorded_by_its_first_steps(t
     run(SGP(num_lower_steps=2), *built, num_iterations=1, network=ring, record=tmp_path / "run")
     with pytest.raises(CheckpointError, match="its network is"):
         run(SGP(num_lower_steps=2), *built, num_iterations=2, network=other, record=tmp_path / "run", resume=True)
-    assert same(whole, run(SGP(num_lower_steps=2), *built, num_iterations=2, network=ring, record=tmp_path / "run", resume=True))
+    assert same(
+        whole, run(SGP(num_lower_steps=2), *built, num_iterations=2, network=ring, record=tmp_path / "run", resume=True)
+    )
 
 
 def test_peers_need_no_network_to_be_named_and_then_everybody_hears_everybody():
@@ -342,12 +394,18 @@ def test_peers_need_no_network_to_be_named_and_then_everybody_hears_everybody():
     [
         (FedAvg(), {"network": Network()}, "fedavg has a server, so network means nothing to it: leave it out"),
         (FedAvg(), {"averaging": Averaging()}, "fedavg has a server, so averaging means nothing to it: leave it out"),
-        (SGP(), {"cohort": Cohort(0.5)}, "sgp runs between peers without a server, so cohort means nothing to it: leave it out"),
+        (
+            SGP(),
+            {"cohort": Cohort(0.5)},
+            "sgp runs between peers without a server, so cohort means nothing to it: leave it out",
+        ),
         (SGP(), {"network": "ring"}, "network is 'ring' and averaging None, expected e.g. Network"),
         (SGP(), {"averaging": 5}, "network is None and averaging 5, expected e.g. Network"),
     ],
 )
-def test_options_for_the_other_kind_of_algorithm_get_one_sentence_and_leave_no_folder(tmp_path, algorithm, options, named):
+def test_options_for_the_other_kind_of_algorithm_get_one_sentence_and_leave_no_folder(
+    tmp_path, algorithm, options, named
+):
     with pytest.raises(SettingError, match=named):
         run(algorithm, *Quadratic(num_clients=3).build(), num_iterations=1, record=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
@@ -356,7 +414,13 @@ def test_options_for_the_other_kind_of_algorithm_get_one_sentence_and_leave_no_f
 def test_peers_that_explode_name_the_client_and_the_last_good_checkpoint(tmp_path):
     where = r"client \d has a value of 'y' that is not finite in outer iteration \d+: .*; the last good checkpoint, of outer iteration"
     with pytest.raises(NonFiniteError, match=where):
-        run(SGP(lr_lower=50.0, num_lower_steps=5), *Quadratic(num_clients=3).build(), num_iterations=50, record=tmp_path / "run", checkpoint_every=1)
+        run(
+            SGP(lr_lower=50.0, num_lower_steps=5),
+            *Quadratic(num_clients=3).build(),
+            num_iterations=50,
+            record=tmp_path / "run",
+            checkpoint_every=1,
+        )
     tensors, _ = Record(tmp_path / "run").load()
     assert bool(torch.isfinite(tensors["state.z"]).all())
 
@@ -365,13 +429,18 @@ def test_a_model_inside_a_loss_does_not_make_peers_remember_every_step():
     """A frozen model whose parameters ask for gradients would keep the graph of the whole run."""
     built, model = Quadratic(num_clients=3).build(), torch.nn.Linear(4, 6)
     lower = built.problem.lower
-    problem = dataclasses.replace(built.problem, lower=lambda x, y, batch: lower(x, y, batch) + 0.1 * (y["y"] * model(x["x"])).sum())
+    problem = dataclasses.replace(
+        built.problem, lower=lambda x, y, batch: lower(x, y, batch) + 0.1 * (y["y"] * model(x["x"])).sum()
+    )
     state = run(SGP(num_lower_steps=2), problem, built.clients, num_iterations=2).state
     assert not any(value.requires_grad for value in state)
 
 
 def test_the_length_of_a_private_x_does_not_change_what_a_run_costs():
-    costs = [run(PUSH, *Quadratic(num_clients=3, upper="private", dim_upper=dim).build(), num_iterations=2, **PEERS).ledger for dim in (2, 6)]
+    costs = [
+        run(PUSH, *Quadratic(num_clients=3, upper="private", dim_upper=dim).build(), num_iterations=2, **PEERS).ledger
+        for dim in (2, 6)
+    ]
     assert costs[0] == costs[1]
     alone = run(PUSH, *Quadratic(num_clients=3, upper="private", lower="local").build(), num_iterations=2, **PEERS)
     assert {alone.ledger[name] for name in ("rounds", "floats_up", "bytes_up", "floats_down")} == {0}
@@ -404,14 +473,32 @@ def test_a_run_that_ends_by_rounds_and_one_that_is_gone_on_with_are_the_same(tmp
 
 
 def test_looking_at_residuals_does_not_change_the_run(tmp_path, cleaning):
-    plain = run(FedBiO(), *cleaning, num_iterations=4, measure_every=1, **{name: NOISY[name] for name in ("cohort", "batch_size")})
+    plain = run(
+        FedBiO(),
+        *cleaning,
+        num_iterations=4,
+        measure_every=1,
+        **{name: NOISY[name] for name in ("cohort", "batch_size")},
+    )
     looks = {"residuals": True, "stationarity": True}
-    looked = run(FedBiO(), *cleaning, num_iterations=4, measure_every=1, **looks, **{name: NOISY[name] for name in ("cohort", "batch_size")})
+    looked = run(
+        FedBiO(),
+        *cleaning,
+        num_iterations=4,
+        measure_every=1,
+        **looks,
+        **{name: NOISY[name] for name in ("cohort", "batch_size")},
+    )
     assert same(plain, looked)
     assert plain.ledger == looked.ledger
-    assert [{key: value for key, value in row.items() if key not in ("seconds", "lower_gradient", "residual", "hypergradient")} for row in looked.rows] == [
-        {key: value for key, value in row.items() if key != "seconds"} for row in plain.rows
-    ]
+    assert [
+        {
+            key: value
+            for key, value in row.items()
+            if key not in ("seconds", "lower_gradient", "residual", "hypergradient")
+        }
+        for row in looked.rows
+    ] == [{key: value for key, value in row.items() if key != "seconds"} for row in plain.rows]
     assert all(row["residual"] > 0 for row in looked.rows)
 
 
@@ -419,8 +506,16 @@ def test_the_hypergradient_of_any_method_falls_to_zero_and_says_how_far_it_is(tm
     """Also of one that keeps no u. With a y that is nearly y*(x) it is nearly that of the closed form at the x that was reached."""
     task = Quadratic(num_clients=4)
     found = solve(
-        *task.build(), "fbo_aggitd", num_iterations=40, stationarity=True, dtype=torch.float64, record=tmp_path, num_lower_rounds=30,
-        lr_lower=0.2, lr_system=0.2, lr_upper=0.1,
+        *task.build(),
+        "fbo_aggitd",
+        num_iterations=40,
+        stationarity=True,
+        dtype=torch.float64,
+        record=tmp_path,
+        num_lower_rounds=30,
+        lr_lower=0.2,
+        lr_system=0.2,
+        lr_upper=0.1,
     )
     wanted = numpy.linalg.norm(task.closed_form().hypergradient(found.x["x"].numpy()))
     assert "residual" not in found.rows[-1]
@@ -460,7 +555,9 @@ def test_who_looks_longer_or_saves_more_often_is_not_slower(tmp_path, monkeypatc
     found = run(FedBiO(), dataclasses.replace(problem, metrics=slow), clients, **options)
     assert [row["seconds"] for row in found.rows] == [0, 0, 1, 2, 3]
     assert Record(tmp_path).load()[1]["seconds"] == 4
-    again = run(FedBiO(), dataclasses.replace(problem, metrics=slow), clients, **{**options, "num_iterations": 6}, resume=True)
+    again = run(
+        FedBiO(), dataclasses.replace(problem, metrics=slow), clients, **{**options, "num_iterations": 6}, resume=True
+    )
     assert [row["seconds"] for row in again.rows] == [0, 0, 1, 2, 3, 4, 5]
 
 
@@ -470,7 +567,14 @@ def test_a_record_says_how_its_run_ended_until_it_is_gone_on_with(tmp_path):
     run(FedBiO(), *built, num_iterations=3, record=tmp_path / "a")
     assert end("a") == {"stopped": "finished", "iteration": 3}
     seen = []
-    run(FedBiO(), *built, num_iterations=5, record=tmp_path / "a", resume=True, callbacks=[lambda now: seen.append((tmp_path / "a" / "end.json").exists())])
+    run(
+        FedBiO(),
+        *built,
+        num_iterations=5,
+        record=tmp_path / "a",
+        resume=True,
+        callbacks=[lambda now: seen.append((tmp_path / "a" / "end.json").exists())],
+    )
     assert seen == [False, False]
     assert end("a") == {"stopped": "finished", "iteration": 5}
     run(FedBiO(), *built, num_iterations=5, record=tmp_path / "b", callbacks=[lambda now: now.iteration == 2])
@@ -498,17 +602,31 @@ def test_a_record_says_how_its_run_ended_until_it_is_gone_on_with(tmp_path):
 @pytest.mark.parametrize("name", ["rounds", "seconds", "iteration", "upper_loss", "samples", "hypergradient"])
 def test_a_figure_of_ones_own_cannot_have_the_name_of_a_column(name):
     problem, clients = Quadratic(num_clients=2).build()
-    with pytest.raises(ProblemError, match=rf"metrics\(\) gives a figure named '{name}', which is the name of a column that every run has: choose another"):
-        run(FedBiO(), dataclasses.replace(problem, metrics=lambda sums: {"fine": 1.0, name: 1.0}), clients, num_iterations=1)
+    with pytest.raises(
+        ProblemError,
+        match=rf"metrics\(\) gives a figure named '{name}', which is the name of a column that every run has: choose another",
+    ):
+        run(
+            FedBiO(),
+            dataclasses.replace(problem, metrics=lambda sums: {"fine": 1.0, name: 1.0}),
+            clients,
+            num_iterations=1,
+        )
 
 
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda lines: [lines[0], b'{"iteration": 1, "sec', *lines[2:]], "line 2 of .*metrics.jsonl is not a measurement"),
+        (
+            lambda lines: [lines[0], b'{"iteration": 1, "sec', *lines[2:]],
+            "line 2 of .*metrics.jsonl is not a measurement",
+        ),
         (lambda lines: [lines[0], b"\xff\xfe", *lines[2:]], "line 2 of"),
         (lambda lines: [lines[0].replace(b'"iteration": 0', b'"iteration": null'), *lines[1:]], "line 1 of"),
-        (lambda lines: [], "metrics.jsonl has no measurement up to outer iteration 3: restore it from a copy, or start a new run"),
+        (
+            lambda lines: [],
+            "metrics.jsonl has no measurement up to outer iteration 3: restore it from a copy, or start a new run",
+        ),
         (None, "metrics.jsonl has no measurement up to outer iteration 3"),
     ],
     ids=["cut", "not text", "no number", "empty", "gone"],
@@ -540,7 +658,12 @@ def test_early_stopping_knows_that_losses_fall_and_does_not_trust_what_is_not_a_
 
 @pytest.mark.parametrize("name", ["fedbio", "fedbioacc", "simfbo", "sparkle"])
 def test_the_residual_of_a_solution_is_zero_and_of_anything_else_is_not(name):
-    steps = {"lr_lower": 0.2, "lr_system": 0.2, "lr_upper": 0.05, "num_local_steps": 1}  # with more of them clients drift, and the residual shows it
+    steps = {
+        "lr_lower": 0.2,
+        "lr_system": 0.2,
+        "lr_upper": 0.05,
+        "num_local_steps": 1,
+    }  # with more of them clients drift, and the residual shows it
     settings = steps if name != "sparkle" else {"lr_lower": 0.12, "lr_system": 0.12, "lr_upper": 0.03}
     found = solve(*Quadratic().build(), name, num_rounds=800, dtype=torch.float64, **settings)
     assert found.rows[0]["residual"] == pytest.approx(1)  # u begins at zero
@@ -569,7 +692,15 @@ def test_solve_takes_settings_and_options_by_name(cleaning):
     one = solve(problem, clients, "fedbio", num_iterations=3, lr_upper=2.0, num_local_steps=2, batch_size=8, seed=5)
     other = run(FedBiO(lr_upper=2.0, num_local_steps=2), problem, clients, num_iterations=3, batch_size=8, seed=5)
     assert same(one, other)
-    given = solve(problem, clients, FedBiO(lr_upper=2.0, num_local_steps=2), num_iterations=3, batch_size=8, seed=5, residuals=False)
+    given = solve(
+        problem,
+        clients,
+        FedBiO(lr_upper=2.0, num_local_steps=2),
+        num_iterations=3,
+        batch_size=8,
+        seed=5,
+        residuals=False,
+    )
     assert same(given, other)
     with pytest.raises(LookupError, match="Did you mean 'lr_upper'"):
         solve(problem, clients, "fedbio", num_iterations=3, lr_uper=2.0)
@@ -609,6 +740,8 @@ def test_a_result_tells_what_it_is_and_draws_itself(cleaning, monkeypatch):
 def test_findings_that_no_file_can_hold_are_named_and_the_record_stays(tmp_path):
     run(FedBiO(), *Quadratic().build(), num_iterations=1, record=tmp_path)
     for content in ([{"kind": "ranking", "value": float("nan")}], [{"kind": object()}]):
-        with pytest.raises(CheckpointError, match="the run is saved, but the findings of its task cannot be written as JSON"):
+        with pytest.raises(
+            CheckpointError, match="the run is saved, but the findings of its task cannot be written as JSON"
+        ):
             Record(tmp_path).write_findings(content)
     assert not (tmp_path / "findings.json").exists()

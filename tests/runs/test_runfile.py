@@ -25,9 +25,46 @@ def invoke(*args):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["quadratic", "-a", "fedbio", "--iterations", "3", "--batch-size", "2", "--fraction", "0.7", "--num-local-steps", "1,2,1", "--no-residuals"],
-        ["quadratic", "-a", "hgp", "--rounds", "12", "--network", "ring", "--averaging-num-steps", "2", "--num-terms", "2", "--num-lower-steps", "2"],
-        ["quadratic", "-a", "fbo_aggitd", "--iterations=2", "--dtype=float64", "--schedule-power=0.5", "--measure-every=1", "--lower=local", "--stationarity"],
+        [
+            "quadratic",
+            "-a",
+            "fedbio",
+            "--iterations",
+            "3",
+            "--batch-size",
+            "2",
+            "--fraction",
+            "0.7",
+            "--num-local-steps",
+            "1,2,1",
+            "--no-residuals",
+        ],
+        [
+            "quadratic",
+            "-a",
+            "hgp",
+            "--rounds",
+            "12",
+            "--network",
+            "ring",
+            "--averaging-num-steps",
+            "2",
+            "--num-terms",
+            "2",
+            "--num-lower-steps",
+            "2",
+        ],
+        [
+            "quadratic",
+            "-a",
+            "fbo_aggitd",
+            "--iterations=2",
+            "--dtype=float64",
+            "--schedule-power=0.5",
+            "--measure-every=1",
+            "--lower=local",
+            "--stationarity",
+        ],
     ],
     ids=["server", "peers", "schedule"],
 )
@@ -36,7 +73,9 @@ def test_the_file_of_a_record_does_the_run_again(tmp_path, flags):
     invoke("run", *flags, *SMALL, "--seed", 4, "--out", tmp_path / "first")
     invoke("run", "--config", tmp_path / "first" / "run.toml", "--out", tmp_path / "again")
     assert (tmp_path / "again" / "run.toml").read_bytes() == (tmp_path / "first" / "run.toml").read_bytes()
-    assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (tmp_path / "first" / "solution.safetensors").read_bytes()
+    assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (
+        tmp_path / "first" / "solution.safetensors"
+    ).read_bytes()
     one, other = (Record(tmp_path / name).read_config() for name in ("first", "again"))
     assert one == other
     untimed = [[{**row, "seconds": 0} for row in Record(tmp_path / name).rows()] for name in ("first", "again")]
@@ -49,15 +88,41 @@ def test_flags_come_before_the_file_which_comes_before_what_the_task_suggests(tm
         'iterations = 4\nresiduals = false\n[task]\nname = "quadratic"\nnum_clients = 2\nnum_samples = 3\n'
         '[algorithm]\nname = "fedbio"\nlr_upper = 0.01\nlr_lower = 0.02\n[options]\nseed = 3\ndtype = "float64"\n'
     )
-    invoke("run", "--config", file, "--lr-upper", 0.03, "--seed", 0, "--num-clients", 4, "--residuals", "--out", tmp_path / "run")
+    invoke(
+        "run",
+        "--config",
+        file,
+        "--lr-upper",
+        0.03,
+        "--seed",
+        0,
+        "--num-clients",
+        4,
+        "--residuals",
+        "--out",
+        tmp_path / "run",
+    )
     config = Record(tmp_path / "run").read_config()
     settings = config["identity"]["settings"]
-    assert (settings["lr_upper"], settings["lr_lower"], settings["lr_system"]) == (0.03, 0.02, discovery.task("quadratic").suggestions("fedbio")["lr_system"])
-    assert (config["identity"]["num_clients"], config["identity"]["seed"], config["identity"]["dtype"]) == (4, 0, "float64")
+    assert (settings["lr_upper"], settings["lr_lower"], settings["lr_system"]) == (
+        0.03,
+        0.02,
+        discovery.task("quadratic").suggestions("fedbio")["lr_system"],
+    )
+    assert (config["identity"]["num_clients"], config["identity"]["seed"], config["identity"]["dtype"]) == (
+        4,
+        0,
+        "float64",
+    )
     assert (config["run"]["num_iterations"], config["run"]["residuals"]) == (4, True)
-    invoke("run", "--config", file, "-a", "fedavg", "--out", tmp_path / "other")  # settings in the file are another algorithm's
+    invoke(
+        "run", "--config", file, "-a", "fedavg", "--out", tmp_path / "other"
+    )  # settings in the file are another algorithm's
     assert Record(tmp_path / "other").read_config()["identity"]["algorithm"] == "fedavg"
-    assert Record(tmp_path / "other").read_config()["identity"]["settings"]["lr_lower"] == discovery.task("quadratic").suggestions("fedavg")["lr_lower"]
+    assert (
+        Record(tmp_path / "other").read_config()["identity"]["settings"]["lr_lower"]
+        == discovery.task("quadratic").suggestions("fedavg")["lr_lower"]
+    )
 
 
 def test_a_run_that_ended_by_rounds_can_be_made_longer(tmp_path):
@@ -79,7 +144,9 @@ def test_a_task_that_lies_here_but_is_not_installed_is_named(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "run.toml").write_text('[task]\nname = "mine"\n')
-    with pytest.raises(FedBilevelError, match=r"the task mine is not installed, but mine\.py is here: run pip install -e \."):
+    with pytest.raises(
+        FedBilevelError, match=r"the task mine is not installed, but mine\.py is here: run pip install -e \."
+    ):
         read_recipe(tmp_path / "run.toml")
 
 
@@ -87,16 +154,23 @@ def test_a_resumed_run_writes_what_it_has_become(tmp_path):
     invoke("run", "quadratic", "-a", "fedbio", "--iterations", 2, *SMALL, "--out", tmp_path / "run")
     invoke("resume", tmp_path / "run", "--iterations", 5)
     invoke("run", "--config", tmp_path / "run" / "run.toml", "--out", tmp_path / "again")
-    assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (tmp_path / "run" / "solution.safetensors").read_bytes()
+    assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (
+        tmp_path / "run" / "solution.safetensors"
+    ).read_bytes()
 
 
-PAIRS = [*((task, "fedbio") for task in sorted(discovery.tasks())), *(("quadratic", name) for name in sorted(discovery.algorithms()))]
+PAIRS = [
+    *((task, "fedbio") for task in sorted(discovery.tasks())),
+    *(("quadratic", name) for name in sorted(discovery.algorithms())),
+]
 
 
 @pytest.mark.parametrize(("task", "name"), PAIRS)
 def test_every_file_that_is_written_is_read_as_it_was_meant(tmp_path, name, task):
     one, other = discovery.task(task)(), discovery.algorithm(name)()
-    (tmp_path / "run.toml").write_text(written(one, other, {"iterations": 3, "rounds": None, "checkpoint_every": 10, "residuals": True}, {"seed": 2}))
+    (tmp_path / "run.toml").write_text(
+        written(one, other, {"iterations": 3, "rounds": None, "checkpoint_every": 10, "residuals": True}, {"seed": 2})
+    )
     read = read_recipe(tmp_path / "run.toml")
     assert type(one)(**read.task_settings) == one
     assert type(other)(**read.algorithm_settings) == other
@@ -112,12 +186,18 @@ WRONG = {
     "no such task": ('[task]\nname = "quadratik"\n', "Did you mean 'quadratic'"),
     "no such algorithm": (TASK + '[algorithm]\nname = "fedbioo"\n', "Did you mean 'fedbio'"),
     "no such setting": (TASK + "num_client = 3\n", "Did you mean 'num_clients'"),
-    "no such setting of the algorithm": (TASK + '[algorithm]\nname = "fedbio"\nlr_uper = 1.0\n', "Did you mean 'lr_upper'"),
+    "no such setting of the algorithm": (
+        TASK + '[algorithm]\nname = "fedbio"\nlr_uper = 1.0\n',
+        "Did you mean 'lr_upper'",
+    ),
     "no such option": (TASK + "[options]\nsed = 1\n", "Did you mean 'seed'"),
     "out of range": (TASK + '[algorithm]\nname = "fedbio"\nlr_upper = -1.0\n', "lr_upper is -1.0, expected a value"),
     "wrong kind": ('iterations = "many"\n' + TASK, "iterations of .* is 'many', expected a whole number"),
     "no table": ('task = "quadratic"\n', "task of .* is 'quadratic', expected a table"),
-    "network": (TASK + '[algorithm]\nname = "fedbio"\n[options.network]\nkind = "ring"\n', "is for algorithms between peers, and fedbio has a server"),
+    "network": (
+        TASK + '[algorithm]\nname = "fedbio"\n[options.network]\nkind = "ring"\n',
+        "is for algorithms between peers, and fedbio has a server",
+    ),
     "sampling": (TASK + '[options]\nsampling = "sometimes"\n', "sampling .* is 'sometimes'"),
     "no TOML": ("[task\n", "is not readable as TOML"),
 }

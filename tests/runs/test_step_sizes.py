@@ -55,7 +55,13 @@ def test_curvature_of_a_multiple_of_the_identity_and_of_a_flat_client(lower):
     assert found.flattest == pytest.approx(min(float(A[0, 0]) for A in scalar.closed_form().stacked["A"]), rel=0.2)
     problem, clients = Quadratic(dim_lower=2, lower=lower).build()
     flat = [
-        {**client, "train": {**client["train"], "A": np.broadcast_to(np.diag([1.0, float(i > 0)]), client["train"]["A"].shape)}}
+        {
+            **client,
+            "train": {
+                **client["train"],
+                "A": np.broadcast_to(np.diag([1.0, float(i > 0)]), client["train"]["A"].shape),
+            },
+        }
         for i, client in enumerate(clients)
     ]
     found = curvature(problem, flat)
@@ -69,14 +75,20 @@ def test_upper_curvature_agrees_with_the_closed_form(upper):
     closed = task.closed_form()
     shape = closed.solution().shape
     zero = closed.hypergradient(np.zeros(shape)).ravel()
-    matrix = np.stack([closed.hypergradient(unit.reshape(shape)).ravel() - zero for unit in np.eye(int(np.prod(shape)))], axis=1)
-    assert upper_curvature(*task.build(), num_products=60) == pytest.approx(np.abs(np.linalg.eigvals(matrix)).max(), rel=1e-2)
+    matrix = np.stack(
+        [closed.hypergradient(unit.reshape(shape)).ravel() - zero for unit in np.eye(int(np.prod(shape)))], axis=1
+    )
+    assert upper_curvature(*task.build(), num_products=60) == pytest.approx(
+        np.abs(np.linalg.eigvals(matrix)).max(), rel=1e-2
+    )
 
 
 def test_suggested_steps_are_stable_and_pass_their_own_check():
     task = Quadratic(data_seed=3)
     steps = suggest(*task.build())
-    method = FedBiO(num_local_steps=1, lr_upper=steps["lr_upper"], lr_lower=steps["lr_lower"], lr_system=steps["lr_system"])
+    method = FedBiO(
+        num_local_steps=1, lr_upper=steps["lr_upper"], lr_lower=steps["lr_lower"], lr_system=steps["lr_system"]
+    )
     fed, state = drive(method, task.build(), 1500)
     assert fed.measure(state.x, state.y)["distance"] < 1e-6
     assert check_timescales(method, *task.build()) is None

@@ -24,8 +24,8 @@ from typing import Any
 
 from fedbilevel.errors import LogError, UnknownNameError
 from fedbilevel.runs.callbacks import Callback
-from fedbilevel.runs.result import Progress
 from fedbilevel.runs.record import finite, line_of, write_whole
+from fedbilevel.runs.result import Progress
 
 Row = Mapping[str, Any]
 
@@ -74,12 +74,16 @@ class JsonLines(_Log):
 
     def _open(self, config: Mapping[str, Any], rows: Sequence[Row]) -> int:
         if self.path.name == "metrics.jsonl" and (self.path.parent / "config.json").exists():
-            raise LogError(f"{self.path} is the record's own file: name another one, e.g. {self.path.with_name('log.jsonl')}.")
+            raise LogError(
+                f"{self.path} is the record's own file: name another one, e.g. {self.path.with_name('log.jsonl')}."
+            )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
             if before and not before.startswith(line_of(rows[0])):
-                raise LogError(f"{self.path} holds something else than measurements of this run: name another file, or move it away.")
+                raise LogError(
+                    f"{self.path} holds something else than measurements of this run: name another file, or move it away."
+                )
             write_whole(self.path, b"")  # what was measured after the last checkpoint is measured again
             self._file = self.path.open("a", encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -112,13 +116,19 @@ class TensorBoard(_Log):
         there = sorted(self.folder.glob("events.out.tfevents.*"))
         others = [place.name for place in there if not place.name.endswith(f".{mark}")]
         if others:
-            raise LogError(f"{self.folder} holds the log of another run ({others[0]}): name another folder, or move it away.")
+            raise LogError(
+                f"{self.folder} holds the log of another run ({others[0]}): name another folder, or move it away."
+            )
         self._began = time.time() - rows[-1]["seconds"]
         try:  # what an earlier part of this run wrote is written again, and counts no more
             self._writer = self._make(str(self.folder), purge_step=first if there else None, filename_suffix=f".{mark}")
         except OSError as error:
             raise LogError(f"{self.folder} cannot be written ({_brief(error)}): name another folder.") from error
-        self._writer.add_text("config", "".join(f"    {line}\n" for line in json.dumps(config, indent=2, sort_keys=True).splitlines()), first)
+        self._writer.add_text(
+            "config",
+            "".join(f"    {line}\n" for line in json.dumps(config, indent=2, sort_keys=True).splitlines()),
+            first,
+        )
         return -1
 
     def _add(self, row: Row) -> None:
@@ -139,7 +149,14 @@ class MLflow(_Log):
 
     STATUS = {"finished": "FINISHED", "callback": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
-    def __init__(self, folder: Path | str, *, tracking_uri: str | None = None, experiment: str = "fedbilevel", name: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        tracking_uri: str | None = None,
+        experiment: str = "fedbilevel",
+        name: str | None = None,
+    ) -> None:
         self.folder, self.experiment, self.name = Path(folder).resolve(), experiment, name
         self.local = not (tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"))
         self.uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder / 'mlflow.db'}"
@@ -160,14 +177,24 @@ class MLflow(_Log):
             self._client = self._mlflow.MlflowClient(tracking_uri=self.uri)
             found = self._client.get_experiment_by_name(self.experiment)
             place = (self.folder / "artifacts").as_uri() if self.local else None
-            number = found.experiment_id if found else self._client.create_experiment(self.experiment, artifact_location=place)
+            number = (
+                found.experiment_id
+                if found
+                else self._client.create_experiment(self.experiment, artifact_location=place)
+            )
             before = self._client.search_runs([number], f"tags.`fedbilevel.run` = '{mark}'", max_results=1)
             if before:
                 self._run = before[0].info.run_id
                 self._client.update_run(self._run, status="RUNNING")
                 return max((entry.step for entry in self._client.get_metric_history(self._run, "rounds")), default=-1)
-            tags = {"fedbilevel.run": mark, **{f"version.{name}": str(value) for name, value in config.get("versions", {}).items()}}
-            name = self.name or f"{choices.get('algorithm', 'run')} on {choices.get('task', choices.get('problem', 'problem'))}"
+            tags = {
+                "fedbilevel.run": mark,
+                **{f"version.{name}": str(value) for name, value in config.get("versions", {}).items()},
+            }
+            name = (
+                self.name
+                or f"{choices.get('algorithm', 'run')} on {choices.get('task', choices.get('problem', 'problem'))}"
+            )
             self._run = self._client.create_run(number, run_name=name, tags=tags).info.run_id
             params = [self._mlflow.entities.Param(name, str(value)[:500]) for name, value in choices.items()]
             for start in range(0, len(params), 100):  # so many at once are allowed
@@ -176,7 +203,10 @@ class MLflow(_Log):
 
     def _add(self, row: Row) -> None:
         when, step = int(1000 * time.time()), row["iteration"]
-        metrics = [self._mlflow.entities.Metric(re.sub(r"[^\w\-. :/]", "_", name), value, when, step) for name, value in _numbers(row)]
+        metrics = [
+            self._mlflow.entities.Metric(re.sub(r"[^\w\-. :/]", "_", name), value, when, step)
+            for name, value in _numbers(row)
+        ]
         with self._asked():
             for start in range(0, len(metrics), 1000):
                 self._client.log_batch(self._run, metrics=metrics[start : start + 1000])
@@ -188,7 +218,10 @@ class MLflow(_Log):
     @contextmanager
     def _asked(self) -> Iterator[None]:
         """What MLflow says, in a sentence; and nothing on the terminal about tables that it makes, or what its makers have to change in it."""
-        chatty = [logging.getLogger(name) for name in ("mlflow.store.db.utils", "alembic.runtime.migration", "alembic.runtime.plugins")]
+        chatty = [
+            logging.getLogger(name)
+            for name in ("mlflow.store.db.utils", "alembic.runtime.migration", "alembic.runtime.plugins")
+        ]
         before = [logger.level for logger in chatty]
         for logger in chatty:
             logger.setLevel(logging.WARNING)
@@ -197,7 +230,9 @@ class MLflow(_Log):
                 warnings.simplefilter("ignore", DeprecationWarning)
                 yield
         except (self._mlflow.exceptions.MlflowException, OSError) as error:
-            raise LogError(f"MLflow at {self.uri} cannot be written to ({_brief(error)}): name another place, or leave out this log.") from error
+            raise LogError(
+                f"MLflow at {self.uri} cannot be written to ({_brief(error)}): name another place, or leave out this log."
+            ) from error
         finally:
             for logger, level in zip(chatty, before, strict=True):
                 logger.setLevel(level)
@@ -222,7 +257,9 @@ def _needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise LogError(f"the log {extra!r} needs packages that are not installed ({error.name or error}): pip install 'fedbilevel[{extra}]'.") from error
+        raise LogError(
+            f"the log {extra!r} needs packages that are not installed ({error.name or error}): pip install 'fedbilevel[{extra}]'."
+        ) from error
 
 
 def _mark(rows: Sequence[Row]) -> str:
@@ -238,7 +275,9 @@ def _numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen: the identity less what only tells data apart, the plan, and the task."""
-    identity = {name: value for name, value in config.get("identity", {}).items() if name not in ("data", "losses", "x", "y")}
+    identity = {
+        name: value for name, value in config.get("identity", {}).items() if name not in ("data", "losses", "x", "y")
+    }
     return {
         **identity,
         **{name: value for name, value in config.get("run", {}).items() if name != "checkpoint_every"},

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import math
-import platform
 import signal
 import sys
 import threading
@@ -14,39 +13,39 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
-from fedbilevel.runs.callbacks import Callback, Follower
-from fedbilevel.runs.result import Progress, Result
-from fedbilevel.runs.resume import check_same, identity_of, versions
 from fedbilevel import discovery
-from fedbilevel._version import __version__
-from fedbilevel.federation.averaging import Averaging
-from fedbilevel.federation.clients import BatchSize
-from fedbilevel.problem.client_data import Holdings
 from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
-from fedbilevel.engines.ranks import EngineName, Group
-from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, RankLostError, SettingError, UnknownNameError
-from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
-from fedbilevel.columns import falls, figures_of
-from fedbilevel.federation.ledger import Totals
-from fedbilevel.federation.network import AnyNetwork
-from fedbilevel.runs.options import torch_device
 from fedbilevel.engines.engine import Engine, Regrouped
-from fedbilevel.problem.problem import Problem, check_kind
-from fedbilevel.runs.record import Record
-from fedbilevel.settings import whole_number
+from fedbilevel.engines.ranks import EngineName, Group
+from fedbilevel.errors import (
+    CheckpointError,
+    FedBilevelError,
+    NonFiniteError,
+    RankLostError,
+    SettingError,
+    UnknownNameError,
+)
+from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.clients import BatchSize
+from fedbilevel.federation.network import AnyNetwork
 from fedbilevel.federation.schedule import Schedule
-
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, check_kind
+from fedbilevel.runs.callbacks import Callback, Follower
+from fedbilevel.runs.options import torch_device
+from fedbilevel.runs.record import Record
+from fedbilevel.runs.result import Progress, Result
+from fedbilevel.runs.resume import check_same, identity_of, versions
+from fedbilevel.settings import whole_number
 
 _MEASUREMENTS = 20  # in a run, about, where nothing else is said
 
@@ -112,28 +111,38 @@ def run(
     if isinstance(algorithm, str):
         algorithm = discovery.algorithm(algorithm)()
     if not isinstance(algorithm, ServerAlgorithm | PeerAlgorithm):
-        raise SettingError(f"algorithm is {algorithm!r}, expected an algorithm with its settings, e.g. FedBiO(lr_upper=0.01), or a name.")
+        raise SettingError(
+            f"algorithm is {algorithm!r}, expected an algorithm with its settings, e.g. FedBiO(lr_upper=0.01), or a name."
+        )
     for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule)):
         if not isinstance(given, kind):
             raise SettingError(f"{label} is {given!r}, expected a {kind.__name__}, e.g. {kind()!r}.")
     if not isinstance(network, AnyNetwork | None) or not isinstance(averaging, Averaging | None):
-        raise SettingError(f"network is {network!r} and averaging {averaging!r}, expected e.g. Network(kind='ring') and Averaging(num_steps=20), or None.")
+        raise SettingError(
+            f"network is {network!r} and averaging {averaging!r}, expected e.g. Network(kind='ring') and Averaging(num_steps=20), or None."
+        )
     check_kind(problem)
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise SettingError(f"callbacks is {callbacks!r:.80}, expected a list of functions that take a Progress.")
     if not isinstance(describe, Mapping | None):
-        raise SettingError(f"describe is {describe!r:.80}, expected a dict of what to add to the recorded configuration.")
+        raise SettingError(
+            f"describe is {describe!r:.80}, expected a dict of what to add to the recorded configuration."
+        )
     try:
         json.dumps(describe)
     except (TypeError, ValueError) as error:
-        raise SettingError(f"describe cannot be written as JSON ({error}): use plain numbers, words, lists and dicts.") from error
+        raise SettingError(
+            f"describe cannot be written as JSON ({error}): use plain numbers, words, lists and dicts."
+        ) from error
     if record is not None and (not isinstance(record, str | Path) or not str(record)):
         raise SettingError(f"record is {record!r}, expected the name of a folder, or None.")
     for name in options:
         if name not in OPTIONS:
             raise UnknownNameError("option of run()", name, OPTIONS)
     if options.get("drops") is not None and not callable(options["drops"]):
-        raise SettingError(f"drops is {options['drops']!r}, expected a function (outer iteration, call) that gives the clients that do not answer.")
+        raise SettingError(
+            f"drops is {options['drops']!r}, expected a function (outer iteration, call) that gives the clients that do not answer."
+        )
     if "device" in options:
         options["device"] = torch_device(options["device"])
     plan = _plan(num_iterations, measure_every, measure_growth, checkpoint_every, num_rounds, residuals, stationarity)
@@ -144,21 +153,50 @@ def run(
     group = group_of(engine, options.get("device", "cpu"), timeout)
     with group.together():
         fed = simulate(
-            algorithm, problem, clients, seed=seed, cohort=cohort, network=network, averaging=averaging, batch_size=batch_size, dtype=dtype, group=group,
+            algorithm,
+            problem,
+            clients,
+            seed=seed,
+            cohort=cohort,
+            network=network,
+            averaging=averaging,
+            batch_size=batch_size,
+            dtype=dtype,
+            group=group,
             **{**options, "device": group.device(options.get("device", "cpu"))},
         )
         looks = [look for look, asked in ((fed.residuals, residuals), (fed.stationarity, stationarity)) if asked]
         falling = schedule.checked()._asdict()
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
-        identity = {**identity_of(fed, batch_size, dtype), "schedule": falling} if kept else {}  # reads all data: only for a record or a log
-        config = {"identity": identity, "run": plan._asdict(),
-                  "versions": versions(), "engine": group.engine, "ranks": group.size, **(describe or {})}  # fmt: skip
+        identity = (
+            {**identity_of(fed, batch_size, dtype), "schedule": falling} if kept else {}
+        )  # reads all data: only for a record or a log
+        config = {
+            "identity": identity,
+            "run": plan._asdict(),
+            "versions": versions(),
+            "engine": group.engine,
+            "ranks": group.size,
+            **(describe or {}),
+        }
         return _go_through(
-            algorithm, fed, Record(record) if record is not None else None, config, resume, plan, schedule, callbacks, overview=fed.overview, recipe=recipe, looks=looks
+            algorithm,
+            fed,
+            Record(record) if record is not None else None,
+            config,
+            resume,
+            plan,
+            schedule,
+            callbacks,
+            overview=fed.overview,
+            recipe=recipe,
+            looks=looks,
         )
 
 
-def solve(problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm | str, *, residuals: bool = True, **more: Any) -> Result:
+def solve(
+    problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm | str, *, residuals: bool = True, **more: Any
+) -> Result:
     """Solve a problem: `run` with the problem first, and with settings of the algorithm among the keywords.
 
     >>> import torch
@@ -183,14 +221,24 @@ def solve(problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm | 
     settings = {name: value for name, value in more.items() if name in fields and name not in known}
     for name in more:
         if name not in fields and name not in known:
-            raise UnknownNameError(f"option of a run or setting of {kind.name() if fields else 'an algorithm'}", name, [*known, *fields])
+            raise UnknownNameError(
+                f"option of a run or setting of {kind.name() if fields else 'an algorithm'}", name, [*known, *fields]
+            )
     if isinstance(algorithm, str):
         chosen: Any = kind(**settings)
     elif settings:
-        raise SettingError(f"{', '.join(sorted(settings))} would change an algorithm that has its settings already: give its name, or put them into it.")
+        raise SettingError(
+            f"{', '.join(sorted(settings))} would change an algorithm that has its settings already: give its name, or put them into it."
+        )
     else:
         chosen = algorithm
-    return run(chosen, problem, clients, residuals=residuals, **{name: value for name, value in more.items() if name not in settings})
+    return run(
+        chosen,
+        problem,
+        clients,
+        residuals=residuals,
+        **{name: value for name, value in more.items() if name not in settings},
+    )
 
 
 def run_between(
@@ -211,7 +259,14 @@ def run_between(
     iterations that count as done for one that comes new to others who have done them."""
     plan = _plan(num_iterations, measure_every, 0.0, 1)
     identity = {**identity_of(fed, fed.batch_size, fed.dtype), "schedule": schedule.checked()._asdict()}
-    config = {"identity": identity, "run": plan._asdict(), "versions": versions(), "engine": engine, "ranks": 1, **describe}
+    config = {
+        "identity": identity,
+        "run": plan._asdict(),
+        "versions": versions(),
+        "engine": engine,
+        "ranks": 1,
+        **describe,
+    }
     return _go_through(algorithm, fed, record, config, resume, plan, schedule, callbacks, begin_at)
 
 
@@ -235,10 +290,16 @@ def _plan(
     stationarity: bool = False,
 ) -> _Plan:
     if num_iterations is None and num_rounds is None:
-        raise SettingError("how long to run is not said: give num_iterations (outer iterations) or num_rounds (communication rounds).")
+        raise SettingError(
+            "how long to run is not said: give num_iterations (outer iterations) or num_rounds (communication rounds)."
+        )
     num_iterations, num_rounds, measure_every = (
         None if value is None else whole_number(label, value, least)
-        for label, value, least in (("num_iterations", num_iterations, 0), ("num_rounds", num_rounds, 1), ("measure_every", measure_every, 1))
+        for label, value, least in (
+            ("num_iterations", num_iterations, 0),
+            ("num_rounds", num_rounds, 1),
+            ("measure_every", measure_every, 1),
+        )
     )
     checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 1)
     if not isinstance(measure_growth, int | float) or not 0 <= measure_growth <= 1:
@@ -247,7 +308,9 @@ def _plan(
         if not isinstance(asked, bool):
             raise SettingError(f"{label} is {asked!r}, expected True or False.")
     if measure_growth and measure_every is None and num_rounds is not None:
-        raise SettingError("measure_growth needs to know from where to grow in a run that ends by rounds: give measure_every, too.")
+        raise SettingError(
+            "measure_growth needs to know from where to grow in a run that ends by rounds: give measure_every, too."
+        )
     if num_iterations is None:
         assert num_rounds is not None
         num_iterations = num_rounds  # one that needs no round counts like one that needs one
@@ -285,7 +348,9 @@ def _go_through(
             check_same(identity, about["identity"], book)
             if num_iterations < about["iteration"]:
                 what = "num_rounds" if plan.num_rounds == num_iterations else "num_iterations"
-                raise SettingError(f"{what} is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more.")
+                raise SettingError(
+                    f"{what} is {num_iterations}, but the run in {book.path} has already done {about['iteration']}: ask for more."
+                )
             return {**about, "rows": book.go_on_from(about["iteration"])}
 
         about = group.told(read)
@@ -315,7 +380,13 @@ def _go_through(
         if book is not None:
             fed.commit()
             tensors, plain = fed.state_dict(state)
-            about = {"identity": identity, "iteration": iteration, "seconds": now - clock, "state": plain, "ways": fed.ways}
+            about = {
+                "identity": identity,
+                "iteration": iteration,
+                "seconds": now - clock,
+                "state": plain,
+                "ways": fed.ways,
+            }
             bill = fed.bill()
             if group.rank == 0:
                 book.save(tensors, about)
@@ -367,7 +438,9 @@ def _go_through(
             here = Progress(iteration, num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row, plan.num_rounds)
             ask = [callback(here) for callback in callbacks] if group.rank == 0 else []
             stopped = STOPPED[group.largest(2 if interrupted() or fed.stop_asked() else 1 if any(ask) else 0)]
-            if stopped == "callback" and row is None:  # an interrupted run is resumed: its measurements must not depend on where it was interrupted
+            if (
+                stopped == "callback" and row is None
+            ):  # an interrupted run is resumed: its measurements must not depend on where it was interrupted
                 measure(iteration)
             if stopped != "finished" or last or iteration % plan.checkpoint_every == 0:
                 save(iteration)
@@ -378,12 +451,18 @@ def _go_through(
         if book is not None and group.rank == 0:
             book.save_solution({**_named("x", x), **_named("y", y)})
         totals = fed.bill().totals()
-    return Result(x, y, rows, totals, iteration, stopped, book.path if book is not None else None, state, algorithm.name())
+    return Result(
+        x, y, rows, totals, iteration, stopped, book.path if book is not None else None, state, algorithm.name()
+    )
 
 
 @contextmanager
 def _told(
-    callbacks: Sequence[Callback], book: Record | None, config: Mapping[str, Any], rows: list[dict[str, Any]], when: Callable[[], tuple[str, int]]
+    callbacks: Sequence[Callback],
+    book: Record | None,
+    config: Mapping[str, Any],
+    rows: list[dict[str, Any]],
+    when: Callable[[], tuple[str, int]],
 ) -> Iterator[None]:
     """Tells those who follow, and the record, that the run begins and how it ended, also if it is an error that ends it."""
     how = "failed"
@@ -423,12 +502,28 @@ def _left(when: Callable[[], tuple[int, int]], book: Record | None, config: Mapp
     try:
         yield
     except NonFiniteError as error:
-        where = f"; the last good checkpoint, of outer iteration {when()[1]}, is in {book.path}" if book is not None else ""
+        where = (
+            f"; the last good checkpoint, of outer iteration {when()[1]}, is in {book.path}" if book is not None else ""
+        )
         raise NonFiniteError(f"{str(error).removesuffix('.')}{where}.") from None
     except RankLostError as error:
-        command = f"torchrun --nproc-per-node {config['ranks']} -m fedbilevel resume {book.path}" if book is not None and "task" in config else ""
-        what = f"the last checkpoint, of outer iteration {when()[1]}, is in {book.path}" if book is not None else "nothing was recorded"
-        mend = f"go on with {command}" if command else "go on with the same call and resume=True" if book is not None else "give a record to be able to go on"
+        command = (
+            f"torchrun --nproc-per-node {config['ranks']} -m fedbilevel resume {book.path}"
+            if book is not None and "task" in config
+            else ""
+        )
+        what = (
+            f"the last checkpoint, of outer iteration {when()[1]}, is in {book.path}"
+            if book is not None
+            else "nothing was recorded"
+        )
+        mend = (
+            f"go on with {command}"
+            if command
+            else "go on with the same call and resume=True"
+            if book is not None
+            else "give a record to be able to go on"
+        )
         lost = RankLostError(f"{str(error).removesuffix('.')} in outer iteration {when()[0]}; {what}: {mend}.")
         lost.speaks = error.speaks
         raise lost from None
@@ -441,7 +536,8 @@ def _due(plan: _Plan) -> Callable[[int, int, int], bool]:
         assert most is not None
         steps = max(1, num_iterations // _MEASUREMENTS)
         return lambda iteration, before, after: (
-            before * _MEASUREMENTS // most < after * _MEASUREMENTS // most or (num_iterations < most and iteration % steps == 0)
+            before * _MEASUREMENTS // most < after * _MEASUREMENTS // most
+            or (num_iterations < most and iteration % steps == 0)
         )
     if not growth:
         return lambda iteration, before, after: iteration % every == 0
@@ -455,8 +551,14 @@ def _due(plan: _Plan) -> Callable[[int, int, int], bool]:
 def _check_finite(fed: Engine, state: Any, iteration: int) -> None:
     for name, value in state._asdict().items():
         if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            whose = "the server's" if value.ndim == 1 else f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
-            raise NonFiniteError(f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; lower the step sizes.")
+            whose = (
+                "the server's"
+                if value.ndim == 1
+                else f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
+            )
+            raise NonFiniteError(
+                f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; lower the step sizes."
+            )
 
 
 def _named(prefix: str, value: Any) -> dict[str, Tensor]:
@@ -477,14 +579,19 @@ def _interrupts(group: Group) -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     asked = threading.Event()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, *([signal.SIGTERM] if group.size > 1 else []))}
+    before: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, *([signal.SIGTERM] if group.size > 1 else []))
+    }
 
     def remember(number: int, frame: FrameType | None) -> None:
         asked.set()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, before[number])
             if group.rank == 0:
-                print("\nStopping after this outer iteration; Ctrl-C again stops at once and keeps the last checkpoint.", file=sys.stderr)
+                print(
+                    "\nStopping after this outer iteration; Ctrl-C again stops at once and keeps the last checkpoint.",
+                    file=sys.stderr,
+                )
 
     for number in before:
         signal.signal(number, remember)

@@ -7,19 +7,29 @@ from typing import Any, Literal
 
 import torch
 
-from fedbilevel.federation.averaging import Averaging
-from fedbilevel.federation.clients import BatchSize, Sampling
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.clients import BatchSize, Sampling
 from fedbilevel.federation.network import Network
-from fedbilevel.settings import Settings, check_plain, made
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.settings import Settings, check_plain, made
 
 BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _KINDS = {
-    "seed": "seed", "fraction": "number", "replacement": "flag", "redraw": "text", "schedule_power": "number", "schedule_offset": "number",
-    "batch_size": "size", "sampling": "text", "dtype": "text", "device": "text", "strategy": "text", "chunk_size": "maybe",
+    "seed": "seed",
+    "fraction": "number",
+    "replacement": "flag",
+    "redraw": "text",
+    "schedule_power": "number",
+    "schedule_offset": "number",
+    "batch_size": "size",
+    "sampling": "text",
+    "dtype": "text",
+    "device": "text",
+    "strategy": "text",
+    "chunk_size": "maybe",
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 0,
@@ -75,5 +85,7 @@ def torch_device(name: str) -> torch.device:
     if found.type not in ("cpu", "cuda"):
         raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise SettingError(f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch.")
+        raise SettingError(
+            f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch."
+        )
     return found

@@ -41,7 +41,9 @@ def write_whole(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror}): make room or name another folder.") from error
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror}): make room or name another folder."
+        ) from error
 
 
 def finite(value: Any) -> Any:
@@ -71,7 +73,11 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def shorten(path: Path, iteration: int) -> None:
     """Of a file with a line of JSON for each outer iteration: lines of later ones, which will be run again, go, and so does one that was cut off."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
+        kept = [
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n") and json.loads(line)["iteration"] <= iteration
+        ]
         write_whole(path, "".join(kept).encode())
 
 
@@ -105,7 +111,10 @@ class Record:
         return self.path / "end.json"
 
     def write_end(self, stopped: str, iteration: int, why: str = "") -> None:
-        write_whole(self.end, (json.dumps({"stopped": stopped, "iteration": iteration, **({"why": why} if why else {})}) + "\n").encode())
+        write_whole(
+            self.end,
+            (json.dumps({"stopped": stopped, "iteration": iteration, **({"why": why} if why else {})}) + "\n").encode(),
+        )
 
     def start(self, config: Mapping[str, Any]) -> None:
         if self.checkpoint.exists():
@@ -128,7 +137,9 @@ class Record:
         try:
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the run is saved, but the findings of its task cannot be written as JSON ({error}): use plain, finite numbers.") from error
+            raise CheckpointError(
+                f"the run is saved, but the findings of its task cannot be written as JSON ({error}): use plain, finite numbers."
+            ) from error
         write_whole(self.path / "findings.json", f"{text}\n".encode())
 
     def write_recipe(self, text: str) -> None:
@@ -139,11 +150,17 @@ class Record:
         try:
             config = json.loads(place.read_text())
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointError(f"there is no run in {self.path} (no config.json): give the folder that a run printed at its end.") from error
+            raise CheckpointError(
+                f"there is no run in {self.path} (no config.json): give the folder that a run printed at its end."
+            ) from error
         except OSError as error:
-            raise CheckpointError(f"{place} cannot be read ({error.strerror}): restore it from a copy or start a new run.") from error
+            raise CheckpointError(
+                f"{place} cannot be read ({error.strerror}): restore it from a copy or start a new run."
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{place} is not readable as JSON ({error}): restore it from a copy or start a new run.") from error
+            raise CheckpointError(
+                f"{place} is not readable as JSON ({error}): restore it from a copy or start a new run."
+            ) from error
         if not isinstance(config, dict):
             raise CheckpointError(f"{place} does not hold a configuration: restore it from a copy or start a new run.")
         return config
@@ -153,7 +170,9 @@ class Record:
             with open(self.metrics, "a") as file:
                 file.write(line_of(row))
         except OSError as error:
-            raise CheckpointError(f"{self.metrics} cannot be written ({error.strerror}): make room and resume.") from error
+            raise CheckpointError(
+                f"{self.metrics} cannot be written ({error.strerror}): make room and resume."
+            ) from error
 
     def save(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -173,7 +192,10 @@ class Record:
         os.replace(beside, here)
 
     def save_solution(self, tensors: Mapping[str, Tensor]) -> None:
-        write_whole(self.path / "solution.safetensors", save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}))
+        write_whole(
+            self.path / "solution.safetensors",
+            save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}),
+        )
 
     def load(self, place: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The checkpoint, or the one before. Changes nothing on disk."""
@@ -183,9 +205,13 @@ class Record:
         try:
             labels, tensors = read_tensors(place)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{place} is damaged or not a checkpoint ({error}): restore it from a copy or start a new run.") from error
+            raise CheckpointError(
+                f"{place} is damaged or not a checkpoint ({error}): restore it from a copy or start a new run."
+            ) from error
         if labels.get("format") != FORMAT:
-            raise CheckpointError(f"{place} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it.")
+            raise CheckpointError(
+                f"{place} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it."
+            )
         about: dict[str, Any] = json.loads(labels["about"])
         return tensors, about
 
@@ -194,13 +220,17 @@ class Record:
         try:
             return read_rows(self.metrics)
         except OSError as error:
-            raise CheckpointError(f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it.") from error
+            raise CheckpointError(
+                f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it."
+            ) from error
 
     def go_on_from(self, iteration: int) -> list[dict[str, Any]]:
         """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
         rows = [row for row in self.rows() if row["iteration"] <= iteration]
         if not rows and iteration > 0:
-            raise CheckpointError(f"{self.metrics} has no measurement up to outer iteration {iteration}: restore it from a copy, or start a new run.")
+            raise CheckpointError(
+                f"{self.metrics} has no measurement up to outer iteration {iteration}: restore it from a copy, or start a new run."
+            )
         self.end.unlink(missing_ok=True)
         write_whole(self.metrics, "".join(map(line_of, rows)).encode())
         return rows
@@ -215,6 +245,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if type(row["iteration"]) is not int:
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise CheckpointError(f"line {number} of {path} is not a measurement: restore the file from a copy, or remove that line.") from None
+            raise CheckpointError(
+                f"line {number} of {path} is not a measurement: restore the file from a copy, or remove that line."
+            ) from None
         rows.append(row_of(row))
     return rows

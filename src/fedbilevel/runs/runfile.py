@@ -19,25 +19,30 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from typing import get_args
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomlkit
 
-from fedbilevel.federation.clients import Sampling
-from fedbilevel.oracle.oracle import Strategy
 from fedbilevel import discovery
 from fedbilevel.errors import PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
+from fedbilevel.federation.clients import Sampling
+from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, keywords
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
-PLAN = {"iterations": "count", "rounds": "maybe", "measure_every": "maybe", "checkpoint_every": "whole", "residuals": "flag", "stationarity": "flag"}
+PLAN = {
+    "iterations": "count",
+    "rounds": "maybe",
+    "measure_every": "maybe",
+    "checkpoint_every": "whole",
+    "residuals": "flag",
+    "stationarity": "flag",
+}
 _KINDS = {**PLAN, "log": "names", "task": "table", "algorithm": "table", "options": "table"}
 
 
@@ -77,8 +82,13 @@ def read_recipe(path: Path) -> Recipe:
     if algorithm is not None and not issubclass(algorithm, PeerAlgorithm):
         for name in BETWEEN_PEERS:
             if name in options:
-                raise PlanError(f"options.{name} {where} is for algorithms between peers, and {algorithm.name()} has a server: leave it out.")
-    tuples = {f"{part}_settings": {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()} for part, values in own.items()}
+                raise PlanError(
+                    f"options.{name} {where} is for algorithms between peers, and {algorithm.name()} has a server: leave it out."
+                )
+    tuples = {
+        f"{part}_settings": {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        for part, values in own.items()
+    }
     names = [None if kind is None else kind.name() for kind in (task, algorithm)]
     plan = {name: content[name] for name in PLAN if name in content}
     return Recipe(names[0], names[1], **tuples, plan=plan, options=options, log=tuple(content.get("log", ())))
@@ -89,14 +99,22 @@ def _task(name: str) -> type[Task]:
         return discovery.task(name)
     except UnknownNameError:
         if Path(f"{name}.py").is_file():
-            raise PlanError(f"the task {name} is not installed, but {name}.py is here: run pip install -e . in the folder of its project.") from None
+            raise PlanError(
+                f"the task {name} is not installed, but {name}.py is here: run pip install -e . in the folder of its project."
+            ) from None
         raise
 
 
-def written(task: Task, algorithm: Algorithm, plan: Mapping[str, Any], options: Mapping[str, Any], log: Sequence[str] = ()) -> str:
+def written(
+    task: Task, algorithm: Algorithm, plan: Mapping[str, Any], options: Mapping[str, Any], log: Sequence[str] = ()
+) -> str:
     """The file of a run with these settings: all of them, so that it means the same when defaults and suggestions change. TOML has no word for nothing."""
     document = tomlkit.document()
-    document.add(tomlkit.comment("fedbilevel run --config THIS_FILE does this run again; flags take the place of what is written here."))
+    document.add(
+        tomlkit.comment(
+            "fedbilevel run --config THIS_FILE does this run again; flags take the place of what is written here."
+        )
+    )
     for name in PLAN:
         if plan.get(name) is not None:
             document.add(name, tomlkit.item(plan[name]))
@@ -110,7 +128,10 @@ def written(task: Task, algorithm: Algorithm, plan: Mapping[str, Any], options: 
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: list(value) if isinstance(value, tuple) else _given(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else _given(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
     return {name: value for name, value in plain.items() if value is not None}
 
 
@@ -136,21 +157,30 @@ def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence
         if not isinstance(content[part].get("name"), str):
             raise PlanError(f'the table {part} of the plan does not say which one: add name = "..." to it.')
     if not NAME.fullmatch(content["name"]):
-        raise PlanError(f"the name of the run is {content['name']!r}, expected letters, digits, '_' and '-', as it becomes that of a folder.")
+        raise PlanError(
+            f"the name of the run is {content['name']!r}, expected letters, digits, '_' and '-', as it becomes that of a folder."
+        )
     task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(content["algorithm"]["name"])
     known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
     suggested = {name: value for name, value in task.suggestions(algorithm.name()).items() if name in known_settings}
     options = dict(content.get("options") or {})
     for name in own:
         if name in options:
-            raise PlanError(f"the plan sets {name}, which is each participant's own affair or means nothing here: leave it out.")
+            raise PlanError(
+                f"the plan sets {name}, which is each participant's own affair or means nothing here: leave it out."
+            )
     if content["task"].get("data_dir"):  # some tasks say "" for nowhere
-        raise PlanError("the plan sets data_dir, but where data lie is each participant's own affair and does not travel: leave it out.")
+        raise PlanError(
+            "the plan sets data_dir, but where data lie is each participant's own affair and does not travel: leave it out."
+        )
     return {
         "name": content["name"],
         "num_iterations": content.get("num_iterations") or task.iterations(algorithm.name()),
         "task": {"name": task.name(), **_plain(made(task, without_name(content["task"])).asdict())},
-        "algorithm": {"name": algorithm.name(), **_plain(made(algorithm, {**suggested, **without_name(content["algorithm"])}).asdict())},
+        "algorithm": {
+            "name": algorithm.name(),
+            **_plain(made(algorithm, {**suggested, **without_name(content["algorithm"])}).asdict()),
+        },
         "options": options,
         "measure_every": content.get("measure_every"),
         "num_classes": content.get("num_classes"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.federation.clients import Clients
-from fedbilevel.problem.client_data import Holdings
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Federation, ServerAlgorithm, phase
+from fedbilevel.federation.clients import Clients
 from fedbilevel.oracle.hypergradient import hypergradient, largest_curvature, lower_solution, start_vector
 from fedbilevel.oracle.population import Population
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 
@@ -112,7 +110,9 @@ def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
     return 2 * float(torch.linalg.vector_norm(f_y, dim=1).max()) / curvature(problem, clients).flattest
 
 
-def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4) -> float:
+def upper_curvature(
+    problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4
+) -> float:
     """L_Phi, the curvature of Phi at the initial point: power iteration on differences of the exact hypergradient. Sees all data at once."""
     population = Population(problem, clients, dtype=torch.float64)
     x = population.x0
@@ -121,7 +121,9 @@ def upper_curvature(problem: Problem, clients: Sequence[Holdings], *, num_produc
 
     def product(v: Tensor) -> Tensor:
         near = x + step * v.view_as(x)
-        return ((hypergradient(population, near, lower_solution(population, near, y)).value - here) / step).reshape(1, -1)
+        return ((hypergradient(population, near, lower_solution(population, near, y)).value - here) / step).reshape(
+            1, -1
+        )
 
     return largest_curvature(product, here.reshape(1, -1), num_products=num_products)[0]
 

@@ -1,0 +1,1 @@
+"""Runs: the loop, its options, files and records."""

@@ -1,0 +1,57 @@
+"""Callbacks: functions that a run calls after every outer iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from fedbilevel.columns import falls, figures_of
+from fedbilevel.errors import SettingError
+from fedbilevel.runs.result import Progress
+
+Callback = Callable[[Progress], bool | None]  # True stops the run
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A callback that also hears of the beginning and of the end, whatever ends the run. `rows`: all measurements so far, which at the beginning are the first,
+    or those up to the checkpoint that a run goes on from. `stopped`: "finished", "callback", "interrupted" or "failed"."""
+
+    def begin(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def __call__(self, now: Progress) -> bool | None: ...
+
+    def end(self, rows: Sequence[Mapping[str, Any]], stopped: str) -> None: ...
+
+
+class EarlyStopping:
+    """A callback: stops after `patience` measurements without a better `metric`, which is a higher one, or a lower one of losses and residuals. `best` is the
+    measurement to report (the first of equals).
+
+    >>> import fedbilevel as fb
+    >>> from fedbilevel.tasks.data_cleaning import DataCleaning
+    >>> enough = fb.EarlyStopping("test_accuracy", patience=2)
+    >>> result = fb.solve(*DataCleaning().build(), "fedavg", num_iterations=200, measure_every=5, callbacks=[enough], lr_lower=1.0)
+    >>> result.stopped, enough.best["iteration"] == result.iteration - 10
+    ('callback', True)
+    """
+
+    def __init__(self, metric: str, *, patience: int) -> None:
+        if not isinstance(patience, int) or patience < 1:
+            raise SettingError(f"the patience of early stopping is {patience!r}, expected at least 1 measurement.")
+        self.metric, self.patience, self.waited = metric, patience, 0
+        self.best: Mapping[str, Any] = {}
+
+    def __call__(self, now: Progress) -> bool:
+        if now.row is not None:
+            if self.metric not in now.row:
+                raise SettingError(
+                    f"early stopping watches {self.metric!r}, which this run does not measure: use one of {', '.join(figures_of(now.row))}."
+                )
+            value, best = (
+                -row[self.metric] if falls(self.metric) else row[self.metric] for row in (now.row, self.best or now.row)
+            )
+            better = not self.best or value > best or (math.isnan(best) and not math.isnan(value))
+            self.best, self.waited = (now.row, 0) if better else (self.best, self.waited + 1)
+        return self.waited >= self.patience
