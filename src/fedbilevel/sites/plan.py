@@ -3,6 +3,7 @@
     name = "cleaning"                 # also that of its folder at the server and at every site
     sites = ["north", "south"]        # nothing: all of the federation
     num_iterations = 50               # nothing: what the task suggests
+    num_rounds = 100                  # end at this number of communication rounds; nothing: no such end
     measure_every = 5                 # outer iterations between measurements
     quorum = 2                        # sites that must answer, or the outer iteration is tried again; nothing: more than half
     deadline = 60.0                   # seconds that a site has for one answer
@@ -32,31 +33,12 @@ from typing import Any
 from fedbilevel import discovery
 from fedbilevel.errors import PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import ServerAlgorithm
-from fedbilevel.runs.options import BETWEEN_PEERS, keywords
-from fedbilevel.runs.runfile import NAME, check_options, check_seconds, parts_of, read_toml, without_name
+from fedbilevel.runs.options import keywords
+from fedbilevel.runs.runfile import NAME, check_options, check_seconds, parts_of, read_toml, used, without_name
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
-_KINDS = {
-    "name": "text",
-    "sites": "names",
-    "num_iterations": "whole",
-    "measure_every": "maybe",
-    "quorum": "maybe",
-    "deadline": "number",
-    "join_deadline": "number",
-    "patience": "number",
-    "num_classes": "maybe",
-    "task": "table",
-    "algorithm": "table",
-    "options": "table",
-    "max_weight": "maybe",
-    "exclude_outliers": "flag",
-    "approval_wait": "number",
-    "clients": "table",
-}
 SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
-_NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes where and how it likes
 
 
 @dataclass(frozen=True)
@@ -68,6 +50,7 @@ class Plan:
     algorithm: dict[str, Any]
     options: dict[str, Any]
     measure_every: int | None = None
+    num_rounds: int | None = None
     quorum: int = 1
     deadline: float = 60.0
     join_deadline: float = 300.0
@@ -112,11 +95,15 @@ def plan_digest(plan: Mapping[str, Any]) -> str:
 
 def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
     """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
-    parts = parts_of(content, _KINDS, _NOT_AT_SITES)
+    parts = parts_of(content, "sites")
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
     quorum = content.get("quorum")
-    more = {name: content[name] for name in ("max_weight", "exclude_outliers") if content.get(name) is not None}
+    more = {
+        name: content[name]
+        for name in ("num_rounds", "max_weight", "exclude_outliers")
+        if content.get(name) is not None
+    }
     clients = _clients(content.get("clients") or {}, sites)
     plan = Plan(
         **parts,
@@ -139,7 +126,7 @@ def _clients(given: Mapping[str, Any], sites: Sequence[str]) -> dict[str, int]:
 
 
 def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
-    return plan_of(read_toml(path), known)
+    return plan_of(used(read_toml(path), "sites", str(path)), known)
 
 
 def _check(plan: Plan, known: Sequence[str] | None) -> None:

@@ -98,6 +98,7 @@ def _attempt(plan: Plan, transport: Transport, there: Sequence[str], book: Recor
         fed,
         engine="federation",
         num_iterations=plan.num_iterations,
+        num_rounds=plan.num_rounds,
         measure_every=plan.measure_every,
         schedule=options["schedule"],
         record=book,
