@@ -141,7 +141,6 @@ class Real(NamedTuple):
 
 
 def real_run(folder: Path, name: str, number: int, num_iterations: int, *, measure_every: int | None = None) -> Real:
-    from fedbilevel import solve
     from fedbilevel.data.folders import write_folder
     from fedbilevel.sites.plan import plan_of
     from fedbilevel.tasks.hyper_representation import HyperRepresentation

@@ -21,7 +21,7 @@ from fedbilevel.errors import SettingError
 from fedbilevel.sites import policy
 from fedbilevel.sites.flare import configuration, control, job, kits, processes
 from fedbilevel.sites.flare.local import LEAD
-from support.imports import MODULES, imports
+from website.imports import MODULES, imports
 
 SITES = ["north", "south", "south-2"]
 
