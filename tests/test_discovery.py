@@ -142,3 +142,12 @@ def test_two_packages_with_one_name(install):
         "the package clinic offers clinic.sepsis:Sepsis",
         "the package hospital offers hospital.sepsis:Sepsis under the same name",
     )
+
+
+@pytest.mark.parametrize(("package", "found"), [(fb.algorithms, discovery.algorithms()), (fb.tasks, discovery.tasks())])
+def test_classes_are_attributes_of_their_package(package, found):
+    own = {kind.__name__: kind for kind in found.values() if kind.__module__.startswith("fedbilevel.")}
+    assert {name: getattr(package, name) for name in own} == own
+    assert {*own} <= {*dir(package)}
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = package.Nothing

@@ -523,7 +523,7 @@ def test_a_run_that_ends_by_rounds_and_one_that_is_gone_on_with_are_the_same(tmp
     for option, sentence in {
         "residuals": ("yes", "residuals is 'yes', expected True or False"),
         "stationarity": (1, "stationarity is 1, expected True or False"),
-        "measure_growth": (0.5, "measure_growth needs to know from where to grow"),
+        "measure_growth": (0.5, "measure_growth needs a first distance"),
         "describe": ({"a": object()}, "describe cannot be written as JSON"),
     }.items():
         with pytest.raises(SettingError, match=sentence[1]):

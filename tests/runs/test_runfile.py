@@ -7,9 +7,12 @@ from click.testing import CliRunner
 
 from fedbilevel import discovery
 from fedbilevel.cli.main import cli
-from fedbilevel.errors import FedBilevelError
+from fedbilevel.errors import FedBilevelError, IgnoredWarning, PlanError
+from fedbilevel.peers import plan as peers
+from fedbilevel.runs.options import keywords
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.runfile import read_run_file, written
+from fedbilevel.runs.runfile import parts_of, read_run_file, written
+from fedbilevel.sites import plan as sites
 
 SMALL = ["--num-clients", "3", "--num-samples", "3"]
 
@@ -229,3 +232,57 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_named(tmp_path):
         invoke("run")
     with pytest.raises(FedBilevelError, match="there is no algorithm"):
         invoke("run", "quadratic")
+
+
+# ---- one dialect ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_a_record_is_a_plan_between_sites(tmp_path):
+    invoke("run", "regularisation", "-a", "fedbio", "--num-rounds", 2, "--fraction", 0.5, "--out", tmp_path / "run")
+    file = tmp_path / "run" / "run.toml"
+    with pytest.warns(IgnoredWarning, match=r"does not use .*checkpoint_every, .* options.device of .*run.toml"):
+        plan = sites.read_plan(file, ["north", "south"])
+    alone = read_run_file(file)
+    assert (plan.name, plan.num_rounds, plan.sites) == ("regularisation-fedbio", 2, ("north", "south"))
+    assert plan.built_algorithm().asdict() == discovery.algorithm("fedbio")(**alone.algorithm_settings).asdict()
+    assert plan.keywords() == {**keywords(alone.options), "device": plan.keywords()["device"]}
+
+
+def test_a_plan_between_sites_runs_in_one_process(tmp_path):
+    file = tmp_path / "plan.toml"
+    file.write_text('name = "x"\nsites = ["a", "b"]\nquorum = 2\ndeadline = 5.0\nnum_iterations = 1\n' + TASK)
+    with pytest.warns(IgnoredWarning, match="a run in one process does not use name, sites, quorum, deadline"):
+        found = read_run_file(file)
+    assert (found.task, found.plan) == ("quadratic", {"num_iterations": 1})
+
+
+READERS = {
+    "one process": read_run_file,
+    "sites": lambda path: sites.read_plan(path, ["a", "b"]),
+    "peers": lambda path: peers.read_plan(path, 3),
+}
+
+
+@pytest.mark.parametrize("place", READERS)
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("num_iteratons = 3", "no key in .* named 'num_iteratons'. Did you mean 'num_iterations'"),
+        ('num_iterations = "3"', "num_iterations of .* is '3', expected a whole number"),
+        ('quorum = "two"', "quorum of .* is 'two', expected a whole number"),
+        ("[tusk]", "no key in .* named 'tusk'. Did you mean 'task'"),
+    ],
+)
+def test_a_wrong_key_is_refused_alike_in_every_place(tmp_path, place, line, sentence):
+    path = tmp_path / "run.toml"
+    method = "hgp" if place == "peers" else "fedbio"
+    path.write_text(f'{line}\n[task]\nname = "quadratic"\n[algorithm]\nname = "{method}"\n')
+    with pytest.raises(FedBilevelError, match=sentence):
+        READERS[place](path)
+
+
+@pytest.mark.parametrize("place", ["sites", "peers"])
+def test_a_message_may_not_contain_what_its_receiver_does_not_use(place):
+    plan = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}, "checkpoint_every": 3}
+    with pytest.raises(PlanError, match=f"sets checkpoint_every, which a run between {place} does not use"):
+        parts_of(plan, place)
