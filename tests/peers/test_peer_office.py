@@ -11,11 +11,13 @@ import pytest
 
 from fedbilevel.engines.engine import Regrouped
 from fedbilevel.errors import PlanError, QuorumError
-from fedbilevel.peers import office as office_module
+from fedbilevel.peers import exchange as exchange_module
 from fedbilevel.peers import transport as transport_module
-from fedbilevel.peers.office import Formation, Office, Status, agreed, mark
+from fedbilevel.peers.exchange import AveragingStatus
+from fedbilevel.peers.formation import Formation, agreed, mark
+from fedbilevel.peers.office import Office
 from fedbilevel.peers.transport import Faults, MemoryNetwork
-from fedbilevel.peers.wire import SKETCH, Introduction, Letter, Version, pack, unpack
+from fedbilevel.peers.wire import SKETCH, Introduction, PeerMessage, Version, pack, unpack
 
 SUSPECT, BEAT, TIME = 0.6, 0.05, 8.0
 
@@ -39,13 +41,13 @@ class Post(MemoryNetwork):
     def __init__(self, num_peers, faults=None):
         super().__init__(num_peers, faults)
         self.cut = set()  # of sender and receiver
-        self.lost = lambda sender, receiver, letter: False
+        self.lost = lambda sender, receiver, message: False
         self.sent = Counter()
 
     def post(self, sender, receiver, head, body, delays):
-        letter = unpack(head, body, num_peers=self.num_peers)
-        self.sent[letter.kind] += 1
-        if (sender, receiver) not in self.cut and not self.lost(sender, receiver, letter):
+        message = unpack(head, body, num_peers=self.num_peers)
+        self.sent[message.kind] += 1
+        if (sender, receiver) not in self.cut and not self.lost(sender, receiver, message):
             super().post(sender, receiver, head, body, delays)
 
 
@@ -128,7 +130,7 @@ def team(monkeypatch):
     yield make
     for one in teams:
         for office in one.offices.values():
-            office.quorum, office.goes_on = 10**6, False
+            office.agreement.quorum, office.agreement.continues = 10**6, False
             office.transport.close()
         carrier = one.network._thread
         if carrier is not None:
@@ -200,18 +202,18 @@ def test_all_begin_with_the_same(team, num_peers):
     formation = t.form(*range(num_peers), **{f"p{peer}": about(weight=weight) for peer, weight in enumerate(weights)})
     assert formation == Formation(tuple(range(num_peers)), tuple(weights), 1, -1, False, formation.run)
     assert formation.run != 0
-    views = {tuple(office.view) for office in t.offices.values()}
+    views = {tuple(office.membership.view) for office in t.offices.values()}
     assert len(views) == 1
-    assert all(office.epoch == 1 and not office.regrouped() for office in t.offices.values())
+    assert all(office.outbox.epoch == 1 and not office.agreement.regrouped() for office in t.offices.values())
 
 
 def test_one_that_comes_late_is_waited_for(team):
     t = team(3, opened=False)
     t.open(0, 1)
     t.forming(0, 1)
-    until(lambda: all(t.offices[0].view[:2]) and all(t.offices[1].view[:2]))
-    ticked = t.offices[0]._last_tick
-    until(lambda: t.offices[0]._last_tick > ticked)
+    until(lambda: all(t.offices[0].membership.view[:2]) and all(t.offices[1].membership.view[:2]))
+    ticked = t.offices[0].membership._last_tick
+    until(lambda: t.offices[0].membership._last_tick > ticked)
     assert not t.results  # two of three are a quorum, and a new run needs all
     t.open(2)
     t.forming(2)
@@ -232,15 +234,15 @@ def test_a_group_goes_on_from_what_all_have(team):
     both = mark((0, 1))
     formation = t.form(0, 1, p0=about(Version(7, both), Version(6, both)), p1=about(Version(6, both), Version(5, both)))
     assert (formation.iteration, formation.changed) == (6, False)
-    assert all(office.finished == 6 for office in t.offices.values())
+    assert all(office.outbox.finished == 6 for office in t.offices.values())
 
 
 def test_epochs_grow_and_the_highest_counts(team):
     t = team(2)
-    t.offices[1].epoch = 41
+    t.offices[1].outbox.epoch = 41
     assert t.form(0, 1).epoch == 42
     t.forming(0)  # the same peers once more: it takes another incarnation, which the other sees
-    until(t.offices[1].regrouped)
+    until(t.offices[1].agreement.regrouped)
     t.forming(1)
     one, two = t.done(0, 1)
     assert one == two
@@ -266,11 +268,11 @@ def test_what_an_earlier_process_said_is_not_held_against_a_later_one(team):
     t = team(2, opened=False)
     t.open(0, 1)
     t.forming(1, p1=about(plan=b"x" * 16))
-    until(lambda: 1 in t.offices[0]._readies)
+    until(lambda: 1 in t.offices[0].agreement._readies)
     t.offices[1].leave(finished=False)
-    until(lambda: not t.offices[0]._alive(1))
+    until(lambda: not t.offices[0].membership.alive(1))
     t.open(1)
-    until(lambda: t.offices[0]._alive(1))
+    until(lambda: t.offices[0].membership.alive(1))
     t.form(0, 1)
 
 
@@ -278,11 +280,11 @@ def test_one_that_comes_with_another_plan_does_not_end_the_run_of_the_others(tea
     t = team(3)
     t.form(0, 1, 2)
     t.offices[2].leave(finished=False)
-    until(lambda: t.offices[0].regrouped() and t.offices[1].regrouped())
+    until(lambda: t.offices[0].agreement.regrouped() and t.offices[1].agreement.regrouped())
     t.open(2)
     stored = {f"p{peer}": about(Version(1, ALL), Version(0, ALL)) for peer in range(2)}
     t.begin(2, lambda: leaving(t.offices[2], about(plan=b"x" * 16)))
-    until(lambda: t.offices[0]._alive(2) and 2 in t.offices[0]._readies)
+    until(lambda: t.offices[0].membership.alive(2) and 2 in t.offices[0].agreement._readies)
     t.forming(0, 1, **stored)
     one, two, refused = t.done(0, 1, 2)
     assert str(refused).endswith("has another plan: give all peers the same file.")
@@ -303,8 +305,8 @@ def test_two_groups_of_different_plans_say_so_after_the_deadline(team):
     t = team(2, quorum=1)
     t.form(0, 1)
     with t.offices[0]._changed:
-        t.offices[0]._renew(t.offices[0]._incarnation)
-    until(t.offices[1].regrouped)
+        t.offices[0].membership.renew(t.offices[0].outbox.incarnation)
+    until(t.offices[1].agreement.regrouped)
     t.forming(0, 1, deadline=0.6, p1=about(plan=b"x" * 16))
     errors = t.done(0, 1)
     assert [type(error) for error in errors] == [PlanError, PlanError]
@@ -318,7 +320,7 @@ def test_a_missing_peer_at_a_new_run_is_named(team):
         assert isinstance(error, QuorumError)
         assert (
             str(error)
-            == "2 peers are there after 0.5 s, all 3 are needed; missing: p2: start them, then this one again."
+            == "2 peers are present after 0.5 s, all 3 are needed; missing: p2: start them, then restart this peer."
         )
 
 
@@ -338,7 +340,7 @@ def test_too_few_to_go_on(team):
     [error] = t.done(0)
     assert (
         str(error)
-        == "1 peer is there after 0.3 s, 2 of 3 are needed; missing: p1, p2: start them, then this one again."
+        == "1 peer is present after 0.3 s, 2 of 3 are needed; missing: p1, p2: start them, then restart this peer."
     )
 
 
@@ -346,11 +348,14 @@ def test_readies_are_not_answered_without_end(team):
     t = team(3)
     t.form(0, 1, 2)
     settled = lambda: (
-        len({tuple(office.view) for office in t.offices.values()}) == 1 and len(t.offices[0]._readies) == 2
+        len({tuple(office.membership.view) for office in t.offices.values()}) == 1
+        and len(t.offices[0].agreement._readies) == 2
     )
     until(settled)
     begun = time.monotonic()
-    t.offices[0].transport.send(1, *t.offices[0]._frozen[1])  # as one that has not heard that p1 was ready
+    t.offices[0].transport.send(
+        1, *t.offices[0].agreement._sent_ready[1]
+    )  # as one that has not heard that p1 was ready
     until(lambda: time.monotonic() - begun > 6 * BEAT)
     before, begun = t.network.sent["ready"], time.monotonic()
     ticked = t.offices[2]._last_beat
@@ -368,12 +373,12 @@ def test_only_the_one_that_is_gone_is_named(team):
     t = team(3)
     t.form(0, 1, 2)
     row = np.ones(3)
-    t.begin(0, lambda: t.offices[0].rows(0, [1], row))
-    t.begin(1, lambda: t.offices[1].rows(0, [2], row))
+    t.begin(0, lambda: t.offices[0].exchange.rows(0, [1], row))
+    t.begin(1, lambda: t.offices[1].exchange.rows(0, [2], row))
     t.network.gone.add(2)
     for raised in t.done(0, 1):
         assert isinstance(raised, Regrouped)
-    until(lambda: not t.offices[0]._alive(2) and not t.offices[1]._alive(2))
+    until(lambda: not t.offices[0].membership.alive(2) and not t.offices[1].membership.alive(2))
     assert t.gone(by=0) == t.gone(by=1) == ["p2"]
     both = mark((0, 1, 2))
     stored = {f"p{peer}": about(Version(1, both), Version(0, both)) for peer in range(2)}
@@ -389,26 +394,30 @@ def test_one_that_halts_for_a_moment_is_not_gone(team):
     until(lambda: t.offices[0].transport.quiet(1) > 0.5)
     t.network.halted.discard(1)
     until(lambda: t.offices[0].transport.quiet(1) < 0.2 and t.offices[1].transport.quiet(0) < 0.2)
-    ticked = t.offices[0]._last_tick
-    until(lambda: t.offices[0]._last_tick > ticked and t.offices[1]._last_tick > ticked)
+    ticked = t.offices[0].membership._last_tick
+    until(lambda: t.offices[0].membership._last_tick > ticked and t.offices[1].membership._last_tick > ticked)
     assert t.gone(by=0) == t.gone(by=1) == []
-    assert not t.offices[0].regrouped()
-    assert not t.offices[1].regrouped()
+    assert not t.offices[0].agreement.regrouped()
+    assert not t.offices[1].agreement.regrouped()
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_one_that_halts_for_long_joins_anew(team, goes_on):
-    t = team(3, goes_on=goes_on)
+@pytest.mark.parametrize("continues", [False, True])
+def test_one_that_halts_for_long_joins_anew(team, continues):
+    t = team(3, continues=continues)
     t.form(0, 1, 2)
-    before = t.offices[2].view[2]
+    before = t.offices[2].membership.view[2]
     t.network.halted.add(2)
-    until(lambda: not t.offices[0]._alive(2) and not t.offices[1]._alive(2))
+    until(lambda: not t.offices[0].membership.alive(2) and not t.offices[1].membership.alive(2))
     t.network.halted.discard(2)
-    until(lambda: all(office.view[2] == t.offices[2]._incarnation > before for office in t.offices.values()))
-    assert "this peer joins anew." in t.lines[2]
-    assert any("p2 is there again" in line for line in t.lines[0])
+    until(
+        lambda: all(
+            office.membership.view[2] == t.offices[2].outbox.incarnation > before for office in t.offices.values()
+        )
+    )
+    assert "this peer rejoins as a new process." in t.lines[2]
+    assert any("p2 is back" in line for line in t.lines[0])
     assert t.gone(by=2) == []  # what waited for it was read before it suspected anybody
-    assert t.offices[2].regrouped()  # it knows that the others may have gone on without it
+    assert t.offices[2].agreement.regrouped()  # it knows that the others may have gone on without it
     formation = t.form(0, 1, 2)
     assert (formation.members, formation.epoch) == ((0, 1, 2), 2)
 
@@ -417,19 +426,19 @@ def test_one_that_leaves_as_gone_is_noticed_at_once(team):
     t = team(2, suspect=60.0)
     t.form(0, 1)
     t.offices[1].leave(finished=False)
-    until(lambda: not t.offices[0]._alive(1))
-    assert t.offices[0].regrouped()
-    assert t.offices[0].left == set()
+    until(lambda: not t.offices[0].membership.alive(1))
+    assert t.offices[0].agreement.regrouped()
+    assert t.offices[0].membership.left == set()
 
 
 def test_one_that_has_finished_is_not_gone(team):
     t = team(2, suspect=0.3)
     t.form(0, 1)
     t.offices[1].leave(finished=True)
-    until(lambda: 1 in t.offices[0].left)
+    until(lambda: 1 in t.offices[0].membership.left)
     until(lambda: t.offices[0].transport.quiet(1) > 0.3 + 0.2)
     assert t.gone(by=0) == []
-    assert not t.offices[0].regrouped()
+    assert not t.offices[0].agreement.regrouped()
 
 
 def test_a_lost_goodbye_is_said_again(team):
@@ -437,14 +446,14 @@ def test_a_lost_goodbye_is_said_again(team):
     t.form(0, 1)
     lost = []
 
-    def lose(sender, receiver, letter):
-        hit = letter.kind == "bye" and len(lost) < 3
-        lost.extend([letter] * hit)
+    def lose(sender, receiver, message):
+        hit = message.kind == "bye" and len(lost) < 3
+        lost.extend([message] * hit)
         return hit
 
     t.network.lost = lose
     t.begin(1, lambda: t.offices[1].leave(finished=True))
-    until(lambda: 1 in t.offices[0].left)
+    until(lambda: 1 in t.offices[0].membership.left)
     assert len(lost) == 3
     t.begin(0, lambda: t.offices[0].leave(finished=True))
     t.done(0, 1)
@@ -465,9 +474,9 @@ def test_one_that_finishes_while_others_form_is_not_waited_for(team):
     t = team(3, quorum=2)
     t.form(0, 1, 2)
     t.offices[2].leave(finished=False)
-    until(t.offices[0].regrouped)
+    until(t.offices[0].agreement.regrouped)
     t.forming(0, deadline=0.5, p0=about(Version(4, ALL), Version(3, ALL)))
-    until(lambda: t.offices[0]._about is not None)
+    until(lambda: t.offices[0].agreement._about is not None)
     t.offices[1].leave(finished=True)
     [error] = t.done(0)
     assert isinstance(error, QuorumError)
@@ -480,11 +489,11 @@ def test_the_opened_block_says_how_it_ended(team):
     for peer, how in ((1, None), (2, ValueError)):
         office = Office(t.network.transport(peer), peer, t.names, "run", quorum=2, suspect=60.0, beat=BEAT)
         with pytest.raises(ValueError, match="stop") if how else nothing(), office.opened():
-            until(lambda peer=peer: t.offices[0]._alive(peer))
+            until(lambda peer=peer: t.offices[0].membership.alive(peer))
             if how:
                 raise how("stop")
-    until(lambda: t.offices[0].left == {1} and not t.offices[0]._alive(2))
-    assert t.offices[0]._alive(1)
+    until(lambda: t.offices[0].membership.left == {1} and not t.offices[0].membership.alive(2))
+    assert t.offices[0].membership.alive(1)
 
 
 @contextmanager
@@ -496,7 +505,7 @@ def test_the_smaller_part_of_a_broken_network_ends_and_the_larger_goes_on(team):
     t = team(3, quorum=2)
     t.form(0, 1, 2)
     t.network.cut = {(0, 2), (1, 2), (2, 0), (2, 1)}
-    until(lambda: all(office.regrouped() for office in t.offices.values()))
+    until(lambda: all(office.agreement.regrouped() for office in t.offices.values()))
     stored = {f"p{peer}": about(Version(2, ALL), Version(1, ALL)) for peer in range(3)}
     t.forming(0, 1, 2, deadline=0.7, **stored)
     one, two, alone = t.done(0, 1, 2)
@@ -505,19 +514,19 @@ def test_the_smaller_part_of_a_broken_network_ends_and_the_larger_goes_on(team):
     assert isinstance(alone, QuorumError)
     assert (
         str(alone)
-        == "1 peer is there after 0.7 s, 2 of 3 are needed; missing: p0, p1: start them, then this one again."
+        == "1 peer is present after 0.7 s, 2 of 3 are needed; missing: p0, p1: start them, then restart this peer."
     )
 
 
 def test_one_that_lives_but_is_never_ready_is_not_waited_for_longer_than_twice(team):
     t = team(2)
-    until(lambda: t.offices[0]._alive(1))
+    until(lambda: t.offices[0].membership.alive(1))
     t.forming(0, deadline=0.4)
     [error] = t.done(0)
     assert isinstance(error, QuorumError)
     assert (
         str(error)
-        == "p1 gives signs of life but was not ready within 0.8 s: look at its log, and whether all reach each other."
+        == "p1 sends beats but was not ready within 0.8 s: read its log, and check that all peers reach each other."
     )
 
 
@@ -528,9 +537,9 @@ def test_one_known_by_hearsay_is_given_time(team):
     t.open(0, 1)
     until(lambda: t.offices[1].transport.quiet(2) > SUSPECT + 0.1)
     t.open(2)
-    until(lambda: t.offices[1]._alive(2))
-    ticked = t.offices[1]._last_tick
-    until(lambda: t.offices[1]._last_tick > ticked + 0.1)
+    until(lambda: t.offices[1].membership.alive(2))
+    ticked = t.offices[1].membership._last_tick
+    until(lambda: t.offices[1].membership._last_tick > ticked + 0.1)
     t.network.cut.clear()
     until(lambda: t.offices[1].transport.quiet(2) < 0.2)
     assert t.gone(by=1) == []
@@ -539,13 +548,18 @@ def test_one_known_by_hearsay_is_given_time(team):
 def test_a_process_started_again_with_an_earlier_clock_is_there_again(team):
     t = team(2)
     t.form(0, 1)
-    late = t.offices[1].view[1]
+    late = t.offices[1].membership.view[1]
     t.network.gone.add(1)
-    until(t.offices[0].regrouped)
+    until(t.offices[0].agreement.regrouped)
     t.open(1)
     with t.offices[1]._changed:
-        t.offices[1]._incarnation = t.offices[1].view[1] = late - 100_000
-    until(lambda: t.offices[1].view[1] > late and t.offices[0].view[1] == t.offices[1].view[1])
+        t.offices[1].outbox.incarnation = t.offices[1].membership.view[1] = late - 100_000
+    until(
+        lambda: (
+            t.offices[1].membership.view[1] > late
+            and t.offices[0].membership.view[1] == t.offices[1].membership.view[1]
+        )
+    )
     assert t.form(0, 1).epoch == 2
 
 
@@ -557,31 +571,31 @@ def test_rows_are_told_apart_by_step_and_lost_ones_are_asked_for_again(team):
     t.form(0, 1)
     lost = []
 
-    def lose(sender, receiver, letter):
-        first = letter.kind == "data" and letter.step == 1 and not lost
-        lost.extend([letter] * first)
+    def lose(sender, receiver, message):
+        first = message.kind == "data" and message.step == 1 and not lost
+        lost.extend([message] * first)
         return first
 
     t.network.lost = lose
     one, two = t.offices[0], t.offices[1]
     for step in range(3):
-        one.send_row(step, np.full(4, step, np.float32), 0.5 + step, [1])
+        one.exchange.send_row(step, np.full(4, step, np.float32), 0.5 + step, [1])
     for step in range(3):
-        [(sender, (row, weight))] = two.rows(step, [0], np.zeros(4, np.float32)).items()
+        [(sender, (row, weight))] = two.exchange.rows(step, [0], np.zeros(4, np.float32)).items()
         assert (sender, row.tolist(), weight) == (0, [step] * 4, 0.5 + step)
     assert len(lost) == 1
     assert t.network.sent["want"] == 1
-    assert two._rows == {}
+    assert two.exchange._rows == {}
 
 
 def test_a_row_that_was_not_sent_yet_is_not_asked_for(team):
     t = team(2)
     t.form(0, 1)
-    t.begin(1, lambda: t.offices[1].rows(0, [0], np.zeros(2)))
+    t.begin(1, lambda: t.offices[1].exchange.rows(0, [0], np.zeros(2)))
     begun = time.monotonic()
     until(lambda: time.monotonic() - begun > 0.7)
     assert t.network.sent["want"] == 0
-    t.offices[0].send_row(0, np.ones(2), 1.0, [1])
+    t.offices[0].exchange.send_row(0, np.ones(2), 1.0, [1])
     [rows] = t.done(1)
     assert rows[0][0].tolist() == [1, 1]
 
@@ -589,50 +603,55 @@ def test_a_row_that_was_not_sent_yet_is_not_asked_for(team):
 def test_rows_of_a_fast_peer_wait_for_the_epoch(team):
     """p0 begins and sends before p1 has heard that p0 is ready."""
     t = team(2)
-    until(lambda: all(office.view == t.offices[0].view for office in t.offices.values()) and all(t.offices[0].view))
+    until(
+        lambda: (
+            all(office.membership.view == t.offices[0].membership.view for office in t.offices.values())
+            and all(t.offices[0].membership.view)
+        )
+    )
     held = []
-    t.network.lost = lambda sender, receiver, letter: (sender, letter.kind) == (0, "ready") and not held
+    t.network.lost = lambda sender, receiver, message: (sender, message.kind) == (0, "ready") and not held
     t.forming(0, 1)
     t.done(0)
-    t.offices[0].send_row(0, np.ones(2), 1.0, [1])
-    until(lambda: (1, 0) in t.offices[1]._rows)
+    t.offices[0].exchange.send_row(0, np.ones(2), 1.0, [1])
+    until(lambda: (1, 0) in t.offices[1].exchange._rows)
     assert 1 not in t.results
     held.append(True)
     t.done(1)
-    assert t.offices[1].rows(0, [0], np.zeros(2))[0][0].tolist() == [1, 1]
+    assert t.offices[1].exchange.rows(0, [0], np.zeros(2))[0][0].tolist() == [1, 1]
 
 
 def test_a_row_too_old_to_be_sent_again_leads_to_a_new_group(team, monkeypatch):
-    monkeypatch.setattr(office_module, "_HISTORY", 2)
+    monkeypatch.setattr(exchange_module, "_HISTORY", 2)
     t = team(2)
     t.form(0, 1)
-    t.network.lost = lambda sender, receiver, letter: letter.kind == "data"
+    t.network.lost = lambda sender, receiver, message: message.kind == "data"
     for step in range(4):
-        t.offices[0].send_row(step, np.ones(2), 1.0, [1])
-    before = t.offices[0]._incarnation
-    t.begin(1, lambda: t.offices[1].rows(0, [0], np.zeros(2)))
+        t.offices[0].exchange.send_row(step, np.ones(2), 1.0, [1])
+    before = t.offices[0].outbox.incarnation
+    t.begin(1, lambda: t.offices[1].exchange.rows(0, [0], np.zeros(2)))
     [raised] = t.done(1)
     assert isinstance(raised, Regrouped)
-    renewed = t.offices[0]._incarnation
+    renewed = t.offices[0].outbox.incarnation
     assert renewed > before
     t.offices[0]._take(
-        1, *pack(Letter("want", t.offices[0].run, t.offices[0].view[1], epoch=1, step=0))
+        1, *pack(PeerMessage("want", t.offices[0].outbox.run, t.offices[0].membership.view[1], epoch=1, step=0))
     )  # asked twice, it begins anew once
-    assert t.offices[0]._incarnation == renewed
-    t.network.lost = lambda sender, receiver, letter: False
+    assert t.offices[0].outbox.incarnation == renewed
+    t.network.lost = lambda sender, receiver, message: False
     assert t.form(0, 1).epoch == 2
-    t.offices[0].send_row(0, np.ones(2), 1.0, [1])
-    assert t.offices[1].rows(0, [0], np.zeros(2))[0][0].tolist() == [1, 1]
+    t.offices[0].exchange.send_row(0, np.ones(2), 1.0, [1])
+    assert t.offices[1].exchange.rows(0, [0], np.zeros(2))[0][0].tolist() == [1, 1]
 
 
 def test_what_is_kept_to_be_sent_again_is_bounded(team, monkeypatch):
     t = team(2)
     t.form(0, 1)
-    monkeypatch.setattr(office_module, "_HISTORY_BYTES", 1000)
+    monkeypatch.setattr(exchange_module, "_HISTORY_BYTES", 1000)
     for step in range(20):
-        t.offices[0].send_row(step, np.ones(25), 1.0, [])
-    assert list(t.offices[0]._history) == [(1, step) for step in range(15, 20)]
-    assert t.offices[0]._history_bytes == 5 * 200
+        t.offices[0].exchange.send_row(step, np.ones(25), 1.0, [])
+    assert list(t.offices[0].exchange._history) == [(1, step) for step in range(15, 20)]
+    assert t.offices[0].exchange._history_bytes == 5 * 200
 
 
 @pytest.mark.parametrize("row", [np.ones(4, np.float32), np.ones(3)])
@@ -640,54 +659,59 @@ def test_a_row_that_does_not_fit_bans_its_sender_and_nobody_else(team, row):
     t = team(3)
     t.form(0, 1, 2)
     like = np.zeros(3, np.float32)
-    t.offices[2].send_row(0, like, 1.0, [0])
-    until(lambda: 2 in t.offices[0]._rows.get((1, 0), {}))
-    t.offices[1].send_row(0, row, 1.0, [0])
-    t.begin(0, lambda: t.offices[0].rows(0, [1, 2], like))
+    t.offices[2].exchange.send_row(0, like, 1.0, [0])
+    until(lambda: 2 in t.offices[0].exchange._rows.get((1, 0), {}))
+    t.offices[1].exchange.send_row(0, row, 1.0, [0])
+    t.begin(0, lambda: t.offices[0].exchange.rows(0, [1, 2], like))
     [raised] = t.done(0)
     assert isinstance(raised, Regrouped)
-    assert t.offices[0]._banned == {1}
-    assert t.offices[0].counts["misfit"] == 1
-    assert t.offices[0]._alive(2)
+    assert t.offices[0].membership.banned == {1}
+    assert t.offices[0].refusals.counts["misfit"] == 1
+    assert t.offices[0].membership.alive(2)
     assert any(
         f"a message of p1 was refused: it sends {row.size} entries of {row.dtype}" in line for line in t.lines[0]
     )
-    refused = t.offices[0].counts["banned"]
-    until(lambda: t.offices[0].counts["banned"] > refused)
-    until(lambda: t.offices[1].regrouped() and t.offices[2].regrouped())
+    refused = t.offices[0].refusals.counts["banned"]
+    until(lambda: t.offices[0].refusals.counts["banned"] > refused)
+    until(lambda: t.offices[1].agreement.regrouped() and t.offices[2].agreement.regrouped())
     stored = {f"p{peer}": about(Version(1, ALL), Version(0, ALL)) for peer in range(3)}
     t.forming(0, 1, 2, **stored)
     one, turned_away, two = t.done(0, 1, 2)
     assert one == two
     assert one.members == (0, 2)
     assert str(turned_away).startswith(
-        "another peer turns away what this one sends, as it does not fit: compare versions and data"
+        "another peer has banned this peer because its data do not fit: compare versions and data"
     )
     t.open(1)  # nor a later process of it
     t.forming(1)
     assert isinstance(t.done(1)[0], PlanError)
-    assert not t.offices[0].regrouped()
+    assert not t.offices[0].agreement.regrouped()
 
 
 def test_rows_of_an_earlier_process_do_not_count(team):
     """p0 begins alone, as p1 has not heard all, sends a row of epoch 1, dies and comes back: epoch 1 then begins again."""
     t = team(2, quorum=1)
-    until(lambda: all(office.view == t.offices[0].view for office in t.offices.values()) and all(t.offices[0].view))
-    t.network.lost = lambda sender, receiver, letter: (sender, letter.kind) == (0, "ready")
+    until(
+        lambda: (
+            all(office.membership.view == t.offices[0].membership.view for office in t.offices.values())
+            and all(t.offices[0].membership.view)
+        )
+    )
+    t.network.lost = lambda sender, receiver, message: (sender, message.kind) == (0, "ready")
     t.forming(0, 1)
     t.done(0)
-    t.offices[0].announce(9)
-    t.offices[0].send_row(0, np.zeros(2), 1.0, [1])
-    until(lambda: (1, 0) in t.offices[1]._rows and t.offices[1]._far[0][:2] == (1, 9))
+    t.offices[0].exchange.announce(9)
+    t.offices[0].exchange.send_row(0, np.zeros(2), 1.0, [1])
+    until(lambda: (1, 0) in t.offices[1].exchange._rows and t.offices[1].exchange._progress[0][:2] == (1, 9))
     t.network.gone.add(0)
-    t.network.lost = lambda sender, receiver, letter: False
+    t.network.lost = lambda sender, receiver, message: False
     t.open(0)
     t.forming(0)
-    until(lambda: t.offices[1].formed is not None and t.offices[1].formed.members == (0, 1))
+    until(lambda: t.offices[1].agreement.formed is not None and t.offices[1].agreement.formed.members == (0, 1))
     assert t.done(0, 1)[0].epoch == 1
-    assert t.offices[1]._far[0][1] < 9
-    t.begin(1, lambda: t.offices[1].rows(0, [0], np.zeros(2)))
-    t.offices[0].send_row(0, np.ones(2), 1.0, [1])
+    assert t.offices[1].exchange._progress[0][1] < 9
+    t.begin(1, lambda: t.offices[1].exchange.rows(0, [0], np.zeros(2)))
+    t.offices[0].exchange.send_row(0, np.ones(2), 1.0, [1])
     [rows] = t.done(1)
     assert rows[0][0].tolist() == [1, 1]
 
@@ -699,20 +723,20 @@ def test_nobody_goes_on_before_all_have_stored(team):
     t = team(3)
     t.form(0, 1, 2)
     for peer in (0, 1):
-        t.offices[peer].announce(1)
-    t.begin(0, lambda: t.offices[0].all_finished(1, lambda: False))
-    until(lambda: t.offices[0]._far.get(1, (0, 0))[1] == 1)
+        t.offices[peer].exchange.announce(1)
+    t.begin(0, lambda: t.offices[0].exchange.wait_until_finished(1, lambda: False))
+    until(lambda: t.offices[0].exchange._progress.get(1, (0, 0))[1] == 1)
     beat = t.offices[2]._last_beat
     until(lambda: t.offices[2]._last_beat > beat + 2 * BEAT)
     assert 0 not in t.results
-    t.offices[2].announce(1)
+    t.offices[2].exchange.announce(1)
     t.done(0)
 
 
 def test_waiting_for_all_can_be_stopped(team):
     t = team(2)
     t.form(0, 1)
-    t.begin(0, lambda: t.offices[0].all_finished(1, lambda: bool(t.offices[0].left)))
+    t.begin(0, lambda: t.offices[0].exchange.wait_until_finished(1, lambda: bool(t.offices[0].membership.left)))
     t.offices[1].leave(finished=True)
     t.done(0)
 
@@ -721,108 +745,108 @@ def test_waiting_for_all_can_be_stopped(team):
 
 
 def test_the_newest_sums_are_handed_out_once(team):
-    t = team(2, goes_on=True)
+    t = team(2, continues=True)
     t.form(0, 1)
     for number in (1, 2, 3):
-        t.offices[0].send_sums(1, number, np.full(2, float(number)))
-    until(lambda: t.offices[1]._sums and t.offices[1]._sums[0].step == 3)
-    [sums] = t.offices[1].new_sums(2)
+        t.offices[0].exchange.send_sums(1, number, np.full(2, float(number)))
+    until(lambda: t.offices[1].exchange._sums and t.offices[1].exchange._sums[0].step == 3)
+    [sums] = t.offices[1].exchange.new_sums(2)
     assert (sums.sender, sums.number, sums.total.tolist()) == (0, 3, [3.0, 3.0])
-    assert t.offices[1].new_sums(2) == []
-    t.offices[0].next_averaging()
-    t.offices[0].send_sums(1, 1, np.ones(2))
-    until(lambda: t.offices[1]._sums)
-    assert t.offices[1].overtaken()
-    assert not t.offices[0].overtaken()
-    assert t.offices[1].new_sums(2) == []  # not of this averaging
-    t.offices[1].next_averaging()
-    assert len(t.offices[1].new_sums(2)) == 1  # kept until then
+    assert t.offices[1].exchange.new_sums(2) == []
+    t.offices[0].exchange.next_averaging()
+    t.offices[0].exchange.send_sums(1, 1, np.ones(2))
+    until(lambda: t.offices[1].exchange._sums)
+    assert t.offices[1].exchange.overtaken()
+    assert not t.offices[0].exchange.overtaken()
+    assert t.offices[1].exchange.new_sums(2) == []  # not of this averaging
+    t.offices[1].exchange.next_averaging()
+    assert len(t.offices[1].exchange.new_sums(2)) == 1  # kept until then
 
 
 def test_statuses_are_of_this_averaging(team):
     t = team(2)
     t.form(0, 1)
-    status = Status(np.array([1, 2]), np.array([3, 4]), np.arange(SKETCH) / 3)
-    t.offices[0].send_status(1, status)
-    until(t.offices[1].statuses)
-    got = t.offices[1].statuses()[0]
+    status = AveragingStatus(np.array([1, 2]), np.array([3, 4]), np.arange(SKETCH) / 3)
+    t.offices[0].exchange.send_status(1, status)
+    until(t.offices[1].exchange.statuses)
+    got = t.offices[1].exchange.statuses()[0]
     assert [one.tolist() for one in got] == [one.tolist() for one in status]
-    t.offices[1].next_averaging()
-    assert t.offices[1].statuses() == {}
+    t.offices[1].exchange.next_averaging()
+    assert t.offices[1].exchange.statuses() == {}
 
 
 def test_sums_that_do_not_fit_ban_their_sender(team):
     t = team(3)
     t.form(0, 1, 2)
-    t.offices[0].send_sums(1, 1, np.ones(3))
-    t.offices[2].send_sums(1, 1, np.ones(2))
-    until(lambda: len(t.offices[1]._sums) == 2)
-    assert [sums.sender for sums in t.offices[1].new_sums(2)] == [2]
-    assert t.offices[1]._banned == {0}
+    t.offices[0].exchange.send_sums(1, 1, np.ones(3))
+    t.offices[2].exchange.send_sums(1, 1, np.ones(2))
+    until(lambda: len(t.offices[1].exchange._sums) == 2)
+    assert [sums.sender for sums in t.offices[1].exchange.new_sums(2)] == [2]
+    assert t.offices[1].membership.banned == {0}
 
 
 def reforms(t, *peers):
     for peer in peers:
-        t.begin(peer, t.offices[peer].reform)
+        t.begin(peer, t.offices[peer].agreement.reform)
     return t.done(*peers)
 
 
 def test_an_averaging_survives_a_loss(team):
-    t = team(4, goes_on=True, quorum=2)
+    t = team(4, continues=True, quorum=2)
     t.form(0, 1, 2, 3, **{f"p{peer}": about(weight=1.0 + peer) for peer in range(4)})
-    t.offices[1].next_averaging()
+    t.offices[1].exchange.next_averaging()
     t.network.gone.add(3)
-    until(lambda: all(t.offices[peer].regrouped() for peer in range(3)))
+    until(lambda: all(t.offices[peer].agreement.regrouped() for peer in range(3)))
     assert reforms(t, 0, 1, 2) == [True, False, True]  # p1 was through with the first
-    formed = [t.offices[peer].formed for peer in range(3)]
+    formed = [t.offices[peer].agreement.formed for peer in range(3)]
     assert formed[0] == formed[1] == formed[2] == Formation((0, 1, 2), (1.0, 2.0, 3.0), 2, -1, False, formed[0].run)
-    assert not any(t.offices[peer].regrouped() for peer in range(3))
+    assert not any(t.offices[peer].agreement.regrouped() for peer in range(3))
     assert all(t.gone(by=peer) == ["p3"] for peer in range(3))
 
 
 def test_a_lost_ready_does_not_hold_up_those_who_are_left(team):
-    t = team(3, goes_on=True, quorum=2)
+    t = team(3, continues=True, quorum=2)
     t.form(0, 1, 2)
     lost = []
 
-    def lose(sender, receiver, letter):
-        hit = (sender, letter.kind, bool(letter.averaging)) == (0, "ready", True) and len(lost) < 2
-        lost.extend([letter] * hit)
+    def lose(sender, receiver, message):
+        hit = (sender, message.kind, bool(message.averaging)) == (0, "ready", True) and len(lost) < 2
+        lost.extend([message] * hit)
         return hit
 
     t.network.lost = lose
     t.network.gone.add(2)
-    until(lambda: all(t.offices[peer].regrouped() for peer in range(2)))
+    until(lambda: all(t.offices[peer].agreement.regrouped() for peer in range(2)))
     assert reforms(t, 0, 1) == [False, False]
     assert lost
-    assert t.offices[0].formed == t.offices[1].formed
+    assert t.offices[0].agreement.formed == t.offices[1].agreement.formed
 
 
 def test_too_few_are_left(team):
-    t = team(3, goes_on=True, quorum=3)
+    t = team(3, continues=True, quorum=3)
     t.form(0, 1, 2)
     t.offices[2].leave(finished=False)
-    until(t.offices[0].regrouped)
+    until(t.offices[0].agreement.regrouped)
     with pytest.raises(Regrouped):
-        t.offices[0].reform()
+        t.offices[0].agreement.reform()
 
 
 def test_who_comes_waits_and_then_calls_all_back(team):
     """p2 is lost and started again: the two go on, see that it waits, and when one begins anew the other is called back."""
-    t = team(3, goes_on=True, quorum=2)
+    t = team(3, continues=True, quorum=2)
     t.form(0, 1, 2)
     t.network.gone.add(2)
-    until(lambda: all(t.offices[peer].regrouped() for peer in range(2)))
+    until(lambda: all(t.offices[peer].agreement.regrouped() for peer in range(2)))
     reforms(t, 0, 1)
     t.open(2)
     t.forming(2)
-    until(lambda: t.offices[0].newcomers() and t.offices[1].newcomers())
-    assert not t.offices[0].regrouped()
-    assert not t.offices[1].regrouped()
+    until(lambda: t.offices[0].agreement.newcomers() and t.offices[1].agreement.newcomers())
+    assert not t.offices[0].agreement.regrouped()
+    assert not t.offices[1].agreement.regrouped()
     t.forming(0)
-    until(t.offices[1].regrouped)
+    until(t.offices[1].agreement.regrouped)
     with pytest.raises(Regrouped):
-        t.offices[1].reform()
+        t.offices[1].agreement.reform()
     t.forming(1)
     one, two, three = t.done(0, 1, 2)
     assert one == two == three
@@ -831,119 +855,136 @@ def test_who_comes_waits_and_then_calls_all_back(team):
 
 def test_one_that_begins_anew_with_the_view_of_those_who_are_left_calls_them_back(team):
     """p1 said in the middle of an averaging that it goes on, was called back, and now says ready with the same view."""
-    t = team(3, goes_on=True, quorum=2)
+    t = team(3, continues=True, quorum=2)
     t.form(0, 1, 2)
-    anew = lambda: Letter(
+    anew = lambda: PeerMessage(
         "ready",
-        t.offices[1].run,
-        t.offices[1]._incarnation,
-        t.offices[1].epoch,
-        view=tuple(t.offices[1].view),
+        t.offices[1].outbox.run,
+        t.offices[1].outbox.incarnation,
+        t.offices[1].outbox.epoch,
+        view=tuple(t.offices[1].membership.view),
         introduction=about(),
     )
     t.offices[0]._take(1, *pack(anew()))  # what was said for the beginning, once more
-    assert not t.offices[0].called_back()
+    assert not t.offices[0].agreement.called_back()
     t.network.gone.add(2)
-    until(lambda: all(t.offices[peer].regrouped() for peer in range(2)))
+    until(lambda: all(t.offices[peer].agreement.regrouped() for peer in range(2)))
     reforms(t, 0, 1)
-    until(lambda: t.offices[0].view == t.offices[1].view)
-    assert not t.offices[0].called_back()
+    until(lambda: t.offices[0].membership.view == t.offices[1].membership.view)
+    assert not t.offices[0].agreement.called_back()
     t.offices[0]._take(1, *pack(anew()))
-    assert t.offices[0].called_back()
+    assert t.offices[0].agreement.called_back()
     with pytest.raises(Regrouped):
-        t.offices[0].reform()
+        t.offices[0].agreement.reform()
 
 
 def test_one_that_begins_anew_and_has_heard_less_is_not_taken_for_one_that_is_left(team):
-    t = team(4, goes_on=True, quorum=2)
+    t = team(4, continues=True, quorum=2)
     t.form(0, 1, 2, 3)
-    [zero, two], before = (t.offices[0], t.offices[2]), t.offices[0].view[1]
+    [zero, two], before = (t.offices[0], t.offices[2]), t.offices[0].membership.view[1]
     with zero._changed:
-        zero.view[1] += 1001
-    until(lambda: all(t.offices[peer].regrouped() for peer in (0, 2, 3)))
+        zero.membership.view[1] += 1001
+    until(lambda: all(t.offices[peer].agreement.regrouped() for peer in (0, 2, 3)))
     assert reforms(t, 0, 2, 3) == [False] * 3
     t.network.gone.update((1, 2, 3))
     with zero._changed:
-        zero.view[3] += 1
-        less = (zero.view[0], before + 1, *zero.view[2:])
-        zero._take(2, *pack(Letter("ready", two.run, two._incarnation, two.epoch, view=less, introduction=about())))
-        assert not zero.called_back()  # not yet: it will hear of the others, and say so again
-        assert zero._reformed_now() is None
+        zero.membership.view[3] += 1
+        less = (zero.membership.view[0], before + 1, *zero.membership.view[2:])
         zero._take(
             2,
-            *pack(Letter("ready", two.run, two._incarnation, two.epoch, averaging=1, view=less, introduction=about())),
+            *pack(
+                PeerMessage(
+                    "ready", two.outbox.run, two.outbox.incarnation, two.outbox.epoch, view=less, introduction=about()
+                )
+            ),
         )
-        assert zero._reformed_now() is False
+        assert not zero.agreement.called_back()  # not yet: it will hear of the others, and say so again
+        assert zero.agreement._reformed_now() is None
+        zero._take(
+            2,
+            *pack(
+                PeerMessage(
+                    "ready",
+                    two.outbox.run,
+                    two.outbox.incarnation,
+                    two.outbox.epoch,
+                    averaging=1,
+                    view=less,
+                    introduction=about(),
+                )
+            ),
+        )
+        assert zero.agreement._reformed_now() is False
 
 
 def test_one_of_the_group_that_is_started_again_at_once_is_a_newcomer(team):
-    t = team(2, goes_on=True, quorum=1)
+    t = team(2, continues=True, quorum=1)
     t.form(0, 1)
     t.open(1)
     t.forming(1)
-    until(t.offices[0].regrouped)
-    assert t.offices[0].reform() is False
-    assert t.offices[0].formed.members == (0,)
-    assert t.offices[0].newcomers()
+    until(t.offices[0].agreement.regrouped)
+    assert t.offices[0].agreement.reform() is False
+    assert t.offices[0].agreement.formed.members == (0,)
+    assert t.offices[0].agreement.newcomers()
     t.forming(0)
     assert len(set(t.done(0, 1))) == 1
     assert t.results[0].members == (0, 1)
 
 
 def test_waiting_for_news_ends_with_news_or_in_time(team):
-    t = team(2, goes_on=True)
+    t = team(2, continues=True)
     t.form(0, 1)
     begun = time.monotonic()
-    t.offices[1].wait_for_news(0.1, 1)
+    t.offices[1].exchange.wait_for_news(0.1, 1)
     assert time.monotonic() - begun >= 0.1
-    t.begin(1, lambda: t.offices[1].wait_for_news(60.0, 1))
-    t.offices[0].send_sums(1, 1, np.ones(2))
+    t.begin(1, lambda: t.offices[1].exchange.wait_for_news(60.0, 1))
+    t.offices[0].exchange.send_sums(1, 1, np.ones(2))
     t.done(1)
 
 
 def test_those_who_are_left_agree_though_only_some_have_heard_that_one_is_back(team):
     """2 agrees with what 0 said first; 0 has heard of the new 1 before it hears of that."""
-    t = team(3, goes_on=True, quorum=2)
+    t = team(3, continues=True, quorum=2)
     t.form(0, 1, 2)
-    before = t.offices[0].view[1]
-    t.network.lost = lambda sender, receiver, letter: (
-        (sender, receiver) == (2, 0) or (receiver == 2 and letter.view and letter.view[1] > before + 1)
+    before = t.offices[0].membership.view[1]
+    t.network.lost = lambda sender, receiver, message: (
+        (sender, receiver) == (2, 0) or (receiver == 2 and message.view and message.view[1] > before + 1)
     )
     with t.offices[0]._changed:
-        t.offices[0].view[1] += 1
-    t.begin(0, t.offices[0].reform)
-    until(lambda: t.offices[0].view[1] > before + 1)
-    until(t.offices[2].regrouped)
-    assert t.offices[2].reform() is False
-    assert t.offices[2].view[1] == before + 1
+        t.offices[0].membership.view[1] += 1
+    t.begin(0, t.offices[0].agreement.reform)
+    until(lambda: t.offices[0].membership.view[1] > before + 1)
+    until(t.offices[2].agreement.regrouped)
+    assert t.offices[2].agreement.reform() is False
+    assert t.offices[2].membership.view[1] == before + 1
     t.network.lost = lambda *_: False
     assert t.done(0) == [False]
-    assert t.offices[0].formed == t.offices[2].formed
-    assert t.offices[0].formed.members == (0, 2)
-    until(lambda: t.offices[2].view == t.offices[0].view)
-    assert not t.offices[0].regrouped()
-    assert not t.offices[2].regrouped()
-    assert t.offices[2].newcomers()
+    assert t.offices[0].agreement.formed == t.offices[2].agreement.formed
+    assert t.offices[0].agreement.formed.members == (0, 2)
+    until(lambda: t.offices[2].membership.view == t.offices[0].membership.view)
+    assert not t.offices[0].agreement.regrouped()
+    assert not t.offices[2].agreement.regrouped()
+    assert t.offices[2].agreement.newcomers()
 
 
 def test_one_of_the_group_that_is_back_before_the_others_have_agreed_does_not_hold_them_up(team):
     """0 thinks that 1 is gone and waits for 2, which has not heard of it; 1 comes back meanwhile. None of them may wait for another for ever."""
-    t = team(3, goes_on=True, quorum=2)
+    t = team(3, continues=True, quorum=2)
     t.form(0, 1, 2)
     t.network.halted.add(2)
     with t.offices[0]._changed:
-        t.offices[0].view[1] += 1
-    t.begin(0, t.offices[0].reform)
-    until(t.offices[1].regrouped)  # it has heard that it is thought to be gone
+        t.offices[0].membership.view[1] += 1
+    t.begin(0, t.offices[0].agreement.reform)
+    until(t.offices[1].agreement.regrouped)  # it has heard that it is thought to be gone
     t.network.halted.discard(2)
-    until(t.offices[2].regrouped)
+    until(t.offices[2].agreement.regrouped)
     with pytest.raises(Regrouped):
-        t.offices[1].reform()
+        t.offices[1].agreement.reform()
     t.forming(1)
-    assert t.offices[2].reform() is False
+    assert t.offices[2].agreement.reform() is False
     assert t.done(0) == [False]
-    assert t.offices[0].formed == t.offices[2].formed
-    assert t.offices[0].formed.members == (0, 2)
-    assert t.offices[0].newcomers()
+    assert t.offices[0].agreement.formed == t.offices[2].agreement.formed
+    assert t.offices[0].agreement.formed.members == (0, 2)
+    assert t.offices[0].agreement.newcomers()
     t.forming(0, 2)
     assert len(set(t.done(0, 1, 2))) == 1

@@ -9,7 +9,16 @@ import zmq
 from zmq.utils import z85
 
 from fedbilevel.errors import RosterError, SettingError, UnknownNameError
-from fedbilevel.peers.roster import Entry, Roster, assemble, is_key, is_loopback, keygen, read_roster, read_secret
+from fedbilevel.peers.roster import (
+    PeerEntry,
+    PeerRoster,
+    assemble,
+    is_key,
+    is_loopback,
+    keygen,
+    read_roster,
+    read_secret,
+)
 
 KEYS = [
     zmq.curve_public(z85.encode(bytes([number]) * 32)).decode() for number in (1, 2, 3)
@@ -32,8 +41,8 @@ def written(tmp_path, text):
 def test_a_roster_numbers_its_peers_in_the_order_of_the_file(tmp_path):
     roster = read_roster(written(tmp_path, GOOD))
     assert roster.peers == (
-        Entry("north", "north.example.org:5555", KEYS[0]),
-        Entry("south", "[2001:db8::1]:65535", KEYS[1]),
+        PeerEntry("north", "north.example.org:5555", KEYS[0]),
+        PeerEntry("south", "[2001:db8::1]:65535", KEYS[1]),
     )
     assert [roster.number(name) for name in ("north", "south")] == [0, 1]
     with pytest.raises(UnknownNameError, match="Did you mean 'north'"):
@@ -42,7 +51,7 @@ def test_a_roster_numbers_its_peers_in_the_order_of_the_file(tmp_path):
 
 def test_the_digest_is_of_names_keys_and_order_and_not_of_addresses():
     def digest(*entries):
-        return Roster(tuple(Entry(*entry) for entry in entries)).digest()
+        return PeerRoster(tuple(PeerEntry(*entry) for entry in entries)).digest()
 
     same = digest(("a", "x:1", KEYS[0]), ("b", "y:1", KEYS[1]))
     assert len(same) == 16

@@ -13,7 +13,7 @@ import zmq
 
 from fedbilevel.errors import RosterError, WireError
 from fedbilevel.peers import sockets
-from fedbilevel.peers.roster import Entry, Roster, Secret
+from fedbilevel.peers.roster import PeerEntry, PeerRoster, Secret
 from fedbilevel.peers.sockets import Sockets
 
 LIMIT = 4_000_000
@@ -59,9 +59,9 @@ class Group:
 
     def __init__(self, size, *, host="127.0.0.1", keys=True):
         pairs = [tuple(half.decode() for half in zmq.curve_keypair()) for _ in range(size)]
-        self.roster = Roster(
+        self.roster = PeerRoster(
             tuple(
-                Entry(f"p{i}", f"{host}:{port}", key)
+                PeerEntry(f"p{i}", f"{host}:{port}", key)
                 for i, (port, (key, _)) in enumerate(zip(ports(size), pairs, strict=True))
             )
         )
@@ -235,7 +235,7 @@ def test_a_peer_that_is_shut_out_learns_of_it_and_tries_again(monkeypatch):
     monkeypatch.setattr(sockets, "PAUSE", 0.1)
     with Group(2) as group:
         right = group.roster
-        group.roster = Roster((right.peers[0], Entry("p1", right.peers[1].address, fresh()[0])))
+        group.roster = PeerRoster((right.peers[0], PeerEntry("p1", right.peers[1].address, fresh()[0])))
         group.start(0)
         group.roster = right
         group.start(1)
@@ -535,10 +535,10 @@ def test_an_address_of_another_machine_is_one_sentence():
 def test_behind_a_router_a_peer_listens_elsewhere_than_its_address_says():
     with Group(2) as group:
         outside, inside = ports(2)
-        seen = Roster((Entry("p0", f"192.0.2.1:{outside}", group.roster.peers[0].key), group.roster.peers[1]))
+        seen = PeerRoster((PeerEntry("p0", f"192.0.2.1:{outside}", group.roster.peers[0].key), group.roster.peers[1]))
         group.roster, real = seen, group.roster
         group.start(0, bind=f"0.0.0.0:{inside}")
-        group.roster = Roster((Entry("p0", f"127.0.0.1:{inside}", real.peers[0].key), real.peers[1]))
+        group.roster = PeerRoster((PeerEntry("p0", f"127.0.0.1:{inside}", real.peers[0].key), real.peers[1]))
         group.start(1)
         group.live[1].send(0, b"hello")
         assert group.arrives(0, (1, b"hello", b""))

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbilevel.errors import WireError
-from fedbilevel.peers.office import Formation, Office
-from fedbilevel.peers.wire import HEAD, KINDS, SKETCH, Introduction, Letter, Version, pack, unpack
+from fedbilevel.peers.formation import Formation
+from fedbilevel.peers.office import Office
+from fedbilevel.peers.wire import HEAD, KINDS, SKETCH, Introduction, PeerMessage, Version, pack, unpack
 
 PEERS = 4
 U32, WAY = st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1)
@@ -49,7 +50,7 @@ def introductions(draw):
 
 
 @st.composite
-def letters(draw, kinds=KINDS):
+def messages(draw, kinds=KINDS):
     kind = draw(st.sampled_from(kinds))
     parts = {}
     if kind in ("beat", "ready", "bye"):
@@ -63,14 +64,14 @@ def letters(draw, kinds=KINDS):
         parts["numbers"] = tuple(np.array(draw(st.lists(U32, min_size=PEERS, max_size=PEERS)), "<u4") for _ in range(2))
         parts["sketch"] = np.array([draw(FINITE), *range(SKETCH - 2), draw(FINITE)])
     weight = draw(st.floats(min_value=0, allow_infinity=False))
-    return Letter(kind, draw(DIGESTS), draw(U64), draw(WAY), draw(WAY), draw(U32), draw(U32), weight, **parts)
+    return PeerMessage(kind, draw(DIGESTS), draw(U64), draw(WAY), draw(WAY), draw(U32), draw(U32), weight, **parts)
 
 
-def flat(letter):
+def flat(message):
     """For a comparison: arrays as their bytes, with their type."""
     as_bytes = lambda array: None if array is None else (array.dtype.str, array.tobytes())
-    numbers = None if letter.numbers is None else tuple(map(as_bytes, letter.numbers))
-    return {**vars(letter), "array": as_bytes(letter.array), "sketch": as_bytes(letter.sketch), "numbers": numbers}
+    numbers = None if message.numbers is None else tuple(map(as_bytes, message.numbers))
+    return {**vars(message), "array": as_bytes(message.array), "sketch": as_bytes(message.sketch), "numbers": numbers}
 
 
 def example(kind, **parts):
@@ -83,7 +84,7 @@ def example(kind, **parts):
         view["array"] = np.array([1.0, -2.0, 3.5])
     if kind == "status":
         view |= {"numbers": (np.arange(4), np.arange(4) + 2**31), "sketch": np.arange(SKETCH) / 7}
-    return Letter(
+    return PeerMessage(
         kind, b"r" * 16, 2, **{"epoch": 3, "finished": 2, "averaging": 1, "step": 9, "weight": 0.25, **view, **parts}
     )
 
@@ -105,10 +106,10 @@ def read(head, body, **options):
 @settings(max_examples=60)
 @given(st.data())
 def test_every_kind_comes_back_as_it_went(kind, data):
-    letter = data.draw(letters(kinds=(kind,)))
-    head, body = pack(letter)
+    message = data.draw(messages(kinds=(kind,)))
+    head, body = pack(message)
     assert len(head) == HEAD == 64
-    assert flat(read(head, body)) == flat(letter)
+    assert flat(read(head, body)) == flat(message)
 
 
 def test_a_head_is_laid_out_as_the_module_says():
@@ -302,13 +303,13 @@ def mutated(random, head, body):
 
 
 def parsed(head, body):
-    """A letter or None; anything but a WireError is raised."""
+    """A message or None; anything but a WireError is raised."""
     try:
-        letter = read(head, body)
+        message = read(head, body)
     except WireError:
         return None
-    assert flat(read(*pack(letter))) == flat(letter)
-    return letter
+    assert flat(read(*pack(message))) == flat(message)
+    return message
 
 
 @settings(max_examples=150)
@@ -324,9 +325,9 @@ def test_bytes_are_a_letter_or_refused(head, body, seed):
 
 
 @settings(max_examples=300)
-@given(letters(), st.integers(0, 2**32 - 1))
-def test_a_letter_made_wrong_is_a_letter_or_refused(letter, seed):
-    random, packed = np.random.default_rng(seed), pack(letter)
+@given(messages(), st.integers(0, 2**32 - 1))
+def test_a_letter_made_wrong_is_a_letter_or_refused(message, seed):
+    random, packed = np.random.default_rng(seed), pack(message)
     for _ in range(20):
         parsed(*mutated(random, packed[0], bytes(packed[1])))
 
@@ -356,60 +357,69 @@ class Drawer:
         pass
 
 
-RUN = Office(Drawer(), 0, list("abcd"), "one run", quorum=3).run
+RUN = Office(Drawer(), 0, list("abcd"), "one run", quorum=3).outbox.run
 NOW = time.time_ns() // 2_000_000 * 2
 
 
 def busy_office():
-    """In the middle of things: it has begun with all in epoch 3, is at step 5, and keeps a letter of every kind of peers 1 and 2."""
+    """In the middle of things: it has begun with all in epoch 3, is at step 5, and keeps a message of every kind of peers 1 and 2."""
     office = Office(Drawer(), 0, list("abcd"), "one run", quorum=3)
-    office._incarnation = office.view[0] = NOW
+    office.outbox.incarnation = office.membership.view[0] = NOW
     nobody = (NOW, *(NOW + 2 * peer for peer in range(1, PEERS)))
-    office.epoch, office.step, office._awaited, office.finished = 3, 5, 4, 2
+    office.outbox.epoch, office.outbox.step, office.exchange._awaited, office.outbox.finished = 3, 5, 4, 2
     for peer in range(1, PEERS):
-        letter = Letter("beat", RUN, nobody[peer], 3, 2, 1, 5, view=nobody)
-        office._take(peer, *pack(letter))
+        message = PeerMessage("beat", RUN, nobody[peer], 3, 2, 1, 5, view=nobody)
+        office._take(peer, *pack(message))
         for kind in KINDS[1:4] if peer < 3 else ():
             office._take(peer, *pack(fitting(example(kind, step=5, averaging=int(kind == "status")), nobody, peer)))
         office._take(peer, *pack(fitting(example("data", step=5, averaging=1), nobody, peer)))
-    office.formed, office._formed_view = Formation((0, 1, 2, 3), (1.0,) * 4, 3, 2, False, 7), tuple(office.view)
-    office.send_row(4, np.ones(3), 1.0, ())
+    office.agreement.formed, office.agreement._formed_view = (
+        Formation((0, 1, 2, 3), (1.0,) * 4, 3, 2, False, 7),
+        tuple(office.membership.view),
+    )
+    office.exchange.send_row(4, np.ones(3), 1.0, ())
     office.transport.sent.clear()
-    office.counts.clear()
+    office.refusals.counts.clear()
     return office
 
 
-def fitting(letter, view, sender):
+def fitting(message, view, sender):
     """Of this run and of the sender's process, so that it is looked at."""
-    return replace(letter, run=RUN, incarnation=view[sender], view=tuple(view) if letter.view else ())
+    return replace(message, run=RUN, incarnation=view[sender], view=tuple(view) if message.view else ())
 
 
 def state(office):
-    rows = {key: {peer: flat(letter) for peer, letter in found.items()} for key, found in office._rows.items() if found}
-    books = {
-        name: {peer: flat(one) for peer, one in getattr(office, name).items()}
-        for name in ("_sums", "_statuses", "_readies")
+    rows = {
+        key: {peer: flat(message) for peer, message in found.items()}
+        for key, found in office.exchange._rows.items()
+        if found
     }
-    books["_far"] = dict(office._far)
+    kept = {
+        "_sums": office.exchange._sums,
+        "_statuses": office.exchange._statuses,
+        "_readies": office.agreement._readies,
+    }
+    books = {name: {peer: flat(one) for peer, one in book.items()} for name, book in kept.items()}
+    books["_progress"] = dict(office.exchange._progress)
     return {
-        "view": list(office.view),
+        "view": list(office.membership.view),
         "_rows": rows,
         **books,
-        "left": set(office.left),
-        "epoch": office.epoch,
-        "formed": office.formed,
-        "step": office.step,
-        "averaging": office.averaging,
-        "finished": office.finished,
-        "me": office._incarnation,
-        "bans": {*office._banned},
+        "left": set(office.membership.left),
+        "epoch": office.outbox.epoch,
+        "formed": office.agreement.formed,
+        "step": office.outbox.step,
+        "averaging": office.outbox.averaging,
+        "finished": office.outbox.finished,
+        "me": office.outbox.incarnation,
+        "bans": {*office.membership.banned},
     }
 
 
 MAY_CHANGE = {
-    "beat": {"view", "_far"},
-    "ready": {"view", "_far", "_readies"},
-    "bye": {"view", "_far", "left"},
+    "beat": {"view", "_progress"},
+    "ready": {"view", "_progress", "_readies"},
+    "bye": {"view", "_progress", "left"},
     "data": {"_rows", "_sums"},
     "status": {"_statuses"},
     "want": {"view", "me"},
@@ -418,26 +428,26 @@ MAY_CHANGE = {
 
 def check_taken(office, sender, head, body):
     """Hand a message over and compare what the office knows before and after."""
-    before, refused = state(office), sum(office.counts.values())
+    before, refused = state(office), sum(office.refusals.counts.values())
     office._take(sender, head, memoryview(body))
-    after, more = state(office), sum(office.counts.values()) - refused
+    after, more = state(office), sum(office.refusals.counts.values()) - refused
     changed = {name for name in before if before[name] != after[name]}
     if more:
         assert more == 1
         assert not changed
         assert not office.transport.sent
         return False
-    letter = read(head, body)
-    assert letter.run == RUN
+    message = read(head, body)
+    assert message.run == RUN
     assert all(new >= old for old, new in zip(before["view"], after["view"], strict=True))
     other = {
         peer for peer in range(PEERS) if before["view"][peer] != after["view"][peer]
     }  # what earlier processes of these said is forgotten
     if before["view"] != after["view"]:
-        assert letter.view or letter.kind == "want"
-        changed -= {"me", "_rows", "_sums", "_statuses", "_readies", "_far", "left"} if letter.view else set()
-    assert changed <= MAY_CHANGE[letter.kind]
-    for name in ("_sums", "_statuses", "_readies", "_far"):
+        assert message.view or message.kind == "want"
+        changed -= {"me", "_rows", "_sums", "_statuses", "_readies", "_progress", "left"} if message.view else set()
+    assert changed <= MAY_CHANGE[message.kind]
+    for name in ("_sums", "_statuses", "_readies", "_progress"):
         for peer in set(range(PEERS)) - {sender} - other:
             assert before[name].get(peer) == after[name].get(peer), name
         for peer in other - {sender}:
@@ -454,18 +464,18 @@ def test_an_office_changes_only_by_letters_that_are_whole():
 
 
 @settings(max_examples=300)
-@given(letter=letters(), sender=st.integers(1, PEERS - 1), seed=st.integers(0, 2**32 - 1))
-def office_with_garbage(met, letter, sender, seed):
+@given(message=messages(), sender=st.integers(1, PEERS - 1), seed=st.integers(0, 2**32 - 1))
+def office_with_garbage(met, message, sender, seed):
     random, office = np.random.default_rng(seed), busy_office()
     for _ in range(12):
         near = replace(
-            letter,
+            message,
             epoch=int(random.integers(2, 5)),
             step=int(random.integers(8)),
             averaging=int(random.integers(3)),
             finished=int(random.integers(4)),
         )
-        view = [status + int(random.choice([0, 0, 0, 1, 2])) for status in office.view]
+        view = [status + int(random.choice([0, 0, 0, 1, 2])) for status in office.membership.view]
         view[sender] += view[sender] % 2
         packed = pack(fitting(near, view, sender))
         head, body = (
@@ -473,7 +483,7 @@ def office_with_garbage(met, letter, sender, seed):
         )
         met[read(head, body).kind if check_taken(office, sender, head, body) else "refused"] += 1
         office.transport.sent.clear()
-        if office.view[0] != NOW or not office._alive(sender):
+        if office.membership.view[0] != NOW or not office.membership.alive(sender):
             office = busy_office()
 
 
@@ -482,11 +492,11 @@ def office_with_garbage(met, letter, sender, seed):
 def test_an_office_refuses_bytes(head, body, sender):
     office = busy_office()
     assert not check_taken(office, sender, head, body)
-    assert office.counts == {"malformed": 1}
+    assert office.refusals.counts == {"malformed": 1}
 
 
-def letters_of(office, sender):
-    view = office.view
+def messages_of(office, sender):
+    view = office.membership.view
     return [
         fitting(example(kind, epoch=3, finished=3, step=6, averaging=averaging), view, sender)
         for kind in KINDS
@@ -498,14 +508,14 @@ def test_letters_that_fit_are_taken():
     """So that the refusals below are refusals of what would have been taken."""
     for number in range(12):
         office = busy_office()
-        letter = letters_of(office, 1)[number]
+        message = messages_of(office, 1)[number]
         before = state(office)
-        assert check_taken(office, 1, *map(bytes, pack(letter)))
-        if letter.kind != "want" and (letter.kind, letter.averaging) != (
+        assert check_taken(office, 1, *map(bytes, pack(message)))
+        if message.kind != "want" and (message.kind, message.averaging) != (
             "status",
             0,
         ):  # which is older than the one that it has
-            assert state(office) != before, letter.kind
+            assert state(office) != before, message.kind
 
 
 @pytest.mark.parametrize(("reason", "change", "sender"), [
@@ -518,41 +528,45 @@ def test_letters_that_fit_are_taken():
 def test_letters_that_do_not_count_change_nothing(reason, change, sender):
     for number in range(12):
         office = busy_office()
-        office._banned.add(3)
-        letter = replace(letters_of(office, sender)[number], **change)
-        assert not check_taken(office, sender, *map(bytes, pack(letter)))
-        assert office.counts == {reason: 1}
+        office.membership.banned.add(3)
+        message = replace(messages_of(office, sender)[number], **change)
+        assert not check_taken(office, sender, *map(bytes, pack(message)))
+        assert office.refusals.counts == {reason: 1}
 
 
 @pytest.mark.parametrize("kind", ["beat", "ready", "bye"])
-def test_incarnations_far_in_the_future_are_refused(kind):
+def test_incarnations_progress_in_the_future_are_refused(kind):
     years = 366 * 86_400_000
     for peer in (1, 2, 0):  # of the sender, of another, of the receiver
         office, lines = busy_office(), []
-        office._say = lines.append
-        view = [status + (years // 2 * 2 if number == peer else 0) for number, status in enumerate(office.view)]
+        office.refusals.log = lines.append
+        view = [
+            status + (years // 2 * 2 if number == peer else 0) for number, status in enumerate(office.membership.view)
+        ]
         assert not check_taken(office, 1, *map(bytes, pack(fitting(example(kind), view, 1))))
-        assert office.counts == {"malformed": 1}
+        assert office.refusals.counts == {"malformed": 1}
         assert lines == ["a message of b was refused: it is of a time more than a year from now: compare the clocks."]
 
 
 def test_a_view_that_denies_its_sender_is_refused():
     office = busy_office()
     for wrong in (NOW, NOW + 4):
-        letter = replace(fitting(example("beat"), office.view, 1), view=(NOW, wrong, NOW + 4, NOW + 6))
-        assert not check_taken(office, 1, *map(bytes, pack(letter)))
+        message = replace(fitting(example("beat"), office.membership.view, 1), view=(NOW, wrong, NOW + 4, NOW + 6))
+        assert not check_taken(office, 1, *map(bytes, pack(message)))
 
 
 def test_rows_and_sums_before_the_first_beat_of_a_process_wait_for_it():
     for kind in ("data", "status", "want"):
         office = busy_office()
         before = state(office)
-        office._take(1, *pack(replace(fitting(example(kind, step=4), office.view, 1), incarnation=NOW + 100)))
+        office._take(
+            1, *pack(replace(fitting(example(kind, step=4), office.membership.view, 1), incarnation=NOW + 100))
+        )
         assert state(office) == before
         assert not office.transport.sent
 
 
-def test_rows_far_ahead_are_not_kept():
+def test_rows_progress_ahead_are_not_kept():
     """Whoever sends without end must not fill the memory."""
     for epoch, step, kept in (
         (3, 5 + 255, True),
@@ -563,26 +577,28 @@ def test_rows_far_ahead_are_not_kept():
         (2, 9, False),
     ):
         office = busy_office()
-        office._take(1, *pack(fitting(example("data", averaging=0, epoch=epoch, step=step), office.view, 1)))
-        assert (1 in office._rows.get((epoch, step), {})) == kept
+        office._take(1, *pack(fitting(example("data", averaging=0, epoch=epoch, step=step), office.membership.view, 1)))
+        assert (1 in office.exchange._rows.get((epoch, step), {})) == kept
 
 
 def test_a_flood_is_said_once():
     office, lines = busy_office(), []
-    office._say = lines.append
+    office.refusals.log = lines.append
     for _ in range(50):
         office._take(1, b"", memoryview(b""))
     assert len(lines) == 1
-    assert office.counts == {"malformed": 50}
+    assert office.refusals.counts == {"malformed": 50}
 
 
 def test_rows_of_one_later_epoch_are_kept_and_averages_that_cannot_have_begun_are_refused():
     office = busy_office()
     for epoch in (7, 9, 8):
-        office._take(1, *pack(fitting(example("data", averaging=0, epoch=epoch, step=0), office.view, 1)))
-    assert [key[0] for key, rows in office._rows.items() if 1 in rows and key[0] > office.epoch] == [9]
-    ahead = office.averaging + 2
+        office._take(1, *pack(fitting(example("data", averaging=0, epoch=epoch, step=0), office.membership.view, 1)))
+    assert [key[0] for key, rows in office.exchange._rows.items() if 1 in rows and key[0] > office.outbox.epoch] == [9]
+    ahead = office.outbox.averaging + 2
     for kind in ("data", "status"):
-        office._take(1, *pack(fitting(example(kind, averaging=ahead, epoch=office.epoch), office.view, 1)))
-    assert office.counts["ahead"] == 2
-    assert not office.overtaken()
+        office._take(
+            1, *pack(fitting(example(kind, averaging=ahead, epoch=office.outbox.epoch), office.membership.view, 1))
+        )
+    assert office.refusals.counts["ahead"] == 2
+    assert not office.exchange.overtaken()

@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +21,10 @@ from fedbilevel.federation.averaging import Message, RunningSums, parked
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.hypergradient import lower_solution
 from fedbilevel.oracle.population import Population
-from fedbilevel.peers.engine import Peer, _Settling
-from fedbilevel.peers.office import Office, Status
+from fedbilevel.peers.engine import Peer
+from fedbilevel.peers.exchange import AveragingStatus, Exchange
 from fedbilevel.peers.plan import PeerPlan, plan_of
+from fedbilevel.peers.settling import Settling, all_settled
 from fedbilevel.peers.transport import Faults, MemoryNetwork
 from fedbilevel.peers.wire import SKETCH
 from fedbilevel.runs.loop import run
@@ -136,14 +136,14 @@ def test_tasks_and_scopes_run_through_peers(tmp_path, task, algorithm, num_class
 
 def test_nobody_begins_an_outer_iteration_before_all_have_stored_the_one_before(tmp_path, monkeypatch):
     """Two stored states are enough to go back to only because of this."""
-    waited, wait = [], Office.all_finished
+    waited, wait = [], Exchange.wait_until_finished
 
-    def noted(office: Office, iteration: int, stop: Callable[[], bool]) -> None:
-        wait(office, iteration, stop)
+    def noted(exchange: Exchange, iteration: int, stop: Callable[[], bool]) -> None:
+        wait(exchange, iteration, stop)
         stored = [Record(tmp_path / f"p{number}").load()[1]["iteration"] for number in range(4)]
-        waited.append((office.me, iteration, min(stored) >= iteration))
+        waited.append((exchange._outbox.me, iteration, min(stored) >= iteration))
 
-    monkeypatch.setattr(Office, "all_finished", noted)
+    monkeypatch.setattr(Exchange, "wait_until_finished", noted)
     Threads(tmp_path, content({"name": "sgp"}), Quadratic(**SMALL).build().clients).run()
     assert sorted(waited) == sorted((me, iteration, True) for me in range(4) for iteration in range(4))
 
@@ -400,7 +400,7 @@ def test_an_old_record_of_one_peer_is_not_taken_for_the_state_of_all(tmp_path):
         threads.start(number)
     threads.start(3)
     for number in range(4):
-        with pytest.raises(PlanError, match=r"p3 goes on with a run of which .* have no record"):
+        with pytest.raises(PlanError, match=r"p3 would resume a run of which .* have no record"):
             threads.join([number])
 
 
@@ -443,7 +443,7 @@ def test_one_that_has_done_everything_says_so_when_it_is_alone(tmp_path):
     threads.start(0)
     with pytest.raises(
         QuorumError,
-        match=r"missing: p1, p2, p3: .*; this one has done all 1 outer iterations, so perhaps all have: peer collect",
+        match=r"missing: p1, p2, p3: .*; this peer has finished all 1 outer iterations, so perhaps all peers have: peer collect",
     ):
         threads.join([0])
 
@@ -465,7 +465,7 @@ def test_a_folder_that_somebody_else_writes_into_is_noticed(tmp_path):
         threads.start(number)
     with pytest.raises(
         CheckpointError,
-        match=r"the others go on from outer iteration 2, and .*p3 holds 3 and -1: start this peer with another folder",
+        match=r"the others resume from outer iteration 2, and .*p3 holds 3 and -1: start this peer with another folder",
     ):
         threads.join([3])
     threads.join([0, 1, 2])
@@ -486,7 +486,7 @@ def test_peers_that_never_agree_say_so(tmp_path):
     # Whoever is the first to see it leaves; one that has not been woken by then only sees that too few are left.
     kinds = {
         NetworkError: r"after 1 wakes the peers do not agree up to .*: raise the tolerance or max_steps",
-        QuorumError: r"there after 4 s, 3 of 4 are needed",
+        QuorumError: r"present after 4 s, 3 of 4 are needed",
     }
     assert sorted(threads.errors) == [0, 1, 2, 3]
     for error in threads.errors.values():
@@ -546,11 +546,10 @@ def test_differences_that_would_cancel_in_a_sum_are_seen(tmp_path, width):
 
 
 def test_an_average_has_not_ended_while_something_pushed_before_is_under_way():
-    group = SimpleNamespace(members=torch.tensor([0, 2]))
     sketch = np.append(np.ones(SKETCH - 1), 10.0)
-    status = lambda got, settled, values=sketch: Status(np.array(got), np.array(settled), values)
-    ended = lambda one, other, limit=1e-6: Peer._agreed(
-        group, {0: one, 2: other, 1: status([0, 0, 0], [9, 9, 9])}, limit
+    status = lambda got, settled, values=sketch: AveragingStatus(np.array(got), np.array(settled), values)
+    ended = lambda one, other, limit=1e-6: all_settled(
+        {0: one, 2: other, 1: status([0, 0, 0], [9, 9, 9])}, [0, 2], limit
     )
     assert ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0]))  # 1 is not of the group
     assert not ended(
@@ -563,11 +562,11 @@ def test_an_average_has_not_ended_while_something_pushed_before_is_under_way():
     assert ended(
         status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0], off), 1e-5
     )  # of the largest row, which is 10
-    assert not Peer._agreed(group, {0: status([0, 0, 5], [0, 7, 3])}, 1.0)  # nothing was heard of 2
+    assert not all_settled({0: status([0, 0, 5], [0, 7, 3])}, [0, 2], 1.0)  # nothing was heard of 2
 
 
 def test_a_value_stands_still_from_the_wake_on_at_which_it_last_moved():
-    sums, watch = RunningSums(0, torch.tensor([1.0])), _Settling(3)
+    sums, watch = RunningSums(0, torch.tensor([1.0])), Settling(3)
     at = lambda value: watch.look(sums, np.append(np.full(SKETCH - 1, value), 1.0), 1e-3)
     sums.wake([1])
     assert at(1.0).settled.tolist() == [0, 1, 0]

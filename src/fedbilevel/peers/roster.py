@@ -42,15 +42,15 @@ _Z85 = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class PeerEntry:
     name: str
     address: str
     key: str
 
 
 @dataclass(frozen=True)
-class Roster:
-    peers: tuple[Entry, ...]
+class PeerRoster:
+    peers: tuple[PeerEntry, ...]
 
     def number(self, name: str) -> int:
         names = [peer.name for peer in self.peers]
@@ -71,7 +71,7 @@ class Secret:
     secret: str = field(repr=False)  # must not end up in a log
 
 
-def read_roster(path: Path) -> Roster:
+def read_roster(path: Path) -> PeerRoster:
     return _roster(_tables(_content(path), path), str(path))
 
 
@@ -98,7 +98,7 @@ def keygen(path: Path, *, name: str, address: str) -> Path:
     try:
         with open(handle, "w") as file:
             file.write(text)
-        write_whole(public, _text([Entry(name, address, key)]).encode())
+        write_whole(public, _text([PeerEntry(name, address, key)]).encode())
     except (OSError, CheckpointError) as error:  # both or none
         path.unlink()
         raise RosterError(
@@ -133,7 +133,7 @@ def read_secret(path: Path) -> Secret:
     return Secret(entry.name, entry.address, entry.key, content["secret"])
 
 
-def assemble(public_files: Sequence[Path], out: Path) -> Roster:
+def assemble(public_files: Sequence[Path], out: Path) -> PeerRoster:
     """A roster from what the peers have sent, numbered in the order given."""
     entries: list[dict[str, Any]] = []
     for path in public_files:
@@ -238,7 +238,7 @@ def _tables(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     return tables
 
 
-def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> Roster:
+def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> PeerRoster:
     entries = tuple(
         _check_peer(table, f"[[peer]] number {number} of {path}") for number, table in enumerate(tables, start=1)
     )
@@ -256,10 +256,10 @@ def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> Roster:
                     f"{path} has the {what} {getattr(entry, what)!r} twice: every peer needs one of its own."
                 )
             seen.add(value)
-    return Roster(entries)
+    return PeerRoster(entries)
 
 
-def _check_peer(table: Mapping[str, Any], place: str) -> Entry:
+def _check_peer(table: Mapping[str, Any], place: str) -> PeerEntry:
     _check_entries(table, ENTRIES, f"entry of {place}", place)
     return _entry(table, place)
 
@@ -273,7 +273,7 @@ def _check_entries(table: Mapping[str, Any], known: Iterable[str], kind: str, pl
             raise RosterError(f'{place} has no {name}: add {name} = "...", as keygen wrote it.')
 
 
-def _entry(table: Mapping[str, Any], place: str) -> Entry:
+def _entry(table: Mapping[str, Any], place: str) -> PeerEntry:
     for name in ENTRIES:
         check_plain(f"{name} in {place}", table[name], "text", RosterError)
     _check_name(table["name"], f"name in {place}")
@@ -282,7 +282,7 @@ def _entry(table: Mapping[str, Any], place: str) -> Entry:
         raise RosterError(
             f"key in {place} is {table['key']!r}, expected a public key of 40 characters as keygen writes it."
         )
-    return Entry(table["name"], table["address"], table["key"])
+    return PeerEntry(table["name"], table["address"], table["key"])
 
 
 def _check_name(name: str, place: str) -> None:
@@ -290,7 +290,7 @@ def _check_name(name: str, place: str) -> None:
         raise RosterError(f"{place} is {name!r}, expected letters, digits, - and _.")
 
 
-def _text(entries: Iterable[Entry]) -> str:
+def _text(entries: Iterable[PeerEntry]) -> str:
     return "\n".join(
         f'[[peer]]\nname = "{entry.name}"\naddress = "{entry.address}"\nkey = "{entry.key}"\n' for entry in entries
     )

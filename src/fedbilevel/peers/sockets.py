@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from fedbilevel.errors import RosterError, SettingError, WireError
-from fedbilevel.peers.roster import NEEDS, Roster, Secret, is_loopback, split_address
+from fedbilevel.peers.roster import NEEDS, PeerRoster, Secret, is_loopback, split_address
 from fedbilevel.peers.transport import TICK, Take
 
 try:
@@ -51,7 +51,7 @@ class Sockets:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: PeerRoster,
         me: int,
         secret: Secret | None,
         *,

@@ -21,7 +21,7 @@ Take = Callable[[int, bytes, memoryview], None]  # sender, head, body
 TICK = 0.2  # seconds between two calls of `tick`
 
 
-class Transport(Protocol):
+class PeerTransport(Protocol):
     def start(self, take: Take, tick: Callable[[], None]) -> None:
         """Begin to listen. One thread calls `take` for every message and `tick` every TICK seconds or so; both are quick, and neither raises."""
 
@@ -164,7 +164,7 @@ class MemoryTransport:
 class Lossy:
     """A transport that does not send a share of what it is asked to, to try things out."""
 
-    def __init__(self, transport: Transport, me: int, num_peers: int, faults: Faults) -> None:
+    def __init__(self, transport: PeerTransport, me: int, num_peers: int, faults: Faults) -> None:
         self.transport, self.me, self.faults = transport, me, faults
         self._numbers = [count(1) for _ in range(num_peers)]
         self.start, self.quiet, self.refused, self.close = (

@@ -58,7 +58,7 @@ class Introduction:
 
 
 @dataclass(frozen=True)
-class Letter:
+class PeerMessage:
     kind: Kind
     run: bytes
     incarnation: int  # of the sender's process
@@ -76,47 +76,47 @@ class Letter:
     sketch: np.ndarray | None = None
 
 
-def pack(letter: Letter) -> tuple[bytes, bytes | memoryview]:
+def pack(message: PeerMessage) -> tuple[bytes, bytes | memoryview]:
     body: bytes | memoryview = b""
-    code, peers = 0, len(letter.view)
-    if letter.kind in ("beat", "ready", "bye"):
-        body = np.array(letter.view, "<u8").tobytes()
-        if letter.introduction is not None:
-            me = letter.introduction
+    code, peers = 0, len(message.view)
+    if message.kind in ("beat", "ready", "bye"):
+        body = np.array(message.view, "<u8").tobytes()
+        if message.introduction is not None:
+            me = message.introduction
             body += _INTRODUCTION.pack(
                 me.weight, me.plan, me.roster, me.start, me.epoch, me.mark, *me.versions[0], *me.versions[1]
             )
-    elif letter.kind == "data":
-        assert letter.array is not None
-        array = np.ascontiguousarray(letter.array)
+    elif message.kind == "data":
+        assert message.array is not None
+        array = np.ascontiguousarray(message.array)
         code, body = (
             _CODES[array.dtype.newbyteorder("<")],
             array.astype(array.dtype.newbyteorder("<"), copy=False).data.cast("B"),
         )
-    elif letter.kind == "status":
-        assert letter.numbers is not None
-        assert letter.sketch is not None
-        peers = len(letter.numbers[0])
-        body = np.concatenate(letter.numbers).astype("<u4").tobytes() + letter.sketch.astype("<f8").tobytes()
+    elif message.kind == "status":
+        assert message.numbers is not None
+        assert message.sketch is not None
+        peers = len(message.numbers[0])
+        body = np.concatenate(message.numbers).astype("<u4").tobytes() + message.sketch.astype("<f8").tobytes()
     head = _HEAD.pack(
         _MAGIC,
-        KINDS.index(letter.kind),
+        KINDS.index(message.kind),
         code,
-        letter.run,
-        letter.incarnation,
-        letter.epoch,
-        letter.finished,
-        letter.averaging,
-        letter.step,
-        letter.weight,
+        message.run,
+        message.incarnation,
+        message.epoch,
+        message.finished,
+        message.averaging,
+        message.step,
+        message.weight,
         len(body),
         peers,
     )
     return head, body
 
 
-def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: int = MOST) -> Letter:
-    """A letter of which every number is in its range, or a WireError. The array is a view of the body."""
+def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: int = MOST) -> PeerMessage:
+    """A message of which every number is in its range, or a WireError. The array is a view of the body."""
     if len(head) != HEAD:
         raise WireError(f"its head has {len(head)} bytes, expected {HEAD}.")
     magic, kind, code, run, incarnation, epoch, finished, averaging, step, weight, length, peers = _HEAD.unpack(head)
@@ -162,7 +162,7 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
         if length == 0 or length % dtype.itemsize:
             raise WireError(f"its array of {length} bytes has no whole number of entries of {dtype.itemsize} bytes.")
         parts["array"] = _finite(np.frombuffer(body, dtype))
-    return Letter(name, run, incarnation, epoch, finished, averaging, step, weight, **parts)  # type: ignore[arg-type]
+    return PeerMessage(name, run, incarnation, epoch, finished, averaging, step, weight, **parts)  # type: ignore[arg-type]
 
 
 def _introduction(body: bytes) -> Introduction:
