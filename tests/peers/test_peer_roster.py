@@ -9,12 +9,12 @@ import zmq
 from zmq.utils import z85
 
 from fedbilevel.errors import RosterError, SettingError, UnknownNameError
+from fedbilevel.peers.addresses import is_loopback
 from fedbilevel.peers.roster import (
     PeerEntry,
     PeerRoster,
     assemble,
     is_key,
-    is_loopback,
     keygen,
     read_roster,
     read_secret,

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from fedbilevel.errors import RosterError, WireError
-from fedbilevel.peers import sockets
+from fedbilevel.peers import send_queues, sockets
 from fedbilevel.peers.roster import PeerEntry, PeerRoster, Secret
 from fedbilevel.peers.sockets import Sockets
 
@@ -241,7 +241,7 @@ def test_a_peer_that_is_shut_out_learns_of_it_and_tries_again(monkeypatch):
         group.start(1)
         group.live[1].send(0, b"head")
         assert until(lambda: group.live[1].refused().get("shut out", 0) >= 2)
-        assert any("p0 does not let this peer in" in line for line in group.lines[1])
+        assert any("p0 refuses this peer" in line for line in group.lines[1])
         assert group.live[0].refused()["key"] >= 2
         assert group.got[0] == []
         group.live[0].close()
@@ -322,7 +322,7 @@ def test_a_message_that_is_much_too_long_is_not_read_and_others_are_not_harmed()
         for number in range(20):
             group.live[2].send(0, b"%d" % number)
         assert group.arrives(0, *((2, b"%d" % number, b"") for number in range(20)))
-        assert until(lambda: not group.live[1]._waiting[0])
+        assert until(lambda: not group.live[1].queues.waiting(0))
         again = iter(range(10_000))  # its connection is made anew; what was on the way is lost
         assert until(
             lambda: (
@@ -392,12 +392,12 @@ def test_the_newest_is_not_held_back_by_one_that_has_left():
 
 
 def test_what_waits_for_a_peer_that_is_gone_is_bounded_and_the_oldest_goes(monkeypatch):
-    monkeypatch.setattr(sockets, "BACKLOG", 1_000_000)
+    monkeypatch.setattr(send_queues, "BACKLOG", 1_000_000)
     with Group(3).start(0) as group:
         for number in range(100):
             group.live[0].send(1, b"%d" % number, b"b" * 100_000)
             group.live[0].send(2, b"%d" % number)
-        kept = group.live[0]._waiting[1]
+        kept = group.live[0].queues.waiting(1)
         assert len(kept) == 9  # with what each takes besides its body
         dropped = group.live[0].refused()["backlog"]
         assert dropped == 91
@@ -405,11 +405,11 @@ def test_what_waits_for_a_peer_that_is_gone_is_bounded_and_the_oldest_goes(monke
         group.start(1, 2)
         assert until(lambda: len(group.got[1]) == 9 and len(group.got[2]) == 100)
         assert [int(head) for _, head, _ in group.got[1]] == list(range(91, 100))
-        assert until(lambda: group.live[0]._bytes[1] == group.live[0]._bytes[2] == 0)
+        assert until(lambda: group.live[0].queues.num_bytes(1) == group.live[0].queues.num_bytes(2) == 0)
 
 
 def test_replaced_messages_do_not_count_as_waiting(monkeypatch):
-    monkeypatch.setattr(sockets, "BACKLOG", 1_000_000)
+    monkeypatch.setattr(send_queues, "BACKLOG", 1_000_000)
     one = Group(2).made(0)
     one.send(1, b"first", b"b" * 500_000)
     for _ in range(100):
@@ -418,7 +418,7 @@ def test_replaced_messages_do_not_count_as_waiting(monkeypatch):
     for _ in range(10_000):
         one.send(1, b"")  # nothing in it, and yet it takes memory
     assert one.refused()["backlog"] > 0
-    assert len(one._waiting[1]) < 2_500
+    assert len(one.queues.waiting(1)) < 2_500
 
 
 def test_quiet_is_the_time_since_a_peer_was_last_heard():
@@ -460,7 +460,7 @@ def test_an_error_in_what_takes_messages_is_counted_and_the_next_message_arrives
         group.live[0].send(1, b"first")
         group.live[0].send(1, b"second")
         assert until(lambda: got == [b"first", b"second"] and group.live[1].refused() == {"failed": 2})
-        assert group.lines[1] == ["an error in what takes messages: RuntimeError: no room for it"]
+        assert group.lines[1] == ["an error while taking a message: RuntimeError: no room for it"]
 
 
 def test_the_clock_ticks_with_and_without_messages():
@@ -503,7 +503,7 @@ def test_the_end_waits_two_seconds_at_most_and_leaves_nothing(monkeypatch):
             assert 0.3 <= time.monotonic() - begin < 1.5
             group.live[0].close()
             group.live[0].send(1, b"too late")
-            assert not group.live[0]._waiting[1]
+            assert not group.live[0].queues.waiting(1)
             begin = time.monotonic()
             group.live[1].close()
             assert time.monotonic() - begin < 0.25  # nothing to wait for
@@ -568,7 +568,7 @@ def test_hosts_by_name_and_by_ipv6(host):
     ],
 )
 def test_without_keys_nothing_leaves_or_enters_this_machine(host, bind):
-    with pytest.raises(RosterError, match="is not an address of this machine alone"):
+    with pytest.raises(RosterError, match="is not a loopback address"):
         Group(2, host=host, keys=False).made(0, bind=bind)
 
 

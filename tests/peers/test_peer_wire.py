@@ -164,10 +164,10 @@ REFUSALS = {
     "short head": ((BEAT[0][:-1], BEAT[1]), "its head has 63 bytes, expected 64"),
     "long head": ((BEAT[0] + b"x", BEAT[1]), "its head has 65 bytes, expected 64"),
     "empty head": ((b"", b""), "its head has 0 bytes, expected 64"),
-    "magic": ((b"FBP2" + BEAT[0][4:], BEAT[1]), "it does not begin as a message of peers does"),
+    "magic": ((b"FBP2" + BEAT[0][4:], BEAT[1]), "it does not begin like a message between peers"),
     "kind": (planted(BEAT, KIND, "B", 6), "it is of the unknown kind 6"),
-    "more than said": ((BEAT[0], bytes(BEAT[1]) + b"x"), "it says that 32 bytes follow, and 33 do"),
-    "less than said": (planted(DATA, LENGTH, "I", 25), "it says that 25 bytes follow, and 24 do"),
+    "more than said": ((BEAT[0], bytes(BEAT[1]) + b"x"), "its head announces 32 bytes, but 33 follow"),
+    "less than said": (planted(DATA, LENGTH, "I", 25), "its head announces 25 bytes, but 24 follow"),
     "weight NaN": (
         planted(DATA, WEIGHT, "d", np.nan),
         "its weight is nan, expected a finite number that is not negative",
@@ -176,7 +176,7 @@ REFUSALS = {
     "weight negative": (planted(DATA, WEIGHT, "d", -1e-300), "its weight is -1e-300"),
     "epoch": (
         planted(BEAT, EPOCH, "I", 2**31),
-        "it is of epoch 2147483648 after 2 outer iterations, and no run comes that far",
+        "it is of epoch 2147483648 after 2 outer iterations, expected less than 2147483648 of each",
     ),
     "finished": (planted(BEAT, FINISHED, "I", 2**31), "it is of epoch 3 after 2147483648 outer iterations"),
     "no type": (planted(DATA, TYPE, "B", 0), "its array is of the unknown type 0"),
@@ -231,9 +231,9 @@ REFUSALS = {
         (STATUS[0], bytes(STATUS[1])[:-8] + struct.pack("<d", np.nan)),
         "its array holds NaN or infinity",
     ),
-    "counts nothing": (introduced(weight=0.0), "it introduces a peer that counts 0.0, expected more than nothing"),
-    "counts less": (introduced(weight=-1.0), "it introduces a peer that counts -1.0, expected more than nothing"),
-    "counts NaN": (introduced(weight=np.nan), "it introduces a peer that counts nan"),
+    "counts nothing": (introduced(weight=0.0), "it introduces a peer with the weight 0.0, expected a positive number"),
+    "counts less": (introduced(weight=-1.0), "it introduces a peer with the weight -1.0, expected a positive number"),
+    "counts NaN": (introduced(weight=np.nan), "it introduces a peer with the weight nan"),
     "version -2": (introduced(newest=-1, before=-2), "it introduces a peer with impossible versions"),
     "versions reversed": (introduced(newest=4, before=5), "it introduces a peer with impossible versions"),
     "version too late": (introduced(newest=2**31), "it introduces a peer with impossible versions"),
@@ -252,7 +252,7 @@ def test_every_refusal_says_what_was_found(case):
 
 def test_longer_than_anything_here_needs():
     assert read(*DATA, max_bytes=24).array.tolist() == [1.0, -2.0, 3.5]
-    with pytest.raises(WireError, match="it has 24 bytes, more than the 23 that any message here needs"):
+    with pytest.raises(WireError, match="it has 24 bytes, more than the 23 that any message of this run needs"):
         read(*DATA, max_bytes=23)
 
 

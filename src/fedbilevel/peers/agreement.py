@@ -20,8 +20,8 @@ from fedbilevel.engines.engine import Regrouped
 from fedbilevel.errors import PlanError, QuorumError
 from fedbilevel.peers.formation import Formation, agreed, check_one_run, difference, mark
 from fedbilevel.peers.membership import NEVER, Membership
-from fedbilevel.peers.outbox import Outbox, Packed
-from fedbilevel.peers.wire import Introduction, PeerMessage, Version, pack
+from fedbilevel.peers.outbox import Outbox
+from fedbilevel.peers.wire import Introduction, Packed, PeerMessage, Version, pack
 
 LOOK = 0.5  # seconds after which a waiting thread checks all conditions again
 _EMPTY = bytes(16)

@@ -18,8 +18,8 @@ from fedbilevel.engines.engine import Regrouped
 from fedbilevel.peers.agreement import LOOK, Agreement
 from fedbilevel.peers.formation import Formation
 from fedbilevel.peers.membership import Membership
-from fedbilevel.peers.outbox import Outbox, Packed
-from fedbilevel.peers.wire import PeerMessage, pack
+from fedbilevel.peers.outbox import Outbox
+from fedbilevel.peers.wire import Packed, PeerMessage, pack
 
 _HISTORY, _HISTORY_BYTES = 256, 2**28  # limits of the rows that can be sent again
 _AGAIN = 0.3  # seconds before a missing row is requested again; doubles with every request

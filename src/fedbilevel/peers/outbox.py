@@ -8,9 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from fedbilevel.peers.transport import PeerTransport
-from fedbilevel.peers.wire import Kind, PeerMessage, pack
-
-Packed = tuple[bytes, bytes | memoryview]  # head, body
+from fedbilevel.peers.wire import Kind, Packed, PeerMessage, pack
 
 
 class Outbox:

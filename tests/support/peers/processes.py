@@ -30,7 +30,9 @@ from fedbilevel.runs.result import Progress
 from fedbilevel.tasks.quadratic import Quadratic
 
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["peer_processes", "torch._dynamo"])  # which the first derivative of a process imports
+forked.set_forkserver_preload(
+    ["support.peers.processes", "torch._dynamo"]
+)  # which the first derivative of a process imports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ def _peer(place: str, plan: WidePlan, number: int, num: int, stops: int) -> None
                 now.iteration == now.num_iterations
             ):  # nobody goes before this peer is through, so all connections are there
                 until = time.monotonic() + 2.0  # for one that is gone, messages wait for ever
-                while any(sockets[0]._waiting.values()) and time.monotonic() < until:
+                while not sockets[0].queues.empty() and time.monotonic() < until:
                     time.sleep(0.01)
                 time.sleep(0.2)
                 (folder / f"p{number}.sent").write_text(json.dumps(sum(_sent_by(os.getpid()))))
