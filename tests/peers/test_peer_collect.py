@@ -486,7 +486,7 @@ def _other_state(folders: list[Path]) -> list[Path]:
         (lambda folders: [], PlanError, "there are no records to collect"),
         (lambda folders: [*folders, folders[0].with_name("nowhere")], CheckpointError, "there is no run in .*nowhere"),
         (_simulated, CheckpointError, "p1 holds a run of the engine 'simulation', not the record of one peer"),
-        (_collected, CheckpointError, "before was collected from the records of several peers already"),
+        (_collected, CheckpointError, "before was already collected from the records of several peers"),
         (_nameless, CheckpointError, "p1/config.json does not say whose record it is"),
         (_misnamed, CheckpointError, "p1/config.json does not say whose record it is"),
         (_no_checkpoint, CheckpointError, "there is no checkpoint in .*p1"),
@@ -500,7 +500,7 @@ def _other_state(folders: list[Path]) -> list[Path]:
             r"no outer iteration that all these peers have measured together \(p0 0 to 0, p1 2 to 3",
         ),
         (_unseen, CheckpointError, r"measurements of outer iteration 0 do not fit together \(KeyError\('upper'\)\)"),
-        (_other_bill, CheckpointError, "the bill in .*p1/checkpoint.safetensors is not one between 4 peers"),
+        (_other_bill, CheckpointError, "the ledger in .*p1/checkpoint.safetensors is not one between 4 peers"),
         (_other_state, CheckpointError, "p1 holds .*, more, .*, the algorithm has x, z, w"),
     ],
 )

@@ -361,7 +361,7 @@ def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
         ({"on_crash": "pray"}, "on_crash of the plan is 'pray'"),
         ({"on_change": "continue"}, "exchanges rows step by step, which does not survive a loss"),
         ({"options": {"averaging": {"kind": "robust", "num_steps": 5}}}, "ends when all agree, not after a number of steps"),
-        ({"options": {"averaging": {"tolerance": 1e-3}}}, "nobody sees whether all agree"),
+        ({"options": {"averaging": {"tolerance": 1e-3}}}, "no peer detects whether all agree"),
         ({"options": {"network": {"max_delay": 3}}}, "delays messages or lets peers sleep"),
         ({"options": {"network": {"kind": "file", "file": "a.json"}}}, "nothing in a plan may be a path"),
         ({"options": {"device": "cuda"}}, "the plan sets device, which is each participant's own affair"),

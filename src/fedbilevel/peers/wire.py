@@ -141,7 +141,7 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
     if code not in ((1, 2) if name == "data" else (0,)):
         raise WireError(f"its array is of the unknown type {code}.")
     _check_size(name, peers, length, num_peers)
-    parts: dict[str, object] = {}
+    parts: dict[str, Any] = {}
     if name in ("beat", "ready", "bye"):
         parts["view"] = tuple(np.frombuffer(body, "<u8", num_peers).tolist())
         parts["introduction"] = _introduction(bytes(body[8 * num_peers :])) if name == "ready" else None
@@ -154,7 +154,7 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
         if length == 0 or length % dtype.itemsize:
             raise WireError(f"its array of {length} bytes has no whole number of entries of {dtype.itemsize} bytes.")
         parts["array"] = _finite(np.frombuffer(body, dtype))
-    return PeerMessage(name, run, incarnation, epoch, finished, averaging, step, weight, **parts)  # type: ignore[arg-type]
+    return PeerMessage(name, run, incarnation, epoch, finished, averaging, step, weight, **parts)
 
 
 def _check_size(name: Kind, peers: int, length: int, num_peers: int) -> None:
