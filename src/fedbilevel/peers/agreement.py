@@ -142,8 +142,9 @@ class Agreement:
     def _unlike(self, members: Sequence[int]) -> str:
         """Name a peer that cannot take part, with the reason; an empty text if there is none.
 
-        The mismatched peer detects this too and exits, so a group that has started before goes on
-        without it. At the first start a peer that is gone counts too: this may be why it went.
+        The mismatched peer detects this too and exits, so a group that has started before
+        continues without it. At the first start a peer that is gone counts too, because the
+        difference may be why it went.
         """
         assert self._about is not None
         for peer, message in self._readies.items():
@@ -185,9 +186,9 @@ class Agreement:
     # ---- the rest of a group ---------------------------------------------------------------------
 
     def reform(self) -> bool:
-        """In the middle of an averaging: agree with the remaining members on who remains, and continue.
+        """Agree, in the middle of an averaging, which members remain, and continue with them.
 
-        Return whether some member had already finished the averaging of this peer: its value is final.
+        Return whether a member had already finished this averaging, so that its value is final.
         """
         with self._changed:
             self._reforming = True
@@ -241,7 +242,7 @@ class Agreement:
         return self.formed is not None and any(peer not in self.formed.members for peer in self._membership.present())
 
     def called_back(self) -> bool:
-        """Whether a member starts a new group, or this peer must because the others continued without it."""
+        """Whether a member starts a new group, or the others have continued without this peer."""
         if self.formed is None:
             return False
         me = self._outbox.me

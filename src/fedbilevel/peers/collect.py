@@ -1,8 +1,8 @@
 """Collection of the records of all peers of a run into one record like that of a simulation.
 
-No peer sees all others during a run. Afterwards their records suffice: every measurement holds sums
-that add up over peers (`seen`), and every checkpoint holds a peer's own row of the state and its own
-ledger. The collected folder holds config.json, metrics.jsonl and
+No peer sees all others during a run. Afterwards their records suffice: every measurement holds
+sums that add up over peers (`seen`), and every checkpoint holds a peer's own row of the state and
+its own ledger. The collected folder holds config.json, metrics.jsonl and
 
     solution.safetensors        x and y of every peer, as x.client<number>.<name> and y.client...
     ledger.json                 total costs, and messages, floats and bytes by sender and receiver
@@ -10,9 +10,9 @@ ledger. The collected folder holds config.json, metrics.jsonl and
     influences.json             predicted change of the summed validation loss when a training
                                 sample is removed, if h gives it (tasks/influence.py)
 
-There is no checkpoint: only the peers can resume their run. Solution and hypergradient come from the
-peers' last checkpoints, which must be of the same outer iteration. The peers' own files of these
-names can be older, if a run was interrupted, resumed and then lost.
+There is no checkpoint: only the peers can resume their run. Solution and hypergradient come from
+the peers' last checkpoints, which must be of the same outer iteration. The peers' own files of
+these names can be older, if a run was interrupted, resumed and then lost.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Removal(NamedTuple):
 class Collected(NamedTuple):
     """Result of a collection.
 
-    peers: names of the collected peers, by number. missing: the other peers of the run. behind: peers
-    whose record ends earlier, with their last outer iteration; then there is no solution.
+    peers: names of the collected peers, by number. missing: the other peers of the run. behind:
+    peers whose record ends earlier, with their last outer iteration; then there is no solution.
     removals: the most harmful samples first; None if the records hold no influences.
     """
 
@@ -90,7 +90,7 @@ class Collected(NamedTuple):
 
 
 def collect(folders: Sequence[Path], out: Path) -> Collected:
-    """Collect records of some or all peers. Nothing is written before all records are read and checked."""
+    """Collect records of some or all peers. Nothing is written before all records are checked."""
     if not folders:
         raise PlanError("there are no records to collect: name the folder of at least one peer.")
     if (out / "config.json").exists():

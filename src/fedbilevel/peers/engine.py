@@ -2,7 +2,8 @@
 
 Steps of the network are synchronous: the peer waits for a row from every sender of that step and
 sums them by the same product as a simulation, so the numbers are the same. Averages of kind
-`robust` are asynchronous: every peer wakes by itself, pushes running sums, and stops when all agree.
+`robust` are asynchronous: every peer wakes by itself, pushes running sums, and stops when all
+agree.
 """
 
 from __future__ import annotations
@@ -105,16 +106,14 @@ class Peer(Peering):
         return receive(messages).to(rows.device), receive(all_weights).to(rows.device) if sends_weights else weights
 
     def _exact(self, rows: Tensor) -> Tensor:
-        everybody = torch.ones(len(self.members), dtype=torch.bool).index_fill(0, torch.tensor([self.rank]), False)
-        self._charge(
-            everybody, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT
-        )
+        others = torch.ones(len(self.members), dtype=torch.bool).index_fill(0, torch.tensor([self.rank]), False)
+        self._charge(others, rows.shape[1] + self.unequal, rows.shape[1] * rows.element_size() + self.unequal * WEIGHT)
         # A clone, because a row may be sent again after its owner has changed it.
-        messages, _ = self._swapped(rows.clone(), 1.0, everybody, everybody)
+        messages, _ = self._swapped(rows.clone(), 1.0, others, others)
         return (total(messages, self.shares) / float(self.shares.sum())).to(rows.dtype)[None].to(rows.device)
 
     def _swapped(self, message: Tensor, weight: float, receivers: Tensor, senders: Tensor) -> tuple[Tensor, Tensor]:
-        """Send a row, and return (m, d) messages and (m, 1) weights by rank, with zeros for non-senders."""
+        """Send a row. Return (m, d) messages and (m, 1) weights by rank, zero for non-senders."""
         step, self._steps = self._steps, self._steps + 1
         mine = message[0].cpu().numpy()
         others = senders.index_fill(0, torch.tensor([self.rank]), False)
@@ -225,7 +224,7 @@ class Peer(Peering):
         self.office.exchange.wait_until_finished(finished, stop)
 
     def measure(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Measure this peer at its own point. `seen` holds the sums that `peer collect` adds over peers."""
+        """Measure this peer at its own point. `peer collect` adds the numbers in `seen` over peers."""
         names, table = self.host.looked_at(x, y)
         return {
             **figures(self.problem, names, table),

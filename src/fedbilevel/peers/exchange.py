@@ -58,7 +58,8 @@ class PeerProgress(NamedTuple):
 class Exchange:
     """Data of the other peers, and the own rows that may have to be sent again.
 
-    changed: the lock of the office. Public methods take it; `take`, `forget` and `restart` expect it.
+    changed: the lock of the office. The callers of `restart`, `forget`, `note_progress` and `take`
+    hold it; the other methods acquire it.
     """
 
     def __init__(
@@ -216,10 +217,11 @@ class Exchange:
             }
 
     def overtaken(self) -> bool:
-        """Whether a member is in the next averaging, so that this one is over. None can be farther ahead."""
+        """Whether a member is in the next averaging, so that this one is over."""
         with self._changed:
             epoch, averaging = self._now()
             reached = [_averaging_of(one) for one in (*self._sums.values(), *self._statuses.values())]
+            # No member can be farther ahead than the next averaging.
             reached += [(one.epoch, one.averaging) for one in self._progress.values()]
             return (epoch, averaging + 1) in reached
 

@@ -31,9 +31,9 @@ def free_ports(number: int) -> list[int]:
 
 
 class Local:
-    """Peers whose files are all in `folder`: keys, roster.toml, plan.toml, data/NAME, runs/NAME and logs.
+    """Peers with all their files in one folder. Existing keys and data are used again.
 
-    Existing keys and data are used again.
+    The folder holds keys, roster.toml, plan.toml, data/NAME, runs/NAME and logs.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ was banned. Every beat carries the view. Views are merged by taking the larger n
 grow and finally agree.
 
 **Silence.** A peer that is silent for longer than `suspect` seconds is gone. The transport's thread
-sends the beats, so a peer that computes for a long time is not silent. A peer that is declared gone,
-or whose process was restarted, takes a higher incarnation and is present again.
+sends the beats, so a peer that computes for a long time is not silent. A peer that is declared
+gone, or whose process was restarted, takes a higher incarnation and is present again.
 """
 
 from __future__ import annotations

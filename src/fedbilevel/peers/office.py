@@ -1,4 +1,4 @@
-"""Office of one peer: parses received messages and hands them to the membership, agreement and exchange.
+"""Office of one peer: parses messages and hands them to Membership, Agreement and Exchange.
 
 A message changes nothing before it was parsed whole, its sender is in the view with the same
 incarnation, and it belongs to this run.
@@ -62,7 +62,7 @@ class Office:
 
     @contextmanager
     def opened(self) -> Iterator[Office]:
-        """Listen until the block ends, then leave: as finished, or as gone after an error or interrupt."""
+        """Listen until the block ends, then leave. After an error or interrupt, leave as gone."""
         self.open()
         done = False
         try:

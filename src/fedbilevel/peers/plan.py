@@ -7,8 +7,8 @@ num_classes = 10          # if labels are classes: a peer may lack some
 quorum = 3                # smallest number of peers that continues the run; default: more than half
 suspect = 10.0            # seconds of silence after which a peer is gone
 join_deadline = 300.0     # seconds to wait for the others at the start
-on_change = "restart"     # when a peer joins or is lost: "restart" the outer iteration, or "continue"
-                          # it (robust averages only)
+on_change = "restart"     # when a peer joins or is lost: "restart" the outer iteration, or
+                          # "continue" it (robust averages only)
 on_crash = "reclaim"      # with "continue", effect of a lost peer on a robust average: "reclaim",
                           # "absorb" or "restart"
 [task]                    # name and settings; settings of the data are ignored

@@ -95,7 +95,7 @@ def read_roster(path: Path) -> PeerRoster:
 
 
 def keygen(path: Path, *, name: str, address: str) -> Path:
-    """Make a pair of keys: the private one in `path`, the public part beside it. Return the latter's path."""
+    """Make a pair of keys: the private one in `path`, the public part beside it. Return its path."""
     _check_name(name, "the name of a peer")
     split_address(address, "the address of a peer")
     public = path.with_name(name + PUBLIC)

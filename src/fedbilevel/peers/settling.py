@@ -50,7 +50,7 @@ class Sketcher:
 
 
 class Settling:
-    """Since when this peer's value stands still, as numbers of the messages sent to every peer by then."""
+    """Time at which this peer's value settled, as numbers of its messages to every peer."""
 
     def __init__(self, num_peers: int) -> None:
         self.num_peers = num_peers

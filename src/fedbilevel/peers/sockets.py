@@ -299,7 +299,7 @@ class Sockets:
             self._refusals.add("failed", f"an error while taking a message: {type(error).__name__}: {error}")
 
     def _admit(self) -> None:
-        """Answer a ZAP 1.0 request: may this key connect? The peer has already proved that it owns the key."""
+        """Answer a ZAP 1.0 request: may this key connect? Its ownership is already proved."""
         assert self._zap is not None
         version, request, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
         is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
@@ -323,8 +323,8 @@ class Sockets:
     def _knock(self) -> None:
         """Reconnect to peers that refused a connection or did not speak the protocol.
 
-        libzmq reconnects only after a connection breaks. A refusal can also end: the other peer gets
-        the right roster, or a foreign program at its address ends.
+        libzmq reconnects only after a connection breaks. A refusal can also end: the other peer
+        gets the right roster, or a foreign program at its address ends.
         """
         now = time.monotonic()
         for number, door in self._doors.items():
@@ -343,7 +343,7 @@ class Sockets:
                 self._dealers[number].connect(self._places[number])
 
     def _end(self, linger: float) -> None:
-        """Close everything, also after a failed start. libzmq has `linger` seconds to send its messages."""
+        """Close everything, also after a failed start. libzmq has `linger` seconds to send."""
         for watched in self._watched:
             watched.disable_monitor()  # before its reader ends: otherwise libzmq waits for a reader
         self._context.destroy(linger=round(linger * 1000))

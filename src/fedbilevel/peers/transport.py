@@ -72,7 +72,7 @@ _Due = tuple[float, int, int, int, bytes, memoryview]  # when, order, sender, re
 
 
 class MemoryNetwork:
-    """Transports of several peers in one process. One thread carries the messages, like that of Sockets."""
+    """Transports of several peers in one process. One thread carries all messages."""
 
     def __init__(self, num_peers: int, faults: Faults | None = None) -> None:
         self.num_peers, self.faults = num_peers, faults or Faults()
@@ -86,7 +86,7 @@ class MemoryNetwork:
         self._thread: threading.Thread | None = None
 
     def transport(self, peer: int) -> MemoryTransport:
-        """Return a transport. A second one for the same peer replaces the first, like a restarted process."""
+        """Return a transport. It replaces an earlier one of the same peer, like a restarted process."""
         return MemoryTransport(self, peer)
 
     def join(self, transport: MemoryTransport) -> None:

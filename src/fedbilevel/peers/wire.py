@@ -8,7 +8,7 @@ All numbers are little-endian. Nothing in a message is executed or unpickled. Th
 
     kind      body                               meaning
     beat      view                               the sender is present; its view and its progress
-    ready     view, Introduction                 the sender is about to start with the peers of its view
+    ready     view, Introduction                 the sender is ready to start with the peers in view
     data      one array                          a row of one step, or running sums
     status    numbers of messages, sketch        progress of a robust averaging at the sender
     want      empty                              request for a row of one step that has not arrived
@@ -51,7 +51,10 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Introduction:
-    """Facts about a peer that the others need before they start. The three digests must be equal at all peers."""
+    """Facts about a peer that the others need before they start.
+
+    The digests `plan`, `roster` and `start` must be equal at all peers.
+    """
 
     weight: float  # in means
     plan: bytes
@@ -119,7 +122,7 @@ def pack(message: PeerMessage) -> Packed:
 
 
 def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: int = MOST) -> PeerMessage:
-    """Parse a message, or raise WireError if a number is out of range. The array is a view of the body."""
+    """Parse and check a message. Its array is a view of the body."""
     if len(head) != HEAD:
         raise WireError(f"its head has {len(head)} bytes, expected {HEAD}.")
     magic, kind, code, run, incarnation, epoch, finished, averaging, step, weight, length, peers = _HEAD.unpack(head)
