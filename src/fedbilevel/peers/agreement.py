@@ -177,7 +177,7 @@ class Agreement:
                     "read its log, and check that all peers reach each other."
                 )
             self._waited = True
-            self._say(f"still waiting until {silent} is ready: can each of the two peers reach the other?")
+            self._say(f"still waiting for {silent} to be ready: check that it and this peer reach each other.")
         self._membership.remove_unknown()
 
     def _named(self, peers: Iterable[int]) -> str:
