@@ -33,7 +33,7 @@ try:
 except ImportError:
     raise SettingError(NEEDS) from None
 
-HEAD = 4096  # bytes of the longest head
+LONGEST_HEAD = 4096  # bytes
 FLUSH = 2.0  # seconds that waiting messages have to leave at the end
 PAUSE = 1.0  # seconds before a refused connection is tried again
 AT_ONCE = 64  # messages that are read before other work gets its turn
@@ -102,9 +102,10 @@ class Sockets:
         self._thread.start()  # from here on this thread owns the sockets
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
-        if len(head) > HEAD or size(body) > self._max_bytes:  # the receiver would end the connection
+        if len(head) > LONGEST_HEAD or size(body) > self._max_bytes:  # the receiver would end the connection
             raise WireError(
-                f"a message of {len(head)} + {size(body)} bytes is too long: {HEAD} + {self._max_bytes} are the limit."
+                f"a message of {len(head)} + {size(body)} bytes is too long: "
+                f"{LONGEST_HEAD} + {self._max_bytes} are the limit."
             )
         dropped = self.queues.put(to, (head, body), newest)
         if self._thread is not None:
@@ -143,7 +144,7 @@ class Sockets:
             # A restarted peer has its old identity, which the old connection may still hold.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # Limit per frame; libzmq refuses a longer one before reading it.
-        self._router.setsockopt(zmq.MAXMSGSIZE, max(self._max_bytes, HEAD) + _ENVELOPE)
+        self._router.setsockopt(zmq.MAXMSGSIZE, max(self._max_bytes, LONGEST_HEAD) + _ENVELOPE)
         # Not HANDSHAKE_FAILED_AUTH: on this side it only repeats our own answers to ZAP.
         self._monitor = self._watch(
             self._router, zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -284,8 +285,8 @@ class Sockets:
         if len(frames) != 3:
             return self._refusals.add("frames", f"{what} that has {len(frames) - 1} frames, and not 2.")
         head, body = frames[1].buffer, frames[2].buffer
-        if head.nbytes > HEAD:
-            return self._refusals.add("head", f"{what} whose head has {head.nbytes} bytes, more than {HEAD}.")
+        if head.nbytes > LONGEST_HEAD:
+            return self._refusals.add("head", f"{what} whose head has {head.nbytes} bytes, more than {LONGEST_HEAD}.")
         if body.nbytes > self._max_bytes:
             limit = self._max_bytes
             return self._refusals.add("body", f"{what} whose body has {body.nbytes} bytes, more than {limit}.")
