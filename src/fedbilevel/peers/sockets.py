@@ -286,10 +286,9 @@ class Sockets:
             return self._refusals.add("frames", f"{what} that has {len(frames) - 1} frames, and not 2.")
         head, body = frames[1].buffer, frames[2].buffer
         if head.nbytes > LONGEST_HEAD:
-            return self._refusals.add("head", f"{what} whose head has {head.nbytes} bytes, more than {LONGEST_HEAD}.")
+            return self._refusals.add("head", f"{what} whose head has {head.nbytes} bytes, above {LONGEST_HEAD}.")
         if body.nbytes > self._max_bytes:
-            limit = self._max_bytes
-            return self._refusals.add("body", f"{what} whose body has {body.nbytes} bytes, more than {limit}.")
+            return self._refusals.add("body", f"{what} whose body has {body.nbytes} bytes, above {self._max_bytes}.")
         self._last[sender] = time.monotonic()
         return self._guarded(self._take, sender, bytes(head), body)
 
