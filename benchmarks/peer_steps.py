@@ -32,9 +32,9 @@ from fedbilevel.federation.network import Network
 from fedbilevel.peers.engine import Peer
 from fedbilevel.peers.local import free_ports
 from fedbilevel.peers.office import Office
-from fedbilevel.peers.roster import Roster, Secret, assemble, keygen, read_roster, read_secret
+from fedbilevel.peers.roster import PeerRoster, Secret, assemble, keygen, read_roster, read_secret
 from fedbilevel.peers.sockets import Sockets
-from fedbilevel.peers.transport import Faults, Lossy, Transport
+from fedbilevel.peers.transport import Faults, Lossy, PeerTransport
 from fedbilevel.peers.wire import Introduction, Version
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
@@ -84,7 +84,7 @@ def row_of(peer: int, width: int, number: int = 0) -> Tensor:
 class Bare:
     """The floor: as many encrypted sockets, in the thread that uses them. Rows in one frame, without a head; those of a sender arrive in its order."""
 
-    def __init__(self, roster: Roster, me: int, secret: Secret, ports: Sequence[int]) -> None:
+    def __init__(self, roster: PeerRoster, me: int, secret: Secret, ports: Sequence[int]) -> None:
         self._context = zmq.Context()
         self._router = self._socket(zmq.ROUTER, secret)
         self._router.curve_server = True
@@ -140,12 +140,12 @@ class Worker:
         return {"begin": begin, "end": time.perf_counter()}
 
     def office(self, start: int, steps: int) -> dict[str, float]:
-        row, plan, office, fed = self.row[0].numpy(), self._plan(start, steps), self.fed.office, self.fed
+        row, plan, exchange, fed = self.row[0].numpy(), self._plan(start, steps), self.fed.office.exchange, self.fed
         begin = time.perf_counter()
         for receivers, senders in plan:
             number, fed._steps = fed._steps, fed._steps + 1  # an office never sees a step twice
-            office.send_row(number, row, 1.0, receivers)
-            office.rows(number, senders, row)
+            exchange.send_row(number, row, 1.0, receivers)
+            exchange.rows(number, senders, row)
         return {"begin": begin, "end": time.perf_counter()}
 
     def floor(self, start: int, steps: int) -> dict[str, float]:
@@ -205,7 +205,7 @@ def work(folder: Path, me: int, num: int, loss: float | None, ports: Sequence[in
     algorithm: PeerAlgorithm = SGP() if loss is None else Averages()
     problem, holdings = tiny()
     host = Host(algorithm, problem, [holdings], ids=[me], num_clients=num, device=torch.device("cpu"))
-    transport: Transport = Sockets(roster, me, secret, max_bytes=MOST_BYTES)
+    transport: PeerTransport = Sockets(roster, me, secret, max_bytes=MOST_BYTES)
     if loss:
         transport = Lossy(transport, me, num, Faults(loss=loss))
     office = Office(transport, me, [peer.name for peer in roster.peers], "benchmark", quorum=num, max_bytes=MOST_BYTES)

@@ -1,4 +1,4 @@
-"""The records of the peers of one run become one record: that of a simulation with the same options, down to the last bit."""
+"""Collected records of peers equal the record of a simulation, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedbilevel.tasks.task import Shapes
 from support.numeric.yardstick import relative
 from support.peers.threads import Threads
 
-OWN = {"seconds", "num_peers"}  # columns that a simulation has otherwise, or not at all
+OWN = {"seconds", "num_peers"}  # columns that differ from those of a simulation
 
 
 class Both(NamedTuple):
@@ -57,7 +57,7 @@ def both(folder: Path, clients: list[Holdings], plan: dict[str, Any]) -> Both:
     threads = Threads(folder, plan, clients)
     threads.run()
     folders = [folder / name for name in threads.names]
-    collected = collect([folders[-1], *folders[:-1]], folder / "all")  # the order of folders means nothing
+    collected = collect([folders[-1], *folders[:-1]], folder / "all")  # the order of folders does not matter
     ours = threads.plan
     problem = ours.built_task().problem(Shapes.of(clients[0], ours.num_classes))
     result = solve(
@@ -75,7 +75,7 @@ def both(folder: Path, clients: list[Holdings], plan: dict[str, Any]) -> Both:
 
 @pytest.fixture(scope="module")
 def quadratic(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    """Clients that count differently, and a network with other edges at every step."""
+    """Clients with different weights, and a network whose edges change at every step."""
     task = {"num_clients": 4, "dim_upper": 2, "dim_lower": 3, "weights": "by_samples"}
     plan = {
         "num_iterations": 3,
@@ -95,7 +95,7 @@ def quadratic(tmp_path_factory: pytest.TempPathFactory) -> Both:
 
 @pytest.fixture(scope="module")
 def personal(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    """In float32, with figures that need every client by itself."""
+    """A run in float32, with figures that need every client separately."""
     task = {"num_clients": 4, "share": 0.1, "model": "linear", "least": 8}
     plan = {
         "num_iterations": 2, "measure_every": 1, "num_classes": 10, "task": {"name": "personalisation", **task},
@@ -107,7 +107,7 @@ def personal(tmp_path_factory: pytest.TempPathFactory) -> Both:
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    """One prediction, at peers with different numbers of samples."""
+    """One estimate, at peers with different numbers of samples."""
     task = {"num_train": 12, "num_val": 9, "l2": 0.1}
     clients = list(Influence(**task).build().clients)
     for number, kept in ((0, 7), (2, 10)):
@@ -129,10 +129,10 @@ def each(request: pytest.FixtureRequest) -> Both:
     return found
 
 
-# ---- as a simulation ---------------------------------------------------------------------------------------------------------
+# ---- equality with a simulation ------------------------------------------------------------------
 
 
-def test_measurements_are_those_of_a_simulation(each: Both) -> None:
+def test_collected_measurements_equal_those_of_a_simulation(each: Both) -> None:
     rows, theirs = each.collected.rows, each.result.rows
     assert Record(each.collected.path).rows() == rows
     assert [row["iteration"] for row in rows] == [row["iteration"] for row in theirs]
@@ -146,15 +146,15 @@ def test_measurements_are_those_of_a_simulation(each: Both) -> None:
     assert [row["seconds"] for row in rows] == slowest
 
 
-def test_figures_tell_peers_apart(personal: Both) -> None:
-    """Otherwise the test above shows little."""
+def test_figures_differ_between_peers(personal: Both) -> None:
+    """Otherwise the test above would prove little."""
     row = personal.collected.rows[-1]
     alone = [Record(folder).rows()[-1] for folder in personal.folders]
     assert row["test_accuracy_bottom_decile"] < row["test_accuracy"] < max(one["test_accuracy"] for one in alone)
     assert len({one["upper_loss"] for one in alone}) == len(alone)
 
 
-def test_losses_of_a_quadratic_by_hand(quadratic: Both) -> None:
+def test_upper_loss_of_a_quadratic_equals_the_formula(quadratic: Both) -> None:
     _, solution = read_tensors(quadratic.collected.path / "solution.safetensors")
     losses, sizes = [], []
     for number, client in enumerate(quadratic.clients):
@@ -168,10 +168,10 @@ def test_losses_of_a_quadratic_by_hand(quadratic: Both) -> None:
         losses.append(each_sample.mean())
         sizes.append(len(client["train"]["c"]))
     assert quadratic.collected.rows[-1]["upper_loss"] == pytest.approx(np.average(losses, weights=sizes), rel=1e-12)
-    assert abs(np.mean(losses) / np.average(losses, weights=sizes) - 1) > 1e-3  # clients do not count the same
+    assert abs(np.mean(losses) / np.average(losses, weights=sizes) - 1) > 1e-3  # the weights differ
 
 
-def test_solution_and_hypergradient_are_those_of_a_simulation(each: Both) -> None:
+def test_solution_and_hypergradient_equal_those_of_a_simulation(each: Both) -> None:
     _, ours = read_tensors(each.collected.path / "solution.safetensors")
     _, theirs = read_tensors(each.simulated.path / "solution.safetensors")
     assert ours.keys() == theirs.keys()
@@ -186,7 +186,7 @@ def test_solution_and_hypergradient_are_those_of_a_simulation(each: Both) -> Non
         assert torch.equal(own[leaf], found)
 
 
-def test_the_bill_is_that_of_a_simulation(each: Both) -> None:
+def test_ledger_equals_that_of_a_simulation(each: Both) -> None:
     stored = json.loads((each.collected.path / "ledger.json").read_text())
     assert stored["totals"] == each.result.ledger == each.collected.ledger.totals()
     tensors, _ = each.simulated.load()
@@ -195,13 +195,13 @@ def test_the_bill_is_that_of_a_simulation(each: Both) -> None:
         assert torch.equal(column, tensors[f"ledger.{name}"])
 
 
-def test_edges_differ_where_the_network_does(quadratic: Both) -> None:
+def test_ledger_of_a_directed_network_is_not_symmetric(quadratic: Both) -> None:
     messages = torch.tensor(json.loads((quadratic.collected.path / "ledger.json").read_text())["edges"]["messages"])
     assert len(set(messages.flatten().tolist())) > 3
     assert not torch.equal(messages, messages.T)
 
 
-def test_the_identity_is_that_of_a_simulation(each: Both) -> None:
+def test_identity_equals_that_of_a_simulation(each: Both) -> None:
     config, theirs = Record(each.collected.path).read_config(), each.simulated.read_config()
     assert config["identity"] == {name: value for name, value in theirs["identity"].items() if name != "losses"}
     assert (config["engine"], config["peers"], config["missing"]) == ("peers", config["collected"], [])
@@ -210,10 +210,10 @@ def test_the_identity_is_that_of_a_simulation(each: Both) -> None:
     assert "peer" not in config
 
 
-# ---- influences --------------------------------------------------------------------------------------------------------------
+# ---- influences ----------------------------------------------------------------------------------
 
 
-def test_influences_are_minus_the_hypergradient_and_those_of_an_exact_solution(masks: Both) -> None:
+def test_influences_equal_minus_the_hypergradient(masks: Both) -> None:
     listed = json.loads((masks.collected.path / "influences.json").read_text())
     assert listed == [one._asdict() for one in masks.collected.removals or ()]
     assert [one["change"] for one in listed] == sorted(one["change"] for one in listed)
@@ -249,13 +249,13 @@ def per_sample(role: str, value: float) -> Callable[[Any], dict[str, torch.Tenso
         {"weights": "by_samples"},
     ],
 )
-def test_what_is_a_mask(masks: Both, change: dict[str, Any]) -> None:
-    """One entry per training sample, all ones, at each peer its own; one model for all, and peers that count the same."""
+def test_problem_without_a_mask_of_ones_has_no_influences(masks: Both, change: dict[str, Any]) -> None:
+    """A mask has one entry per training sample, all ones; y is global and weights are equal."""
     assert is_mask(masks.problem, ("train", "val"))
     assert not is_mask(dataclasses.replace(masks.problem, **change), ("train", "val"))
 
 
-def test_who_harms_and_who_helps(masks: Both) -> None:
+def test_harmful_and_helpful_samples_are_sorted_by_change(masks: Both) -> None:
     changes = [one.change for one in masks.collected.removals or ()]
     assert changes[0] < 0 < changes[-1]
     assert [one.change for one in masks.collected.harmful(3)] == changes[:3]
@@ -264,14 +264,14 @@ def test_who_harms_and_who_helps(masks: Both) -> None:
     assert {one.change for one in masks.collected.helpful(100)} == {change for change in changes if change > 0}
 
 
-def test_no_influences_where_x_is_no_mask(quadratic: Both, personal: Both) -> None:
+def test_collection_without_a_mask_has_no_influences(quadratic: Both, personal: Both) -> None:
     for some in (quadratic, personal):
         assert some.collected.removals is None
         assert not (some.collected.path / "influences.json").exists()
         assert some.collected.harmful(3) == some.collected.helpful(3) == []
 
 
-# ---- records that were changed -----------------------------------------------------------------------------------------------
+# ---- records that were changed -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def change_checkpoint(folder: Path, **changes: Any) -> None:
     )
 
 
-def test_some_of_the_peers(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
+def test_collection_of_some_peers_names_the_missing_ones(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
     _, one, _, three = copied(quadratic)
     some = collect([three, one], tmp_path / "some")
     assert (some.peers, some.missing, some.behind) == (("p1", "p3"), ("p0", "p2"), {})
@@ -326,8 +326,8 @@ def test_some_of_the_peers(quadratic: Both, copied: Copied, tmp_path: Path) -> N
     assert some.ledger.edges["messages"][[0, 2]].sum() == 0 < some.ledger.edges["messages"][[1, 3]].sum()
 
 
-def test_a_peer_whose_record_ends_earlier(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
-    """What it measured after its last checkpoint belongs to an outer iteration that was to be run again."""
+def test_record_that_ends_earlier_prevents_a_solution(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
+    """Measurements after its last checkpoint belong to an outer iteration that was to be repeated."""
     folders = copied(quadratic)
     change_checkpoint(folders[3], iteration=2, ledger__rounds=torch.tensor(1), ledger__gy=torch.tensor([0, 0, 0, 4]))
     some = collect(folders, tmp_path / "all")
@@ -339,7 +339,7 @@ def test_a_peer_whose_record_ends_earlier(quadratic: Both, copied: Copied, tmp_p
     assert some.ledger.totals()["gy"] == quadratic.result.ledger["gy"] - 2
 
 
-def test_the_last_measurement_may_be_older_than_the_solution(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
+def test_last_measurement_may_be_older_than_the_solution(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
     folders = copied(quadratic)
     for folder in folders:
         Record(folder).cut_after(2)
@@ -352,7 +352,7 @@ def test_the_last_measurement_may_be_older_than_the_solution(quadratic: Both, co
 
 
 @pytest.mark.parametrize("elsewhere", [(1,), (0, 1, 2, 3)])
-def test_what_was_measured_in_different_groups_is_not_added_up(
+def test_measurements_of_different_groups_are_skipped(
     quadratic: Both, copied: Copied, tmp_path: Path, elsewhere: tuple[int, ...]
 ) -> None:
     folders = copied(quadratic)
@@ -364,7 +364,7 @@ def test_what_was_measured_in_different_groups_is_not_added_up(
     )
 
 
-def test_an_old_solution_of_a_peer_does_not_count(masks: Both, copied: Copied, tmp_path: Path) -> None:
+def test_solution_file_of_a_peer_is_ignored(masks: Both, copied: Copied, tmp_path: Path) -> None:
     folders = copied(masks)
     for name in ("solution.safetensors", "hypergradient.safetensors"):
         shutil.copy(folders[0] / name, folders[1] / name)
@@ -375,10 +375,10 @@ def test_an_old_solution_of_a_peer_does_not_count(masks: Both, copied: Copied, t
 
 
 @pytest.mark.parametrize(("iteration", "moved", "there"), [(1, True, True), (2, False, True), (2, True, False)])
-def test_influences_are_of_a_mask_of_ones(
+def test_influences_need_a_mask_of_ones_at_the_estimate(
     masks: Both, copied: Copied, tmp_path: Path, iteration: int, moved: bool, there: bool
 ) -> None:
-    """The estimate of the first outer iteration is taken there, whatever becomes of x; later ones only if x stays."""
+    """The first estimate is always at a mask of ones; later ones only if x has not moved."""
     folders = copied(masks)
     for folder in folders:
         change_checkpoint(folder, iteration=iteration)
@@ -389,7 +389,7 @@ def test_influences_are_of_a_mask_of_ones(
     assert (some.path / "hypergradient.safetensors").exists()
 
 
-def test_no_hypergradient_before_everybody_has_one(masks: Both, copied: Copied, tmp_path: Path) -> None:
+def test_peer_without_an_estimate_prevents_a_hypergradient(masks: Both, copied: Copied, tmp_path: Path) -> None:
     folders = copied(masks)
     change_checkpoint(folders[0], state__h=torch.zeros_like(Record(folders[0]).load()[0]["state.h"]))
     some = collect(folders, tmp_path / "all")
@@ -402,7 +402,7 @@ def test_no_hypergradient_before_everybody_has_one(masks: Both, copied: Copied, 
     }
 
 
-def test_figures_that_one_peer_lacks_are_left_out(personal: Both, copied: Copied, tmp_path: Path) -> None:
+def test_figures_that_one_peer_lacks_are_omitted(personal: Both, copied: Copied, tmp_path: Path) -> None:
     folders = copied(personal)
     change_config(folders[2], lambda config: config["shapes"]["fields"].pop("test"))
     change_rows(folders[2], lambda row: [row["seen"].pop(name) for name in ("test_right", "test_samples")])
@@ -413,7 +413,7 @@ def test_figures_that_one_peer_lacks_are_left_out(personal: Both, copied: Copied
     assert "stop_accuracy" in rows[-1]
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def _other_plan(folders: list[Path]) -> list[Path]:
@@ -487,7 +487,7 @@ def _other_state(folders: list[Path]) -> list[Path]:
         (lambda folders: [], PlanError, "there are no records to collect"),
         (lambda folders: [*folders, folders[0].with_name("nowhere")], CheckpointError, "there is no run in .*nowhere"),
         (_simulated, CheckpointError, "p1 holds a run of the engine 'simulation', not the record of one peer"),
-        (_collected, CheckpointError, "before was collected from the records of several peers already"),
+        (_collected, CheckpointError, "before was already collected from the records of several peers"),
         (_nameless, CheckpointError, "p1/config.json does not say whose record it is"),
         (_misnamed, CheckpointError, "p1/config.json does not say whose record it is"),
         (_no_checkpoint, CheckpointError, "there is no checkpoint in .*p1"),
@@ -501,11 +501,11 @@ def _other_state(folders: list[Path]) -> list[Path]:
             r"no outer iteration that all these peers have measured together \(p0 0 to 0, p1 2 to 3",
         ),
         (_unseen, CheckpointError, r"measurements of outer iteration 0 do not fit together \(KeyError\('upper'\)\)"),
-        (_other_bill, CheckpointError, "the bill in .*p1/checkpoint.safetensors is not one between 4 peers"),
+        (_other_bill, CheckpointError, "the ledger in .*p1/checkpoint.safetensors is not one between 4 peers"),
         (_other_state, CheckpointError, "p1 holds .*, more, .*, the algorithm has x, z, w"),
     ],
 )
-def test_a_refusal_is_one_sentence_and_writes_nothing(
+def test_refused_collection_writes_nothing(
     quadratic: Both,
     copied: Copied,
     tmp_path: Path,
@@ -521,7 +521,7 @@ def test_a_refusal_is_one_sentence_and_writes_nothing(
     assert not (tmp_path / "all").exists()
 
 
-def test_nothing_is_written_over(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
+def test_folder_of_a_run_is_not_overwritten(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
     folders = copied(quadratic)
     before = {path.name: path.read_bytes() for path in folders[0].iterdir()}
     for out in (folders[0], quadratic.collected.path):
@@ -530,10 +530,10 @@ def test_nothing_is_written_over(quadratic: Both, copied: Copied, tmp_path: Path
     assert {path.name: path.read_bytes() for path in folders[0].iterdir()} == before
 
 
-# ---- what others make of it ----------------------------------------------------------------------------------------------------
+# ---- use of the collected record -----------------------------------------------------------------
 
 
-def test_tables_can_be_made_of_it(each: Both) -> None:
+def test_collected_record_fits_the_result_table(each: Both) -> None:
     last = Record(each.collected.path).rows()[-1]
     assert {name for name in figures_of(last) if not isinstance(last[name], float)} == set()
     headline = each.collected.plan.built_task().headline
@@ -545,7 +545,7 @@ def test_tables_can_be_made_of_it(each: Both) -> None:
     assert tables.figure(last["upper_loss"]) in text or "upper_loss" not in headline
 
 
-def test_to_go_on_with_it_is_refused(quadratic: Both) -> None:
+def test_collected_record_cannot_be_resumed(quadratic: Both) -> None:
     ours = quadratic.collected.plan
     with pytest.raises(
         CheckpointError, match=r"there is no checkpoint in .*all: give the folder of a run that wrote one"

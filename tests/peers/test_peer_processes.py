@@ -1,4 +1,4 @@
-"""Peers as processes of their own over encrypted loopback: the simulator's numbers, and the right ones through loss, silence and death."""
+"""Peers as processes over encrypted loopback: equality with the simulator, loss, stops and kills."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def settings(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("num", "algorithm", "options"),
     [
-        (4, {"name": "hgp", "lr_lower": 0.02, "lr_system": 0.02, "num_terms": 2, "num_lower_steps": 3}, {"network": DIRECTED, "averaging": {"num_steps": 3}}),
+        (
+            4,
+            {"name": "hgp", "lr_lower": 0.02, "lr_system": 0.02, "num_terms": 2, "num_lower_steps": 3},
+            {"network": DIRECTED, "averaging": {"num_steps": 3}},
+        ),
         (8, {"name": "sgp", "lr_lower": 0.02, "num_lower_steps": 4}, {"network": DIRECTED}),
         (4, {"name": "sparkle", "lr_lower": 0.02, "lr_system": 0.02}, {"network": {"kind": "ring"}}),
     ],
     ids=["hgp", "sgp-8", "sparkle"],
-)  # fmt: skip
-def test_synchronous_peers_are_the_simulator_bit_for_bit_and_send_what_the_ledger_says(
-    tmp_path, num, algorithm, options
-):
+)
+def test_synchronous_processes_equal_the_simulator_in_values_and_bytes(tmp_path, num, algorithm, options):
     content = settings(algorithm=algorithm, options={"strategy": "loop", **options})
     plan = wide_plan(content, num, WIDTH)
     with Processes(tmp_path, plan, num) as peers:
@@ -63,16 +65,14 @@ def averages(num: int, members: list[int] | None = None) -> torch.Tensor:
     return rows.double().mean(0)
 
 
-def test_robust_averages_are_exact_through_lost_messages_and_a_peer_that_is_stopped(tmp_path):
+def test_robust_average_is_exact_with_lost_messages_and_a_stopped_peer(tmp_path):
     content = settings(algorithm={"name": "hgp", "lower_solver": "mix"}, options={"network": {**DIRECTED, "loss": 0.3}})
     with Processes(tmp_path, wide_plan(content, 8, 5000, averages=True), 8) as peers:
         peers.start(*range(8))
         peers.wait_for("begin", 3)
         peers.signal(3, signal.SIGSTOP)
         time.sleep(3)
-        assert not any(
-            "done 2" in peers.log(number) for number in range(8)
-        )  # they wait for it, and do not go on with what they have
+        assert not any("done 2" in peers.log(number) for number in range(8))  # they wait for the stopped peer
         peers.signal(3, signal.SIGCONT)
         states = peers.join()
         assert not any("gone" in peers.log(number) for number in range(8))
@@ -81,7 +81,7 @@ def test_robust_averages_are_exact_through_lost_messages_and_a_peer_that_is_stop
 
 
 def killed_in_the_middle(peers: Processes, victim: int) -> list[int]:
-    """It stops in the middle of the first average and is killed then: it has sent some of what it should, and the average cannot have ended."""
+    """Kill the victim in the middle of the first average, after some of its messages."""
     peers.start(*range(peers.num), stops={victim: 20})
     peers.wait_for_stop(victim)
     survivors = [number for number in range(peers.num) if number != victim]
@@ -92,7 +92,7 @@ def killed_in_the_middle(peers: Processes, victim: int) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["reclaim", "absorb", "restart"])
-def test_what_survivors_of_a_kill_have_is_what_the_policy_says(tmp_path, policy):
+def test_survivors_of_a_kill_average_by_the_on_crash_policy(tmp_path, policy):
     content = settings(
         algorithm={"name": "hgp", "lower_solver": "mix"},
         num_iterations=1,
@@ -104,12 +104,12 @@ def test_what_survivors_of_a_kill_have_is_what_the_policy_says(tmp_path, policy)
     with Processes(tmp_path, wide_plan(content, 5, 5000, averages=True), 5) as peers:
         survivors = killed_in_the_middle(peers, 2)
         states = peers.join(survivors)
-        for number in survivors:  # only the one that is gone is named, although everybody waits for everybody
+        for number in survivors:  # only the killed peer is declared gone, although all wait for each other
             assert "p2 is gone" in peers.log(number)
             assert not any(f"p{other} is gone" in peers.log(number) for other in survivors)
     exact = averages(5, survivors)
     errors = [relative(state["y"][0].double(), exact) for state in states]
-    if policy == "absorb":  # some of the lost one's row stays in: they agree, on something between both averages
+    if policy == "absorb":  # they agree on a value between both averages
         assert max(relative(state["y"][0], states[0]["y"][0]) for state in states) < 1e-6
         assert min(errors) > 1e-5
         assert max(errors) < relative(own_rows(torch.tensor([2]), torch.zeros(1, 5000))[0].double(), exact)
@@ -118,7 +118,7 @@ def test_what_survivors_of_a_kill_have_is_what_the_policy_says(tmp_path, policy)
 
 
 @pytest.mark.parametrize("averaging", ["robust", "exact"])
-def test_after_a_kill_the_hypergradient_is_that_of_the_survivors(tmp_path, averaging):
+def test_hypergradient_after_a_kill_is_that_of_the_survivors(tmp_path, averaging):
     steps = (
         {"num_lower_steps": 3, "num_terms": 3} if averaging == "robust" else {"num_lower_steps": 100, "num_terms": 100}
     )
@@ -151,7 +151,7 @@ def test_after_a_kill_the_hypergradient_is_that_of_the_survivors(tmp_path, avera
     )
     for number, state in enumerate(states):
         assert relative(state["h"][0], simulated.state.h[number]) < (1e-7 if limit else 1e-12)
-    if averaging == "exact":  # which is the right one, not only the simulator's
+    if averaging == "exact":  # equal to the exact hypergradient, not only to the simulator's
         population = Population(built.problem, left, dtype=torch.float64)
         exact = hypergradient(
             population, population.x0, lower_solution(population, population.x0), method="exact"
@@ -161,7 +161,7 @@ def test_after_a_kill_the_hypergradient_is_that_of_the_survivors(tmp_path, avera
         assert relative(states[0]["h"][0], exact) < 1e-4 < 1e-2 < relative(other, exact)
 
 
-def test_a_peer_that_is_killed_and_started_again_goes_on_from_its_own_disk_as_if_nothing_had_been(tmp_path):
+def test_killed_and_restarted_peer_resumes_from_its_own_record(tmp_path):
     content = settings(
         algorithm={"name": "sgp", "num_lower_steps": 3},
         num_iterations=40,

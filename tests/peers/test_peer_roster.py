@@ -1,4 +1,4 @@
-"""Rosters and keys: what is read, what is refused, and that a private key stays private."""
+"""Rosters and keys: reading, refusals, and secrecy of the private key."""
 
 import os
 import stat
@@ -9,11 +9,19 @@ import zmq
 from zmq.utils import z85
 
 from fedbilevel.errors import RosterError, SettingError, UnknownNameError
-from fedbilevel.peers.roster import Entry, Roster, assemble, is_key, is_loopback, keygen, read_roster, read_secret
+from fedbilevel.peers.addresses import is_loopback
+from fedbilevel.peers.roster import (
+    PeerEntry,
+    PeerRoster,
+    assemble,
+    is_key,
+    keygen,
+    read_roster,
+    read_secret,
+)
 
-KEYS = [
-    zmq.curve_public(z85.encode(bytes([number]) * 32)).decode() for number in (1, 2, 3)
-]  # the same in every process that collects these tests
+# The same in every process that collects these tests.
+KEYS = [zmq.curve_public(z85.encode(bytes([number]) * 32)).decode() for number in (1, 2, 3)]
 
 
 def table(name, address, key):
@@ -29,20 +37,20 @@ def written(tmp_path, text):
     return path
 
 
-def test_a_roster_numbers_its_peers_in_the_order_of_the_file(tmp_path):
+def test_peers_are_numbered_in_the_order_of_the_roster(tmp_path):
     roster = read_roster(written(tmp_path, GOOD))
     assert roster.peers == (
-        Entry("north", "north.example.org:5555", KEYS[0]),
-        Entry("south", "[2001:db8::1]:65535", KEYS[1]),
+        PeerEntry("north", "north.example.org:5555", KEYS[0]),
+        PeerEntry("south", "[2001:db8::1]:65535", KEYS[1]),
     )
     assert [roster.number(name) for name in ("north", "south")] == [0, 1]
     with pytest.raises(UnknownNameError, match="Did you mean 'north'"):
         roster.number("nort")
 
 
-def test_the_digest_is_of_names_keys_and_order_and_not_of_addresses():
+def test_digest_covers_names_keys_and_order_but_not_addresses():
     def digest(*entries):
-        return Roster(tuple(Entry(*entry) for entry in entries)).digest()
+        return PeerRoster(tuple(PeerEntry(*entry) for entry in entries)).digest()
 
     same = digest(("a", "x:1", KEYS[0]), ("b", "y:1", KEYS[1]))
     assert len(same) == 16
@@ -79,7 +87,7 @@ def test_the_digest_is_of_names_keys_and_order_and_not_of_addresses():
         (GOOD.replace(KEYS[1], KEYS[1][:-5] + "#####"), "expected a public key of 40 characters"),
     ],
 )
-def test_a_roster_that_cannot_be_used_says_why(tmp_path, text, says):
+def test_unusable_roster_is_refused_with_the_reason(tmp_path, text, says):
     with pytest.raises(RosterError, match=says):
         read_roster(written(tmp_path, text))
 
@@ -112,7 +120,7 @@ def test_a_roster_that_cannot_be_used_says_why(tmp_path, text, says):
         "h:1:2",
     ],
 )
-def test_an_address_is_a_host_that_others_can_reach_and_a_port(tmp_path, address):
+def test_unusable_address_is_refused(tmp_path, address):
     with pytest.raises(RosterError, match=r"address in .* number 2 of"):
         read_roster(written(tmp_path, GOOD.replace("[2001:db8::1]:65535", address)))
 
@@ -121,19 +129,19 @@ def test_an_address_is_a_host_that_others_can_reach_and_a_port(tmp_path, address
     "address",
     ["host:1", "a.b-c.org:65535", "peer_1:80", "10.0.0.7:5555", "[::1]:5555", "[2001:db8::1]:5555", "localhost:9"],
 )
-def test_names_and_both_kinds_of_numbers_are_addresses(tmp_path, address):
+def test_host_names_ipv4_and_ipv6_are_addresses(tmp_path, address):
     assert read_roster(written(tmp_path, GOOD.replace("[2001:db8::1]:65535", address))).peers[1].address == address
 
 
 @pytest.mark.parametrize(
     ("text", "hint"), [(GOOD + 'port = "1"', "Known: address, key, name"), (GOOD + "[[peers]]", "Did you mean 'peer'")]
 )
-def test_an_unknown_entry_is_an_error_with_a_suggestion(tmp_path, text, hint):
+def test_unknown_entry_is_refused_with_a_suggestion(tmp_path, text, hint):
     with pytest.raises(UnknownNameError, match=hint):
         read_roster(written(tmp_path, text))
 
 
-def test_a_roster_that_is_missing_or_is_no_text(tmp_path):
+def test_missing_or_binary_roster_is_refused(tmp_path):
     with pytest.raises(RosterError, match=r"cannot be read \(No such file"):
         read_roster(tmp_path / "none.toml")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -141,7 +149,7 @@ def test_a_roster_that_is_missing_or_is_no_text(tmp_path):
         read_roster(tmp_path / "bytes")
 
 
-def test_a_key_is_what_libzmq_takes_for_one():
+def test_is_key_agrees_with_libzmq():
     for key in KEYS:
         assert is_key(key)
         assert len(z85.decode(key)) == 32
@@ -151,8 +159,8 @@ def test_a_key_is_what_libzmq_takes_for_one():
     assert not is_key("%nSc1" * 8)
 
 
-def test_the_private_key_is_its_owners_alone_and_the_public_part_has_none_of_it(tmp_path):
-    before = os.umask(0)  # the mode must not depend on the user's habits
+def test_private_key_is_readable_by_its_owner_only_and_absent_from_the_public_part(tmp_path):
+    before = os.umask(0)  # the mode must not depend on the umask
     try:
         public = keygen(tmp_path / "north.key", name="north", address="h:1")
     finally:
@@ -168,7 +176,7 @@ def test_the_private_key_is_its_owners_alone_and_the_public_part_has_none_of_it(
     assert secret.secret not in f"{secret} {[secret]}"
 
 
-def test_the_mode_is_right_when_the_file_appears_and_not_afterwards(tmp_path, monkeypatch):
+def test_private_key_is_created_with_its_final_mode(tmp_path, monkeypatch):
     asked = []
     real = os.open
 
@@ -181,7 +189,7 @@ def test_the_mode_is_right_when_the_file_appears_and_not_afterwards(tmp_path, mo
     assert [mode for flags, mode in asked if flags & os.O_EXCL] == [0o600]
 
 
-def test_a_key_is_never_overwritten(tmp_path):
+def test_existing_key_is_never_overwritten(tmp_path):
     keygen(tmp_path / "key", name="north", address="h:1")
     content = (tmp_path / "key").read_bytes()
     for path, name in (("key", "south"), ("other", "north"), ("west.peer.toml", "west")):
@@ -194,7 +202,7 @@ def test_a_key_is_never_overwritten(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "link", "north.peer.toml"]
 
 
-def test_a_pair_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_keygen_leaves_no_files(tmp_path, monkeypatch):
     for name, address in (("a b", "h:1"), ("north", "h")):
         with pytest.raises(RosterError, match="expected"):
             keygen(tmp_path / "key", name=name, address=address)
@@ -207,7 +215,7 @@ def test_a_pair_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o620, 0o644])
-def test_a_private_key_that_others_can_read_is_refused(tmp_path, mode):
+def test_private_key_that_other_users_can_read_is_refused(tmp_path, mode):
     keygen(tmp_path / "key", name="north", address="h:1")
     (tmp_path / "key").chmod(mode)
     with pytest.raises(RosterError, match=f"chmod 600 {tmp_path / 'key'}"):
@@ -216,7 +224,7 @@ def test_a_private_key_that_others_can_read_is_refused(tmp_path, mode):
     assert read_secret(tmp_path / "key").name == "north"
 
 
-def test_a_private_key_that_cannot_be_used_says_why_and_does_not_show_itself(tmp_path):
+def test_error_about_a_private_key_does_not_show_it(tmp_path):
     path = tmp_path / "key"
     keygen(path, name="north", address="h:1")
     good, secret = path.read_text(), read_secret(path).secret
@@ -241,7 +249,7 @@ def test_a_private_key_that_cannot_be_used_says_why_and_does_not_show_itself(tmp
         read_secret(tmp_path / "none")
 
 
-def test_public_parts_make_a_roster_in_the_order_given(tmp_path):
+def test_assembled_roster_keeps_the_given_order(tmp_path):
     parts = [keygen(tmp_path / f"{name}.key", name=name, address=f"{name}:1") for name in ("south", "north", "east")]
     out = tmp_path / "roster.toml"
     roster = assemble(parts, out)
@@ -254,7 +262,7 @@ def test_public_parts_make_a_roster_in_the_order_given(tmp_path):
     assert out.read_bytes() == content
 
 
-def test_what_is_no_public_part_does_not_get_into_a_roster(tmp_path):
+def test_file_that_is_not_a_public_part_is_not_assembled(tmp_path):
     parts = [keygen(tmp_path / f"{name}.key", name=name, address=f"{name}:1") for name in ("south", "north")]
     out = tmp_path / "roster.toml"
     bad = tmp_path / "bad.peer.toml"
@@ -291,11 +299,11 @@ def test_what_is_no_public_part_does_not_get_into_a_roster(tmp_path):
         ("north:1", False),
     ],
 )
-def test_only_this_machine_is_loopback(address, is_so):
+def test_is_loopback_only_for_this_machine(address, is_so):
     assert is_loopback(address) is is_so
 
 
-def test_without_pyzmq_one_sentence_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_pyzmq_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
     says = r"peers need pyzmq, which is not installed: pip install 'fedbilevel\[peers\]'\."
     with pytest.raises(SettingError, match=says):

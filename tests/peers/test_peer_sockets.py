@@ -1,4 +1,4 @@
-"""Messages between peers over TCP of this machine, with real keys: they arrive whole and under the right number, and nothing else arrives."""
+"""Messages over loopback TCP with real keys: delivery, senders, refusals, queues and the end."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ import pytest
 import zmq
 
 from fedbilevel.errors import RosterError, WireError
-from fedbilevel.peers import sockets
-from fedbilevel.peers.roster import Entry, Roster, Secret
+from fedbilevel.peers import send_queues, sockets
+from fedbilevel.peers.roster import PeerEntry, PeerRoster, Secret
 from fedbilevel.peers.sockets import Sockets
 
 LIMIT = 4_000_000
 
 
 def until(condition, seconds=5.0):
-    """Whether it became true in time."""
+    """Whether the condition became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -30,7 +30,7 @@ def until(condition, seconds=5.0):
 
 
 def held():
-    """Threads and open files of this process, those that libzmq made too, once they no longer change: a thread that has been joined takes a moment to go."""
+    """Threads and open files of this process, also those of libzmq, once they no longer change."""
     now, since = None, time.monotonic()
     while time.monotonic() - since < 0.2:
         before, now = now, (set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
@@ -41,7 +41,7 @@ def held():
 
 
 def nothing_more(before):
-    """Threads of earlier tests may still go meanwhile."""
+    """Whether no thread or file was added. Threads of earlier tests may end meanwhile."""
     now = held()
     return now[0] <= before[0] and now[1] <= before[1]
 
@@ -55,13 +55,13 @@ def ports(count):
 
 
 class Group:
-    """Peers of one roster, each with what it was given."""
+    """Peers of one roster, with the messages and log lines of each."""
 
     def __init__(self, size, *, host="127.0.0.1", keys=True):
         pairs = [tuple(half.decode() for half in zmq.curve_keypair()) for _ in range(size)]
-        self.roster = Roster(
+        self.roster = PeerRoster(
             tuple(
-                Entry(f"p{i}", f"{host}:{port}", key)
+                PeerEntry(f"p{i}", f"{host}:{port}", key)
                 for i, (port, (key, _)) in enumerate(zip(ports(size), pairs, strict=True))
             )
         )
@@ -78,9 +78,8 @@ class Group:
         return self
 
     def __exit__(self, *_):
-        threads = [
-            threading.Thread(target=one.close) for one in self.live.values()
-        ]  # all at once: each waits for messages that cannot leave
+        # All at once, because each waits for messages that cannot leave.
+        threads = [threading.Thread(target=one.close) for one in self.live.values()]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -104,7 +103,7 @@ class Group:
 
 
 class Stranger:
-    """A socket that keeps to no rule of ours."""
+    """A socket that follows none of the rules."""
 
     def __init__(self, group, to, *, pair=None, server=None, identity=None):
         self.context = zmq.Context()
@@ -138,7 +137,7 @@ def fresh():
 
 @pytest.mark.parametrize("keys", [True, False])
 @pytest.mark.parametrize("size", [2, 3])
-def test_everybody_hears_everybody_under_the_right_number(size, keys):
+def test_messages_of_all_peers_arrive_under_the_right_number(size, keys):
     with Group(size, keys=keys).start() as group:
         for me, one in group.live.items():
             for to in group.live:
@@ -150,7 +149,7 @@ def test_everybody_hears_everybody_under_the_right_number(size, keys):
         assert all(one.refused() == {} for one in group.live.values())
 
 
-def test_a_long_body_arrives_whole_and_in_order():
+def test_long_bodies_arrive_whole_and_in_order():
     numbers = np.random.default_rng(0).standard_normal(750_000).astype(np.float32)
     with Group(2).start() as group:
         group.live[0].send(1, b"first", memoryview(numbers))  # 3 MB, and not of bytes
@@ -160,7 +159,7 @@ def test_a_long_body_arrives_whole_and_in_order():
         assert group.got[1] == [(0, b"first", numbers.tobytes()), (0, b"second", numbers.tobytes()), (0, b"third", b"")]
 
 
-def test_what_is_taken_is_a_view_that_can_be_kept():
+def test_received_body_is_a_view_that_can_be_kept():
     kept = []
     with Group(2).start(1, take=lambda *message: kept.append(message)).start(0) as group:
         for number in range(20):
@@ -170,7 +169,7 @@ def test_what_is_taken_is_a_view_that_can_be_kept():
     assert [bytes(body) for *_, body in kept] == [bytes([number]) * 100_000 for number in range(20)]
 
 
-def test_messages_from_many_threads_all_arrive_while_the_taker_answers():
+def test_messages_from_many_threads_arrive_while_the_receiver_answers():
     with Group(2) as group:
         group.start(0)
         group.start(1, take=lambda sender, head, body: group.live[1].send(sender, head))
@@ -186,20 +185,19 @@ def test_messages_from_many_threads_all_arrive_while_the_taker_answers():
         assert {head for _, head, _ in group.got[0]} == {b"%d %d" % (t, i) for t in range(4) for i in range(100)}
 
 
-def test_a_message_leaves_when_it_is_sent_and_not_at_the_next_tick():
+def test_message_leaves_before_the_next_tick(monkeypatch):
+    monkeypatch.setattr(sockets, "TICK", 600.0)
     with Group(2).start(0) as group:
         for number in range(100):  # many times what libzmq takes at once
             group.live[0].send(1, b"%d" % number, b"b" * 50_000)
         group.start(1)
-        assert until(lambda: len(group.got[1]) == 100, seconds=1.5)  # 13 ticks would be 2.6
-        begin = time.monotonic()
+        assert until(lambda: len(group.got[1]) == 100)
         for number in range(20):
             group.live[0].send(1, b"again %d" % number)
             assert group.arrives(1, (0, b"again %d" % number, b""))
-        assert time.monotonic() - begin < 1.5  # 20 ticks would be 4
 
 
-def test_a_key_that_is_not_in_the_roster_is_not_let_in_and_does_not_fill_the_log():
+def test_key_outside_the_roster_is_refused_without_flooding_the_log():
     with Group(2).start() as group, contextlib.ExitStack() as stack:
         for _ in range(5):
             stack.enter_context(Stranger(group, 0, pair=fresh())).send(b"head", b"body")
@@ -212,7 +210,7 @@ def test_a_key_that_is_not_in_the_roster_is_not_let_in_and_does_not_fill_the_log
         assert len(group.lines[0]) < 5
 
 
-def test_a_connection_without_encryption_is_refused():
+def test_connection_without_encryption_is_refused():
     with Group(2).start() as group, Stranger(group, 0, identity=b"1") as stranger:
         stranger.send(b"head", b"body")
         assert until(lambda: group.live[0].refused().get("handshake", 0) >= 1)
@@ -222,7 +220,7 @@ def test_a_connection_without_encryption_is_refused():
         assert any("not encrypted" in line for line in group.lines[0])
 
 
-def test_who_expects_another_key_here_sends_nothing():
+def test_sender_that_expects_another_server_key_cannot_connect():
     with Group(3).start() as group, Stranger(group, 0, pair=pair_of(group, 1), server=fresh()[0]) as stranger:
         stranger.send(b"head", b"body")
         assert until(lambda: group.live[0].refused().get("handshake", 0) >= 1)
@@ -231,25 +229,25 @@ def test_who_expects_another_key_here_sends_nothing():
         assert len(group.got[0]) == 1
 
 
-def test_a_peer_that_is_shut_out_learns_of_it_and_tries_again(monkeypatch):
+def test_refused_peer_is_informed_and_reconnects(monkeypatch):
     monkeypatch.setattr(sockets, "PAUSE", 0.1)
     with Group(2) as group:
         right = group.roster
-        group.roster = Roster((right.peers[0], Entry("p1", right.peers[1].address, fresh()[0])))
+        group.roster = PeerRoster((right.peers[0], PeerEntry("p1", right.peers[1].address, fresh()[0])))
         group.start(0)
         group.roster = right
         group.start(1)
         group.live[1].send(0, b"head")
         assert until(lambda: group.live[1].refused().get("shut out", 0) >= 2)
-        assert any("p0 does not let this peer in" in line for line in group.lines[1])
+        assert any("p0 refuses this peer" in line for line in group.lines[1])
         assert group.live[0].refused()["key"] >= 2
         assert group.got[0] == []
         group.live[0].close()
-        group.start(0)  # with the roster that the other has
+        group.start(0)  # with the roster of the other peer
         assert group.arrives(0, (1, b"head", b""))
 
 
-def test_what_answered_in_a_peers_place_does_not_keep_it_away(monkeypatch):
+def test_peer_connects_after_a_foreign_server_used_its_port(monkeypatch):
     monkeypatch.setattr(sockets, "PAUSE", 0.1)
     with Group(2) as group:
         host, port = group.roster.peers[0].address.split(":")
@@ -266,19 +264,19 @@ def test_what_answered_in_a_peers_place_does_not_keep_it_away(monkeypatch):
         assert group.arrives(0, (1, b"head", b""))
 
 
-def test_the_sender_is_the_key_whatever_identity_it_shows():
+def test_sender_is_identified_by_its_key_not_by_its_identity():
     with Group(3).start(0, 2) as group:
         with Stranger(group, 0, pair=pair_of(group, 1), identity=b"2") as liar:
             liar.send(b"2", b"I am 2")
             assert group.arrives(0, (1, b"2", b"I am 2"))
-            group.live[2].send(0, b"I really am")  # nor is the one of that name pushed out
+            group.live[2].send(0, b"I really am")  # the true p2 keeps its connection
             assert group.arrives(0, (2, b"I really am", b""))
             liar.send(b"2", b"still here")
             assert group.arrives(0, (1, b"2", b"still here"))
         assert {sender for sender, *_ in group.got[0]} == {1, 2}
 
 
-def test_a_peer_cannot_speak_to_itself():
+def test_own_key_is_refused():
     with Group(2).start(0) as group, Stranger(group, 0, pair=pair_of(group, 0)) as mirror:
         mirror.send(b"head", b"body")
         assert until(lambda: group.live[0].refused().get("key", 0) >= 1)
@@ -286,7 +284,7 @@ def test_a_peer_cannot_speak_to_itself():
 
 
 @pytest.mark.parametrize("identity", [None, b"0", b"3", b"01", b"\xff"])
-def test_without_keys_an_identity_that_is_no_peers_number_is_refused(identity):
+def test_identity_that_is_not_a_peer_number_is_refused_without_keys(identity):
     with Group(3, keys=False).start(0) as group, Stranger(group, 0, identity=identity) as stranger:
         stranger.send(b"head", b"body")
         assert until(lambda: group.live[0].refused() == {"sender": 1})
@@ -302,7 +300,7 @@ def test_without_keys_an_identity_that_is_no_peers_number_is_refused(identity):
         ((b"", b"b" * 10_001), "body"),
     ],
 )
-def test_a_message_of_the_wrong_form_is_refused_and_the_next_one_is_not(frames, reason):
+def test_malformed_message_is_refused_and_the_next_one_accepted(frames, reason):
     with Group(2).start(0, max_bytes=10_000) as group, Stranger(group, 0, pair=pair_of(group, 1)) as peer:
         peer.send(*frames)
         peer.send(b"h" * 4096, b"b" * 10_000)
@@ -313,7 +311,7 @@ def test_a_message_of_the_wrong_form_is_refused_and_the_next_one_is_not(frames, 
         assert "p1" in group.lines[0][0]
 
 
-def test_a_message_that_is_much_too_long_is_not_read_and_others_are_not_harmed():
+def test_far_too_long_message_ends_only_its_connection():
     with Group(3).start(0, 2, max_bytes=10_000) as group:
         group.start(1, max_bytes=3_000_000)
         group.live[2].send(0, b"before")
@@ -322,8 +320,8 @@ def test_a_message_that_is_much_too_long_is_not_read_and_others_are_not_harmed()
         for number in range(20):
             group.live[2].send(0, b"%d" % number)
         assert group.arrives(0, *((2, b"%d" % number, b"") for number in range(20)))
-        assert until(lambda: not group.live[1]._waiting[0])
-        again = iter(range(10_000))  # its connection is made anew; what was on the way is lost
+        assert until(lambda: not group.live[1].queues.waiting(0))
+        again = iter(range(10_000))  # it reconnects; messages in transit are lost
         assert until(
             lambda: (
                 group.live[1].send(0, b"short", b"%d" % next(again), newest="short")
@@ -334,7 +332,7 @@ def test_a_message_that_is_much_too_long_is_not_read_and_others_are_not_harmed()
         assert group.live[0].refused() == {}
 
 
-def test_who_sends_too_much_is_told_before_it_leaves():
+def test_sending_a_too_long_message_raises():
     one = Group(2).made(0, max_bytes=10)
     for head, body in ((b"", b"b" * 11), (b"h" * 4097, b""), (b"", memoryview(np.zeros(2)))):
         with pytest.raises(WireError, match="too long"):
@@ -342,7 +340,7 @@ def test_who_sends_too_much_is_told_before_it_leaves():
     one.send(1, b"", memoryview(np.zeros(1)))
 
 
-def test_a_peer_that_starts_again_gets_messages_again():
+def test_restarted_peer_receives_messages_again():
     with Group(2).start() as group:
         group.live[0].send(1, b"first")
         assert group.arrives(1, (0, b"first", b""))
@@ -356,7 +354,7 @@ def test_a_peer_that_starts_again_gets_messages_again():
         assert group.arrives(0, (1, b"back", b""))
 
 
-def test_without_keys_a_peer_that_starts_again_takes_over_its_identity():
+def test_restarted_peer_takes_over_its_identity_without_keys():
     with Group(2, keys=False).start(0) as group, Stranger(group, 0, identity=b"1") as old:
         old.send(b"old", b"")
         assert group.arrives(0, (1, b"old", b""))
@@ -365,7 +363,7 @@ def test_without_keys_a_peer_that_starts_again_takes_over_its_identity():
         assert group.arrives(0, (1, b"new", b""))
 
 
-def test_the_newest_takes_the_place_of_what_has_not_left():
+def test_newest_message_replaces_a_waiting_one():
     with Group(2).start(0) as group:
         for number in range(50):
             group.live[0].send(1, b"state", b"%d" % number, newest=("state", 0))
@@ -373,55 +371,52 @@ def test_the_newest_takes_the_place_of_what_has_not_left():
             if number % 10 == 0:
                 group.live[0].send(1, b"all", b"%d" % number)
         group.start(1)
-        expected = [
-            b"state 49",
-            b"other 49",
-            *(b"all %d" % number for number in range(0, 50, 10)),
-        ]  # in the place of the first
+        # Replaced messages keep the place of the first.
+        expected = [b"state 49", b"other 49", *(b"all %d" % number for number in range(0, 50, 10))]
         assert until(lambda: len(group.got[1]) == len(expected))
         group.live[0].send(1, b"end", b"")
         assert group.arrives(1, (0, b"end", b""))
         assert [b"%s %s" % message[1:] for message in group.got[1][:-1]] == [b"state 49", b"other 49", *expected[2:]]
 
 
-def test_the_newest_is_not_held_back_by_one_that_has_left():
+def test_newest_message_is_sent_after_an_earlier_one_has_left():
     with Group(2).start() as group:
         for number in range(5):
             group.live[0].send(1, b"state", b"%d" % number, newest="state")
             assert group.arrives(1, (0, b"state", b"%d" % number))
 
 
-def test_what_waits_for_a_peer_that_is_gone_is_bounded_and_the_oldest_goes(monkeypatch):
-    monkeypatch.setattr(sockets, "BACKLOG", 1_000_000)
+def test_full_queue_drops_the_oldest_messages(monkeypatch):
+    monkeypatch.setattr(send_queues, "BACKLOG", 1_000_000)
     with Group(3).start(0) as group:
         for number in range(100):
             group.live[0].send(1, b"%d" % number, b"b" * 100_000)
             group.live[0].send(2, b"%d" % number)
-        kept = group.live[0]._waiting[1]
-        assert len(kept) == 9  # with what each takes besides its body
+        kept = group.live[0].queues.waiting(1)
+        assert len(kept) == 9  # with the overhead of each message
         dropped = group.live[0].refused()["backlog"]
         assert dropped == 91
         assert sum("p1" in line for line in group.lines[0]) == 1
         group.start(1, 2)
         assert until(lambda: len(group.got[1]) == 9 and len(group.got[2]) == 100)
         assert [int(head) for _, head, _ in group.got[1]] == list(range(91, 100))
-        assert until(lambda: group.live[0]._bytes[1] == group.live[0]._bytes[2] == 0)
+        assert until(lambda: group.live[0].queues.num_bytes(1) == group.live[0].queues.num_bytes(2) == 0)
 
 
-def test_replaced_messages_do_not_count_as_waiting(monkeypatch):
-    monkeypatch.setattr(sockets, "BACKLOG", 1_000_000)
+def test_replaced_messages_do_not_count_towards_the_backlog(monkeypatch):
+    monkeypatch.setattr(send_queues, "BACKLOG", 1_000_000)
     one = Group(2).made(0)
     one.send(1, b"first", b"b" * 500_000)
     for _ in range(100):
         one.send(1, b"", b"b" * 400_000, newest="state")
     assert one.refused() == {}
     for _ in range(10_000):
-        one.send(1, b"")  # nothing in it, and yet it takes memory
+        one.send(1, b"")  # empty, but it takes memory
     assert one.refused()["backlog"] > 0
-    assert len(one._waiting[1]) < 2_500
+    assert len(one.queues.waiting(1)) < 2_500
 
 
-def test_quiet_is_the_time_since_a_peer_was_last_heard():
+def test_quiet_is_the_time_since_the_last_message():
     with Group(3).start() as group:
         begin = time.monotonic()
         spoken = []
@@ -438,7 +433,7 @@ def test_quiet_is_the_time_since_a_peer_was_last_heard():
         assert until(lambda: group.live[0].quiet(1) > last + 0.2)
 
 
-def test_a_message_that_is_refused_is_no_sign_of_life():
+def test_refused_message_does_not_end_the_silence():
     with Group(2).start(0) as group, Stranger(group, 0, pair=pair_of(group, 1)) as peer:
         before = time.monotonic()
         assert until(lambda: group.live[0].quiet(1) > 0.3)
@@ -449,7 +444,7 @@ def test_a_message_that_is_refused_is_no_sign_of_life():
         assert until(lambda: group.live[0].quiet(1) < time.monotonic() - before - 0.2)
 
 
-def test_an_error_in_what_takes_messages_is_counted_and_the_next_message_arrives():
+def test_error_of_the_receiver_is_counted_and_the_next_message_arrives():
     got = []
 
     def take(sender, head, body):
@@ -460,10 +455,10 @@ def test_an_error_in_what_takes_messages_is_counted_and_the_next_message_arrives
         group.live[0].send(1, b"first")
         group.live[0].send(1, b"second")
         assert until(lambda: got == [b"first", b"second"] and group.live[1].refused() == {"failed": 2})
-        assert group.lines[1] == ["an error in what takes messages: RuntimeError: no room for it"]
+        assert group.lines[1] == ["an error while taking a message: RuntimeError: no room for it"]
 
 
-def test_the_clock_ticks_with_and_without_messages():
+def test_ticks_come_without_messages():
     ticks = []
     with Group(2) as group:
         group.live[0] = group.made(0)
@@ -474,7 +469,7 @@ def test_the_clock_ticks_with_and_without_messages():
         assert {name for _, name in ticks} == {"peer p0"}
 
 
-def test_what_was_sent_leaves_before_the_end():
+def test_waiting_messages_leave_before_the_end():
     with Group(2).start() as group:
         group.live[1].send(0, b"there")
         group.live[0].send(1, b"there")
@@ -487,8 +482,7 @@ def test_what_was_sent_leaves_before_the_end():
         assert group.arrives(1, *((0, b"%d" % number, body) for number in range(40)))
 
 
-def test_the_end_waits_two_seconds_at_most_and_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(sockets, "FLUSH", 0.3)
+def test_close_waits_at_most_the_flush_time_and_leaves_no_thread(monkeypatch):
     with Group(2).start() as warm:  # pyzmq keeps one thread of its own from the first long message on
         warm.live[0].send(1, b"", b"b" * 100_000)
         assert until(lambda: warm.got[1])
@@ -498,27 +492,29 @@ def test_the_end_waits_two_seconds_at_most_and_leaves_nothing(monkeypatch):
             group.live[0].send(1, b"", b"b" * 100_000)
             assert until(lambda group=group: group.got[1])
             group.live[0].send(2, b"nobody there")
+            monkeypatch.setattr(sockets, "FLUSH", 0.3)
             begin = time.monotonic()
             group.live[0].close()
-            assert 0.3 <= time.monotonic() - begin < 1.5
+            assert 0.3 <= time.monotonic() - begin < 30
             group.live[0].close()
             group.live[0].send(1, b"too late")
-            assert not group.live[0]._waiting[1]
+            assert not group.live[0].queues.waiting(1)
+            monkeypatch.setattr(sockets, "FLUSH", 60.0)
             begin = time.monotonic()
             group.live[1].close()
-            assert time.monotonic() - begin < 0.25  # nothing to wait for
+            assert time.monotonic() - begin < 30  # nothing to wait for
     assert not any(thread.name.startswith("peer ") for thread in threading.enumerate())
     assert nothing_more(before)
 
 
-def test_one_that_never_started_can_be_closed():
+def test_sockets_that_never_started_can_be_closed():
     one = Group(2).made(0)
     one.send(1, b"early")
     one.close()
     one.close()
 
 
-def test_a_port_that_is_in_use_is_one_sentence_and_leaves_nothing():
+def test_port_in_use_is_refused_and_leaves_no_thread():
     with Group(2).start(0) as group:
         before = held()
         with closing(group.made(0)) as second, pytest.raises(RosterError, match=r"port \d+ of this machine is in use"):
@@ -526,26 +522,26 @@ def test_a_port_that_is_in_use_is_one_sentence_and_leaves_nothing():
         assert nothing_more(before)
 
 
-def test_an_address_of_another_machine_is_one_sentence():
+def test_address_of_another_machine_is_refused_with_a_hint():
     group = Group(2, host="192.0.2.1")  # reserved for examples
     with pytest.raises(RosterError, match=r'cannot listen at 192\.0\.2\.1.*give bind = "0\.0\.0\.0'):
         group.made(0).start(lambda *_: None, lambda: None)
 
 
-def test_behind_a_router_a_peer_listens_elsewhere_than_its_address_says():
+def test_peer_behind_a_router_listens_at_its_bind_address():
     with Group(2) as group:
         outside, inside = ports(2)
-        seen = Roster((Entry("p0", f"192.0.2.1:{outside}", group.roster.peers[0].key), group.roster.peers[1]))
+        seen = PeerRoster((PeerEntry("p0", f"192.0.2.1:{outside}", group.roster.peers[0].key), group.roster.peers[1]))
         group.roster, real = seen, group.roster
         group.start(0, bind=f"0.0.0.0:{inside}")
-        group.roster = Roster((Entry("p0", f"127.0.0.1:{inside}", real.peers[0].key), real.peers[1]))
+        group.roster = PeerRoster((PeerEntry("p0", f"127.0.0.1:{inside}", real.peers[0].key), real.peers[1]))
         group.start(1)
         group.live[1].send(0, b"hello")
         assert group.arrives(0, (1, b"hello", b""))
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
-def test_hosts_by_name_and_by_ipv6(host):
+def test_localhost_and_ipv6_addresses_connect(host):
     if host == "[::1]":
         try:
             socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -567,23 +563,22 @@ def test_hosts_by_name_and_by_ipv6(host):
         ("[2001:db8::1]", "127.0.0.1:5555"),
     ],
 )
-def test_without_keys_nothing_leaves_or_enters_this_machine(host, bind):
-    with pytest.raises(RosterError, match="is not an address of this machine alone"):
+def test_address_outside_loopback_needs_a_key(host, bind):
+    with pytest.raises(RosterError, match="is not a loopback address"):
         Group(2, host=host, keys=False).made(0, bind=bind)
 
 
-def test_the_private_key_must_be_that_of_the_peer():
+def test_private_key_of_another_peer_is_refused():
     group = Group(2)
     with pytest.raises(RosterError, match="the private key of 'p1' is not the one that 'p0' has"):
         Sockets(group.roster, 0, group.secrets[1], max_bytes=1)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_who_is_of_this_machine_alone_listens_at_no_other_address(host):
+def test_loopback_peer_listens_only_at_its_own_address(host):
     with Group(2, host=host, keys=False).start(0) as group:
         port = int(group.roster.peers[0].address.split(":")[1])
         socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
         with pytest.raises(OSError):
-            socket.create_connection(
-                ("127.0.0.2", port), timeout=1.0
-            )  # leads here where all interfaces are listened at
+            # Would connect if the peer listened at all interfaces.
+            socket.create_connection(("127.0.0.2", port), timeout=1.0)

@@ -1,4 +1,4 @@
-"""A network in memory: what it delivers, what its faults do, and that they are those of the seed."""
+"""A network in memory: delivery, and faults that the seed decides."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ def until(condition, seconds=5.0, what="what was waited for"):
 
 
 class Ear:
-    """Keeps what arrives at one peer, and counts ticks."""
+    """Keeps the messages to one peer, and counts ticks."""
 
     def __init__(self, network, peer):
         self.got, self.ticks, self.threads = [], 0, set()
@@ -41,7 +41,7 @@ class Ear:
 
 @pytest.fixture
 def network(monkeypatch):
-    """Makes networks whose transports all leave at the end."""
+    """Factory of networks. All their transports leave at the end."""
     monkeypatch.setattr(transport, "TICK", 0.05)
     ears = []
 
@@ -56,11 +56,11 @@ def network(monkeypatch):
 
 
 def end_of(net, ear, to=1):
-    """Mark the end of what was sent, beyond the reach of faults, and wait for it."""
+    """Send an end marker that faults do not affect."""
     net.post(ear.transport.peer, to, b"-1", b"", [net.faults.delay + 0.01])
 
 
-def test_without_faults_everything_arrives_once_in_order_with_its_sender(network):
+def test_messages_without_faults_arrive_once_and_in_order(network):
     _, a, b, c = network(3)
     a.tell(1, 200)
     c.tell(1, 50, start=1000)
@@ -73,7 +73,7 @@ def test_without_faults_everything_arrives_once_in_order_with_its_sender(network
     assert a.got == c.got == []
 
 
-def test_a_body_is_what_it_was_when_it_was_sent(network):
+def test_body_is_copied_when_it_is_sent(network):
     _, a, b = network(2)
     body = bytearray(b"before")
     a.transport.send(1, b"0", memoryview(body))
@@ -82,7 +82,7 @@ def test_a_body_is_what_it_was_when_it_was_sent(network):
     assert b.got == [(0, b"0", b"before")]
 
 
-def test_one_thread_calls_and_ticks_come(network):
+def test_one_thread_makes_all_calls(network):
     _, a, b = network(2)
     until(lambda: a.ticks >= 3 and b.ticks >= 3)
     a.tell(1, 1)
@@ -92,7 +92,7 @@ def test_one_thread_calls_and_ticks_come(network):
     assert threading.current_thread() not in a.threads
 
 
-def test_faults_are_those_of_the_seed_and_nothing_else(network):
+def test_faults_are_decided_by_the_seed(network):
     faults = Faults(loss=0.3, doubled=0.2, seed=7)
     net, a, b = network(2, faults)
     copies = [len(faults.delays(0, 1, number + 1)) for number in range(300)]
@@ -103,7 +103,7 @@ def test_faults_are_those_of_the_seed_and_nothing_else(network):
     assert set(copies) == {0, 1, 2}
 
 
-def test_faults_differ_by_seed_sender_receiver_and_number():
+def test_faults_depend_on_seed_sender_receiver_and_number():
     drawn = lambda seed, sender, receiver: tuple(
         tuple(Faults(loss=0.3, delay=1.0, seed=seed).delays(sender, receiver, number)) for number in range(40)
     )
@@ -114,7 +114,7 @@ def test_faults_differ_by_seed_sender_receiver_and_number():
 
 
 @pytest.mark.parametrize(("loss", "doubled"), [(0.3, 0.0), (0.0, 0.4), (0.5, 0.5)])
-def test_shares_are_as_asked(loss, doubled):
+def test_shares_of_faults_are_as_requested(loss, doubled):
     faults, many = Faults(loss=loss, doubled=doubled, delay=2.0, seed=3), 2000
     drawn = [faults.delays(1, 0, number) for number in range(many)]
     share = lambda copies: sum(len(one) == copies for one in drawn) / many
@@ -129,7 +129,7 @@ def test_shares_are_as_asked(loss, doubled):
         assert all(one[0] != one[1] for one in drawn if len(one) == 2)
 
 
-def test_delays_let_messages_overtake_each_other_as_the_seed_says(network):
+def test_delayed_messages_overtake_each_other(network):
     faults = Faults(delay=0.4, seed=5)
     net, a, b = network(2, faults)
     begun = time.monotonic()
@@ -145,7 +145,7 @@ def test_delays_let_messages_overtake_each_other_as_the_seed_says(network):
         assert all(late[number] < late[later] + spent + 0.001 for later in got[place + 1 :])
 
 
-def test_nothing_goes_into_or_out_of_one_that_is_gone(network):
+def test_killed_peer_neither_sends_nor_receives(network):
     net, a, b, c = network(3)
     net.gone.add(1)
     ticks = b.ticks
@@ -159,7 +159,7 @@ def test_nothing_goes_into_or_out_of_one_that_is_gone(network):
     assert b.ticks <= ticks + 1  # one may have been on its way
 
 
-def test_what_is_for_one_that_is_halted_waits(network):
+def test_messages_for_a_halted_peer_wait(network):
     net, a, b = network(2)
     net.halted.add(1)
     a.tell(1, 5)
@@ -173,7 +173,7 @@ def test_what_is_for_one_that_is_halted_waits(network):
     assert b.numbers() == list(range(5))
 
 
-def test_a_second_transport_takes_the_place_of_the_first(network):
+def test_second_transport_of_a_peer_replaces_the_first(network):
     net, a, b = network(2)
     net.gone.add(1)
     again = Ear(net, 1)
@@ -191,7 +191,7 @@ def test_a_second_transport_takes_the_place_of_the_first(network):
     assert len(again.got) == 3
 
 
-def test_quiet_is_the_time_since_anything_came(network):
+def test_quiet_in_memory_is_the_time_since_the_last_message(network):
     _, a, b, c = network(3)
     started = time.monotonic()
     until(lambda: b.transport.quiet(0) > 0.1)
@@ -206,7 +206,7 @@ def test_quiet_is_the_time_since_anything_came(network):
     assert b.transport.refused() == {}
 
 
-def test_quiet_begins_with_the_start():
+def test_quiet_counts_from_the_start():
     net = MemoryNetwork(2)
     one = net.transport(0)
     made = time.monotonic()
@@ -219,7 +219,7 @@ def test_quiet_begins_with_the_start():
         one.close()
 
 
-def test_the_thread_ends_when_all_have_left_and_begins_again(network):
+def test_thread_ends_when_all_transports_have_left(network):
     net, a, b = network(2)
     first = net._thread
     assert first.is_alive()
@@ -239,7 +239,7 @@ def test_the_thread_ends_when_all_have_left_and_begins_again(network):
     assert not second.is_alive()
 
 
-def test_two_threads_never_send_with_the_same_number(network):
+def test_concurrent_messages_have_different_numbers(network):
     drawn = []
 
     class Watched(Faults):
@@ -276,7 +276,7 @@ class Counted:
         self.calls.append("close")
 
 
-def test_lossy_loses_the_share_that_its_seed_says_and_passes_on_the_rest():
+def test_lossy_transport_drops_the_messages_of_its_seed():
     inner, faults = Counted(), Faults(loss=0.3, doubled=0.9, seed=11)
     lossy = Lossy(inner, 2, 3, faults)
     for number in range(400):

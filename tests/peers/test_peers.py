@@ -1,4 +1,4 @@
-"""Peers in one process, each with its own row, disk and office: the simulator's numbers, and what happens when somebody goes or comes."""
+"""Peers as threads of one process: equality with the simulator, losses, restarts and records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +21,10 @@ from fedbilevel.federation.averaging import Message, RunningSums, parked
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.hypergradient import lower_solution
 from fedbilevel.oracle.population import Population
-from fedbilevel.peers.engine import Peer, _Settling
-from fedbilevel.peers.office import Office, Status
+from fedbilevel.peers.engine import Peer
+from fedbilevel.peers.exchange import AveragingStatus, Exchange
 from fedbilevel.peers.plan import PeerPlan, plan_of
+from fedbilevel.peers.settling import Settling, all_settled
 from fedbilevel.peers.transport import Faults, MemoryNetwork
 from fedbilevel.peers.wire import SKETCH
 from fedbilevel.runs.record import Record
@@ -75,9 +75,7 @@ def simulated(threads: Threads, built: Any) -> Result:
 def check_same(threads: Threads, result: Result, *, rounding: float = 0.0) -> None:
     for number, mine in threads.results.items():
         for name, rows in result.state._asdict().items():
-            own = rows[number][
-                : mine.state._asdict()[name].shape[1]
-            ]  # private rows are padded where clients live together
+            own = rows[number][: mine.state._asdict()[name].shape[1]]
             assert torch.allclose(mine.state._asdict()[name][0], own, rtol=0, atol=rounding * float(own.abs().max())), (
                 number,
                 name,
@@ -107,7 +105,7 @@ def check_same(threads: Threads, result: Result, *, rounding: float = 0.0) -> No
     ],
     ids=["sgp", "push_sum", "kept", "exact", "gossip", "ring", "extra", "exponential"],
 )
-def test_synchronous_peers_are_the_simulator_bit_for_bit(tmp_path, algorithm, options):
+def test_synchronous_peers_equal_the_simulator_bit_for_bit(tmp_path, algorithm, options):
     built = Quadratic(**SMALL).build()
     threads = Threads(tmp_path, content(algorithm, options=options), built.clients)
     results, reference = threads.run(), simulated(threads, built)
@@ -120,36 +118,40 @@ def test_synchronous_peers_are_the_simulator_bit_for_bit(tmp_path, algorithm, op
     ("task", "algorithm", "num_classes"),
     [
         (Influence(num_clients=3), {"name": "hgp", "optimiser": "none", "num_lower_steps": 5, "num_terms": 4}, 2),
-        (Personalisation(num_clients=3, share=0.05, width=0.2), {"name": "hgp", "num_lower_steps": 3, "num_terms": 2, "lr_system": 0.05}, 10),
+        (
+            Personalisation(num_clients=3, share=0.05, width=0.2),
+            {"name": "hgp", "num_lower_steps": 3, "num_terms": 2, "lr_system": 0.05},
+            10,
+        ),
         (Quadratic(**SMALL, weights="by_samples"), HGP, None),
         (Quadratic(**SMALL, upper="private"), HGP, None),
         (Quadratic(**SMALL, lower="local"), HGP, None),
     ],
     ids=["influence", "personalisation", "weighted", "private", "local"],
 )  # fmt: skip
-def test_tasks_and_scopes_run_through_peers(tmp_path, task, algorithm, num_classes):
+def test_tasks_and_scopes_between_peers_equal_the_simulator(tmp_path, task, algorithm, num_classes):
     built = task.build()
     threads = Threads(tmp_path, content(algorithm, task, num_iterations=2, num_classes=num_classes), built.clients)
     threads.run()
-    # a simulation pads clients to the same number of samples, with which some products of matrices round otherwise
+    # a simulation pads clients to the same number of samples, so some matrix products round differently
     check_same(threads, simulated(threads, built), rounding=1e-13 if isinstance(task, Personalisation) else 0.0)
 
 
-def test_nobody_begins_an_outer_iteration_before_all_have_stored_the_one_before(tmp_path, monkeypatch):
-    """Two stored states are enough to go back to only because of this."""
-    waited, wait = [], Office.all_finished
+def test_outer_iteration_starts_after_all_have_stored_the_previous_one(tmp_path, monkeypatch):
+    """Two stored states per peer are enough only because of this."""
+    waited, wait = [], Exchange.wait_until_finished
 
-    def noted(office: Office, iteration: int, stop: Callable[[], bool]) -> None:
-        wait(office, iteration, stop)
+    def noted(exchange: Exchange, iteration: int, stop: Callable[[], bool]) -> None:
+        wait(exchange, iteration, stop)
         stored = [Record(tmp_path / f"p{number}").load()[1]["iteration"] for number in range(4)]
-        waited.append((office.me, iteration, min(stored) >= iteration))
+        waited.append((exchange._outbox.me, iteration, min(stored) >= iteration))
 
-    monkeypatch.setattr(Office, "all_finished", noted)
+    monkeypatch.setattr(Exchange, "wait_until_finished", noted)
     Threads(tmp_path, content({"name": "sgp"}), Quadratic(**SMALL).build().clients).run()
     assert sorted(waited) == sorted((me, iteration, True) for me in range(4) for iteration in range(4))
 
 
-def test_lost_doubled_and_late_rows_change_nothing(tmp_path):
+def test_lost_doubled_and_late_rows_do_not_change_the_result(tmp_path):
     built = Quadratic(**SMALL).build()
     threads = Threads(
         tmp_path, content({"name": "sgp"}), built.clients, Faults(loss=0.02, doubled=0.2, delay=0.02, seed=3)
@@ -158,7 +160,7 @@ def test_lost_doubled_and_late_rows_change_nothing(tmp_path):
     check_same(threads, simulated(threads, built))
 
 
-def test_robust_averages_end_when_all_agree_whatever_is_lost(tmp_path):
+def test_robust_average_with_lost_messages_equals_the_exact_one(tmp_path):
     built = Quadratic(**SMALL).build()
     plan = content({**HGP, "lower_solver": "mix"}, num_iterations=1, options={"averaging": {"kind": "robust"}})
     threads = Threads(tmp_path, plan, built.clients, Faults(loss=0.3, doubled=0.2, delay=0.02))
@@ -178,9 +180,7 @@ def test_robust_averages_end_when_all_agree_whatever_is_lost(tmp_path):
     [{}, {"averaging": {"kind": "robust"}}, {"averaging": {"kind": "robust", "tolerance": 1e-11}}],
     ids=["left out", "kind", "both"],
 )
-def test_a_plan_that_loses_messages_ends_in_the_simulator_where_it_does_between_peers(
-    tmp_path, averaging, dtype, rounding
-):
+def test_plan_with_loss_gives_the_same_result_in_the_simulator(tmp_path, averaging, dtype, rounding):
     built = Quadratic(**SMALL).build()
     plan = content(
         {**HGP, "lower_solver": "mix"},
@@ -192,7 +192,7 @@ def test_a_plan_that_loses_messages_ends_in_the_simulator_where_it_does_between_
     check_same(threads, simulated(threads, built), rounding=rounding)
 
 
-# ---- coming and going ------------------------------------------------------------------------------------------------------
+# ---- losses and restarts -------------------------------------------------------------------------
 
 
 def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
@@ -203,7 +203,7 @@ def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
 
 
 def dies(threads: Threads, victim: int, *, after: int) -> None:
-    """Nothing goes out of the victim or in after so many messages of data."""
+    """Cut the victim off after this number of its data messages."""
     make, left = threads.network.transport, [after]
 
     def transport(peer: int) -> Any:
@@ -224,7 +224,7 @@ def dies(threads: Threads, victim: int, *, after: int) -> None:
 
 
 @pytest.mark.parametrize("after", [3, 17, 40])
-def test_one_that_is_started_again_at_once_goes_on_and_the_run_is_the_simulators(tmp_path, after):
+def test_peer_restarted_at_once_does_not_change_the_result(tmp_path, after):
     built = Quadratic(**SMALL).build()
     threads = Threads(tmp_path, content({"name": "sgp", "num_lower_steps": 4}, num_iterations=8), built.clients)
     dies(threads, 2, after=after)
@@ -234,15 +234,15 @@ def test_one_that_is_started_again_at_once_goes_on_and_the_run_is_the_simulators
     threads.start(2)
     threads.join()
     check_same(threads, simulated(threads, built))
-    for number in range(4):  # every outer iteration once, although some were begun twice
+    for number in range(4):  # every outer iteration once, although some were restarted
         assert [row["iteration"] for row in Record(tmp_path / f"p{number}").rows()] == list(range(9))
 
 
-def test_all_that_are_stopped_go_on_together_where_they_were(tmp_path):
+def test_stopped_run_resumes_with_all_peers(tmp_path):
     built = Quadratic(**SMALL).build()
     threads = Threads(tmp_path, content(HGP, num_iterations=4), built.clients)
     for number in range(4):
-        threads.start(number, content(HGP, num_iterations=2))  # another plan: refused when they go on with it below
+        threads.start(number, content(HGP, num_iterations=2))  # another plan
     threads.join()
     threads.start(0)
     threads.start(1, content(HGP, num_iterations=5))
@@ -250,14 +250,14 @@ def test_all_that_are_stopped_go_on_together_where_they_were(tmp_path):
         threads.join([0])
     with pytest.raises(PlanError, match="p0 has another plan"):
         threads.join([1])
-    threads.network = MemoryNetwork(4)  # what they said is not for those who come now
+    threads.network = MemoryNetwork(4)  # without the messages of the ended peers
     for number in range(4):
         threads.start(number)
     threads.join()
     check_same(threads, simulated(threads, built))
 
 
-def test_one_that_is_gone_for_longer_joins_those_who_went_on_without_it(tmp_path):
+def test_peer_that_was_gone_joins_the_continued_run(tmp_path):
     built = Quadratic(**SMALL).build()
     threads = Threads(
         tmp_path, content({"name": "sgp", "num_lower_steps": 2}, num_iterations=120, suspect=0.8), built.clients
@@ -277,18 +277,18 @@ def test_one_that_is_gone_for_longer_joins_those_who_went_on_without_it(tmp_path
     assert members[0] == members[-1] == 4
     assert [row["iteration"] for row in rows] == list(range(121))
     weights = sum(float(threads.results[number].state.w) for number in range(4))
-    assert abs(weights - 4) < 1e-9  # none is missing of those that the lost one held: both groups began with new ones
+    assert abs(weights - 4) < 1e-9  # each new group starts with new weights
     late = Record(tmp_path / "p1").rows()
     assert late[-1]["iteration"] == 120
-    assert len(late) < 121  # it was not there
+    assert len(late) < 121  # it was absent
     named = [json.loads(line)["members"] for line in (tmp_path / "p0" / "peers.jsonl").read_text().splitlines()]
     assert ["p0", "p2", "p3"] in named
     assert named[-1] == ["p0", "p1", "p2", "p3"]
 
 
-@pytest.mark.parametrize("again", [True, False], ids=["regrouped", "as if nothing had been"])
-def test_survivors_find_the_solution_of_their_own_problem_only_as_a_new_group(again):
-    """Weights and tracked directions that the lost one took along leave a bias for good."""
+@pytest.mark.parametrize("again", [True, False], ids=["regrouped", "not regrouped"])
+def test_survivors_solve_their_own_problem_only_after_regrouping(again):
+    """Weights and tracked directions that a lost peer held would leave a permanent bias."""
     built = Quadratic(**SMALL).build()
     sparkle = Sparkle(exchange="push", lr_upper=0.05, lr_lower=0.1, lr_system=0.1)
     directed = Network(**DIRECTED)
@@ -308,7 +308,7 @@ def test_survivors_find_the_solution_of_their_own_problem_only_as_a_new_group(ag
     assert off < 1e-10 if again else off > 1e-3
 
 
-def test_too_few_stop_and_keep_what_they_have(tmp_path):
+def test_run_below_the_quorum_stops_and_keeps_its_record(tmp_path):
     built = Quadratic(**SMALL).build()
     threads = Threads(
         tmp_path, content({"name": "sgp"}, num_iterations=200, quorum=4, suspect=0.8, join_deadline=1.5), built.clients
@@ -321,9 +321,9 @@ def test_too_few_stop_and_keep_what_they_have(tmp_path):
     assert 0 < Record(tmp_path / "p0").load()[1]["iteration"] < 200
 
 
-def test_a_peer_that_fails_says_so_and_the_others_go_on_at_once(tmp_path):
+def test_others_continue_at_once_after_a_peer_fails(tmp_path):
     built = Quadratic(**SMALL).build()
-    threads = Threads(tmp_path, content({"name": "sgp"}, num_iterations=30, suspect=60.0), built.clients)
+    threads = Threads(tmp_path, content({"name": "sgp"}, num_iterations=30, suspect=600.0), built.clients)
 
     def fails(now: Any) -> None:
         if now.iteration == 5:
@@ -331,15 +331,13 @@ def test_a_peer_that_fails_says_so_and_the_others_go_on_at_once(tmp_path):
 
     for number in range(4):
         threads.start(number, callbacks=[fails] if number == 2 else [])
-    began = time.monotonic()
-    threads.join([0, 1, 3])
-    assert time.monotonic() - began < 30  # not after a minute of silence
+    threads.join([0, 1, 3])  # long before the silence limit
     with pytest.raises(NonFiniteError, match="its own trouble"):
         threads.join([2])
     assert threads.results[0].rows[-1]["members"] == 3
 
 
-def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
+def test_peer_with_another_problem_is_refused(tmp_path):
     clients = Quadratic(**SMALL).build().clients
     wide = Quadratic(**{**SMALL, "dim_lower": 5})
     threads = Threads(tmp_path, content({"name": "sgp"}, join_deadline=5.0), [*clients[:3], wide.build().clients[3]])
@@ -348,7 +346,7 @@ def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
     threads.start(3, content({"name": "sgp"}, wide, join_deadline=5.0))
     for thread in threads.threads.values():
         thread.join(60)
-    # Whoever is the first to meet the other leaves; one that has not been woken by then only sees that it is alone.
+    # The first peer that detects the difference leaves; the others may only see that it is missing.
     kinds = {PlanError: "has another plan", QuorumError: "all 4 are needed; missing"}
     assert sorted(threads.errors) == [0, 1, 2, 3]
     for error in threads.errors.values():
@@ -365,8 +363,11 @@ def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
         ({"on_change": "stop"}, "on_change of the plan is 'stop', expected 'restart' or 'continue'"),
         ({"on_crash": "pray"}, "on_crash of the plan is 'pray'"),
         ({"on_change": "continue"}, "exchanges rows step by step, which does not survive a loss"),
-        ({"options": {"averaging": {"kind": "robust", "num_steps": 5}}}, "ends when all agree, not after a number of steps"),
-        ({"options": {"averaging": {"tolerance": 1e-3}}}, "nobody sees whether all agree"),
+        (
+            {"options": {"averaging": {"kind": "robust", "num_steps": 5}}},
+            "ends when all agree, not after a number of steps",
+        ),
+        ({"options": {"averaging": {"tolerance": 1e-3}}}, "no peer detects whether all agree"),
         ({"options": {"network": {"max_delay": 3}}}, "delays messages or lets peers sleep"),
         ({"options": {"network": {"kind": "file", "file": "a.json"}}}, "nothing in a plan may be a path"),
         ({"options": {"device": "cuda"}}, "the plan sets device, which is each participant's own affair"),
@@ -376,20 +377,20 @@ def test_a_stranger_to_the_run_is_told_what_differs(tmp_path):
         ({"options": {"network": {"loss": 0.3}}}, "pushes without running sums"),
     ],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_is_refused_in_a_sentence(change, text):
+def test_invalid_plan_is_refused(change, text):
     plan = content(HGP)
     plan = {**plan, **change, "options": {**plan["options"], **change.get("options", {})}}
     with pytest.raises((PlanError, SettingError, LookupError), match=text.replace("(", r"\(").replace("?", r"\?")):
         plan_of(plan, 4)
 
 
-def test_the_engine_of_one_peer_is_no_second_implementation():
-    """Verbs, averages by steps and checkpoints are those of the simulator."""
+def test_peer_engine_shares_its_verbs_with_the_simulator():
+    """Verbs, averages and checkpoints are the same functions."""
     for name in ("push", "gossip", "mix", "steps", "initial", "zeros", "travels", "_averaged", "_travelling", "_apart"):
         assert getattr(Peer, name) is getattr(PeerSimulation, name), name
 
 
-# ---- records that do not belong --------------------------------------------------------------------------------------------------
+# ---- foreign records -----------------------------------------------------------------------------
 
 
 def finished(folder: Any, algorithm: dict[str, Any], **more: Any) -> Threads:
@@ -398,18 +399,18 @@ def finished(folder: Any, algorithm: dict[str, Any], **more: Any) -> Threads:
     return threads
 
 
-def test_an_old_record_of_one_peer_is_not_taken_for_the_state_of_all(tmp_path):
+def test_old_record_of_one_peer_is_refused(tmp_path):
     threads = finished(tmp_path, {"name": "sgp"}, num_iterations=2)
     for number in (0, 1, 2):
         shutil.rmtree(tmp_path / f"p{number}")
         threads.start(number)
     threads.start(3)
     for number in range(4):
-        with pytest.raises(PlanError, match=r"p3 goes on with a run of which .* have no record"):
+        with pytest.raises(PlanError, match=r"p3 would resume a run of which .* have no record"):
             threads.join([number])
 
 
-def test_records_of_two_runs_of_the_same_plan_are_not_mixed(tmp_path):
+def test_records_of_two_runs_of_the_same_plan_are_refused(tmp_path):
     finished(tmp_path / "old", {"name": "sgp"}, num_iterations=2)
     threads = finished(tmp_path / "new", {"name": "sgp"}, num_iterations=2)
     shutil.rmtree(tmp_path / "new" / "p3")
@@ -420,7 +421,7 @@ def test_records_of_two_runs_of_the_same_plan_are_not_mixed(tmp_path):
         threads.join()
 
 
-def test_the_record_of_somebody_else_is_refused_before_anybody_counts_on_it(tmp_path):
+def test_record_of_another_peer_or_run_is_refused(tmp_path):
     threads = finished(tmp_path, {"name": "sgp"}, num_iterations=1)
     (tmp_path / "p0").rename(tmp_path / "aside")
     shutil.copytree(tmp_path / "p1", tmp_path / "p0")
@@ -450,24 +451,22 @@ def test_the_record_of_somebody_else_is_refused_before_anybody_counts_on_it(tmp_
         threads.join([0])
 
 
-def test_one_that_has_done_everything_says_so_when_it_is_alone(tmp_path):
+def test_lone_peer_with_a_finished_run_names_peer_collect(tmp_path):
     threads = finished(tmp_path, {"name": "sgp"}, num_iterations=1, join_deadline=1.0)
     threads.start(0)
-    with pytest.raises(
-        QuorumError,
-        match=r"missing: p1, p2, p3: .*; this one has done all 1 outer iterations, so perhaps all have: peer collect",
-    ):
+    says = "this peer has finished all 1 outer iterations, so perhaps all peers have: peer collect"
+    with pytest.raises(QuorumError, match=f"missing: p1, p2, p3: .*; {says}"):
         threads.join([0])
 
 
-def test_a_folder_that_somebody_else_writes_into_is_noticed(tmp_path):
-    """p3 would have to go back to a state that was there when it said so."""
+def test_record_changed_by_another_process_is_refused(tmp_path):
+    """p3 has to go back to a state that existed when it introduced itself."""
     threads = finished(tmp_path, {"name": "sgp"}, num_iterations=3, join_deadline=2.0)
     Record(tmp_path / "p0", keeps_before=True).go_back()
 
     class Lines(list):
         def append(self, line):
-            if line.startswith("p3: "):  # the first thing it says is who begins
+            if line.startswith("p3: "):  # its first line names the members
                 shutil.copy(
                     tmp_path / "p3" / "checkpoint.safetensors", tmp_path / "p3" / "checkpoint-before.safetensors"
                 )
@@ -477,13 +476,13 @@ def test_a_folder_that_somebody_else_writes_into_is_noticed(tmp_path):
         threads.start(number)
     with pytest.raises(
         CheckpointError,
-        match=r"the others go on from outer iteration 2, and .*p3 holds 3 and -1: start this peer with another folder",
+        match=r"the others resume from outer iteration 2, and .*p3 holds 3 and -1: start this peer with another folder",
     ):
         threads.join([3])
     threads.join([0, 1, 2])
 
 
-def test_peers_that_never_agree_say_so(tmp_path):
+def test_peers_that_never_agree_raise(tmp_path):
     plan = content(
         {**HGP, "lower_solver": "mix"},
         num_iterations=1,
@@ -495,10 +494,10 @@ def test_peers_that_never_agree_say_so(tmp_path):
         threads.start(number)
     for thread in threads.threads.values():
         thread.join(60)
-    # Whoever is the first to see it leaves; one that has not been woken by then only sees that too few are left.
+    # The first peer that gives up leaves; the others may only see that too few remain.
     kinds = {
         NetworkError: r"after 1 wakes the peers do not agree up to .*: raise the tolerance or max_steps",
-        QuorumError: r"there after 4 s, 3 of 4 are needed",
+        QuorumError: r"present after 4 s, 3 of 4 are needed",
     }
     assert sorted(threads.errors) == [0, 1, 2, 3]
     for error in threads.errors.values():
@@ -506,11 +505,11 @@ def test_peers_that_never_agree_say_so(tmp_path):
     assert NetworkError in map(type, threads.errors.values())
 
 
-# ---- what a robust average can be trusted with ----------------------------------------------------------------------------------
+# ---- robust averages -----------------------------------------------------------------------------
 
 
 def averaged(tmp_path: Any, rows: torch.Tensor, *, seed: int = 0, **faults: Any) -> torch.Tensor:
-    """What every peer has after one robust average of these rows."""
+    """Values of all peers after one robust average of these rows."""
 
     class Given(PeerAlgorithm):
         uses = ("mix",)
@@ -541,7 +540,7 @@ def averaged(tmp_path: Any, rows: torch.Tensor, *, seed: int = 0, **faults: Any)
 
 
 @pytest.mark.parametrize("kind", ["one large", "one row alone", "all zero"])
-def test_rows_of_very_different_size_are_averaged_as_quickly(tmp_path, kind):
+def test_rows_of_very_different_norms_are_averaged_exactly(tmp_path, kind):
     rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows = rows * {"one large": 1e-6, "one row alone": 0.0, "all zero": 0.0}[kind]
     rows[0] = 0.0 if kind == "all zero" else torch.arange(1.0, 5.0)
@@ -550,36 +549,33 @@ def test_rows_of_very_different_size_are_averaged_as_quickly(tmp_path, kind):
 
 
 @pytest.mark.parametrize("width", [2, 90])
-def test_differences_that_would_cancel_in_a_sum_are_seen(tmp_path, width):
-    """Two entries that fall into the same bucket with opposite signs: seed 48 hid (1, -1) in a sketch with one table."""
+def test_sketch_detects_differences_that_cancel_in_a_sum(tmp_path, width):
+    """With seed 48 the entries (1, -1) cancel in a sketch with one table."""
     rows = torch.zeros(4, width, dtype=torch.float64)
     rows[:, 0], rows[:, -1] = torch.arange(1.0, 5.0), -torch.arange(1.0, 5.0)
     assert float((averaged(tmp_path, rows, seed=48) - rows.mean(0)).abs().max()) < 1e-11
 
 
-def test_an_average_has_not_ended_while_something_pushed_before_is_under_way():
-    group = SimpleNamespace(members=torch.tensor([0, 2]))
+def test_average_continues_while_an_earlier_message_is_in_transit():
     sketch = np.append(np.ones(SKETCH - 1), 10.0)
-    status = lambda got, settled, values=sketch: Status(np.array(got), np.array(settled), values)
-    ended = lambda one, other, limit=1e-6: Peer._agreed(
-        group, {0: one, 2: other, 1: status([0, 0, 0], [9, 9, 9])}, limit
+    status = lambda got, settled, values=sketch: AveragingStatus(np.array(got), np.array(settled), values)
+    ended = lambda one, other, limit=1e-6: all_settled(
+        {0: one, 2: other, 1: status([0, 0, 0], [9, 9, 9])}, [0, 2], limit
     )
-    assert ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0]))  # 1 is not of the group
-    assert not ended(
-        status([0, 0, 5], [0, 7, 3]), status([2, 0, 0], [5, 7, 0])
-    )  # the third message of 0 to 2 has not arrived
+    assert ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0]))  # p1 is not a member
+    # The third message of p0 to p2 has not arrived.
+    assert not ended(status([0, 0, 5], [0, 7, 3]), status([2, 0, 0], [5, 7, 0]))
     assert not ended(status([0, 0, 4], [0, 7, 3]), status([3, 0, 0], [5, 7, 0]))
     off = sketch.copy()
     off[0] += 1e-4
     assert not ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0], off))
-    assert ended(
-        status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0], off), 1e-5
-    )  # of the largest row, which is 10
-    assert not Peer._agreed(group, {0: status([0, 0, 5], [0, 7, 3])}, 1.0)  # nothing was heard of 2
+    # The limit is relative to the largest row, which is 10.
+    assert ended(status([0, 0, 5], [0, 7, 3]), status([3, 0, 0], [5, 7, 0], off), 1e-5)
+    assert not all_settled({0: status([0, 0, 5], [0, 7, 3])}, [0, 2], 1.0)  # no status of p2
 
 
-def test_a_value_stands_still_from_the_wake_on_at_which_it_last_moved():
-    sums, watch = RunningSums(0, torch.tensor([1.0])), _Settling(3)
+def test_value_is_settled_since_the_wake_of_its_last_move():
+    sums, watch = RunningSums(0, torch.tensor([1.0])), Settling(3)
     at = lambda value: watch.look(sums, np.append(np.full(SKETCH - 1, value), 1.0), 1e-3)
     sums.wake([1])
     assert at(1.0).settled.tolist() == [0, 1, 0]
@@ -588,15 +584,15 @@ def test_a_value_stands_still_from_the_wake_on_at_which_it_last_moved():
     assert at(1.1).settled.tolist() == [0, 2, 1]
     sums.wake([2])
     assert at(1.1).settled.tolist() == [0, 2, 1]
-    assert at(1.1 + 1e-3).settled.tolist() == [0, 2, 2]  # far from where it stood, although not from where it was last
-    sums.mass[-1] = -0.5  # after a reclaim: no value to speak of
+    assert at(1.1 + 1e-3).settled.tolist() == [0, 2, 2]  # far from the anchor, although near the last value
+    sums.mass[-1] = -0.5  # after a reclaim: no usable value
     assert (at(1.1).settled > 2**30).all()
     sums.receive(Message(1, 0, 4, torch.tensor([1.0, 2.0], dtype=torch.float64)))
     assert at(1.1).got.tolist() == [0, 4, 0]
 
 
-def test_what_is_reclaimed_is_as_if_the_lost_one_had_never_been_there():
-    """Whatever was lost on the way: the masses of the survivors, and what is parked between them, are what they began with."""
+def test_reclaimed_mass_leaves_the_average_of_the_survivors():
+    """The masses of the survivors and those in transit between them equal the initial ones."""
     rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     peers, draw = [RunningSums(number, row) for number, row in enumerate(rows)], np.random.default_rng(0)
     for _ in range(30):

@@ -21,7 +21,7 @@ NAMES = ("ann", "bob", "eve")
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """The page from its first block to its last, with ports that are free: what every command said, and the folder in which it happened."""
+    """Run all blocks of the page with free ports. Gives the output of every command, and the folder."""
     folder = tmp_path_factory.mktemp("laptops")
     page = PAGE.read_text()
     for port, free in zip(PORTS, free_ports(3), strict=True):
@@ -34,7 +34,7 @@ def played(tmp_path_factory):
             elif block.language == "bash":
                 command = block.text.strip()
                 said[command] = terminal.type(command)
-                if command.endswith("&"):  # each runs to its end by itself
+                if command.endswith("&"):  # the three peers run in the background
                     assert [one.wait(PATIENCE) for one in terminal.running] == [0, 0, 0], terminal.screens()
                     said[command] = (folder / "terminal-0.txt").read_text()
                 assert after.language == "text"
@@ -44,8 +44,8 @@ def played(tmp_path_factory):
         terminal.close()
 
 
-def test_the_page_quotes_what_is_said(played):
-    """The fixture compares; here, that it had something to compare."""
+def test_page_quotes_the_output_of_its_commands(played):
+    """The fixture compares; this test checks that there was something to compare."""
     page = PAGE.read_text()
     kinds = [(block.language, bool(block.file)) for block in blocks(page)]
     assert kinds.count(("text", False)) == kinds.count(("bash", False)) == 7
@@ -53,7 +53,7 @@ def test_the_page_quotes_what_is_said(played):
     assert all(page.count(port) >= 2 for port in PORTS)
 
 
-def test_keys_are_private_and_nothing_of_a_sample_is_in_a_record(played):
+def test_keys_are_private_and_records_contain_no_sample(played):
     _, folder = played
     for name in NAMES:
         assert os.stat(folder / f"{name}.key.toml").st_mode & 0o077 == 0
@@ -70,7 +70,7 @@ def test_keys_are_private_and_nothing_of_a_sample_is_in_a_record(played):
             assert images[0].astype(np.float64).tobytes() not in content
 
 
-def test_what_was_collected_is_what_each_has(played):
+def test_collected_influences_equal_those_of_each_peer(played):
     _, folder = played
     listed = json.loads((folder / "together" / "influences.json").read_text())
     assert [one["change"] for one in listed] == sorted(one["change"] for one in listed)
@@ -79,4 +79,4 @@ def test_what_was_collected_is_what_each_has(played):
         mine = {one["sample"]: one["change"] for one in listed if one["peer"] == name}
         assert mine == {place: float(value) for place, value in enumerate(own)}
         wrong = np.load(folder / f"truth-{name}.npy")
-        assert wrong[own.argsort()[: wrong.sum()]].mean() > 0.85, number  # the point of it all
+        assert wrong[own.argsort()[: wrong.sum()]].mean() > 0.85, number

@@ -1,4 +1,4 @@
-"""Peers of one machine, each a process of its own: keys, a roster with free ports of loopback, and what starts, stops and awaits them."""
+"""Peers on one machine, each in a process of its own, with keys and a roster of loopback ports."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fedbilevel.runs.record import make_folder, write_whole
 
 
 def free_ports(number: int) -> list[int]:
+    """Different free ports of the loopback interface."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [one.getsockname()[1] for one in held]
     for one in held:
@@ -30,7 +31,10 @@ def free_ports(number: int) -> list[int]:
 
 
 class Local:
-    """Below `folder`: keys, roster.toml, plan.toml, data/NAME, runs/NAME and logs. A folder that has them already is used again."""
+    """Peers with all their files in one folder. Existing keys and data are used again.
+
+    The folder holds keys, roster.toml, plan.toml, data/NAME, runs/NAME and logs.
+    """
 
     def __init__(
         self, folder: Path, plan: dict[str, Any], clients: Sequence[Holdings], names: Sequence[str] | None = None
@@ -79,11 +83,11 @@ class Local:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-                start_new_session=True,  # Ctrl-C is for who started them
+                start_new_session=True,  # Ctrl-C reaches only the process that started them
             )
 
     def wait(self, timeout: float) -> None:
-        """For all that were started. An error of one says what its log says last, and ends the others."""
+        """Wait for all started processes. Raise with the last log line if one of them fails."""
         until = time.monotonic() + timeout
         while running := [name for name, process in self.processes.items() if process.poll() is None]:
             if time.monotonic() > until:

@@ -1,9 +1,11 @@
-"""One peer's part in a run: read its own data, find the others, run with them, and begin again with those who are there whenever that changes.
+"""One peer's part in a run: read its data, find the other peers, and compute with them.
 
-Below its folder is a record like that of any run, with the last two checkpoints, and
+When the group changes, the peer restarts the outer iteration with the new group. Its folder holds
+a record like that of any run, with the last two checkpoints, and
 
-    peers.jsonl                 one line per outer iteration: who took part, in every average where that changed, and what was refused
-    hypergradient.safetensors   this peer's part of the last estimate, where the algorithm has one
+    peers.jsonl                 one line per outer iteration: its members (also by average, if they
+                                changed), and the numbers of refused messages
+    hypergradient.safetensors   this peer's part of the last estimate, if the algorithm has one
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from fedbilevel._version import __version__
 from fedbilevel.engines.engine import Regrouped
 from fedbilevel.engines.ranks import digest
 from fedbilevel.errors import CheckpointError, QuorumError
+from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.clients import Host
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.peers.engine import Peer
-from fedbilevel.peers.office import Formation, Office, mark
+from fedbilevel.peers.formation import Formation, mark
+from fedbilevel.peers.office import Office
 from fedbilevel.peers.plan import PeerPlan
-from fedbilevel.peers.transport import Faults, Lossy, Transport
+from fedbilevel.peers.transport import Faults, Lossy, PeerTransport
 from fedbilevel.peers.wire import Introduction, Version
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.loop import run_between
 from fedbilevel.runs.options import torch_device
@@ -39,6 +44,7 @@ from fedbilevel.tasks.task import Shapes
 
 DIARY, HYPERGRADIENT = "peers.jsonl", "hypergradient.safetensors"
 _ONLY = torch.tensor([0])
+_NOT_OF_HOST = ("cohort", "schedule", "device", "network", "averaging")  # options that a host does not take
 Say = Callable[[str], None]
 
 
@@ -46,7 +52,7 @@ def take_part(
     plan: PeerPlan,
     names: Sequence[str],
     me: int,
-    connect: Callable[[int], Transport],
+    connect: Callable[[int], PeerTransport],
     holdings: Holdings,
     folder: Path,
     *,
@@ -57,79 +63,32 @@ def take_part(
     beat: float = 0.5,
     interval: float = 0.05,
 ) -> Result:
-    """Run, or go on with what is in `folder`.
+    """Run, or resume the run in `folder`.
 
-    connect: gives what carries messages of up to so many bytes. roster: a digest of who the peers are. interval: longest time between two wakes of a robust
-    average.
+    connect: returns a transport for messages of up to the given number of bytes. roster: digest of
+    the roster. interval: most seconds between two wakes of a robust average.
     """
-    options = plan.keywords()
     algorithm, shapes = plan.built_algorithm(), Shapes.of(holdings, plan.num_classes)
     problem = plan.built_task().problem(shapes)
     for warning in algorithm.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
-    own = {
-        name: value
-        for name, value in options.items()
-        if name not in ("cohort", "schedule", "device", "network", "averaging")
-    }
-    host = Host(algorithm, problem, [holdings], ids=[me], num_clients=len(names), device=torch_device(device), **own)
-    one = host.data.batch(_ONLY, "train", torch.zeros(1, 1, dtype=torch.int64, device=host.device))
-    host.oracle.lower_grad(host.x0, host.y0, one)  # the first derivative in a process takes seconds
+    host = _host(plan, algorithm, problem, holdings, me, len(names), torch_device(device))
     book = Record(folder, keeps_before=True)
     make_folder(folder)
     _check_own(book, host, me, names)
-    most = longest(host, len(names))
-    transport = connect(most)
-    if options["network"].loss:
-        transport = Lossy(transport, me, len(names), Faults(loss=options["network"].loss, seed=options["network"].seed))
-    office = Office(
-        transport,
-        me,
-        names,
-        plan.name,
-        quorum=plan.quorum,
-        goes_on=plan.on_change == "continue",
-        suspect=plan.suspect,
-        beat=beat,
-        max_bytes=most,
-        say=say,
-    )
+    office = _office(plan, names, me, connect, longest(host, len(names)), beat=beat, say=say)
     describe = {"plan": plan.asdict(), "peers": list(names), "peer": names[me], "shapes": shapes.asdict()}
     with office.opened():
         while True:
             formation = _formed(office, _introduction(plan, host, book, roster), plan)
             say(_begins(formation, names))
-            resume = _ready(book, formation)
-            shorten(book.path / DIARY, max(0, formation.iteration))
-            host.ledger = Ledger(len(names))
-            fed = Peer(
-                algorithm,
-                host,
-                office,
-                formation,
-                network=options["network"],
-                averaging=options["averaging"],
-                on_crash=plan.on_crash,
-                interval=interval,
-            )
             try:
-                result = run_between(
-                    algorithm,
-                    fed,
-                    engine="peers",
-                    num_iterations=plan.num_iterations,
-                    measure_every=plan.measure_every,
-                    schedule=options["schedule"],
-                    record=book,
-                    resume=resume,
-                    begin_at=0 if resume else max(0, formation.iteration),
-                    describe=describe,
-                    callbacks=[_diary(book.path / DIARY, fed, names, transport), *callbacks],
-                )
+                fed = _engine(plan, algorithm, host, office, formation, interval)
+                result = _run_group(plan, fed, formation, book, describe, callbacks)
             except Regrouped:
-                say("who takes part has changed: the outer iteration begins again.")
+                say("the group has changed: the outer iteration restarts.")
                 continue
-            office.goes = result.stopped == "interrupted"
+            office.interrupted = result.stopped == "interrupted"
             break
     if hasattr(result.state, "h"):
         tree = fed.trees(result.state.h, upper=True)
@@ -140,6 +99,92 @@ def take_part(
     return result
 
 
+def _host(
+    plan: PeerPlan,
+    algorithm: PeerAlgorithm,
+    problem: Problem,
+    holdings: Holdings,
+    me: int,
+    num_peers: int,
+    device: torch.device,
+) -> Host:
+    options = {name: value for name, value in plan.keywords().items() if name not in _NOT_OF_HOST}
+    host = Host(algorithm, problem, [holdings], ids=[me], num_clients=num_peers, device=device, **options)
+    one = host.data.batch(_ONLY, "train", torch.zeros(1, 1, dtype=torch.int64, device=host.device))
+    host.oracle.lower_grad(host.x0, host.y0, one)  # the first derivative in a process takes seconds
+    return host
+
+
+def _office(
+    plan: PeerPlan,
+    names: Sequence[str],
+    me: int,
+    connect: Callable[[int], PeerTransport],
+    max_bytes: int,
+    *,
+    beat: float,
+    say: Say,
+) -> Office:
+    transport, network = connect(max_bytes), plan.keywords()["network"]
+    if network.loss:
+        transport = Lossy(transport, me, len(names), Faults(loss=network.loss, seed=network.seed))
+    return Office(
+        transport,
+        me,
+        names,
+        plan.name,
+        quorum=plan.quorum,
+        continues=plan.on_change == "continue",
+        suspect=plan.suspect,
+        beat=beat,
+        max_bytes=max_bytes,
+        say=say,
+    )
+
+
+def _engine(
+    plan: PeerPlan, algorithm: PeerAlgorithm, host: Host, office: Office, formation: Formation, interval: float
+) -> Peer:
+    options = plan.keywords()
+    host.ledger = Ledger(host.num_clients)
+    return Peer(
+        algorithm,
+        host,
+        office,
+        formation,
+        network=options["network"],
+        averaging=options["averaging"],
+        on_crash=plan.on_crash,
+        interval=interval,
+    )
+
+
+def _run_group(
+    plan: PeerPlan,
+    fed: Peer,
+    formation: Formation,
+    book: Record,
+    describe: Mapping[str, Any],
+    callbacks: Sequence[Callback],
+) -> Result:
+    """Run with one group until the end. Raises Regrouped when the group changes."""
+    resume = _prepared(book, formation)
+    shorten(book.path / DIARY, max(0, formation.iteration))
+    return run_between(
+        fed.algorithm,
+        fed,
+        engine="peers",
+        num_iterations=plan.num_iterations,
+        measure_every=plan.measure_every,
+        schedule=plan.keywords()["schedule"],
+        record=book,
+        resume=resume,
+        begin_at=0 if resume else max(0, formation.iteration),
+        describe=describe,
+        callbacks=[_diary(book.path / DIARY, fed, fed.office.membership.names), *callbacks],
+    )
+
+
 def _formed(office: Office, about: Introduction, plan: PeerPlan) -> Formation:
     try:
         return office.form(about, deadline=plan.join_deadline)
@@ -147,13 +192,13 @@ def _formed(office: Office, about: Introduction, plan: PeerPlan) -> Formation:
         if about.versions[0].iteration < plan.num_iterations:
             raise
         raise QuorumError(
-            f"{str(error).removesuffix('.')}; this one has done all {plan.num_iterations} outer iterations, so perhaps all have: "
-            "peer collect takes its record as it is."
+            f"{str(error).removesuffix('.')}; this peer has finished all {plan.num_iterations} outer iterations, "
+            "so perhaps all peers have: peer collect takes its record as it is."
         ) from None
 
 
 def longest(host: Host, num_peers: int) -> int:
-    """Bytes of a message that is longer than any that a verb or a view of so many peers needs."""
+    """Upper bound of the bytes of any message between this number of peers."""
     shared = 0 if host.x_sizes is not None else len(host.x0)
     return 8 * (4 * shared + 8 * len(host.y0)) + 64 * num_peers + 4096
 
@@ -170,14 +215,14 @@ def _introduction(plan: PeerPlan, host: Host, book: Record, roster: bytes) -> In
 
 
 def versions(book: Record) -> tuple[Version, Version]:
-    """Stored states, the newest first."""
+    """The last two stored states, the newest first."""
     found = [Version(about["iteration"], mark(about["state"]["members"]["value"])) for about in _stored(book)]
     newest, before, *_ = [*found, Version(), Version()]
     return newest, before if before.iteration < newest.iteration else Version()
 
 
 def run_of(book: Record) -> int:
-    """The mark of the run that the stored states belong to."""
+    """Mark of the run that the stored states belong to, 0 if there are none."""
     return next((int(about["state"]["run"]["value"]) for about in _stored(book)), 0)
 
 
@@ -185,13 +230,13 @@ def _stored(book: Record) -> list[dict[str, Any]]:
     found = [book.load(place)[1] for place in (book.checkpoint, book.before) if place.exists()]
     if any(part not in about["state"] for about in found for part in ("members", "run")):
         raise CheckpointError(
-            f"{book.path} holds a run that was not between peers: name another folder for this one's record."
+            f"{book.path} holds a run that was not between peers: name another folder for this peer's record."
         )
     return found
 
 
 def _check_own(book: Record, host: Host, me: int, names: Sequence[str]) -> None:
-    """Before anybody counts on it: that the record is this peer's own."""
+    """Raise if the record belongs to another peer or to other data, before other peers rely on it."""
     for about in _stored(book)[:1]:
         theirs = about["identity"]
         if theirs["peer"] != me:
@@ -201,12 +246,15 @@ def _check_own(book: Record, host: Host, me: int, names: Sequence[str]) -> None:
             )
         if theirs["data"] != digest(host.data, 0).hex():
             raise CheckpointError(
-                f"{book.path} is the record of a run with other data: use the same, or name another folder."
+                f"{book.path} is the record of a run with other data: use the same data, or name another folder."
             )
 
 
-def _ready(book: Record, formation: Formation) -> bool:
-    """The stored state that all go on from. False where there is none, and this peer begins where the problem does."""
+def _prepared(book: Record, formation: Formation) -> bool:
+    """Make the record hold the state that the group starts from.
+
+    Return False if this peer has no stored state and starts at the initial point.
+    """
     newest, before = versions(book)
     if formation.iteration < 0:
         for place in (book.checkpoint, book.before):
@@ -214,13 +262,14 @@ def _ready(book: Record, formation: Formation) -> bool:
     elif newest.iteration > formation.iteration:
         if before.iteration != formation.iteration:
             raise CheckpointError(
-                f"the others go on from outer iteration {formation.iteration}, and {book.path} holds {newest.iteration} and {before.iteration}: "
-                "start this peer with another folder, as this one seems to be a copy."
+                f"the others resume from outer iteration {formation.iteration}, and {book.path} holds "
+                f"{newest.iteration} and {before.iteration}: start this peer with another folder, "
+                "because this one seems to be a copy."
             )
         book.go_back()
-    elif 0 <= newest.iteration < formation.iteration:  # the others went on meanwhile: this peer's own state joins them
+    elif 0 <= newest.iteration < formation.iteration:  # this peer was absent: it joins with its own state
         tensors, about = book.load()
-        state = {**about["state"], "members": {"value": []}, "run": {"value": formation.run}}  # which no group has made
+        state = {**about["state"], "members": {"value": []}, "run": {"value": formation.run}}  # made by no group
         book.save(tensors, {**about, "iteration": formation.iteration, "state": state})
     return formation.iteration >= 0 and newest.iteration >= 0
 
@@ -232,7 +281,7 @@ def _begins(formation: Formation, names: Sequence[str]) -> str:
 
 
 def say_how_far(now: Progress, headline: Sequence[str]) -> str:
-    """One outer iteration, for people."""
+    """Log line of one outer iteration."""
     figures = [f"{name} {value:.4g}" for name, value in (now.row or {}).items() if name in headline]
     return ", ".join(
         [
@@ -244,13 +293,13 @@ def say_how_far(now: Progress, headline: Sequence[str]) -> str:
     )
 
 
-def _diary(path: Path, fed: Peer, names: Sequence[str], transport: Transport) -> Callback:
+def _diary(path: Path, fed: Peer, names: Sequence[str]) -> Callback:
     def write(now: Progress) -> bool:
         averages = fed.members_by_averaging
         line: dict[str, Any] = {"iteration": now.iteration, "members": [names[peer] for peer in fed.members.tolist()]}
         if any(members != averages[0] for members in averages):
             line["averages"] = [[names[peer] for peer in members] for members in averages]
-        refused: Mapping[str, int] = {**transport.refused(), **fed.office.counts}
+        refused: Mapping[str, int] = {**fed.office.transport.refused(), **fed.office.refusals.as_dict()}
         line["refused"] = {reason: number for reason, number in refused.items() if number}
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,19 +1,21 @@
-"""A run between peers as a file, the same one at all of them. Nothing in it is a path, and nothing is code.
+"""Plan of a run between peers: a file that is the same at all peers. It contains no paths and no code.
 
-name = "influence"                # also that of its folder at every peer
-num_iterations = 1                # nothing: what the task suggests
-measure_every = 5                 # outer iterations between measurements
-num_classes = 10                  # where labels are classes: a peer may lack some
-quorum = 3                        # peers without which the run does not go on; nothing: more than half
-suspect = 10.0                    # seconds of silence after which a peer is gone
-join_deadline = 300.0             # seconds to wait for the others at the start
-on_change = "restart"             # somebody came or went: "restart" the outer iteration, or "continue" it (robust averages only)
-on_crash = "reclaim"              # with "continue": what a robust average makes of a peer that is lost in it: reclaim, absorb or restart
-[task]                            # name and settings; those of the data do not matter, as every peer has its own
-[algorithm]                       # name and settings, of an algorithm between peers
-[options]                         # seed, batch_size, dtype ..., as of a run in one process
-[options.network]                 # who sends to whom; loss: share of messages that the peers lose on purpose, to try things out
-[options.averaging]               # kind: push_sum, gossip, exact or robust
+name = "influence"        # also names the folder at every peer
+num_iterations = 1        # omit it for the suggestion of the task
+measure_every = 5         # outer iterations between measurements
+num_classes = 10          # if labels are classes: a peer may lack some
+quorum = 3                # smallest number of peers that continues the run; default: more than half
+suspect = 10.0            # seconds of silence after which a peer is gone
+join_deadline = 300.0     # seconds to wait for the others at the start
+on_change = "restart"     # when a peer joins or is lost: "restart" the outer iteration, or
+                          # "continue" it (robust averages only)
+on_crash = "reclaim"      # with "continue", effect of a lost peer on a robust average: "reclaim",
+                          # "absorb" or "restart"
+[task]                    # name and settings; settings of the data are ignored
+[algorithm]               # name and settings of an algorithm between peers
+[options]                 # seed, batch_size, dtype ..., as in a run in one process
+[options.network]         # which peer sends to which; loss: share of messages dropped on purpose
+[options.averaging]       # kind: push_sum, gossip, exact or robust
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ from fedbilevel.tasks.task import Task
 
 @dataclass(frozen=True)
 class PeerPlan:
+    """A checked plan. `task` and `algorithm` contain the name besides the settings."""
+
     name: str
     num_iterations: int
-    task: dict[str, Any]  # with its name
+    task: dict[str, Any]
     algorithm: dict[str, Any]
     options: dict[str, Any]
     measure_every: int | None = None
@@ -74,7 +78,7 @@ class PeerPlan:
 
 
 def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
-    """Checked, with what is left out filled in."""
+    """Check a plan and fill in its defaults."""
     parts = parts_of(content, "peers")
     given = {name: value for name in ("on_change", "on_crash") if (value := content.get(name)) is not None}
     seconds: dict[str, Any] = {
@@ -101,28 +105,29 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
             )
     options, verbs = plan.keywords(), plan.built_algorithm().verbs()
     check_options(options)
-    network, averaging = (
-        options["network"],
-        options["averaging"] or Averaging(kind="robust" if options["network"].faulty else "push_sum"),
-    )
+    network = options["network"]
+    averaging = options["averaging"] or Averaging(kind="robust" if network.faulty else "push_sum")
     if network.max_delay or network.activity < 1:
         raise PlanError(
-            "the network of the plan delays messages or lets peers sleep, which a simulation does and a real network does by itself: leave it out."
+            "the network of the plan delays messages or lets peers sleep, which only a simulation can do: "
+            "remove max_delay and activity."
         )
     if network.kind == "file":
         raise PlanError("the network of the plan is a file, and nothing in a plan may be a path: use another kind.")
     given = plan.options.get("averaging", {})
     if averaging.kind == "robust" and "num_steps" in given:
         raise PlanError(
-            "a robust average between peers ends when all agree, not after a number of steps: give a tolerance instead of num_steps, or neither."
+            "a robust average between peers ends when all agree, not after a number of steps: "
+            "give a tolerance instead of num_steps, or neither."
         )
     if averaging.kind != "robust" and averaging.tolerance is not None:
         raise PlanError(
-            f"with {averaging.kind} averages nobody sees whether all agree: give num_steps instead of a tolerance, or use kind 'robust'."
+            f"with {averaging.kind} averages no peer detects whether all agree: "
+            "give num_steps instead of a tolerance, or use kind 'robust'."
         )
     if plan.on_change == "continue" and (averaging.kind != "robust" or set(verbs) != {"mix"}):
         raise PlanError(
-            f"on_change is 'continue', but {plan.algorithm['name']} with these settings exchanges rows step by step, which does not survive a loss: "
-            "use 'restart', or settings that only average, and kind 'robust'."
+            f"on_change is 'continue', but {plan.algorithm['name']} with these settings exchanges rows step by step, "
+            "which does not survive a loss: use 'restart', or settings that only average, and kind 'robust'."
         )
     check_verbs(plan.built_algorithm(), network, network.between(num_peers), averaging)

@@ -1,19 +1,19 @@
-"""Who the peers are, where they listen and by which key they are known: a file that all of them have, and a private key that only one has.
+"""Roster of the peers, with their addresses and public keys, and the private key of one peer.
 
-    [[peer]]                          # one table for each; their order is their numbering
+    [[peer]]                            # one table per peer; their order is their numbering
     name = "north"
-    address = "north.example.org:5555"  # by which the others reach it; a name means its IPv4 address, IPv6 is written [2001:db8::1]:5555
-    key = "..."                       # public, 40 characters
+    address = "north.example.org:5555"  # for the other peers; a name means its IPv4 address, and
+                                        # IPv6 is written [2001:db8::1]:5555
+    key = "..."                         # public, 40 characters
 
-Every peer makes its own pair of keys, and sends only the public part (NAME.peer.toml) to whoever puts the roster together. Who is not in the roster is not
-let in, so the way to shut a peer out is to take its table away, everywhere.
+Every peer makes its own pair of keys and sends only the public part (NAME.peer.toml) to the person
+who assembles the roster. A peer that is not in the roster cannot connect: to exclude a peer, remove
+its table from the roster of every other peer.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,15 +24,14 @@ from types import ModuleType
 from typing import Any
 
 from fedbilevel.errors import CheckpointError, RosterError, SettingError, UnknownNameError
+from fedbilevel.peers.addresses import LISTEN, is_loopback, split_address
 from fedbilevel.runs.record import write_whole
 from fedbilevel.runs.runfile import NAME
 from fedbilevel.settings import check_plain
 
-PUBLIC = ".peer.toml"  # how the name of a public part ends
+PUBLIC = ".peer.toml"  # suffix of public parts
 NEEDS = "peers need pyzmq, which is not installed: pip install 'fedbilevel[peers]'."
 ENTRIES = ("name", "address", "key")
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+):([1-9][0-9]{0,4})")
 _Z85 = {
     sign: digit
     for digit, sign in enumerate(
@@ -42,15 +41,23 @@ _Z85 = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class PeerEntry:
     name: str
     address: str
     key: str
 
 
 @dataclass(frozen=True)
-class Roster:
-    peers: tuple[Entry, ...]
+class Secret:
+    name: str
+    address: str
+    key: str
+    secret: str = field(repr=False)  # never in a log
+
+
+@dataclass(frozen=True)
+class PeerRoster:
+    peers: tuple[PeerEntry, ...]
 
     def number(self, name: str) -> int:
         names = [peer.name for peer in self.peers]
@@ -59,24 +66,36 @@ class Roster:
         return names.index(name)
 
     def digest(self) -> bytes:
-        """Equal for those who mean the same peers by the same numbers. Without the addresses, which may change, and may look different from different sides."""
+        """Digest of names, keys and their order.
+
+        It omits the addresses, because they may change and may differ between networks.
+        """
         return blake2b("".join(f"{peer.name} {peer.key}\n" for peer in self.peers).encode(), digest_size=16).digest()
 
+    def check_secret(self, me: int, secret: Secret | None, listen: str) -> None:
+        """Raise if peer `me`, which listens at `listen`, has another key, or needs one and has none."""
+        split_address(listen, LISTEN, unspecified=True)
+        if secret is None:
+            for address in (*(peer.address for peer in self.peers), listen):
+                if not is_loopback(address):
+                    raise RosterError(
+                        f"{address} is not a loopback address like 127.0.0.1, so a private key is needed: "
+                        "make one with keygen."
+                    )
+        elif secret.key != self.peers[me].key:
+            name = self.peers[me].name
+            raise RosterError(
+                f"the private key of {secret.name!r} is not the one that {name!r} has in the roster: "
+                f"use that of {name!r}."
+            )
 
-@dataclass(frozen=True)
-class Secret:
-    name: str
-    address: str
-    key: str
-    secret: str = field(repr=False)  # must not end up in a log
 
-
-def read_roster(path: Path) -> Roster:
+def read_roster(path: Path) -> PeerRoster:
     return _roster(_tables(_content(path), path), str(path))
 
 
 def keygen(path: Path, *, name: str, address: str) -> Path:
-    """A new pair of keys: the private one in `path`, and the public part beside it, which may be sent to anybody. Gives the place of the public part."""
+    """Make a pair of keys: the private one in `path`, the public part beside it. Return its path."""
     _check_name(name, "the name of a peer")
     split_address(address, "the address of a peer")
     public = path.with_name(name + PUBLIC)
@@ -85,21 +104,22 @@ def keygen(path: Path, *, name: str, address: str) -> Path:
     for place in (path, public):
         if os.path.lexists(place):
             raise RosterError(
-                f"{place} exists, and a key that others may know a peer by is not overwritten: name another place, or remove it first."
+                f"{place} exists, and a key that other peers may know is never overwritten: "
+                "name another place, or remove it first."
             )
     key, secret = (half.decode() for half in pyzmq().curve_keypair())
-    text = f'# Private: this file stays where it is.\nname = "{name}"\naddress = "{address}"\nkey = "{key}"\nsecret = "{secret}"\n'
+    public_text = f'name = "{name}"\naddress = "{address}"\nkey = "{key}"\n'
+    text = f'# Private: this file stays where it is.\n{public_text}secret = "{secret}"\n'
     try:
-        handle = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
-        )  # nobody else's from its first moment, and never a file that was there
+        # Readable by the owner only from the first moment, and never an existing file.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise RosterError(f"{path} cannot be written ({error.strerror}): name another place.") from None
     try:
         with open(handle, "w") as file:
             file.write(text)
-        write_whole(public, _text([Entry(name, address, key)]).encode())
-    except (OSError, CheckpointError) as error:  # both or none
+        write_whole(public, _text([PeerEntry(name, address, key)]).encode())
+    except (OSError, CheckpointError) as error:  # keep both files or none
         path.unlink()
         raise RosterError(
             f"{path} and {public.name} cannot be written ({error}): make room, or name another place."
@@ -111,9 +131,10 @@ def read_secret(path: Path) -> Secret:
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & 0o077 and os.name == "posix":  # elsewhere these bits say nothing
+            if mode & 0o077 and os.name == "posix":  # elsewhere these bits mean nothing
                 raise RosterError(
-                    f"{path} holds a private key and others on this machine have access to it (mode {mode:o}): type `chmod 600 {path}`."
+                    f"{path} holds a private key and other users of this machine can access it (mode {mode:o}): "
+                    f"type `chmod 600 {path}`."
                 )
             content = _parsed(file.read(), path)
     except OSError as error:
@@ -123,24 +144,24 @@ def read_secret(path: Path) -> Secret:
     _check_entries(content, (*ENTRIES, "secret"), f"entry of {path}", f"{path}")
     entry = _entry(content, f"{path}")
     if not is_key(content["secret"]):
-        raise RosterError(
-            f"secret in {path} is not a key of 40 characters: make a new pair with keygen."
-        )  # not shown: it may be nearly right
+        # The value is not shown, because it may be nearly right.
+        raise RosterError(f"secret in {path} is not a key of 40 characters: make a new pair with keygen.")
     if pyzmq().curve_public(content["secret"].encode()).decode() != entry.key:
         raise RosterError(
-            f"the secret in {path} does not belong to the public key beside it: put back the file that was made, or make a new pair with keygen."
+            f"the secret in {path} does not belong to the public key beside it: "
+            "restore the original file, or make a new pair with keygen."
         )
     return Secret(entry.name, entry.address, entry.key, content["secret"])
 
 
-def assemble(public_files: Sequence[Path], out: Path) -> Roster:
-    """A roster from what the peers have sent, numbered in the order given."""
+def assemble(public_files: Sequence[Path], out: Path) -> PeerRoster:
+    """Write a roster of public parts. Peers are numbered in the given order."""
     entries: list[dict[str, Any]] = []
     for path in public_files:
         tables = _tables(_content(path), path)
         if len(tables) != 1:
             raise RosterError(f"{path} has {len(tables)} tables [[peer]], expected the one of a public part.")
-        _check_peer(tables[0], f"[[peer]] of {path}")  # so that what is wrong is found in the file where it is wrong
+        _check_peer(tables[0], f"[[peer]] of {path}")  # so that errors name this file
         entries += tables
     roster = _roster(entries, str(out))
     if out.exists():
@@ -151,42 +172,8 @@ def assemble(public_files: Sequence[Path], out: Path) -> Roster:
     return roster
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address like host:port can be reached from this machine alone."""
-    host, _ = split_address(address, "an address", unspecified=True)
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False  # a name: what it stands for is decided elsewhere, and may change
-
-
-def split_address(address: str, place: str, *, unspecified: bool = False) -> tuple[str, int]:
-    """Host (with the brackets of IPv6) and port. `unspecified`: 0.0.0.0 and [::] are good enough, as they are for listening."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or int(found[2]) > 65535:
-        raise RosterError(
-            f"{place} is {address!r}, expected host:port with a port from 1 to 65535, and [..] around an IPv6 address."
-        )
-    host = found[1]
-    try:
-        number = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        if not _HOST.fullmatch(host) or set(host) <= set("0123456789."):
-            raise RosterError(
-                f"{place} is {address!r}, whose host is neither a name nor an IP address: write host:port."
-            ) from None
-    else:
-        if number.is_unspecified and not unspecified:
-            raise RosterError(
-                f"{place} is {address!r}, which is no place that others can reach: write the name or the IP address of the machine."
-            )
-    return host, int(found[2])
-
-
 def is_key(value: object) -> bool:
-    """32 bytes in Z85: ten groups of five signs, each group a number below 2^32."""
+    """Whether a value is 32 bytes in Z85: ten groups of five characters, each a number below 2^32."""
     if not isinstance(value, str) or len(value) != 40 or not set(value) <= _Z85.keys():
         return False
     return all(
@@ -212,7 +199,7 @@ def _content(path: Path) -> dict[str, Any]:
         ) from None
     if "secret" in content:
         raise RosterError(
-            f"{path} holds a private key, which nobody else may have: give the {PUBLIC} file that was made with it."
+            f"{path} holds a private key, which no other peer may have: give the {PUBLIC} file that was made with it."
         )
     return content
 
@@ -221,9 +208,8 @@ def _parsed(content: bytes, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RosterError(
-            f"{path} is not readable as TOML: {error if isinstance(error, tomllib.TOMLDecodeError) else 'it is not text'}."
-        ) from None
+        why = error if isinstance(error, tomllib.TOMLDecodeError) else "it is not text"
+        raise RosterError(f"{path} is not readable as TOML: {why}.") from None
 
 
 def _tables(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
@@ -238,7 +224,7 @@ def _tables(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     return tables
 
 
-def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> Roster:
+def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> PeerRoster:
     entries = tuple(
         _check_peer(table, f"[[peer]] number {number} of {path}") for number, table in enumerate(tables, start=1)
     )
@@ -248,18 +234,17 @@ def _roster(tables: Sequence[Mapping[str, Any]], path: str) -> Roster:
         seen: set[str] = set()
         for entry in entries:
             value = getattr(entry, what)
-            value = (
-                value if what == "key" else value.lower()
-            )  # names become those of files, and hosts are the same in capitals
+            # Names become file names, and hosts ignore case.
+            value = value if what == "key" else value.lower()
             if value in seen:
                 raise RosterError(
                     f"{path} has the {what} {getattr(entry, what)!r} twice: every peer needs one of its own."
                 )
             seen.add(value)
-    return Roster(entries)
+    return PeerRoster(entries)
 
 
-def _check_peer(table: Mapping[str, Any], place: str) -> Entry:
+def _check_peer(table: Mapping[str, Any], place: str) -> PeerEntry:
     _check_entries(table, ENTRIES, f"entry of {place}", place)
     return _entry(table, place)
 
@@ -273,7 +258,7 @@ def _check_entries(table: Mapping[str, Any], known: Iterable[str], kind: str, pl
             raise RosterError(f'{place} has no {name}: add {name} = "...", as keygen wrote it.')
 
 
-def _entry(table: Mapping[str, Any], place: str) -> Entry:
+def _entry(table: Mapping[str, Any], place: str) -> PeerEntry:
     for name in ENTRIES:
         check_plain(f"{name} in {place}", table[name], "text", RosterError)
     _check_name(table["name"], f"name in {place}")
@@ -282,7 +267,7 @@ def _entry(table: Mapping[str, Any], place: str) -> Entry:
         raise RosterError(
             f"key in {place} is {table['key']!r}, expected a public key of 40 characters as keygen writes it."
         )
-    return Entry(table["name"], table["address"], table["key"])
+    return PeerEntry(table["name"], table["address"], table["key"])
 
 
 def _check_name(name: str, place: str) -> None:
@@ -290,7 +275,7 @@ def _check_name(name: str, place: str) -> None:
         raise RosterError(f"{place} is {name!r}, expected letters, digits, - and _.")
 
 
-def _text(entries: Iterable[Entry]) -> str:
+def _text(entries: Iterable[PeerEntry]) -> str:
     return "\n".join(
         f'[[peer]]\nname = "{entry.name}"\naddress = "{entry.address}"\nkey = "{entry.key}"\n' for entry in entries
     )

@@ -1,27 +1,30 @@
-"""Messages between peers over TCP, encrypted, and only between those in the roster: no server, no broker, no plain text to another machine.
+"""Encrypted messages between peers over TCP. Only the peers of the roster can connect.
 
-Every peer listens with one socket (ROUTER) and has one (DEALER) to every other peer. All of them belong to one thread, since sockets of ZeroMQ must not be
-shared; whoever sends puts a message in a queue of ours and wakes that thread up.
+Every peer listens with one socket (ROUTER) and has one socket (DEALER) to every other peer. One
+thread owns all of them, because ZeroMQ sockets must not be shared. A sender puts its message in a
+queue and wakes that thread.
 
-Who sent a message is the public key that the connection was authenticated with, which libzmq attaches to it (`User-Id`). It is neither the identity that a
-ROUTER shows, which a sender chooses freely, nor anything in the message. Without keys, which is allowed between addresses of this machine (loopback) only, the
-identity is all there is: then any process of this machine can speak in any peer's name.
+The sender of a message is the public key that authenticated the connection; libzmq attaches it to
+the message (`User-Id`). The identity that a ROUTER shows is not used, because a sender chooses it
+freely. Without keys, which is allowed only between loopback addresses, the identity is all there
+is: any process of this machine can then send in any peer's name.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import socket
 import threading
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from fedbilevel.errors import RosterError, SettingError, WireError
-from fedbilevel.peers.roster import NEEDS, Roster, Secret, is_loopback, split_address
+from fedbilevel.peers.addresses import LISTEN, interface, split_address, without_localhost
+from fedbilevel.peers.refusals import Refusals
+from fedbilevel.peers.roster import NEEDS, PeerRoster, Secret
+from fedbilevel.peers.send_queues import SendQueues, Waker, size
 from fedbilevel.peers.transport import TICK, Take
+from fedbilevel.peers.wire import Packed
 
 try:
     import zmq
@@ -30,28 +33,35 @@ try:
 except ImportError:
     raise SettingError(NEEDS) from None
 
-HEAD = 4096  # bytes of the longest head
-BACKLOG = 256 << 20  # bytes that wait for one peer at most; beyond it the oldest are given up
-FLUSH = 2.0  # seconds that messages have to leave at the end
-PAUSE = 1.0  # seconds before a peer that refused a connection is tried again
-AT_ONCE = 64  # messages that are read before the others have their turn
-SLOWEST = 500_000  # bytes per second: on a slower line than this, a long message makes a connection look dead
-_OVERHEAD = 512  # bytes that a waiting message takes besides its own, or so: messages without a body count too
-_ENVELOPE = 256  # bytes that encryption adds to a frame, and a margin
+LONGEST_HEAD = 4096  # bytes
+FLUSH = 2.0  # seconds that waiting messages have to leave at the end
+PAUSE = 1.0  # seconds before a refused connection is tried again
+AT_ONCE = 64  # messages that are read before other work gets its turn
+SLOWEST = 500_000  # bytes per second: on a slower line, a long message makes a connection look dead
+_ENVELOPE = 256  # bytes that encryption adds to a frame, with a margin
+_Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """A Transport. `secret`: None only where all addresses are of this machine. `bind`: where to listen, if that is not the address in the roster (behind NAT).
+    """A PeerTransport over ZeroMQ.
 
-    What is refused, by reason: "key" (a connection whose key is not in the roster), "handshake" (a connection without encryption, for another key than ours, or
-    that broke off before it was made), "sender" (without keys: an identity that is no peer's number), "frames", "head", "body" (not two frames, or one of them
-    too long; a frame that is much too long ends the connection instead, and is not counted), "failed" (what takes messages raised an error), "shut out"
-    (connections of ours that a peer did not let in) and "backlog" (messages of ours, given up because too much waited for their peer).
+    secret: None only if all addresses are loopback. bind: address to listen at, if it differs from
+    the one in the roster (behind NAT).
+
+    Reasons for refusals:
+    - "key": a connection whose key is not in the roster.
+    - "handshake": a connection without encryption, for another key, or broken off while being made.
+    - "sender": without keys, an identity that is not a peer's number.
+    - "frames", "head", "body": not two frames, or a frame that is too long. A frame that is far too
+      long ends the connection instead and is not counted.
+    - "failed": the receiver of messages raised an error.
+    - "shut out": a peer refused a connection of this peer.
+    - "backlog": own messages, dropped because too many waited for their peer.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        roster: PeerRoster,
         me: int,
         secret: Secret | None,
         *,
@@ -59,193 +69,154 @@ class Sockets:
         bind: str | None = None,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        own = roster.peers[me]
-        self.address = own.address if bind is None else bind
-        split_address(self.address, "the address to listen at", unspecified=True)
-        if secret is None:
-            for address in (*(peer.address for peer in roster.peers), self.address):
-                if not is_loopback(address):
-                    raise RosterError(
-                        f"{address} is not an address of this machine alone, like 127.0.0.1, so a private key is needed: make one with keygen."
-                    )
-        elif secret.key != own.key:
-            raise RosterError(
-                f"the private key of {secret.name!r} is not the one that {own.name!r} has in the roster: use that of {own.name!r}."
-            )
-        self._roster, self._me, self._secret, self._max_bytes, self._log = roster, me, secret, max_bytes, log
-        self._number_of = {
+        self.address = roster.peers[me].address if bind is None else bind
+        roster.check_secret(me, secret, self.address)
+        self._roster, self._me, self._secret, self._max_bytes = roster, me, secret, max_bytes
+        self._number_of = {  # by key, or without keys by identity
             peer.key if secret else str(number): number for number, peer in enumerate(roster.peers) if number != me
-        }  # by what shows who it is
-        self._lock = threading.Lock()  # of all that follows
-        self._waiting: dict[int, OrderedDict[Hashable, tuple[bytes, bytes | memoryview]]] = {
-            number: OrderedDict() for number in self._number_of.values()
         }
-        self._bytes: Counter[int] = Counter()  # that wait, by peer
-        self._refused: Counter[str] = Counter()
-        self._said: dict[str, float] = {}  # when a reason was last logged
-        self._awake = False  # there is a byte on its way to wake the thread
+        self._others = list(self._number_of.values())
+        self.queues = SendQueues(self._others)
+        self._refusals = Refusals(log)
         self._closing = False
-        self._last = dict.fromkeys(self._waiting, time.monotonic())
+        self._last = dict.fromkeys(self._others, time.monotonic())  # time of the last message, by peer
         self._thread: threading.Thread | None = None
+
+    # ---- calls by any thread ---------------------------------------------------------------------
 
     def start(self, take: Take, tick: Callable[[], None]) -> None:
         self._take, self._tick = take, tick
-        self._context = (
-            zmq.Context()
-        )  # of its own, as is the place inproc://zeromq.zap.01 in it: several of these may live in a process
-        self._context.set(
-            zmq.MAX_SOCKETS, 3 * len(self._roster.peers) + 100
-        )  # a DEALER and the two ends of its monitor for each; the default is 1023
-        self._sleeper, self._waker = socket.socketpair()  # and not a socket of ZeroMQ, since any thread may wake
-        self._sleeper.setblocking(False)
-        self._waker.setblocking(False)
-        self._watched: list[zmq.Socket[bytes]] = []  # those with a monitor
+        # Each Sockets has a context of its own, because inproc://zeromq.zap.01 exists once per context.
+        self._context = zmq.Context()
+        # A DEALER and both ends of its monitor for each peer; the default is 1023.
+        self._context.set(zmq.MAX_SOCKETS, 3 * len(self._roster.peers) + 100)
+        self._waker = Waker()
+        self._watched: list[_Socket] = []  # sockets with a monitor
         try:
             self._open()
         except BaseException:
             self._end(0.0)
             raise
-        self._last = dict.fromkeys(self._waiting, time.monotonic())
+        self._last = dict.fromkeys(self._others, time.monotonic())
         self._thread = threading.Thread(target=self._run, name=f"peer {self._roster.peers[self._me].name}", daemon=True)
-        self._thread.start()  # from here on the sockets are that thread's
+        self._thread.start()  # from here on this thread owns the sockets
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
-        if len(head) > HEAD or _size(body) > self._max_bytes:  # the other side would end the connection
+        if len(head) > LONGEST_HEAD or size(body) > self._max_bytes:  # the receiver would end the connection
             raise WireError(
-                f"a message of {len(head)} + {_size(body)} bytes is too long: {HEAD} + {self._max_bytes} are the limit."
+                f"a message of {len(head)} + {size(body)} bytes is too long: "
+                f"{LONGEST_HEAD} + {self._max_bytes} are the limit."
             )
-        mark = object() if newest is None else newest  # like nothing else: a message that stays as it is
-        with self._lock:
-            if self._closing:
-                return
-            waiting = self._waiting[to]
-            if (old := waiting.get(mark)) is not None:
-                self._bytes[to] -= _weight(old)
-            waiting[mark] = (head, body)  # in the old one's place in the queue
-            self._bytes[to] += _weight(waiting[mark])
-            dropped = 0
-            while self._bytes[to] > BACKLOG and len(waiting) > 1:
-                self._bytes[to] -= _weight(waiting.popitem(last=False)[1])
-                dropped += 1
-            self._wake()
+        dropped = self.queues.put(to, (head, body), newest)
+        if self._thread is not None:
+            self._waker.wake()
         if dropped:
-            self._refuse(
-                "backlog",
-                f"{self._roster.peers[to].name} has been away for so long that messages to it were given up.",
-                dropped,
-            )
+            name = self._roster.peers[to].name
+            self._refusals.add("backlog", f"dropped messages for {name}: it has been away too long.", times=dropped)
 
     def quiet(self, peer: int) -> float:
         return time.monotonic() - self._last[peer]
 
     def refused(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._refused)
+        return self._refusals.as_dict()
 
     def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            if self._thread is not None:
-                self._wake()
+        self._closing = True
+        self.queues.close()
         if self._thread is not None:
+            self._waker.wake()
             self._thread.join()
 
-    def _wake(self) -> None:
-        """Called with the lock. One byte is enough until the thread has read it."""
-        if not self._awake and self._thread is not None:
-            self._awake = True
-            with contextlib.suppress(OSError):  # the thread has ended meanwhile
-                self._waker.send(b"\0")
+    # ---- opening ---------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._router = self._socket(zmq.ROUTER)
         self._poller = zmq.Poller()
-        self._zap: zmq.Socket[bytes] | None = None
+        self._zap: _Socket | None = None
+        self._router = self._socket(zmq.ROUTER)
         if self._secret is not None:
             self._zap = self._context.socket(zmq.REP)
-            self._zap.bind("inproc://zeromq.zap.01")  # before anybody can connect
+            self._zap.bind("inproc://zeromq.zap.01")  # before the first connection
             self._poller.register(self._zap, zmq.POLLIN)
-            self._router.curve_server = True  # from here on a connection without encryption does not come about
+            self._router.curve_server = True  # refuses connections without encryption
             self._router.setsockopt(zmq.ZAP_DOMAIN, b"peers")
-            self._router.setsockopt(
-                zmq.ZAP_ENFORCE_DOMAIN, 1
-            )  # nobody who can say who may come in: then nobody comes in
+            self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a ZAP handler, refuse all connections
         else:
-            self._router.setsockopt(
-                zmq.ROUTER_HANDOVER, 1
-            )  # who starts again has its old identity, which the old connection may still hold
-        self._router.setsockopt(
-            zmq.MAXMSGSIZE, max(self._max_bytes, HEAD) + _ENVELOPE
-        )  # of a frame; refused before it is read
-        # Not HANDSHAKE_FAILED_AUTH: on this side it only repeats what our own answers to ZAP were.
+            # A restarted peer has its old identity, which the old connection may still hold.
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # Limit per frame; libzmq refuses a longer one before reading it.
+        self._router.setsockopt(zmq.MAXMSGSIZE, max(self._max_bytes, LONGEST_HEAD) + _ENVELOPE)
+        # Not HANDSHAKE_FAILED_AUTH: on this side it only repeats our own answers to ZAP.
         self._monitor = self._watch(
             self._router, zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
         )
-        for sleeper in (self._sleeper, self._router, self._monitor):
-            self._poller.register(sleeper, zmq.POLLIN)
-        host, port = split_address(self.address, "the address to listen at", unspecified=True)
-        self._bind(host, port)
-        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        for polled in (self._waker, self._router, self._monitor):
+            self._poller.register(polled, zmq.POLLIN)
+        self._bind()
+        self._dealers: dict[int, _Socket] = {}
         self._places: dict[int, str] = {}
-        self._ended: dict[int, float] = {}  # when a connection ended that libzmq has not begun to make anew
-        self._doors: dict[
-            int, zmq.Socket[bytes]
-        ] = {}  # what became of our connections; looked at now and then only, which keeps the list to poll short
-        for number in self._waiting:
-            peer = self._roster.peers[number]
-            host, port = split_address(peer.address, f"the address of {peer.name}")
-            dealer = self._dealers[number] = self._socket(zmq.DEALER)
-            if self._secret is not None:
-                dealer.curve_serverkey = peer.key.encode()
-            else:
-                dealer.setsockopt(zmq.ROUTING_ID, str(self._me).encode())
-            # With keys there is no routing id: every connection then has one of its own, and nobody can push another out by choosing the same.
-            dealer.setsockopt(zmq.IPV6, host.startswith("["))
-            self._doors[number] = self._watch(
-                dealer, zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
-            )
-            self._places[number] = f"tcp://{_numeric(host)}:{port}"
-            dealer.connect(self._places[number])
+        self._doors: dict[int, _Socket] = {}  # monitors of the dealers; read in `_knock` to keep the poll list short
+        self._ended: dict[int, float] = {}  # time of the end of connections that libzmq does not reconnect
+        for number in self._others:
+            self._connect(number)
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        made: zmq.Socket[bytes] = self._context.socket(kind)
-        # A peer that lost its power says nothing more, and TCP would not notice for a quarter of an hour. A heart-beat has to wait until the message before it
-        # has gone through, so the timeout grows with the longest.
+    def _bind(self) -> None:
+        host, port = split_address(self.address, LISTEN, unspecified=True)
+        # Off for names: they could resolve to an IPv6 address that one of the machines does not have.
+        self._router.setsockopt(zmq.IPV6, host.startswith("["))
+        try:
+            self._router.bind(f"tcp://{interface(host)}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise RosterError(
+                    f"port {port} of this machine is in use: end the process that listens at {self.address}, "
+                    "or choose another port in the roster."
+                ) from None
+            raise RosterError(
+                f"this machine cannot listen at {self.address} ({error.strerror}): "
+                f'if a router forwards that address to this machine, give bind = "0.0.0.0:{port}".'
+            ) from None
+
+    def _connect(self, number: int) -> None:
+        peer = self._roster.peers[number]
+        host, port = split_address(peer.address, f"the address of {peer.name}")
+        dealer = self._dealers[number] = self._socket(zmq.DEALER)
+        if self._secret is not None:
+            # No routing id: libzmq gives every connection its own, so no sender can replace another connection.
+            dealer.curve_serverkey = peer.key.encode()
+        else:
+            dealer.setsockopt(zmq.ROUTING_ID, str(self._me).encode())
+        dealer.setsockopt(zmq.IPV6, host.startswith("["))
+        self._doors[number] = self._watch(
+            dealer, zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+        )
+        self._places[number] = f"tcp://{without_localhost(host)}:{port}"
+        dealer.connect(self._places[number])
+
+    def _socket(self, kind: int) -> _Socket:
+        made: _Socket = self._context.socket(kind)
+        # TCP notices a peer without power only after a quarter of an hour. A heartbeat waits until the message
+        # before it has passed, so the timeout grows with the longest message.
         made.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000 + 1000 * self._max_bytes // SLOWEST)
-        made.setsockopt(zmq.HANDSHAKE_IVL, 10_000)  # a connection that begins and says no more goes after this long
+        made.setsockopt(zmq.HANDSHAKE_IVL, 10_000)  # an unfinished handshake ends after this time
         made.setsockopt(zmq.RECONNECT_IVL, 50)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)  # doubles up to here; the default is no increase
-        # Messages inside libzmq, for a peer each: without a limit a slow peer fills our memory. Few on the way out, where newer ones cannot take their place;
-        # as measured, 2, 8 and 64 are equally fast.
+        # Messages inside libzmq, per peer: without a limit a slow peer fills the memory. The send limit is low,
+        # because newer messages cannot replace these; 2, 8 and 64 were measured to be equally fast.
         made.setsockopt(zmq.SNDHWM, 8)
         made.setsockopt(zmq.RCVHWM, 64)
-        # Only a connection that is made takes messages. Else libzmq keeps those for a peer that is away, out of our reach: old ones where newer ones should go.
+        # Only a completed connection takes messages. Otherwise libzmq would keep outdated ones for an absent peer.
         made.setsockopt(zmq.IMMEDIATE, 1)
-        made.setsockopt(zmq.LINGER, 0)  # until the end, see _end; the default is to wait for ever
+        made.setsockopt(zmq.LINGER, 0)  # until `_end`; the default is to wait forever
         if self._secret is not None:
             made.curve_publickey, made.curve_secretkey = self._secret.key.encode(), self._secret.secret.encode()
         return made
 
-    def _watch(self, watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    def _watch(self, watched: _Socket, events: int) -> _Socket:
         self._watched.append(watched)
         return watched.get_monitor_socket(events)
 
-    def _bind(self, host: str, port: int) -> None:
-        self._router.setsockopt(
-            zmq.IPV6, host.startswith("[")
-        )  # elsewhere a name could mean an IPv6 address that this machine or the other does not have
-        try:
-            self._router.bind(f"tcp://{_interface(host)}:{port}")
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE:
-                raise RosterError(
-                    f"port {port} of this machine is in use: end what listens at {self.address}, or choose another port in the roster."
-                ) from None
-            why = f"this machine cannot listen at {self.address} ({error.strerror})"
-            raise RosterError(
-                f'{why}: where that is another machine\'s address that leads here, give bind = "0.0.0.0:{port}".'
-            ) from None
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         deadline = None
@@ -257,22 +228,9 @@ class Sockets:
                 now = time.monotonic()
                 if self._closing:
                     deadline = now + FLUSH if deadline is None else deadline
-                    if now >= deadline or not any(self._waiting.values()):
+                    if now >= deadline or self.queues.empty():
                         break
-                ready = dict(self._poller.poll(max(0, math.ceil((due - now) * 1000))))
-                if self._sleeper.fileno() in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        self._sleeper.recv(16)
-                    with (
-                        self._lock
-                    ):  # what is put in a queue after this wakes us again, and what was put in before it is seen next
-                        self._awake = False
-                if self._zap in ready:
-                    self._admit()
-                if self._monitor in ready:
-                    self._failures()
-                if self._router in ready:
-                    self._read()
+                self._serve(dict(self._poller.poll(max(0, math.ceil((due - now) * 1000)))))
                 if time.monotonic() >= due:
                     due = time.monotonic() + TICK
                     self._knock()
@@ -281,22 +239,29 @@ class Sockets:
         finally:
             self._end(0.0 if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def _push(self, number: int, dealer: zmq.Socket[bytes]) -> None:
-        """Hand over what the connection accepts. While something waits, the thread is woken when it accepts more."""
-        waiting = self._waiting[number]
-        while True:
-            with self._lock:  # so that nothing newer can come for what is on its way out
-                if not waiting:
-                    break
-                mark, message = next(iter(waiting.items()))
-                try:
-                    dealer.send(message[0], zmq.NOBLOCK | zmq.SNDMORE)
-                    dealer.send(message[1], zmq.NOBLOCK, copy=False)  # pyzmq copies what is short all the same
-                except zmq.Again:  # after the first frame too: the connection went, and that frame with it
-                    break
-                del waiting[mark]
-                self._bytes[number] -= _weight(message)
-        if bool(waiting) != (dealer in self._poller):
+    def _serve(self, ready: dict[Any, int]) -> None:
+        if self._waker.fileno() in ready:
+            self._waker.clear()
+        if self._zap in ready:
+            self._admit()
+        if self._monitor in ready:
+            self._failures()
+        if self._router in ready:
+            self._read()
+
+    def _push(self, number: int, dealer: _Socket) -> None:
+        """Send what the connection accepts. While messages wait, poll until it accepts more."""
+
+        def send(message: Packed) -> bool:
+            try:
+                dealer.send(message[0], zmq.NOBLOCK | zmq.SNDMORE)
+                dealer.send(message[1], zmq.NOBLOCK, copy=False)  # pyzmq copies short bodies all the same
+            except zmq.Again:  # also after the first frame: the connection and that frame are lost
+                return False
+            return True
+
+        waiting = self.queues.drain(number, send)
+        if waiting != (dealer in self._poller):
             if waiting:
                 self._poller.register(dealer, zmq.POLLOUT)
             else:
@@ -308,83 +273,66 @@ class Sockets:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._message(frames)
+            if not self._closing:  # messages after `close` are read and dropped, so that senders need not wait
+                self._message(frames)
 
     def _message(self, frames: list[Any]) -> None:
-        if self._closing:
-            return None  # read all the same, so that the other side gets rid of it
         shown = frames[-1].get("User-Id") if self._secret is not None else frames[0].bytes.decode("ascii", "replace")
         sender = self._number_of.get(shown)
         if sender is None:
-            return self._refuse("sender", "refused a message whose sender is not a peer.")
-        name = self._roster.peers[sender].name
+            return self._refusals.add("sender", "refused a message whose sender is not a peer.")
+        what = f"refused a message of {self._roster.peers[sender].name}"
         if len(frames) != 3:
-            return self._refuse("frames", f"refused a message of {name} that has {len(frames) - 1} frames, and not 2.")
+            return self._refusals.add("frames", f"{what} that has {len(frames) - 1} frames, and not 2.")
         head, body = frames[1].buffer, frames[2].buffer
-        if head.nbytes > HEAD:
-            return self._refuse(
-                "head", f"refused a message of {name} whose head has {head.nbytes} bytes, more than {HEAD}."
-            )
+        if head.nbytes > LONGEST_HEAD:
+            return self._refusals.add("head", f"{what} whose head has {head.nbytes} bytes, above {LONGEST_HEAD}.")
         if body.nbytes > self._max_bytes:
-            return self._refuse(
-                "body", f"refused a message of {name} whose body has {body.nbytes} bytes, more than {self._max_bytes}."
-            )
+            return self._refusals.add("body", f"{what} whose body has {body.nbytes} bytes, above {self._max_bytes}.")
         self._last[sender] = time.monotonic()
         return self._guarded(self._take, sender, bytes(head), body)
 
     def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
             function(*arguments)
-        except Exception as error:  # noqa: BLE001 - what one message does must not make this peer deaf to all others
-            self._refuse("failed", f"an error in what takes messages: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - one bad message must not stop the thread
+            self._refusals.add("failed", f"an error while taking a message: {type(error).__name__}: {error}")
 
     def _admit(self) -> None:
-        """Answer libzmq's question (ZAP 1.0) whether to let a key in. It asks after the other side has shown that it has the secret of that key."""
+        """Answer a ZAP 1.0 request: may this key connect? Its ownership is already proved."""
         assert self._zap is not None
         version, request, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
-        key = (
-            z85.encode(credentials[0]).decode()
-            if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
-            else ""
-        )
+        is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
+        key = z85.encode(credentials[0]).decode() if is_curve else ""
         known = key in self._number_of
-        self._zap.send_multipart(
-            [
-                version,
-                request,
-                b"200" if known else b"400",
-                b"OK" if known else b"not in the roster",
-                key.encode() if known else b"",
-                b"",
-            ]
-        )
+        answer = (b"200", b"OK", key.encode()) if known else (b"400", b"not in the roster", b"")
+        self._zap.send_multipart([version, request, *answer, b""])
         if not known:
-            self._refuse(
-                "key",
-                f"refused a connection from {address.decode('ascii', 'replace')}: its key {key} is not in the roster.",
-            )
+            where = address.decode("ascii", "replace")
+            self._refusals.add("key", f"refused a connection from {where}: its key {key} is not in the roster.")
 
     def _failures(self) -> None:
-        """libzmq waits for room in its monitor, so all that is there is read."""
+        """Read all failed handshakes, because libzmq waits for room in its monitor."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            self._refuse(
+            self._refusals.add(
                 "handshake",
-                "refused a connection that is not encrypted, is meant for another key than this peer's, or broke off as it was made.",
+                "refused a connection that is not encrypted, is for another key, or broke off during the handshake.",
             )
 
     def _knock(self) -> None:
-        """libzmq makes a connection anew when it breaks, and not when the other side refused it or spoke another language, which may change as well: somebody
-        puts the right roster there, or what answers in a peer's place goes away. So then it is made anew from here."""
+        """Reconnect to peers that refused a connection or did not speak the protocol.
+
+        libzmq reconnects only after a connection breaks. A refusal can also end: the other peer
+        gets the right roster, or a foreign program at its address ends.
+        """
         now = time.monotonic()
         for number, door in self._doors.items():
             while door.poll(0):
                 event = recv_monitor_message(door)["event"]
                 if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                    self._refuse(
-                        "shut out",
-                        f"{self._roster.peers[number].name} does not let this peer in: is its key in the roster there?",
-                    )
+                    name = self._roster.peers[number].name
+                    self._refusals.add("shut out", f"{name} refuses this peer: is its key in the roster there?")
                 elif event == zmq.Event.DISCONNECTED:
                     self._ended[number] = now
                 else:
@@ -394,41 +342,9 @@ class Sockets:
                 self._dealers[number].disconnect(self._places[number])
                 self._dealers[number].connect(self._places[number])
 
-    def _refuse(self, reason: str, line: str, times: int = 1) -> None:
-        """Counted always, logged at most once a second: a flood must not fill a disk."""
-        with self._lock:
-            self._refused[reason] += times
-            now = time.monotonic()
-            quiet = now - self._said.get(reason, -1.0) < 1.0
-            if not quiet:
-                self._said[reason] = now
-        if not quiet:
-            self._log(line)
-
     def _end(self, linger: float) -> None:
-        """Also after a start that failed half-way. What libzmq has taken and not sent yet has `linger` seconds."""
+        """Close everything, also after a failed start. libzmq has `linger` seconds to send."""
         for watched in self._watched:
-            watched.disable_monitor()  # while there is who reads it: else libzmq waits for somebody to come
+            watched.disable_monitor()  # before its reader ends: otherwise libzmq waits for a reader
         self._context.destroy(linger=round(linger * 1000))
-        self._sleeper.close()
         self._waker.close()
-
-
-def _size(body: bytes | memoryview) -> int:
-    return body.nbytes if isinstance(body, memoryview) else len(body)
-
-
-def _weight(message: tuple[bytes, bytes | memoryview]) -> int:
-    return len(message[0]) + _size(message[1]) + _OVERHEAD
-
-
-def _numeric(host: str) -> str:
-    return (
-        "127.0.0.1" if host.lower() == "localhost" else host
-    )  # which must not be taken for a name, for which all interfaces are listened at
-
-
-def _interface(host: str) -> str:
-    """Where to listen for who is reached by `host`. libzmq takes no names here, and one may belong to a router before this machine: then at all interfaces."""
-    host = _numeric(host)
-    return host if host.startswith("[") or host.replace(".", "").isdigit() else "*"

@@ -1,7 +1,7 @@
-"""How messages get from peer to peer, and one way that needs no network: all peers in one process, with faults that a seed decides.
+"""Transport of messages between peers, and one in memory with faults that a seed decides.
 
-A transport carries a head and a body to a peer by number and may lose, double, delay or reorder them. It says who really sent what arrives; what a message
-means is not its affair.
+A transport carries a head and a body to a peer and may lose, double, delay or reorder them. It
+names the true sender of every message and does not interpret messages.
 """
 
 from __future__ import annotations
@@ -21,35 +21,45 @@ Take = Callable[[int, bytes, memoryview], None]  # sender, head, body
 TICK = 0.2  # seconds between two calls of `tick`
 
 
-class Transport(Protocol):
+class PeerTransport(Protocol):
+    """Connection of one peer to all others."""
+
     def start(self, take: Take, tick: Callable[[], None]) -> None:
-        """Begin to listen. One thread calls `take` for every message and `tick` every TICK seconds or so; both are quick, and neither raises."""
+        """Start to listen.
+
+        One thread calls `take` for every message and `tick` about every TICK seconds. Both are
+        fast and never raise.
+        """
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
-        """Never waits, and may be called by any thread. `newest`: takes the place of an earlier message to the same peer with the same mark that has not
-        left yet. The body must not change afterwards."""
+        """Send a message without waiting. Any thread may call this.
+
+        newest: mark of the message. It replaces a waiting message to the same peer with the same
+        mark. The body must not change afterwards.
+        """
 
     def quiet(self, peer: int) -> float:
-        """Seconds since anything arrived from that peer, or since the start."""
+        """Seconds since the last message from a peer, or since the start."""
 
     def refused(self) -> dict[str, int]:
-        """How many messages or connections were turned away, by reason."""
+        """Numbers of refused messages and connections, by reason."""
 
     def close(self) -> None:
-        """Give what was sent a few seconds to leave, then end."""
+        """Give waiting messages a few seconds to leave, then end."""
 
 
 class Faults:
-    """What happens to messages of a `MemoryNetwork`, decided by (seed, sender, receiver, number of the message).
+    """Faults of a `MemoryNetwork`, a function of (seed, sender, receiver, number of the message).
 
-    loss, doubled: shares of messages. delay: up to so many seconds late, each its own, so that messages overtake each other.
+    loss, doubled: shares of messages. delay: most seconds that a message is late. Every message has
+    its own delay, so messages overtake each other.
     """
 
     def __init__(self, *, loss: float = 0.0, doubled: float = 0.0, delay: float = 0.0, seed: int = 0) -> None:
         self.loss, self.doubled, self.delay, self._stream = loss, doubled, delay, Stream(seed)
 
     def delays(self, sender: int, receiver: int, number: int) -> list[float]:
-        """Of every copy that arrives: none, one or two."""
+        """Delay of every copy that arrives: none, one or two."""
         words = self._stream.bits(
             f"transport/{receiver}", torch.tensor([sender]), iteration=number, call=0, steps=range(1), width=4
         )
@@ -62,21 +72,21 @@ _Due = tuple[float, int, int, int, bytes, memoryview]  # when, order, sender, re
 
 
 class MemoryNetwork:
-    """Transports of several peers in one process. A thread of its own carries the messages, as that of sockets does."""
+    """Transports of several peers in one process. One thread carries all messages."""
 
     def __init__(self, num_peers: int, faults: Faults | None = None) -> None:
         self.num_peers, self.faults = num_peers, faults or Faults()
-        self.gone: set[int] = set()  # as if their processes had been killed: nothing goes out of them or in
-        self.halted: set[int] = set()  # as if stopped: what is for them waits
+        self.gone: set[int] = set()  # as if killed: they neither send nor receive
+        self.halted: set[int] = set()  # as if stopped: their messages wait
         self._changed = threading.Condition()
         self._due: list[_Due] = []
-        self._kept: list[_Due] = []  # for those who are halted, in the order in which it is handed over later
+        self._kept: list[_Due] = []  # messages for halted peers, in order
         self._order = count()
         self._there: dict[int, MemoryTransport] = {}
         self._thread: threading.Thread | None = None
 
     def transport(self, peer: int) -> MemoryTransport:
-        """A second one for the same peer takes the place of the first, as a process that was started again does."""
+        """Return a transport. It replaces an earlier one of the same peer, like a restarted process."""
         return MemoryTransport(self, peer)
 
     def join(self, transport: MemoryTransport) -> None:
@@ -132,11 +142,11 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
+    """A PeerTransport of a MemoryNetwork."""
+
     def __init__(self, network: MemoryNetwork, peer: int) -> None:
         self.network, self.peer = network, peer
-        self._numbers = [
-            count(1) for _ in range(network.num_peers)
-        ]  # of messages to everybody; two threads never get the same
+        self._numbers = [count(1) for _ in range(network.num_peers)]  # of messages, by receiver; thread-safe
         self._heard = [time.monotonic()] * network.num_peers
 
     def start(self, take: Take, tick: Callable[[], None]) -> None:
@@ -162,9 +172,9 @@ class MemoryTransport:
 
 
 class Lossy:
-    """A transport that does not send a share of what it is asked to, to try things out."""
+    """A transport that drops a share of its messages, for experiments."""
 
-    def __init__(self, transport: Transport, me: int, num_peers: int, faults: Faults) -> None:
+    def __init__(self, transport: PeerTransport, me: int, num_peers: int, faults: Faults) -> None:
         self.transport, self.me, self.faults = transport, me, faults
         self._numbers = [count(1) for _ in range(num_peers)]
         self.start, self.quiet, self.refused, self.close = (

@@ -1,4 +1,4 @@
-"""A small run to try peers with: which training instances of which peer harm the common model."""
+"""A small example run between peers: the training samples of each peer that harm the common model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedbilevel.tasks.influence import Influence
 
 
 def prepare(num_peers: int) -> tuple[dict[str, Any], Sequence[Holdings]]:
-    """A plan, and data for every peer."""
+    """Return a plan and the data of every peer."""
     task = Influence(num_clients=num_peers)
     plan = {
         "name": "trial",

@@ -1,4 +1,4 @@
-"""Peers of one run as processes over encrypted loopback. All are forked from one process that has the library loaded, which saves half a minute of imports."""
+"""Peers as processes over encrypted loopback, forked from one process that has imported the library."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ from fedbilevel.runs.result import Progress
 from fedbilevel.tasks.quadratic import Quadratic
 
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["peer_processes", "torch._dynamo"])  # which the first derivative of a process imports
+forked.set_forkserver_preload(
+    ["support.peers.processes", "torch._dynamo"]
+)  # imported by the first derivative in a process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averages(PeerAlgorithm):
-    """Every peer has a row of its own to begin with; every outer iteration is one average of these rows."""
+    """Every outer iteration averages the initial rows of all peers."""
 
     uses = ("mix",)
     lower_space = ("y", "own")
@@ -68,7 +70,7 @@ def upper(x: Any, y: Any, batch: Any) -> Tensor:
 
 
 def wide_problem(width: int) -> Problem:
-    """Many entries at little cost: they meet in the penalty only."""
+    """A problem with many entries at low cost: they are coupled only by the penalty."""
     return Problem(
         upper=upper, lower=lower, x0={"log_penalty": torch.zeros(3)[:1]}, y0={"w": torch.zeros(width)}, name="wide"
     )
@@ -85,7 +87,7 @@ def wide_clients(num: int, width: int) -> list[Holdings]:
 
 @dataclass(frozen=True)
 class WidePlan(PeerPlan):
-    """The same, of a problem that no task has; `width` 0: as it says."""
+    """A plan whose problem has `width` entries (0: that of the task)."""
 
     width: int = 0
     averages: bool = False
@@ -110,7 +112,7 @@ def wide_plan(content: dict[str, Any], num: int, width: int = 0, averages: bool 
 
 
 class Processes:
-    """Until the block ends; then none is left. What peers say goes to logs, what they send over the sockets to `sent`."""
+    """Peers as processes, killed at the end of the block. Their log lines go to files."""
 
     def __init__(self, folder: Path, plan: WidePlan, num: int) -> None:
         self.folder, self.plan, self.num = folder, plan, num
@@ -123,7 +125,7 @@ class Processes:
         self.running: dict[int, Any] = {}
 
     def start(self, *numbers: int, stops: Mapping[int, int] | None = None) -> None:
-        """stops: those that stop themselves (SIGSTOP) after so many messages of data, which is in the middle of something, however fast the machine is."""
+        """Start processes. stops: data messages after which a peer stops itself (SIGSTOP)."""
         for number in numbers:
             after = (stops or {}).get(number, 0)
             self.running[number] = forked.Process(
@@ -151,7 +153,7 @@ class Processes:
             time.sleep(0.02)
 
     def join(self, numbers: Sequence[int] | None = None, timeout: float = 60.0) -> list[dict[str, Tensor]]:
-        """The last states."""
+        """Wait for the processes and return their last states."""
         chosen = range(self.num) if numbers is None else numbers
         until = time.monotonic() + timeout
         for number in chosen:
@@ -195,11 +197,9 @@ def _peer(place: str, plan: WidePlan, number: int, num: int, stops: int) -> None
 
         def tell(now: Progress) -> None:
             say(f"done {now.iteration}")
-            if (
-                now.iteration == now.num_iterations
-            ):  # nobody goes before this peer is through, so all connections are there
-                until = time.monotonic() + 2.0  # for one that is gone, messages wait for ever
-                while any(sockets[0]._waiting.values()) and time.monotonic() < until:
+            if now.iteration == now.num_iterations:  # no peer has left yet, so all connections exist
+                until = time.monotonic() + 2.0  # messages for a lost peer wait forever
+                while not sockets[0].queues.empty() and time.monotonic() < until:
                     time.sleep(0.01)
                 time.sleep(0.2)
                 (folder / f"p{number}.sent").write_text(json.dumps(sum(_sent_by(os.getpid()))))
@@ -238,7 +238,7 @@ class Stopping(Sockets):
 
 
 def _sent_by(pid: int) -> list[int]:
-    """TCP_INFO has the bytes that were sent and acknowledged by the other side, of every connection of this process."""
+    """Acknowledged bytes of every TCP connection of a process, from TCP_INFO."""
     found = []
     for entry in os.listdir(f"/proc/{pid}/fd"):
         try:

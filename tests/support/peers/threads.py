@@ -15,7 +15,7 @@ from fedbilevel.runs.result import Result
 
 
 class Threads:
-    """One thread per peer. `start` may be called again for one that has ended. `results` and `errors` by number."""
+    """One thread per peer, with `results` and `errors` by number. `start` restarts an ended peer."""
 
     def __init__(
         self,
