@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import sys
 import typing
@@ -15,7 +16,7 @@ from fedbilevel.averaging import Averaging
 from fedbilevel.federation import PeerAlgorithm
 from fedbilevel.problem import Scopes
 from fedbilevel.settings import kinds, made
-from website import curves
+from website import curves, mathematics
 from website.charts import Line, chart
 from website.pictures import per_iteration
 
@@ -29,10 +30,11 @@ SCOPES = {
 
 
 class Text(NamedTuple):
-    """A docstring, taken apart. `body` and `parts` hold paragraphs; those that begin with a blank are equations."""
+    """A docstring, taken apart into paragraphs. Indented lines of a paragraph are equations."""
 
     title: str
     summary: str
+    purpose: list[str]  # when to choose the algorithm, from "Use it"
     body: list[str]
     parts: dict[str, list[str]]
 
@@ -41,6 +43,7 @@ def read(docstring: str) -> Text:
     first, *paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(docstring))
     head = " ".join(first.split()).partition(":")[0]
     title = head.partition(" on the lower level")[0]
+    purpose: list[str] = []
     body: list[str] = []
     parts: dict[str, list[str]] = {}
     current = body
@@ -50,8 +53,9 @@ def read(docstring: str) -> Text:
         if found:
             current = parts.setdefault(found[1], [])
             paragraph = _capital(paragraph[found.end() :])
-        current.append(paragraph)
-    return Text(title[0].upper() + title[1:] if not title.startswith("p") else title, " ".join(first.split()), body, parts)
+        (purpose if paragraph.startswith("Use it ") else current).append(paragraph)
+    title = title if title.startswith("p") else title[0].upper() + title[1:]
+    return Text(title, " ".join(first.split()), purpose, body, parts)
 
 
 @functools.cache
@@ -59,34 +63,29 @@ def text_of(name: str) -> Text:
     return read(inspect.getdoc(sys.modules[curves.algorithms()[name].__module__]) or "")
 
 
-def prose(paragraph: str) -> str:
-    """Plain words as Markdown: what looks like markup outside of backticks is no markup."""
-    pieces = re.split(r"(`[^`]+`)", " ".join(paragraph.split()))
-    return "".join(piece if piece.startswith("`") else re.sub(r"([\\*_\[\]<>|#])", lambda found: f"&#{ord(found[1])};", piece) for piece in pieces)
+def prose(paragraph: str, *, equations_only: bool = False) -> str:
+    """Plain words as Markdown, with expressions marked as mathematics; backticks stay code, and nothing else is markup.
+
+    `equations_only`: expressions without an equals sign stay words, as the initials of authors.
+    """
+    return mathematics.sentence(" ".join(paragraph.split()), shown=lambda said: "=" in said or not equations_only)
 
 
-def rendered(paragraphs: Sequence[str]) -> str:
-    """Equations as they are aligned, the rest as paragraphs; a list where a paragraph counts (1), (2), ..."""
+def rendered(paragraphs: Sequence[str], *, equations_only: bool = False) -> str:
+    """Indented lines as equations, the rest as paragraphs; a list where a paragraph counts (1), (2), ..."""
     out = []
     for paragraph in paragraphs:
-        lines = paragraph.split("\n")
-        start = 0
-        while start < len(lines):  # a paragraph may hold equations between its lines
-            indented = lines[start].startswith("    ")
-            end = start
-            while end < len(lines) and lines[end].startswith("    ") == indented:
-                end += 1
-            piece = lines[start:end]
-            out.append("```text\n" + inspect.cleandoc("\n".join(["", *piece])) + "\n```" if indented else listed("\n".join(piece)))
-            start = end
+        for indented, group in itertools.groupby(paragraph.split("\n"), lambda line: line.startswith("    ")):
+            piece = [*group]
+            out.append(mathematics.lines(piece) if indented else listed("\n".join(piece), equations_only=equations_only))
     return "\n\n".join(out)
 
 
-def listed(paragraph: str) -> str:
+def listed(paragraph: str, *, equations_only: bool = False) -> str:
     """(1) ... (2) ... becomes a numbered list, if the numbers run from one without a gap."""
     words, pieces, number = " ".join(paragraph.split()), [], 1
     if not re.search(r"(?:^|\s)\(1\)\s", words):
-        return prose(words)
+        return prose(words, equations_only=equations_only)
     while found := re.search(rf"(?:^|\s)\({number}\)\s", words):
         pieces.append(words[: found.start()].strip())
         words, number = words[found.end() :], number + 1
@@ -125,7 +124,7 @@ def settings_table(kind: type[Any]) -> str:
     hints = typing.get_type_hints(kind)
     rows = ["| setting | symbol | default | range | meaning |", "|---|---|---|---|---|"]
     for spec in dataclasses.fields(kind):
-        symbol = f"`{spec.metadata['symbol']}`" if spec.metadata.get("symbol") else ""
+        symbol = prose(spec.metadata.get("symbol") or "")
         rows.append(f"| `{spec.name}` | {symbol} | `{_plain(spec.default)}` | {_range(spec, hints[spec.name])} | {prose(spec.metadata.get('help', ''))} |")
     return "\n".join(rows)
 
@@ -349,9 +348,10 @@ def page(name: str) -> str:
     minimal = f"fedbilevel run {first.task} --algorithm {name}" + "".join(
         f" --{key.replace('_', '-')} {value}" for key, value in first.task_settings.items()
     ) + (" --network ring" if knows.peers else "")  # fmt: skip
-    parts = [f"# {text.title}", " · ".join(facts), prose(text.summary)]
-    parts += [rendered(text.body)] if text.body else []
-    parts += [f"## {title}\n\n{rendered(text.parts[key])}" for key, title in PARTS.items() if key in text.parts and key != "Cost"]
+    parts = [f"# {text.title}", rendered(text.purpose), " · ".join(facts), f"## Method\n\n{prose(text.summary)}", rendered(text.body)]
+    for key, title in PARTS.items():
+        if key in text.parts and key != "Cost":
+            parts.append(f"## {title}\n\n{rendered(text.parts[key], equations_only=key == 'Reference')}")
     cost = f"{_key(letters(kind, text))}\n\n{rendered(text.parts['Cost'])}" if "Cost" in text.parts else ""
     parts += [f"## Cost of an outer iteration\n\n{cost}"] if cost else []
     parts += [f"## Scopes\n\n{scopes_table(name)}", f"## Settings\n\n{settings_table(kind)}"]

@@ -15,7 +15,7 @@ for place in (ROOT, ROOT / "src"):
 from mkdocs.structure.files import File, Files  # noqa: E402
 
 import fedbilevel  # noqa: E402
-from website import algorithm_pages, curves  # noqa: E402
+from website import algorithm_pages, curves, mathematics  # noqa: E402
 from website.svg import DARK, LIGHT, variables  # noqa: E402
 
 FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
@@ -60,12 +60,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """A picture of ours becomes a part of the page, because a file of its own cannot know which theme the reader has chosen."""
+    """Draw equations, and put our pictures into the page, because a separate file cannot know the theme of the reader."""
 
     def inlined(found: re.Match[str]) -> str:
         return algorithm_pages.figure_of((ROOT / "docs" / "pictures" / f"{found[1]}.svg").read_text().strip())
 
-    return re.sub(r'<img [^>]*src="[^"]*pictures/([\w-]+)\.svg"[^>]*>', inlined, html)
+    return mathematics.rendered(re.sub(r'<img [^>]*src="[^"]*pictures/([\w-]+)\.svg"[^>]*>', inlined, html))
 
 
 def _moved(text: str, target: str) -> str:
