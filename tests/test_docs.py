@@ -330,7 +330,7 @@ def test_what_is_said_of_all_algorithms(site):
     ways = sum(algorithm_pages.about(name).uses_upper for name in NAMES)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"{ways} ways to the hypergradient across clients and {len(NAMES) - ways} baselines" in readme
-    assert f"{ways} ways to get the gradient of x across clients, and {len(NAMES) - ways} baselines that use the lower loss alone" in site[1]["index.html"].text
+    assert f"{ways} federated hypergradient methods and {len(NAMES) - ways} baselines that use the lower loss alone" in site[1]["index.html"].text
     for name in NAMES:
         assert {"Reference", "Deviations", "Cost"} <= {*algorithm_pages.text_of(name).parts}, name
 
