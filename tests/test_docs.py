@@ -279,10 +279,10 @@ def test_letters_in_costs_are_explained():
         explained = algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))
         assert [letter for letter, words in explained.items() if not words] == [], name
     key = lambda name: algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))
-    table, drawn = "in the table of settings", "drawn as is said above"
+    table, drawn = "in the table of settings", "drawn as stated above"
     assert key("fbo_aggitd") == {"N": table, "Q": drawn, "tau": table, "tau_x": table}
     assert key("fednest")["N'"] == key("adafbio")["k"] == drawn
-    assert key("simfbo") == {"tau_i": f"what client i has for tau {table}"}
+    assert key("simfbo") == {"tau_i": f"the value of client i for tau {table}"}
     assert key("hgp") == {
         "T": table,
         "M": table,
@@ -303,9 +303,9 @@ def test_letters_that_mean_nothing_or_a_step_are_noticed(cost, unexplained):
 
 def test_the_key_of_a_page_names_every_letter(site):
     for name in NAMES:
-        said = re.search(r"Letters: ([^.]*)\.", site[1][f"algorithms/{name}.html"].text)[1]
+        said = re.search(r"Symbols: ([^.]*)\.", site[1][f"algorithms/{name}.html"].text)[1]
         assert {"d_x", "d_y", *algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))} <= {*re.findall(r"[\w']+", said)}, name
-    whole = "Letters: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; Q is drawn as is said above."
+    whole = "Symbols: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; Q is drawn as stated above."
     assert whole in site[1]["algorithms/fbo_aggitd.html"].text
 
 

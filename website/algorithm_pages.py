@@ -1,4 +1,4 @@
-"""One page per algorithm, made from its docstring, its settings, its declarations and its recorded curves; and the table that compares all of them."""
+"""Generate one page per algorithm from its docstring, settings, declarations and recorded curves, and the table of all algorithms."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rendered(paragraphs: Sequence[str], *, equations_only: bool = False) -> str:
 
 
 def listed(paragraph: str, *, equations_only: bool = False) -> str:
-    """(1) ... (2) ... becomes a numbered list, if the numbers run from one without a gap."""
+    """Make a numbered list of (1) ... (2) ..., if the numbers run from one without a gap."""
     words, pieces, number = " ".join(paragraph.split()), [], 1
     if not re.search(r"(?:^|\s)\(1\)\s", words):
         return prose(words, equations_only=equations_only)
@@ -103,13 +103,13 @@ SYMBOLS = {"alpha", "beta", "gamma", "eta", "theta", "kappa", "lambda", "lam", "
 
 
 def _capital(words: str) -> str:
-    """With a capital, unless it begins with a symbol such as k, mu or f_x,i."""
+    """Capitalise the first word, unless it is a symbol such as k, mu or f_x,i."""
     first = re.match(r"(?:[a-z]{2,}|a)(?=[ ,.:;]|$)", words)
     return words[0].upper() + words[1:] if first and first[0] not in SYMBOLS else words
 
 
 def linked(markdown: str, own: str) -> str:
-    """Names of other algorithms, as they are written in their papers, lead to their pages; not inside code."""
+    """Link names of other algorithms to their pages, outside of code."""
     titles = {text_of(name).title: name for name in curves.algorithms() if name != own}
     names = "|".join(sorted(map(re.escape, titles), key=len, reverse=True))
     pieces = re.split(r"(```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#.*$)", markdown, flags=re.DOTALL | re.MULTILINE)
@@ -133,7 +133,7 @@ OF_A_PROBLEM = r"[dfg]_[xy]|[HJ] [uv]|[xyuv]|a"  # lengths, gradients, products,
 
 
 def letters(kind: type[Any], text: Text) -> dict[str, str]:
-    """Where the letters in the costs of an algorithm are explained: as the symbol of a setting that counts something, or above; "" for one that is not."""
+    """Explanations of the symbols in the costs of an algorithm: a setting that counts something, or the equations; "" where there is none."""
     above = " ".join(" ".join(text.body).split())
     found: dict[str, str] = {}
     hints = typing.get_type_hints(kind)
@@ -143,9 +143,9 @@ def letters(kind: type[Any], text: Text) -> dict[str, str]:
         if letter in counts:
             found[letter] = "in the table of settings"
         elif tuple[int, ...] in kinds(counts.get(whole)):
-            found[letter] = f"what client i has for {whole} in the table of settings"
+            found[letter] = f"the value of client i for {whole} in the table of settings"
         elif re.search(rf"(?<![\w']){re.escape(letter)} uniform in ", above):
-            found[letter] = "drawn as is said above"
+            found[letter] = "drawn as stated above"
         elif issubclass(kind, PeerAlgorithm) and letter in (averaging := _averaging()):
             found[letter] = averaging[letter]
         else:
@@ -154,29 +154,29 @@ def letters(kind: type[Any], text: Text) -> dict[str, str]:
 
 
 def _key(explained: dict[str, str]) -> str:
-    """The same as a sentence, those that are explained alike together."""
+    """A sentence that explains the symbols, grouped by explanation."""
     alike: dict[str, list[str]] = {"the lengths of x and y": ["d_x", "d_y"]}
     for letter, words in explained.items():
         alike.setdefault(words, []).append(letter)
     clauses = [f"{' and '.join(filter(None, (', '.join(some[:-1]), some[-1])))} {'are' if some[1:] else 'is'} {words}" for words, some in alike.items()]
-    return prose(f"Letters: {'; '.join(clauses)}.")
+    return prose(f"Symbols: {'; '.join(clauses)}.")
 
 
 def _letters(cost: str) -> list[str]:
-    """Those of the costs that are no words: single ones, with a prime or an index, and Greek ones by their names."""
+    """Symbols in the costs: single characters, with a prime or an index, and names of Greek ones."""
     words = re.sub(r"`[^`]*`|\"[^\"]*\"", " ", cost)
     words = re.sub(rf"(?<![\w'])(?:{OF_A_PROBLEM})(?![\w'])", " ", words)
     return list(dict.fromkeys(re.findall(rf"(?<![A-Za-z_'])(?:[A-Za-z]|{'|'.join(SYMBOLS)})(?:_\w+)?'?(?![A-Za-z_])", words)))
 
 
 def _averaging() -> dict[str, str]:
-    """Symbols of the averaging between peers, which is no setting of an algorithm."""
+    """Symbols of the averaging between peers, which is not a setting of an algorithm."""
     specs = dataclasses.fields(Averaging)
     return {spec.metadata["symbol"]: f"`{spec.name}` of the averaging: {spec.metadata['help']}" for spec in specs if spec.metadata["symbol"]}
 
 
 def _plain(value: Any) -> str:
-    return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "None" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
@@ -187,7 +187,7 @@ def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
         elif typing.get_origin(one) is tuple:
             words.append("one per client")
         elif one is type(None):
-            words.append("nothing")
+            words.append("None")
         elif one is bool:
             words.append("true, false")
         else:
@@ -197,7 +197,7 @@ def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def scopes_table(name: str) -> str:
-    rows = ["| scope | what happens |", "|---|---|"]
+    rows = ["| scope | effect |", "|---|---|"]
     for scopes, said in curves.scopes_of(curves.algorithms()[name]).items():
         word = "runs" if not said else "**refused**" if said.startswith("refused") else "**warns**"
         reason = said.removeprefix("refused: ").partition(": ")[2] if said else ""
@@ -206,7 +206,7 @@ def scopes_table(name: str) -> str:
 
 
 class About(NamedTuple):
-    """What is known of an algorithm without reading its text: declared, or counted in its recorded runs."""
+    """Facts about an algorithm that are declared, or counted in its recorded runs."""
 
     peers: bool
     uses_upper: bool
@@ -240,7 +240,7 @@ def _figure(value: float) -> str:
 
 
 def _own(case: curves.Case) -> str:
-    """What tells a run from the first one of its algorithm."""
+    """Settings in which a run differs from the first run of its algorithm."""
     first = curves.found(case.algorithm)[0][0]
     changed = [f"{key} {value}" for key, value in case.settings.items() if curves.ALSO.get(case.algorithm, {}).get(key) == value]
     lower = [f"{case.task_settings['lower']} y"] if case.task_settings.get("lower") != first.task_settings.get("lower") else []
@@ -273,13 +273,13 @@ def _curve(name: str, task: str, mine: Sequence[tuple[curves.Case, list[dict[str
     others, behind = [], ""
     if task == "data_cleaning" and name != "fedavg":
         floor = next(rows for case, rows in curves.found("fedavg") if case.task == task)
-        lines.append(Line("fedavg, which learns no weights", [(row["rounds"], row[figure]) for row in floor], dashed=True))
+        lines.append(Line("fedavg, without weights", [(row["rounds"], row[figure]) for row in floor], dashed=True))
     elif task == "quadratic" and knows.uses_upper and not knows.peers:
         for other in curves.algorithms():
             theirs = about(other)
             if other != name and theirs.uses_upper and not theirs.peers:
                 others += [[(row["rounds"], row[figure]) for row in rows] for case, rows in curves.found(other) if case.task == task]
-        behind = " Grey: the other algorithms with a server, on the same task."
+        behind = " Grey lines are the other algorithms with a server, on the same task."
     elif task == "quadratic" and not knows.uses_upper:
         lines = lines[:1]
     picture = chart(
@@ -309,21 +309,21 @@ def _label(case: curves.Case) -> str:
 def _story(task: str, name: str, knows: About) -> str:
     network = f" {_between(task, name)}" if knows.peers else ""
     if task == "data_cleaning":
-        single = "" if knows.uses_upper else " It has no use for the upper loss: x stays where it is, and every label counts the same."
+        single = "" if knows.uses_upper else " The algorithm does not use the upper loss: x is constant, and every label counts the same."
         return f"Ten clients, digits, 40 % of the labels wrong, clean images of one class at each client.{single}{network}"
     if task == "personalisation":
         return "Ten clients, digits, three networks that every client mixes in its own proportions. The upper loss is not used."
     if not knows.uses_upper:
-        single = "It never asks for the upper loss, so x stays where it is: what it lowers is the lower loss."
+        single = "The algorithm does not use the upper loss: x is constant, and only the lower loss decreases."
         return f"Five clients that differ, float64, whole batches. {single}{network}"
-    return f"Five clients that differ, float64, whole batches, the steps that the task suggests. The solution is known in closed form.{network}"
+    return f"Five clients that differ, float64, whole batches, the steps that the task suggests. The solution has a closed form.{network}"
 
 
 AMOUNTS = {"push": "every push counts as a round", "gossip": "every exchange with the neighbours counts as a round"}
 
 
 def _between(task: str, name: str) -> str:
-    """Who talks to whom in the recorded runs between peers, and what counts as a round there: by the verbs that the algorithm says it uses."""
+    """The network of the recorded runs between peers, and the meaning of a round, by the verbs of the algorithm."""
     case = next(case for case, _ in curves.found(name) if case.task == task)
     algorithm, averaging = made(curves.algorithms()[name], case.settings), made(Averaging, case.options["averaging"])
     assert isinstance(algorithm, PeerAlgorithm)
@@ -357,16 +357,16 @@ def page(name: str) -> str:
     parts += [f"## Scopes\n\n{scopes_table(name)}", f"## Settings\n\n{settings_table(kind)}"]
     module = kind.__module__
     python = f"from {module} import {kind.__name__}\n\nalgorithm = {kind.__name__}()  # settings by name"
-    then = "Then `fb.solve(problem, clients, algorithm, num_rounds=...)`; or give the name and settings to `fb.solve` itself."
+    then = "Then call `fb.solve(problem, clients, algorithm, num_rounds=...)`, or pass the name and the settings to `fb.solve`."
     parts.append(f"## Run it\n\n```bash\n{minimal}\n```\n\n```python\n{python}\n```\n\n{then}")
-    recorded = f"Made by `{curves.recorded()['command']}` at version {curves.recorded()['version']}."
-    every = "Every command is that of a recorded run; what it does not name is the default, or what the task suggests."
+    recorded = f"`{curves.recorded()['command']}` made the curves at version {curves.recorded()['version']}."
+    every = "Each command above repeats a recorded run; settings that it does not name have the value that the task suggests, or their default."
     parts.append(f"## Curves\n\n{curve_section(name)}\n\n{recorded} {every}")
     return linked("\n\n".join(part for part in parts if part) + "\n", name)
 
 
 def decision_table(folder: str = "algorithms/") -> str:
-    """All algorithms: scopes as they declare them, costs as the ledger counted them on the standard task."""
+    """A table of all algorithms: declared scopes, and costs that the ledger counted on the standard task."""
     out = []
     for heading, chosen in (
         ("Two levels, with a server", lambda one: one.uses_upper and not one.peers),
@@ -393,12 +393,12 @@ def _mark(said: str) -> str:
 
 
 def index() -> str:
-    rows = ["| name | with | in a line |", "|---|---|---|"]
+    rows = ["| name | with | summary |", "|---|---|---|"]
     for name, kind in curves.algorithms().items():
         text = text_of(name)
         rows.append(f"| [`{name}`]({name}.md) | {'peers' if issubclass(kind, PeerAlgorithm) else 'server'} | {prose(text.summary)} |")
     opening = (
-        "Every algorithm is one file: equations, references, costs, code. These pages are made from those files, and the curves from recorded runs. "
-        "[Which one to take](../choosing.md) is a page of its own."
+        "Every algorithm is one file with equations, references, costs and code. These pages are generated from the files, and the curves from recorded runs. "
+        "See [Choosing an algorithm](../choosing.md) for recommendations."
     )
     return f"# Algorithms\n\n{opening}\n\n" + "\n".join(rows) + "\n"
