@@ -168,6 +168,9 @@ def test_algorithm_page_begins_with_what_the_algorithm_is_for(site, name):
     assert source.index(first) < source.index('<h2 id="method"')
 
 
+WITHOUT_SYMBOLS = {}  # displayed line -> algorithms whose page has it, for lines of words only
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_displayed_equations_are_mathematics(site, name):
     """Every indented line of a docstring has an expression, and no sign of plain notation is left outside of expressions."""
@@ -180,7 +183,9 @@ def test_displayed_equations_are_mathematics(site, name):
     assert "language-text" not in source
 
 
-WITHOUT_SYMBOLS = {}  # displayed line -> algorithms whose page has it, for lines of words only
+def test_names_of_other_algorithms_are_links(site):
+    assert '<a href="fedbio_local.html">FedBiO-Local</a>' in _source(site, "algorithms/fedbioacc_local.html")
+    assert '"SimFBO: Towards Simple' in _source(site, "algorithms/shrofbo.html")  # the title of a paper is not a link
 
 
 @pytest.mark.parametrize("name", NAMES)

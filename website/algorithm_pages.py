@@ -109,10 +109,11 @@ def _capital(words: str) -> str:
 
 
 def linked(markdown: str, own: str) -> str:
-    """Link names of other algorithms to their pages, outside of code."""
+    """Link names of other algorithms to their pages, except in code, headings, equations, pictures and titles of papers."""
     titles = {text_of(name).title: name for name in curves.algorithms() if name != own}
     names = "|".join(sorted(map(re.escape, titles), key=len, reverse=True))
-    pieces = re.split(r"(```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#.*$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    skipped = r"```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$|<div.*?</div>|<code>.*?</code>|\"[^\"\n]*\""
+    pieces = re.split(f"({skipped})", markdown, flags=re.DOTALL | re.MULTILINE)
     pattern = re.compile(rf"(?<![\w-])({names})(?![\w+]|-\w)")
     return "".join(piece if place % 2 else pattern.sub(lambda found: f"[{found[1]}]({titles[found[1]]}.md)", piece) for place, piece in enumerate(pieces))
 

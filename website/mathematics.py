@@ -20,6 +20,7 @@ def mathml(formula: str, *, alternative: str, display: bool = False, block: bool
     """MathML of LaTeX, with the written form for readers that cannot draw it."""
     drawn = convert(formula, display="block" if block else "inline")
     drawn = re.sub(r"<mo>([a-z]+|&#x02026;)</mo>", r"<mi>\1</mi>", drawn)  # no extra blanks around names and dots
+    drawn = drawn.replace("<mo>&#x02016;</mo>", '<mo stretchy="false">&#x02016;</mo>')
     drawn = drawn.replace("<mo>&#x0002F;</mo>", '<mo lspace="0" rspace="0">&#x0002F;</mo>')
     style = ' displaystyle="true"' if display else ""
     return drawn.replace("<math ", f'<math alttext="{html.escape(alternative)}"{style} ', 1)
