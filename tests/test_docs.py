@@ -183,6 +183,13 @@ def test_displayed_equations_are_mathematics(site, name):
     assert "language-text" not in source
 
 
+def test_equations_on_written_pages_are_mathematics(site):
+    for name in site[1]:
+        assert not re.search(r'class="(?:arithmatex|plain|plain-display)"', _source(site, name)), name
+    for name in ("index", "concepts/levels", "concepts/heterogeneity"):
+        assert re.search(r'<math [^>]*display="block"', _source(site, f"{name}.html")), name
+
+
 def test_names_of_other_algorithms_are_links(site):
     assert '<a href="fedbio_local.html">FedBiO-Local</a>' in _source(site, "algorithms/fedbioacc_local.html")
     assert '"SimFBO: Towards Simple' in _source(site, "algorithms/shrofbo.html")  # the title of a paper is not a link
@@ -259,7 +266,8 @@ def test_the_table_says_what_the_algorithms_say(site):
                 expected = "no"
             assert mark == expected, (name, scopes)
     assert rows["fedbio"][1:9] == ["yes", "yes", "yes", "yes", "1", "16", "3", "2"]  # d_x + 2 d_y floats, five derivatives
-    assert rows["fedbio"][9] == "d_x + 2&nbsp;d_y"
+    assert algorithm_pages.about("fedbio").state == "d_x + 2 d_y"
+    assert rows["fedbio"][9] == algorithm_pages.prose("d_x + 2 d_y")
     assert rows["lfednest"][1:5] == ["biased", "biased", "yes", "yes"]
     assert rows["penalty"][8] == "0"
 

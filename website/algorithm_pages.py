@@ -228,7 +228,7 @@ def about(name: str) -> About:
         "d_x": [field for field in kind.State._fields if field in kind.upper_space],
         "d_y": [field for field in kind.State._fields if field in kind.lower_space],
     }
-    state = " + ".join(f"{len(fields)}&nbsp;{length}" if len(fields) > 1 else length for length, fields in rows.items() if fields)
+    state = " + ".join(f"{len(fields)} {length}" if len(fields) > 1 else length for length, fields in rows.items() if fields)
     keeps = ", more at clients" if "clients.memory" in inspect.getsource(sys.modules[kind.__module__]) else ""
     figures = (each["rounds"], each["floats_up"], sum(each[column] for column in ("gy", "gx", "fx", "fy")), each["hvp"] + each["jvp"])
     costs = tuple(_figure(value) if on_standard or place != 1 else "" for place, value in enumerate(figures))  # floats of another task say nothing here
@@ -383,7 +383,7 @@ def decision_table(folder: str = "algorithms/") -> str:
         ]
         for name in names:
             said, knows = curves.scopes_of(curves.algorithms()[name]), about(name)
-            cells = [*(_mark(said[scopes]) for scopes in SCOPES), *knows.costs, knows.state, *([knows.left] if last else [])]
+            cells = [*(_mark(said[scopes]) for scopes in SCOPES), *knows.costs, prose(knows.state), *([knows.left] if last else [])]
             rows.append(f"| [`{name}`]({folder}{name}.md) | " + " | ".join(cells) + " |")
         out += [f"### {heading}", "\n".join(rows)] if names else []
     return "\n\n".join(out)
