@@ -1,6 +1,7 @@
 """The documentation site: it builds strictly, every link and picture resolves, nothing comes from other hosts, and what it says is what the code does."""
 
 import dataclasses
+import html
 import logging
 import math
 import re
@@ -53,11 +54,14 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.ids, self.links, self.loads, self.words = set(), [], [], []
+        self.ids, self.links, self.loads, self.words, self.inside = set(), [], [], [], False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
+        if tag == "math":  # read as it is written
+            self.inside = True
+            self.words.append(given["alttext"])
         self.ids |= {given[key] for key in ("id", "name") if given.get(key) and (key == "id" or tag == "a")}
         if tag == "a" and given.get("href"):
             self.links.append(given["href"])
@@ -67,8 +71,12 @@ class Page(HTMLParser):
             self.loads.append(given[LOADING[tag]])
         self.loads += [part.split()[0] for part in (given.get("srcset") or "").split(",") if part.strip()]
 
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag != "math"
+
     def handle_data(self, data):
-        self.words.append(data)
+        if not self.inside:
+            self.words.append(data)
 
     @property
     def text(self):
@@ -146,11 +154,15 @@ def test_every_algorithm_has_a_page_with_all_that_its_file_says(site, name):
     page, kind = found[f"algorithms/{name}.html"], discovery.algorithm(name)
     said = re.sub(r"[^a-z0-9]", "", page.text.lower())
     written = algorithm_pages.text_of(name)
-    paragraphs = [*written.body, *(paragraph for part in written.parts.values() for paragraph in part)]
+    paragraphs = [
+        *written.purpose,
+        *written.body,
+        *(paragraph for part in written.parts.values() for paragraph in part),
+    ]
     for paragraph in [written.summary, *paragraphs]:
         for piece in re.split(r"\(\d\) ", paragraph.replace("`", "")):
             assert re.sub(r"[^a-z0-9]", "", piece.lower()) in said, piece
-    assert {"reference", "cost-of-an-outer-iteration", "scopes", "settings", "run-it", "curves"} <= page.ids
+    assert {"method", "reference", "cost-of-an-outer-iteration", "scopes", "settings", "run-it", "curves"} <= page.ids
     assert ("deviations-from-the-paper" in page.ids) == ("Deviations" in written.parts)
     for spec in dataclasses.fields(kind):
         assert spec.name in page.text
@@ -165,9 +177,53 @@ def _source(site, name):
     return (site[0] / name).read_text()
 
 
-def test_equations_keep_their_columns(site):
-    source = re.sub(r"<[^>]+>", "", _source(site, "algorithms/fedbio.html")).replace("&lt;", "<")
-    assert "y_i <- y_i - gamma * g_y,i\nx_i <- x_i - eta   * (f_x,i - J_i u_i)\n" in source
+@pytest.mark.parametrize("name", NAMES)
+def test_algorithm_page_begins_with_what_the_algorithm_is_for(site, name):
+    written = algorithm_pages.text_of(name)
+    assert written.purpose
+    assert 60 <= len(" ".join(written.purpose)) <= 600
+    source = _source(site, f"algorithms/{name}.html")
+    first = re.search(r"</h1>\s*<p>(.*?)</p>", source, re.DOTALL)[1]
+    assert Page(first).text == " ".join(written.purpose[0].replace("`", "").split())
+    assert source.index(first) < source.index('<h2 id="method"')
+
+
+WITHOUT_SYMBOLS = {}  # displayed line -> algorithms whose page has it, for lines of words only
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_displayed_equations_are_mathematics(site, name):
+    """Every indented line of a docstring has an expression, and no sign of plain notation is left outside of expressions."""
+    source, written = _source(site, f"algorithms/{name}.html"), algorithm_pages.text_of(name)
+    rows = re.findall(r"<tr>(.*?)</tr>", "".join(re.findall(r'<table class="equations">(.*?)</table>', source)))
+    paragraphs = [*written.body, *(paragraph for part in written.parts.values() for paragraph in part)]
+    assert len(rows) == sum(line.startswith("    ") for paragraph in paragraphs for line in paragraph.split("\n")) > 0
+    for row in rows:
+        assert "<math " in row or name in WITHOUT_SYMBOLS.get(Page(row).text, ()), row
+    assert "language-text" not in source
+
+
+def test_equations_on_written_pages_are_mathematics(site):
+    for name in site[1]:
+        assert not re.search(r'class="(?:arithmatex|plain|plain-display)"', _source(site, name)), name
+    for name in ("index", "concepts/levels", "concepts/heterogeneity"):
+        assert re.search(r'<math [^>]*display="block"', _source(site, f"{name}.html")), name
+
+
+def test_names_of_other_algorithms_are_links(site):
+    assert '<a href="fedbio_local.html">FedBiO-Local</a>' in _source(site, "algorithms/fedbioacc_local.html")
+    assert '"SimFBO: Towards Simple' in _source(site, "algorithms/shrofbo.html")  # the title of a paper is not a link
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_plain_notation_is_left_on_an_algorithm_page(site, name):
+    """Subscripts, powers and arrows are mathematics or code, except in the table of settings, whose words the terminal shows too."""
+    source = _source(site, f"algorithms/{name}.html")
+    article = re.search(r"<article.*?</article>", source, re.DOTALL)[0]
+    article = re.sub(r'<h2 id="settings".*?</table>', " ", article, flags=re.DOTALL)
+    article = re.sub(r"<(math|code|pre|svg|title)\b.*?</\1>", " ", article, flags=re.DOTALL)
+    left = html.unescape(re.sub(r"<[^>]+>", " ", article))
+    assert re.findall(r"\S*(?:\w_\w|\^|<-|->|\w\*)\S*", left) == []
 
 
 def test_every_public_name_has_its_place(site):
@@ -261,7 +317,8 @@ def test_the_table_says_what_the_algorithms_say(site):
         "3",
         "2",
     ]  # d_x + 2 d_y floats, five derivatives
-    assert rows["fedbio"][9] == "d_x + 2&nbsp;d_y"
+    assert algorithm_pages.about("fedbio").state == "d_x + 2 d_y"
+    assert rows["fedbio"][9] == algorithm_pages.prose("d_x + 2 d_y")
     assert rows["lfednest"][1:5] == ["biased", "biased", "yes", "yes"]
     assert rows["penalty"][8] == "0"
 
@@ -273,14 +330,19 @@ def _rows(markdown):
 
 def test_lists_are_made_where_numbers_run_from_one():
     assert (
-        algorithm_pages.listed("first: (1) one thing; (2) Two (3)x. (3) three")
-        == "first:\n\n1. One thing.\n2. Two (3)x.\n3. Three."
+        algorithm_pages.listed("first: (1) one thing; (2) Two (3)rd. (3) three")
+        == "first:\n\n1. One thing.\n2. Two (3)rd.\n3. Three."
     )
     assert (
         algorithm_pages.listed("those of SimFBO, except that (3) holds; (6) more")
         == "those of SimFBO, except that (3) holds; (6) more"
     )
-    assert algorithm_pages.prose("u* is_a `x_y` <b>") == "u&#42; is&#95;a `x_y` &#60;b&#62;"
+    assert algorithm_pages.prose("is_A `x_y` <br>") == "is&#95;A <code>x&#95;y</code> &#60;br&#62;"
+    assert algorithm_pages.prose("then u* `x_y`") == 'then <span class="plain">u&#42;</span> <code>x&#95;y</code>'
+    assert (
+        algorithm_pages.prose("T Dinh, where mu = 1", equations_only=True)
+        == 'T Dinh, where <span class="plain">mu = 1</span>'
+    )
     assert (
         algorithm_pages.linked("FedBiO and `FedBiO` of FedBiO-Local", "simfbo")
         == "[FedBiO](fedbio.md) and `FedBiO` of [FedBiO-Local](fedbio_local.md)"
@@ -293,10 +355,10 @@ def test_letters_in_costs_are_explained():
         explained = algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))
         assert [letter for letter, words in explained.items() if not words] == [], name
     key = lambda name: algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))
-    table, drawn = "in the table of settings", "drawn as is said above"
+    table, drawn = "in the table of settings", "drawn as stated above"
     assert key("fbo_aggitd") == {"N": table, "Q": drawn, "tau": table, "tau_x": table}
     assert key("fednest")["N'"] == key("adafbio")["k"] == drawn
-    assert key("simfbo") == {"tau_i": f"what client i has for tau {table}"}
+    assert key("simfbo") == {"tau_i": f"the value of client i for tau {table}"}
     assert key("hgp") == {
         "T": table,
         "M": table,
@@ -323,11 +385,11 @@ def test_letters_that_mean_nothing_or_a_step_are_noticed(cost, unexplained):
 
 def test_the_key_of_a_page_names_every_letter(site):
     for name in NAMES:
-        said = re.search(r"Letters: ([^.]*)\.", site[1][f"algorithms/{name}.html"].text)[1]
+        said = re.search(r"Symbols: ([^.]*)\.", site[1][f"algorithms/{name}.html"].text)[1]
         assert {"d_x", "d_y", *algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))} <= {
             *re.findall(r"[\w']+", said)
         }, name
-    whole = "Letters: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; Q is drawn as is said above."
+    whole = "Symbols: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; Q is drawn as stated above."
     assert whole in site[1]["algorithms/fbo_aggitd.html"].text
 
 
@@ -364,7 +426,7 @@ def test_what_is_said_of_all_algorithms(site):
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"{ways} federated hypergradient methods and {len(NAMES) - ways} baselines" in readme
     assert (
-        f"{ways} ways to get the gradient of x across clients, and {len(NAMES) - ways} baselines that use the lower loss alone"
+        f"{ways} federated hypergradient methods and {len(NAMES) - ways} baselines that use the lower loss alone"
         in site[1]["index.html"].text
     )
     for name in NAMES:

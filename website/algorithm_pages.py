@@ -1,10 +1,11 @@
-"""One page per algorithm, made from its docstring, its settings, its declarations and its recorded curves; and the table that compares all of them."""
+"""Generate one page per algorithm from its docstring, settings, declarations and recorded curves, and the table of all algorithms."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import sys
 import typing
@@ -15,7 +16,7 @@ from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import kinds, made
-from website import curves
+from website import curves, mathematics
 from website.charts import Line, chart
 from website.pictures import per_iteration
 
@@ -29,10 +30,11 @@ SCOPES = {
 
 
 class Text(NamedTuple):
-    """A docstring, taken apart. `body` and `parts` hold paragraphs; those that begin with a blank are equations."""
+    """A docstring, taken apart into paragraphs. Indented lines of a paragraph are equations."""
 
     title: str
     summary: str
+    purpose: list[str]  # when to choose the algorithm, from "Use it"
     body: list[str]
     parts: dict[str, list[str]]
 
@@ -41,6 +43,7 @@ def read(docstring: str) -> Text:
     first, *paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(docstring))
     head = " ".join(first.split()).partition(":")[0]
     title = head.partition(" on the lower level")[0]
+    purpose: list[str] = []
     body: list[str] = []
     parts: dict[str, list[str]] = {}
     current = body
@@ -50,10 +53,9 @@ def read(docstring: str) -> Text:
         if found:
             current = parts.setdefault(found[1], [])
             paragraph = _capital(paragraph[found.end() :])
-        current.append(paragraph)
-    return Text(
-        title[0].upper() + title[1:] if not title.startswith("p") else title, " ".join(first.split()), body, parts
-    )
+        (purpose if paragraph.startswith("Use it ") else current).append(paragraph)
+    title = title if title.startswith("p") else title[0].upper() + title[1:]
+    return Text(title, " ".join(first.split()), purpose, body, parts)
 
 
 @functools.cache
@@ -61,41 +63,31 @@ def text_of(name: str) -> Text:
     return read(inspect.getdoc(sys.modules[curves.algorithms()[name].__module__]) or "")
 
 
-def prose(paragraph: str) -> str:
-    """Plain words as Markdown: what looks like markup outside of backticks is no markup."""
-    pieces = re.split(r"(`[^`]+`)", " ".join(paragraph.split()))
-    return "".join(
-        piece if piece.startswith("`") else re.sub(r"([\\*_\[\]<>|#])", lambda found: f"&#{ord(found[1])};", piece)
-        for piece in pieces
-    )
+def prose(paragraph: str, *, equations_only: bool = False) -> str:
+    """Plain words as Markdown, with expressions marked as mathematics; backticks stay code, and nothing else is markup.
+
+    `equations_only`: expressions without an equals sign stay words, as the initials of authors.
+    """
+    return mathematics.sentence(" ".join(paragraph.split()), shown=lambda said: "=" in said or not equations_only)
 
 
-def rendered(paragraphs: Sequence[str]) -> str:
-    """Equations as they are aligned, the rest as paragraphs; a list where a paragraph counts (1), (2), ..."""
+def rendered(paragraphs: Sequence[str], *, equations_only: bool = False) -> str:
+    """Indented lines as equations, the rest as paragraphs; a list where a paragraph counts (1), (2), ..."""
     out = []
     for paragraph in paragraphs:
-        lines = paragraph.split("\n")
-        start = 0
-        while start < len(lines):  # a paragraph may hold equations between its lines
-            indented = lines[start].startswith("    ")
-            end = start
-            while end < len(lines) and lines[end].startswith("    ") == indented:
-                end += 1
-            piece = lines[start:end]
+        for indented, group in itertools.groupby(paragraph.split("\n"), lambda line: line.startswith("    ")):
+            piece = [*group]
             out.append(
-                "```text\n" + inspect.cleandoc("\n".join(["", *piece])) + "\n```"
-                if indented
-                else listed("\n".join(piece))
+                mathematics.lines(piece) if indented else listed("\n".join(piece), equations_only=equations_only)
             )
-            start = end
     return "\n\n".join(out)
 
 
-def listed(paragraph: str) -> str:
-    """(1) ... (2) ... becomes a numbered list, if the numbers run from one without a gap."""
+def listed(paragraph: str, *, equations_only: bool = False) -> str:
+    """Make a numbered list of (1) ... (2) ..., if the numbers run from one without a gap."""
     words, pieces, number = " ".join(paragraph.split()), [], 1
     if not re.search(r"(?:^|\s)\(1\)\s", words):
-        return prose(words)
+        return prose(words, equations_only=equations_only)
     while found := re.search(rf"(?:^|\s)\({number}\)\s", words):
         pieces.append(words[: found.start()].strip())
         words, number = words[found.end() :], number + 1
@@ -133,16 +125,17 @@ SYMBOLS = {
 
 
 def _capital(words: str) -> str:
-    """With a capital, unless it begins with a symbol such as k, mu or f_x,i."""
+    """Capitalise the first word, unless it is a symbol such as k, mu or f_x,i."""
     first = re.match(r"(?:[a-z]{2,}|a)(?=[ ,.:;]|$)", words)
     return words[0].upper() + words[1:] if first and first[0] not in SYMBOLS else words
 
 
 def linked(markdown: str, own: str) -> str:
-    """Names of other algorithms, as they are written in their papers, lead to their pages; not inside code."""
+    """Link names of other algorithms to their pages, except in code, headings, equations, pictures and titles of papers."""
     titles = {text_of(name).title: name for name in curves.algorithms() if name != own}
     names = "|".join(sorted(map(re.escape, titles), key=len, reverse=True))
-    pieces = re.split(r"(```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#.*$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    skipped = r"```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$|<div.*?</div>|<code>.*?</code>|\"[^\"\n]*\""
+    pieces = re.split(f"({skipped})", markdown, flags=re.DOTALL | re.MULTILINE)
     pattern = re.compile(rf"(?<![\w-])({names})(?![\w+]|-\w)")
     return "".join(
         piece if place % 2 else pattern.sub(lambda found: f"[{found[1]}]({titles[found[1]]}.md)", piece)
@@ -157,7 +150,7 @@ def settings_table(kind: type[Any]) -> str:
     hints = typing.get_type_hints(kind)
     rows = ["| setting | symbol | default | range | meaning |", "|---|---|---|---|---|"]
     for spec in dataclasses.fields(kind):
-        symbol = f"`{spec.metadata['symbol']}`" if spec.metadata.get("symbol") else ""
+        symbol = prose(spec.metadata.get("symbol") or "")
         rows.append(
             f"| `{spec.name}` | {symbol} | `{_plain(spec.default)}` | {_range(spec, hints[spec.name])} | {prose(spec.metadata.get('help', ''))} |"
         )
@@ -168,7 +161,7 @@ OF_A_PROBLEM = r"[dfg]_[xy]|[HJ] [uv]|[xyuv]|a"  # lengths, gradients, products,
 
 
 def letters(kind: type[Any], text: Text) -> dict[str, str]:
-    """Where the letters in the costs of an algorithm are explained: as the symbol of a setting that counts something, or above; "" for one that is not."""
+    """Explanations of the symbols in the costs of an algorithm: a setting that counts something, or the equations; "" where there is none."""
     above = " ".join(" ".join(text.body).split())
     found: dict[str, str] = {}
     hints = typing.get_type_hints(kind)
@@ -182,9 +175,9 @@ def letters(kind: type[Any], text: Text) -> dict[str, str]:
         if letter in counts:
             found[letter] = "in the table of settings"
         elif tuple[int, ...] in kinds(counts.get(whole)):
-            found[letter] = f"what client i has for {whole} in the table of settings"
+            found[letter] = f"the value of client i for {whole} in the table of settings"
         elif re.search(rf"(?<![\w']){re.escape(letter)} uniform in ", above):
-            found[letter] = "drawn as is said above"
+            found[letter] = "drawn as stated above"
         elif issubclass(kind, PeerAlgorithm) and letter in (averaging := _averaging()):
             found[letter] = averaging[letter]
         else:
@@ -193,7 +186,7 @@ def letters(kind: type[Any], text: Text) -> dict[str, str]:
 
 
 def _key(explained: dict[str, str]) -> str:
-    """The same as a sentence, those that are explained alike together."""
+    """A sentence that explains the symbols, grouped by explanation."""
     alike: dict[str, list[str]] = {"the lengths of x and y": ["d_x", "d_y"]}
     for letter, words in explained.items():
         alike.setdefault(words, []).append(letter)
@@ -201,11 +194,11 @@ def _key(explained: dict[str, str]) -> str:
         f"{' and '.join(filter(None, (', '.join(some[:-1]), some[-1])))} {'are' if some[1:] else 'is'} {words}"
         for words, some in alike.items()
     ]
-    return prose(f"Letters: {'; '.join(clauses)}.")
+    return prose(f"Symbols: {'; '.join(clauses)}.")
 
 
 def _letters(cost: str) -> list[str]:
-    """Those of the costs that are no words: single ones, with a prime or an index, and Greek ones by their names."""
+    """Symbols in the costs: single characters, with a prime or an index, and names of Greek ones."""
     words = re.sub(r"`[^`]*`|\"[^\"]*\"", " ", cost)
     words = re.sub(rf"(?<![\w'])(?:{OF_A_PROBLEM})(?![\w'])", " ", words)
     return list(
@@ -214,7 +207,7 @@ def _letters(cost: str) -> list[str]:
 
 
 def _averaging() -> dict[str, str]:
-    """Symbols of the averaging between peers, which is no setting of an algorithm."""
+    """Symbols of the averaging between peers, which is not a setting of an algorithm."""
     specs = dataclasses.fields(Averaging)
     return {
         spec.metadata["symbol"]: f"`{spec.name}` of the averaging: {spec.metadata['help']}"
@@ -224,7 +217,7 @@ def _averaging() -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    return "nothing" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "None" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
@@ -235,7 +228,7 @@ def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
         elif typing.get_origin(one) is tuple:
             words.append("one per client")
         elif one is type(None):
-            words.append("nothing")
+            words.append("None")
         elif one is bool:
             words.append("true, false")
         else:
@@ -249,7 +242,7 @@ def _range(spec: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def scopes_table(name: str) -> str:
-    rows = ["| scope | what happens |", "|---|---|"]
+    rows = ["| scope | effect |", "|---|---|"]
     for scopes, said in curves.scopes_of(curves.algorithms()[name]).items():
         word = "runs" if not said else "**refused**" if said.startswith("refused") else "**warns**"
         reason = said.removeprefix("refused: ").partition(": ")[2] if said else ""
@@ -258,7 +251,7 @@ def scopes_table(name: str) -> str:
 
 
 class About(NamedTuple):
-    """What is known of an algorithm without reading its text: declared, or counted in its recorded runs."""
+    """Facts about an algorithm that are declared, or counted in its recorded runs."""
 
     peers: bool
     uses_upper: bool
@@ -280,7 +273,7 @@ def about(name: str) -> About:
         "d_y": [field for field in kind.State._fields if field in kind.lower_space],
     }
     state = " + ".join(
-        f"{len(fields)}&nbsp;{length}" if len(fields) > 1 else length for length, fields in rows.items() if fields
+        f"{len(fields)} {length}" if len(fields) > 1 else length for length, fields in rows.items() if fields
     )
     keeps = ", more at clients" if "clients.memory" in inspect.getsource(sys.modules[kind.__module__]) else ""
     figures = (
@@ -313,7 +306,7 @@ def _figure(value: float) -> str:
 
 
 def _own(case: curves.Case) -> str:
-    """What tells a run from the first one of its algorithm."""
+    """Settings in which a run differs from the first run of its algorithm."""
     first = curves.found(case.algorithm)[0][0]
     changed = [
         f"{key} {value}"
@@ -371,9 +364,7 @@ def _curve(name: str, task: str, mine: Sequence[tuple[curves.Case, list[dict[str
     others, behind = [], ""
     if task == "data_cleaning" and name != "fedavg":
         floor = next(rows for case, rows in curves.found("fedavg") if case.task == task)
-        lines.append(
-            Line("fedavg, which learns no weights", [(row["rounds"], row[figure]) for row in floor], dashed=True)
-        )
+        lines.append(Line("fedavg, without weights", [(row["rounds"], row[figure]) for row in floor], dashed=True))
     elif task == "quadratic" and knows.uses_upper and not knows.peers:
         for other in curves.algorithms():
             theirs = about(other)
@@ -383,7 +374,7 @@ def _curve(name: str, task: str, mine: Sequence[tuple[curves.Case, list[dict[str
                     for case, rows in curves.found(other)
                     if case.task == task
                 ]
-        behind = " Grey: the other algorithms with a server, on the same task."
+        behind = " Grey lines are the other algorithms with a server, on the same task."
     elif task == "quadratic" and not knows.uses_upper:
         lines = lines[:1]
     picture = chart(
@@ -428,7 +419,7 @@ def _story(task: str, name: str, knows: About) -> str:
         single = (
             ""
             if knows.uses_upper
-            else " It has no use for the upper loss: x stays where it is, and every label counts the same."
+            else " The algorithm does not use the upper loss: x is constant, and every label counts the same."
         )
         return (
             f"Ten clients, digits, 40 % of the labels wrong, clean images of one class at each client.{single}{network}"
@@ -436,16 +427,16 @@ def _story(task: str, name: str, knows: About) -> str:
     if task == "personalisation":
         return "Ten clients, digits, three networks that every client mixes in its own proportions. The upper loss is not used."
     if not knows.uses_upper:
-        single = "It never asks for the upper loss, so x stays where it is: what it lowers is the lower loss."
+        single = "The algorithm does not use the upper loss: x is constant, and only the lower loss decreases."
         return f"Five clients that differ, float64, whole batches. {single}{network}"
-    return f"Five clients that differ, float64, whole batches, the steps that the task suggests. The solution is known in closed form.{network}"
+    return f"Five clients that differ, float64, whole batches, the steps that the task suggests. The solution has a closed form.{network}"
 
 
 AMOUNTS = {"push": "every push counts as a round", "gossip": "every exchange with the neighbours counts as a round"}
 
 
 def _between(task: str, name: str) -> str:
-    """Who talks to whom in the recorded runs between peers, and what counts as a round there: by the verbs that the algorithm says it uses."""
+    """The network of the recorded runs between peers, and the meaning of a round, by the verbs of the algorithm."""
     case = next(case for case, _ in curves.found(name) if case.task == task)
     algorithm, averaging = made(curves.algorithms()[name], case.settings), made(Averaging, case.options["averaging"])
     assert isinstance(algorithm, PeerAlgorithm)
@@ -474,28 +465,31 @@ def page(name: str) -> str:
     minimal = f"fedbilevel run {first.task} --algorithm {name}" + "".join(
         f" --{key.replace('_', '-')} {value}" for key, value in first.task_settings.items()
     ) + (" --network ring" if knows.peers else "")  # fmt: skip
-    parts = [f"# {text.title}", " · ".join(facts), prose(text.summary)]
-    parts += [rendered(text.body)] if text.body else []
-    parts += [
-        f"## {title}\n\n{rendered(text.parts[key])}"
-        for key, title in PARTS.items()
-        if key in text.parts and key != "Cost"
+    parts = [
+        f"# {text.title}",
+        rendered(text.purpose),
+        " · ".join(facts),
+        f"## Method\n\n{prose(text.summary)}",
+        rendered(text.body),
     ]
+    for key, title in PARTS.items():
+        if key in text.parts and key != "Cost":
+            parts.append(f"## {title}\n\n{rendered(text.parts[key], equations_only=key == 'Reference')}")
     cost = f"{_key(letters(kind, text))}\n\n{rendered(text.parts['Cost'])}" if "Cost" in text.parts else ""
     parts += [f"## Cost of an outer iteration\n\n{cost}"] if cost else []
     parts += [f"## Scopes\n\n{scopes_table(name)}", f"## Settings\n\n{settings_table(kind)}"]
     module = kind.__module__
     python = f"from {module} import {kind.__name__}\n\nalgorithm = {kind.__name__}()  # settings by name"
-    then = "Then `fb.solve(problem, clients, algorithm, num_rounds=...)`; or give the name and settings to `fb.solve` itself."
+    then = "Then call `fb.solve(problem, clients, algorithm, num_rounds=...)`, or pass the name and the settings to `fb.solve`."
     parts.append(f"## Run it\n\n```bash\n{minimal}\n```\n\n```python\n{python}\n```\n\n{then}")
-    recorded = f"Made by `{curves.recorded()['command']}` at version {curves.recorded()['version']}."
-    every = "Every command is that of a recorded run; what it does not name is the default, or what the task suggests."
+    recorded = f"`{curves.recorded()['command']}` made the curves at version {curves.recorded()['version']}."
+    every = "Each command above repeats a recorded run; settings that it does not name have the value that the task suggests, or their default."
     parts.append(f"## Curves\n\n{curve_section(name)}\n\n{recorded} {every}")
     return linked("\n\n".join(part for part in parts if part) + "\n", name)
 
 
 def decision_table(folder: str = "algorithms/") -> str:
-    """All algorithms: scopes as they declare them, costs as the ledger counted them on the standard task."""
+    """A table of all algorithms: declared scopes, and costs that the ledger counted on the standard task."""
     out = []
     for heading, chosen in (
         ("Two levels, with a server", lambda one: one.uses_upper and not one.peers),
@@ -514,7 +508,7 @@ def decision_table(folder: str = "algorithms/") -> str:
             cells = [
                 *(_mark(said[scopes]) for scopes in SCOPES),
                 *knows.costs,
-                knows.state,
+                prose(knows.state),
                 *([knows.left] if last else []),
             ]
             rows.append(f"| [`{name}`]({folder}{name}.md) | " + " | ".join(cells) + " |")
@@ -527,14 +521,14 @@ def _mark(said: str) -> str:
 
 
 def index() -> str:
-    rows = ["| name | with | in a line |", "|---|---|---|"]
+    rows = ["| name | with | summary |", "|---|---|---|"]
     for name, kind in curves.algorithms().items():
         text = text_of(name)
         rows.append(
             f"| [`{name}`]({name}.md) | {'peers' if issubclass(kind, PeerAlgorithm) else 'server'} | {prose(text.summary)} |"
         )
     opening = (
-        "Every algorithm is one file: equations, references, costs, code. These pages are made from those files, and the curves from recorded runs. "
-        "[Which one to take](../choosing.md) is a page of its own."
+        "Every algorithm is one file with equations, references, costs and code. These pages are generated from the files, and the curves from recorded runs. "
+        "See [Choosing an algorithm](../choosing.md) for recommendations."
     )
     return f"# Algorithms\n\n{opening}\n\n" + "\n".join(rows) + "\n"

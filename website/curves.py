@@ -1,8 +1,9 @@
-"""What every algorithm does on the standard task, and on the label cleaning of the demo: python -m website.curves writes curves.json.
+"""Runs of every algorithm on the standard task and on the demo's label cleaning: python -m website.curves writes curves.json.
 
-The standard task is `quadratic`: five clients that differ, whole batches, float64, solution known in closed form. Steps are those that the task suggests,
-searched for no algorithm. An algorithm runs with a shared x and a global lower level if it does not refuse that, and with a local one if it refuses or warns.
-Of those that never ask for the upper loss the lower loss is shown.
+The standard task is `quadratic`: five clients that differ, whole batches, float64, a solution in closed form. Steps
+are those that the task suggests; they are tuned for no algorithm. An algorithm runs with a shared x and a global
+lower level unless it refuses, and with a local lower level if it refuses or warns. The curve of an algorithm that
+does not use the upper loss shows the lower loss.
 """
 
 from __future__ import annotations

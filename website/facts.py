@@ -1,8 +1,9 @@
-"""Runs behind two pictures: python -m website.facts writes facts.json.
+"""Runs of two pictures: python -m website.facts writes facts.json.
 
-heterogeneity: two variables x, so that a picture can show where runs go. FedBiO shares one u; LFedNest averages what every client computes with its own
-Hessian. Both start at the same point, on clients that differ; and how far each ends from the solution when clients differ more and more.
-push_sum: six peers on a directed network that is drawn anew at every step; each has one number, and they want the mean.
+heterogeneity: two variables x, so that a picture can show the paths. FedBiO shares one u; LFedNest averages the
+hypergradients that clients compute with their own Hessians. Both start at the same point, on clients that differ; the
+distances from the solution at the end are recorded for increasing heterogeneity.
+push_sum: six peers on a directed network that is drawn anew at every step compute the mean of one number each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For the API pages: in docstrings, examples become code, which Markdown would take for quotations, and lines that explain a parameter become a list."""
+"""Prepare docstrings for the API pages: examples become code, and lines that explain parameters become a list."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import griffe
 
 
 def fenced(docstring: str) -> str:
-    """Paragraphs that begin with >>> as blocks of code."""
+    """Turn paragraphs that begin with >>> into blocks of code, because Markdown would read quotations."""
     return re.sub(r"(?m)^>>> (?:.+\n?)+", lambda found: "```pycon\n" + found[0].rstrip("\n") + "\n```\n", docstring)
 
 
 def itemised(docstring: str) -> str:
-    """`name: what it is` or `one, other: what they are` at the start of several lines: one item each. A sentence on a line of its own ends the list."""
+    """Make one item of each line that begins with `name: ...` or `one, other: ...`; a sentence on a separate line ends the list."""
     item = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ")
     lines = docstring.split("\n")
     if sum(bool(item.match(line)) for line in lines) < 2:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are made and not written, pictures that take the colours of the theme, files of the repository as pages."""
+"""Hooks of mkdocs: generated pages, equations, pictures in the colours of the theme, and files of the repository as pages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ for place in (ROOT, ROOT / "src"):
 from mkdocs.structure.files import File, Files  # noqa: E402
 
 import fedbilevel  # noqa: E402
-from website import algorithm_pages, curves  # noqa: E402
+from website import algorithm_pages, curves, mathematics  # noqa: E402
 from website.svg import DARK, LIGHT, variables  # noqa: E402
 
 FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
 RESULTS = {"experiments/RESULTS.md": "results/experiments.md", "benchmarks/RESULTS.md": "results/benchmarks.md"}
 OPENINGS = {
-    "experiments/RESULTS.md": "# Experiments\n\nThe papers' tables and figures, run again: `fedbilevel reproduce NAME` runs one. Where a paper prints "
-    "a number, it stands in brackets with the difference.\n\n",
+    "experiments/RESULTS.md": "# Experiments\n\nThe tables and figures of the papers, reproduced: `fedbilevel reproduce NAME` "
+    "runs one of them. Where a paper prints a number, it is in brackets with the difference.\n\n",
 }
 TABLE = "<!-- all algorithms -->"
 
 
 def on_config(config: Any) -> Any:
-    """Algorithms are found, not listed."""
+    """Add a page for every discovered algorithm to the navigation."""
     section = next(part["Algorithms"] for part in config["nav"] if "Algorithms" in part)
     section += ["algorithms/index.md", *({name: f"algorithms/{name}.md"} for name in curves.algorithms())]
     return config
@@ -58,20 +58,20 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, algorithm_pages.decision_table())
-    return re.sub(r"(?m)^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown)  # a file that a reader is to make
+    return re.sub(r"(?m)^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown)  # a file that the reader creates
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """A picture of ours becomes a part of the page, because a file of its own cannot know which theme the reader has chosen."""
+    """Draw equations, and put our pictures into the page, because a separate file cannot know the theme of the reader."""
 
     def inlined(found: re.Match[str]) -> str:
         return algorithm_pages.figure_of((ROOT / "docs" / "pictures" / f"{found[1]}.svg").read_text().strip())
 
-    return re.sub(r'<img [^>]*src="[^"]*pictures/([\w-]+)\.svg"[^>]*>', inlined, html)
+    return mathematics.rendered(re.sub(r'<img [^>]*src="[^"]*pictures/([\w-]+)\.svg"[^>]*>', inlined, html))
 
 
 def _moved(text: str, target: str) -> str:
-    """A file of the root as a page: links to pages lead to those pages, links to other files become plain words."""
+    """Turn a file of the root into a page: keep links to pages, and replace links to other files by their words."""
     up = "../" * target.count("/")
 
     def link(found: re.Match[str]) -> str:
@@ -88,18 +88,18 @@ def _moved(text: str, target: str) -> str:
 
 
 def _results(text: str, folder: Path) -> tuple[str, list[str]]:
-    """Pictures lie in a folder of their own on the site; wide tables may be scrolled there."""
+    """Move pictures of results into a separate folder, and drop links to files that the site does not have."""
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
     text = re.sub(r"(!\[[^\]]*\])\(([^)]+)\)", lambda found: f"{found[1]}({folder.name}/{found[2]})", text)
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:)[^)#]+\)", r"\1", text), pictures
 
 
 def api_page() -> str:
-    """Every public name; groups for reading, and whatever is in no group at the end, so that nothing is forgotten."""
+    """List every public name in groups; names without a group are at the end."""
     groups = {
         "Run": ["solve", "run", "Result"],
         "Problems": ["Problem", "Scopes"],
-        "Who takes part, and over which network": ["Cohort", "Network", "Averaging", "Schedule"],
+        "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm"],
         "Step sizes": ["suggest", "check_timescales", "curvature", "projection_radius"],
     }
@@ -107,7 +107,7 @@ def api_page() -> str:
     groups["More"] = [name for name in fedbilevel.__all__ if name not in known and name != "FedBilevelError"]
     out = [
         "# The package",
-        "`import fedbilevel as fb`: every public name. [Errors](errors.md) and [classes to derive from](classes.md) have pages of their own.",
+        "Every public name of `import fedbilevel as fb`. [Errors](errors.md) and [classes to derive from](classes.md) have separate pages.",
     ]
     for title, names in groups.items():
         mine = [name for name in names if name in fedbilevel.__all__]
@@ -116,14 +116,14 @@ def api_page() -> str:
 
 
 def _home(name: str) -> str:
-    """Where a public name is defined: documentation tools follow that better than a name that was imported."""
+    """The path of the definition of a public name, which documentation tools follow better than an imported name."""
     value = getattr(fedbilevel, name)
     return f"{value.__module__}.{name}" if hasattr(value, "__module__") else f"fedbilevel.{name}"
 
 
 def errors_page() -> str:
     opening = (
-        "Every error a user can cause is a `FedBilevelError` and reads as one sentence: what was found, what was expected, how to mend it. "
+        "Every error that a user can cause is a `FedBilevelError`. Its message is one sentence: the value found, the value expected, and the fix. "
         "The command line prints it without a traceback and exits with 2."
     )
     options = "".join(

@@ -1,4 +1,4 @@
-"""The pictures of the pages: python -m website.pictures draws docs/pictures/*.svg from facts.json, curves.json and the import graph."""
+"""Pictures of the pages: python -m website.pictures draws docs/pictures/*.svg from facts.json and curves.json."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def home() -> Picture:
 
 
 def levels() -> Picture:
-    p = Picture(720, 300, "Two levels: x decides what y is trained on, and is judged by where y ends")
+    p = Picture(720, 300, "Two levels: x determines the training of y, and the trained y judges x")
     p.box(240, 16, 240, 62, "blue")
     p.text(360, 41, "upper level: x", "blue", anchor="middle", bold=True)
     p.text(360, 62, "min over x of mean f_{i}(x, y*(x))", size=13, anchor="middle")
@@ -55,7 +55,7 @@ def levels() -> Picture:
     p.text(360, 266, "y*(x) = argmin over y of mean g_{i}(x, y)", size=13, anchor="middle")
     p.arrow((292, 80), (292, 217), "blue")
     p.text(278, 128, "x: sample weights,\npenalties, a representation", "blue", size=13, anchor="end")
-    p.text(278, 186, "decides what is trained", "grey", size=12, anchor="end")
+    p.text(278, 186, "determines the training", "grey", size=12, anchor="end")
     p.arrow((428, 217), (428, 80), "orange")
     p.text(442, 128, "y*(x): the trained model", "orange", size=13)
     p.text(442, 150, "is judged on clean data by f", "grey", size=12)
@@ -66,7 +66,7 @@ def levels() -> Picture:
 
 def heterogeneity() -> Picture:
     h = facts.recorded()["heterogeneity"]
-    p = Picture(760, 360, "Averaging local hypergradients leads to another point, the farther the more clients differ")
+    p = Picture(760, 360, "Averaged local hypergradients lead to another point; the error grows with heterogeneity")
     solution, wrong = np.array(h["solution"]), np.array(h["paths"]["lfednest"][-1])
     start = np.zeros(2)
     middle, half = (solution + start) / 2 + [0.12, 0], 0.86
@@ -96,10 +96,10 @@ def heterogeneity() -> Picture:
     p.text(place(solution)[0] + 10, place(solution)[1] + 14, "x*, and fedbio", "green", size=13, bold=True)
     p.dot(*place(wrong), 4, "red", open=True)
     p.text(place(wrong)[0] + 9, place(wrong)[1] - 4, "lfednest ends here", "red", size=12)
-    p.text(16, 20, "Where two runs go", size=14, bold=True)
+    p.text(16, 20, "Paths of two runs", size=14, bold=True)
     p.text(20, 338, "grey arrows: each client's own hypergradient", "grey", size=12)
     left, right, top, bottom = 440.0, 744.0, 60.0, 300.0
-    p.text(400, 20, "How far from x* they end", size=14, bold=True)
+    p.text(400, 20, "Distance from x* at the end", size=14, bold=True)
     x, y = Scale(0, max(h["levels"]), left, right, False), Scale(0, max(h["distance"]["lfednest"]), bottom, top, False)
     for tick in y.ticks():
         p.line([(left, y(tick)), (right, y(tick))], "faint", width=0.7)
@@ -111,14 +111,14 @@ def heterogeneity() -> Picture:
         p.line(points, colour, width=2.4)
         for point in points:
             p.dot(*point, 3, colour)
-    p.text((left + right) / 2, bottom + 40, "how much clients differ", size=13, anchor="middle")
-    p.text(left + 20, top + 14, "lfednest: mean of local ones", "red", size=13)
+    p.text((left + right) / 2, bottom + 40, "heterogeneity of the clients", size=13, anchor="middle")
+    p.text(left + 20, top + 14, "lfednest: local hypergradients", "red", size=13)
     p.text(left + 90, bottom - 10, "fedbio: one shared u", "blue", size=13)
     return p
 
 
 def scopes() -> Picture:
-    p = Picture(720, 332, "Four scopes: what is shared by all clients and what stays at each of them")
+    p = Picture(720, 332, "Four scopes: shared values and values that stay at a client")
     heads = (("x shared", 200), ("x private", 480))
     for words, x in heads:
         p.text(x + 110, 22, words, "blue", anchor="middle", bold=True)
@@ -161,7 +161,7 @@ def scopes() -> Picture:
                         bold=True,
                     )
                     p.text(middle + shift + 5, top + 104, "123"[client], "blue" if name == "x" else "orange", size=9)
-    p.text(455, 324, "What is at a client is never sent and never charged.", "grey", size=12, anchor="middle")
+    p.text(455, 324, "Values at a client are never sent and never charged.", "grey", size=12, anchor="middle")
     return p
 
 
@@ -193,20 +193,20 @@ def rounds() -> Picture:
     p.line([(393, 44), (393, 70)], "grey", width=1, dashed=True)
     p.text(16, 280, "broadcast down", "blue", size=13)
     p.text(130, 280, "averaged on the way up", "orange", size=13)
-    p.text(300, 280, "one mean, one round; a new cohort only where allowed", "grey", size=12)
+    p.text(300, 280, "one mean is one round; new cohorts only where permitted", "grey", size=12)
     return p
 
 
 def push_sum() -> Picture:
     found = facts.recorded()["push_sum"]
-    p = Picture(760, 320, "Push-Sum on a directed network: rows wander, rows divided by weights agree on the mean")
+    p = Picture(760, 320, "Push-Sum on a directed network: only rows divided by weights agree on the mean")
     steps = range(len(found["rows"]))
     high = 1.05 * max(max(row) for row in found["rows"])
     ratios = [
         [a / b for a, b in zip(row, weight, strict=True)]
         for row, weight in zip(found["rows"], found["weights"], strict=True)
     ]
-    panels = ((54, "Rows alone never agree", found["rows"]), (432, "Rows divided by their weights do", ratios))
+    panels = ((54, "Rows alone never agree", found["rows"]), (432, "Rows divided by weights agree", ratios))
     for left, words, values in panels:
         x, y = Scale(0, len(steps) - 1, left, left + 310, False), Scale(0, high, 270, 40, False)
         p.text(left, 20, words, size=14, bold=True)
@@ -229,7 +229,7 @@ def push_sum() -> Picture:
 
 
 def ledger() -> Picture:
-    """What one outer iteration costs one client of the standard task."""
+    """Cost of one outer iteration per client of the standard task."""
     names = ("fedavg", "penalty", "fedbio", "fedbioacc", "commfedbio", "fednest", "fbo_aggitd")
     groups = (
         ("rounds", ("rounds",), "blue"),
@@ -237,7 +237,7 @@ def ledger() -> Picture:
         ("gradients", ("gy", "gx", "fx", "fy"), "green"),
         ("products H v, J v", ("hvp", "jvp"), "red"),
     )
-    p = Picture(760, 60 + 34 * len(names), "What one outer iteration costs one client")
+    p = Picture(760, 60 + 34 * len(names), "Cost of one outer iteration per client")
     each = {name: per_iteration(name) for name in names}
     for place, (words, columns, colour) in enumerate(groups):
         left, width = 110 + 164 * place, 104
@@ -253,7 +253,7 @@ def ledger() -> Picture:
 
 
 def per_iteration(name: str) -> dict[str, float]:
-    """By column, what one outer iteration cost one client in the first recorded curve; rounds are those of all."""
+    """Cost of one outer iteration per client, by column, in the first recorded curve; rounds are in total."""
     case, rows = curves.found(name)[0]
     num_clients = curves.clients_of(case)
     first, last = rows[0], rows[-1]
@@ -266,9 +266,9 @@ def per_iteration(name: str) -> dict[str, float]:
 
 
 def records() -> Picture:
-    p = Picture(720, 292, "Every draw has an address, so a resumed run draws what the whole run draws")
+    p = Picture(720, 292, "Every draw has an address, so a resumed run has the same draws")
     p.box(16, 14, 300, 108, "blue")
-    p.text(166, 38, "an address, not a stream", "blue", anchor="middle", bold=True)
+    p.text(166, 38, "address of a draw", "blue", anchor="middle", bold=True)
     p.text(166, 62, "(seed, purpose, client,", size=13, anchor="middle", mono=True)
     p.text(166, 82, "outer iteration, call, place)", size=13, anchor="middle", mono=True)
     p.text(166, 108, "always the same number, in any order", "grey", size=12, anchor="middle")
@@ -278,11 +278,11 @@ def records() -> Picture:
     p.text(
         392,
         62,
-        "config.json: what was asked for\nmetrics.jsonl: one row per measurement\ncheckpoint.safetensors: to go on from",
+        "config.json: settings, versions\nmetrics.jsonl: one row per measurement\ncheckpoint.safetensors: for a resume",
         size=11.5,
         mono=True,
     )
-    for label, y, stops in (("in one go", 176, ()), ("stopped and resumed", 230, (0.42, 0.71))):
+    for label, y, stops in (("uninterrupted", 176, ()), ("stopped and resumed", 230, (0.42, 0.71))):
         p.text(16, y + 4, label, size=13)
         p.line([(170, y), (690, y)], "faint", width=1.2)
         for step in range(14):

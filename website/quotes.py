@@ -1,7 +1,7 @@
-"""Code on the pages is run, and what it prints is what they quote: python -m website.quotes writes the quotations anew.
+"""Run the code on the pages and compare or write its quoted output: python -m website.quotes writes it anew.
 
-A block of Python on a page of ours runs in a namespace of its own; a block of text right after it is what it printed. Blocks of bash are commands. Pages that
-have tests of their own, or whose code needs several processes, are left alone.
+A block of Python on a page runs in a separate namespace; a block of text right after it is its output. Blocks of
+bash are commands. Pages with separate tests, or whose code needs several processes, are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 class Quoted(NamedTuple):
     page: str
     code: str
-    text: str | None  # what the page says that it prints; None: nothing is quoted
+    text: str | None  # the quoted output, or None
     place: tuple[int, int]  # of that text in the page
 
 

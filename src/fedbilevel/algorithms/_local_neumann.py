@@ -1,9 +1,12 @@
-"""The hypergradient of a client alone, by a Neumann series with its own Hessian: what several papers share.
+"""The hypergradient of one client by a Neumann series with its own Hessian.
 
-    f_x - J p,   p ~ (H_i)^-1 f_y
+Several algorithms share it.
 
-Exact (up to truncation) for a local lower level or identical clients; biased for a global lower level with heterogeneous clients.
-The Jacobian product uses the sample zeta_0 of the step, the factors zeta_1, zeta_2, ..., and f_x and f_y share xi.
+    f_x - J p,   p ~ H_i^-1 f_y
+
+It is exact (up to truncation) for a local lower level or identical clients, and biased for a global
+lower level with heterogeneous clients. The Jacobian product uses the sample zeta_0 of the step, the
+factors use zeta_1, zeta_2, ..., and f_x and f_y share xi.
 """
 
 from __future__ import annotations

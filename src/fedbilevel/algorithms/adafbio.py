@@ -1,36 +1,54 @@
-"""AdaFBiO: variance-reduced local steps on x and y with adaptive matrices that the server's averages generate.
+"""AdaFBiO: variance-reduced local steps on x and y with adaptive step sizes.
 
-w_i and v_i are STORM estimators of the hypergradient and of g_y. At a sync x, y, w, v <- means and, elementwise,
+Use it when every client has its own lower level, gradients are noisy, and the entries of x need
+steps of very different sizes. For one model across clients that differ, set
+`hypergradient="shared-u"`: the default estimator is biased there. It costs one round per outer
+iteration, with messages of 2 d_x + 2 d_y floats, and two estimates per local step.
 
-    a <- r a + (1 - r) w^2,  A = diag(sqrt(a) + rho);     b <- r b + (1 - r) |v|,  B = (b + rho) I                (line 6)
+w_i and v_i are STORM estimators of the hypergradient and of g_y. The server's averages set the step
+sizes: at a sync, x, y, w, v <- means and
 
-(`adabelief`: w and v less their values at the sync before, eq. 6-7; `none`: A = B = I). Then q steps t, the first from the means:
+    a <- r a + (1 - r) w^2,    A = diag(sqrt(a) + rho)                                   (line 6)
+    b <- r b + (1 - r) |v|,    B = (b + rho) I                                           (line 6)
 
-    x_i+ = x_i - gamma eta_t A^-1 w_i,    y_i+ = y_i - lambda eta_t B^-1 v_i,        eta_t = k_0 (m / (n + t))^(1/3)     (12)
-    v_i <- g_y,i(x_i+, y_i+; zeta) + (1 - alpha) [v_i - g_y,i(x_old, y_old; zeta)],          alpha = c_1 eta_t^2          (8)
-    w_i <- h_i(x_i+, y_i+; xi, k) + (1 - beta) [w_i - h_i(x_old, y_old; xi, k)],             beta = c_2 eta_t^2           (9)
-    h_i = f_x,i - J_i(zeta_0) K theta prod_{j=1..k} (I - theta H_i(zeta_j)) f_y,i,   k uniform in {0..K-1}              (13)
+where the square and the root are elementwise. `adabelief` takes w and v minus their values at the
+sync before (eq. 6-7), and `none` takes A = B = I. Then follow q steps t, the first from the means:
 
-`hypergradient="local-neumann-sum"` (this project's own) replaces (13) by its mean over k, for twice the products. "shared-u" (this
-project's own, AdaFBiO-G) takes h_i = f_x,i - J_i u_i with FedBiO's averaged u: u_i+ = u_i - theta eta_t s_i, s_i a STORM estimator of
+    eta_t = k_0 (m / (n + t))^(1/3),    alpha = c_1 eta_t^2,    beta = c_2 eta_t^2
+    x_i+ = x_i - gamma eta_t A^-1 w_i,    y_i+ = y_i - lambda eta_t B^-1 v_i             (12)
+    v_i <- g_y,i(x_i+, y_i+; zeta) + (1 - alpha) [v_i - g_y,i(x_old, y_old; zeta)]       (8)
+    w_i <- h_i(x_i+, y_i+; xi, k) + (1 - beta) [w_i - h_i(x_old, y_old; xi, k)]          (9)
+    h_i = f_x,i - J_i(zeta_0) K theta prod_{j=1..k} (I - theta H_i(zeta_j)) f_y,i        (13)
+
+with k uniform in {0..K-1}.
+
+`hypergradient="local-neumann-sum"` (this project's own) replaces (13) by its mean over k, for twice
+the products. `hypergradient="shared-u"` (this project's own, AdaFBiO-G) takes h_i = f_x,i - J_i u_i
+with the averaged u of FedBiO: u_i+ = u_i - theta eta_t s_i, where s_i is a STORM estimator of
 H_i u_i - f_y,i with weight alpha.
 
-Reference: Huang, "Fast Adaptive Federated Bilevel Optimization", 2022, Algorithm 1 and eq. (6)-(13).
+Reference: Huang, "Fast Adaptive Federated Bilevel Optimization", 2022, Algorithm 1 and
+eq. (6)-(13).
 
-Deviations: (1) the loop is rotated: clients take the step of the sync themselves, from the averages, so one message up and one down make
-a sync; the first step follows a round for the means of the initial w and v. (2) Line 5 averages v and w and lines 18-19 go on with
-the local ones: here v_i, w_i <- means, while the old point of the first step is the client's own, before averaging, so that mean w and
-mean v track exactly; a client that was never there uses the averages. (3) k and the samples are shared by both evaluations of (9).
-(4) theta is a setting instead of 1/L. (5) What a scope keeps at the client (x, w, a when private; y, v, b, u, s when local) is neither
-averaged nor sent, and the factor 1/m of a private x is dropped.
+Deviations: (1) The loop is rotated: clients take the step of the sync themselves, from the
+averages, so a sync is one message up and one down. The first step follows a round for the means of
+the initial w and v. (2) Line 5 averages v and w, and lines 18-19 continue with the local values.
+Here v_i, w_i <- means, while the old point of the first step is the client's own, before averaging,
+so that mean w and mean v track exactly. A client that never took part uses the averages. (3) k and
+the samples are shared by both evaluations of (9). (4) theta is a setting instead of 1/L. (5) Values
+that a scope keeps at the client (private: x and w with their moments; local: y, v, u and s) are
+neither averaged nor sent, and the factor 1/m of a private x is dropped.
 
-Bias: (13) inverts each client's own Hessian, so with a global lower level and heterogeneous clients it settles where the mean of local
-hypergradients vanishes; "shared-u" does not. With q > 1 clients also drift by about beta times their heterogeneity. Estimates kept at a
-client are zero until it first takes part; that error fades by the factor 1 - alpha or 1 - beta per step.
+Bias: (13) inverts each client's own Hessian. So with a global lower level and heterogeneous clients
+the method converges to the point where the mean of local hypergradients vanishes. "shared-u" does
+not have this bias. With q > 1 clients also drift by about beta times their heterogeneity.
+Estimates that stay at a client are zero until it first takes part; this error decays by the factor
+1 - alpha or 1 - beta per step.
 
-Cost per outer iteration: 1 round; floats up 2 d_x + 2 d_y (shared-u: + 2 d_y), down 3 d_x + 2 d_y + 1 (shared-u: + 2 d_y; adaptive=none: d_x + 1
-less); per client and step 2 of g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2; shared-u: 2). Before the first: 1 round, d_x + d_y (+ d_y) up,
-q estimates.
+Cost per outer iteration: 1 round. Floats up: 2 d_x + 2 d_y (shared-u: 2 d_y more). Floats down:
+3 d_x + 2 d_y + 1 (shared-u: 2 d_y more; `adaptive="none"`: d_x + 1 less). Per client and step:
+2 of each of g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2; shared-u: 2). Before the first outer
+iteration: 1 round, d_x + d_y floats up (shared-u: d_y more), q estimates.
 """
 
 from __future__ import annotations

@@ -1,28 +1,41 @@
-"""AdaSimFBO: SimFBO whose server takes steps of Adam on x, y and u and answers with an average of its iterates. This project's own combination.
+"""AdaSimFBO: SimFBO with Adam steps on x, y and u at the server, and averaged iterates.
 
-Clients do what they do in SimFBO: tau_i simultaneous local steps from the broadcast iterates, and they send q_x, q_y, q_u, the sums of their directions.
-For each of z = z_x, z_y, u the server keeps a momentum m and a second moment s, both zero at first, and in outer iteration t, elementwise,
+Use it when few clients take part in each round and their data differ a lot. It works for all scopes
+and sends the same messages as SimFBO: one round and d_x + 2 d_y floats per outer iteration. This
+combination is this project's own.
 
-    m <- beta_1 m + (1 - beta_1) mean q,    s <- beta_2 s + (1 - beta_2) (mean q)^2,    z <- z - gamma m / (sqrt(s) + eps)
+Clients do the same as in SimFBO: tau_i simultaneous local steps from the broadcast iterates. They
+send q_x, q_y, q_u, the sums of their directions. For each of z = z_x, z_y, u the server keeps a
+momentum m and a second moment s, both zero at first. In outer iteration t, elementwise,
+
+    m <- beta_1 m + (1 - beta_1) mean q
+    s <- beta_2 s + (1 - beta_2) (mean q)^2
+    z <- z - gamma m / (sqrt(s) + eps)
     x <- k x + (1 - k) z_x,    y <- k y + (1 - k) z_y,    k = min(kappa, 1 - 1/t)
 
-With few clients in a cohort whose data differ, mean q says as much about who was drawn as about the problem. The second moment holds back the entries that
-change from cohort to cohort and lets the others go on, and x and y, which are the answer and which nothing depends on, average over the last
-cohorts: that allows long steps. Nothing more is sent than in SimFBO.
+With few clients per cohort and heterogeneous data, mean q depends on the drawn cohort as much as on
+the problem. The second moment shortens the step in entries that change from cohort to cohort.
+x and y are the result, and no other value depends on them; they average over the last cohorts.
+Together this permits large steps.
 
-Reference: the local steps: Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel Learning", NeurIPS 2023.
-The server's step: FedAdam of Reddi et al., "Adaptive Federated Optimization", ICLR 2021, which has one level. Both are written from memory of
-the literature, not from the papers' text: no faithful reproduction is claimed. Averages of iterates are those of Polyak and Juditsky, with weights that fade.
+Reference: for the local steps, Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and
+Communication-efficient Federated Bilevel Learning", NeurIPS 2023. For the server's step, FedAdam of
+Reddi et al., "Adaptive Federated Optimization", ICLR 2021, which has one level. Both are written
+from memory of the literature, not from the papers' text: no faithful reproduction is claimed.
+Averages of iterates are due to Polyak and Juditsky; here their weights decay.
 
-Deviations: those of SimFBO, except that (3) holds only for variables that stay at their clients, with their moments and averages: a client then
-takes its own step of Adam, in the rounds in which it takes part. (6) There is no correction for the zeros that m and s start with: a first step
-is (1 - beta_1) / sqrt(1 - beta_2) times gamma long in every entry, or shorter. (7) Moments are those of directions, not of displacements, so that a
-schedule of the steps leaves them as they are.
+Deviations: those of SimFBO, except that (3) holds only for variables that stay at their clients,
+with their moments and averages: such a client takes its own Adam step in the rounds in which it
+takes part. (6) There is no bias correction for the zeros that m and s start with: the first step
+has at most the length (1 - beta_1) / sqrt(1 - beta_2) times gamma in every entry. (7) Moments are
+those of directions, not of displacements, so a schedule of the steps does not change them.
 
-Bias: that of SimFBO, for the limits are the same points: those where the means of q vanish. Near them s vanishes too where nothing is drawn at random,
-and the step becomes gamma / eps: that has to suit the curvature.
+Bias: that of SimFBO, because the limits are the same points: those where the means of q vanish.
+Without random draws s vanishes near them too, and the step becomes gamma / eps: this step must suit
+the curvature.
 
-Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y, f_x, f_y, H u, J u.
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y,
+f_x, f_y, H u, J u.
 """
 
 from __future__ import annotations

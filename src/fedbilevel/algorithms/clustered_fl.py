@@ -1,24 +1,38 @@
-"""Clustered federated learning on the lower level alone: FedAvg within clusters, which split where their clients pull apart. x stays where it starts.
+"""Clustered federated learning on the lower level alone: FedAvg within clusters that split.
 
-Client i of cluster c, from y_c:   y_i <- y_i - gamma * g_y,i(x_0, y_i)   for I local steps;   D_i = y_i - y_c
+Use it when clients form a few groups with different models and you need a baseline for
+personalisation. It trains one global lower level per cluster, x stays at its initial value, and it
+needs every client in every round. It costs one round of d_y floats per outer iteration.
 
-A cluster splits in two if it has settled although its clients have not:   |mean D_i| < eps_1   and   max |D_i| > eps_2.
+Client i of cluster c starts from y_c:
 
-The two parts are those for which the largest cosine of (D_i, D_j) with i and j in different parts is smallest. Then y_c = mean of y_i over
-each cluster, new ones included. At first all clients are one cluster.
+    y_i <- y_i - gamma * g_y,i(x_0, y_i)   for I local steps;   D_i = y_i - y_c
 
-Reference: Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy Constraints", IEEE
-Transactions on Neural Networks and Learning Systems, 2020. Written from memory of the literature, not from the paper's text: no faithful
+A cluster has converged while its clients have not if
+
+    |mean D_i| < eps_1   and   max |D_i| > eps_2
+
+It then splits into the two parts for which the largest cosine of (D_i, D_j), with i and j in
+different parts, is smallest. After that y_c is the mean of y_i over each cluster, new clusters
+included. At first all clients form one cluster.
+
+Reference: Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed
+Multitask Optimization Under Privacy Constraints", IEEE Transactions on Neural Networks and Learning
+Systems, 2020. Written from memory of the literature, not from the paper's text: no faithful
 reproduction is claimed. The default tolerances are those of public code, from memory.
 
-Deviations: (1) a cluster splits at most once per outer iteration, and goes on from where it is. (2) No bound on the gap between the
-similarities within and across is asked for before a split. (3) Lengths of D_i depend on the task and on the steps: with
-`tolerance_unit="first"` both tolerances are multiples of the largest |D_i| of the first outer iteration. (4) Means are taken by the
-problem's weights. (5) The server sees every client's D_i, so it needs all clients in every round and cannot use secure sums.
+Deviations: (1) A cluster splits at most once per outer iteration and continues from its current
+point. (2) No bound on the gap between the similarities within and across parts is required before a
+split. (3) Norms of D_i depend on the task and on the steps: with `tolerance_unit="first"` both
+tolerances are multiples of the largest |D_i| of the first outer iteration. (4) Means use the
+problem's weights. (5) The server sees the D_i of every client, so it needs all clients in every
+round and cannot use secure sums.
 
-Bias: with I > 1, constant steps and clients that differ within their cluster, y_c settles at a distance proportional to the step.
+Bias: with I > 1, constant steps and clients that differ within their cluster, y_c converges to a
+point at a distance proportional to the step.
 
-Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x that never changes); per client I of g_y.
+Cost per outer iteration: 1 round; d_y floats up, d_y down (and d_x once, for the constant x); per
+client I of g_y.
 """
 
 from __future__ import annotations

@@ -1,30 +1,40 @@
-"""CommFedBiO: what clients send to solve the linear system of the hypergradient is compressed.
+"""CommFedBiO: clients compress the vectors that they send to solve the linear system.
+
+Use it when the uplink is slow and d_y is large: while the linear system is solved, a client sends k
+entries (`top_k`) or r^2 + r numbers (`sketch`) instead of d_y floats. It works for a global lower
+level. It costs E + R + 1 rounds per outer iteration (sketch: E + 2).
 
 From x, y and u, with D_i = H_i u - f_y,i at (x, y):
 
-    E times       local SGD on y, then mean                                                       1 round each
-    top_k         R times: v_i = D_i + e_i;  c_i = the k entries of v_i largest in size;
-                  e_i <- v_i - c_i;  u <- u - tau mean c_i                                         1 round each
-    sketch        S: r random orthonormal rows.  M = mean S H_i S',  b = mean S D_i;
-                  u <- u - S' M^-1 b                                                                    1 round
-    then          x <- x - eta mean (f_x,i - J_i u)                                                     1 round
+    E times       local SGD on y, then mean                                             1 round each
+    `top_k`       R times: v_i = D_i + e_i;  c_i: the k entries of v_i largest in size
+                  e_i <- v_i - c_i;  u <- u - tau mean c_i                              1 round each
+    `sketch`      S: r random orthonormal rows.  M = mean S H_i S',  b = mean S D_i
+                  u <- u - S' M^-1 b                                                    1 round
+    then          x <- x - eta mean (f_x,i - J_i u)                                     1 round
 
-e_i is what client i has not said yet (error feedback). S comes from one number that the server draws, so S itself is never sent.
+e_i is the part that client i has not sent yet (error feedback). All sides draw S from one number of
+the server, so S itself is never sent.
 
-Reference: Li, Pei, Huang, "Communication-Efficient Robust Federated Learning with Noisy Labels", KDD 2022. The updates are written from
-memory of the literature, not from the paper's text: no faithful reproduction is claimed.
+Reference: Li, Pei, Huang, "Communication-Efficient Robust Federated Learning with Noisy Labels",
+KDD 2022. The updates are written from memory of the literature, not from the paper's text: no
+faithful reproduction is claimed.
 
-Deviations: (1) u and e_i go on from one outer iteration to the next (e_i in the client's memory, zero at a client's first time). (2) The
-sketch is the same on both sides (M stays positive definite) and corrects the last u instead of solving from zero, so that u becomes
-exact along the outer iterations also for r < d_y; from u = 0 it is the plain sketched solution. (3) With a private x, x_i stays at its
-client and the factor 1/m is dropped. (4) `error_feedback=False` and `compression="none"` are there for comparison.
+Deviations: (1) u and e_i persist from one outer iteration to the next (e_i in the client's memory,
+zero when a client first takes part). (2) The sketch is the same on both sides (M stays positive
+definite) and corrects the last u instead of solving from zero, so that u becomes exact over the
+outer iterations also for r < d_y. From u = 0 it is the plain sketched solution. (3) With a private
+x, x_i stays at its client and the factor 1/m is dropped. (4) `error_feedback=False` and
+`compression="none"` exist for comparison.
 
-Bias: top_k at a constant step leaves u at a distance proportional to tau, because clients disagree at the solution; without
-error feedback the distance does not go away with tau. More than one local step on y adds a drift proportional to lr_lower.
+Bias: `top_k` at a constant step leaves u at a distance proportional to tau, because clients
+disagree at the solution. Without error feedback the distance does not vanish with tau. More than
+one local step on y adds a drift proportional to `lr_lower`.
 
-Cost per outer iteration: E + R + 1 rounds (sketch: E + 2); floats up E d_y + R k + d_x (none: R d_y; sketch: r^2 + r instead of R k; the
-places of the k entries add four bytes each); down (E + R) d_y + d_x (sketch: (E + 1) d_y + d_x). Per client g_y: E times
-num_local_steps, f_x: 1, J v: 1, f_y: R, H v: R (sketch: f_y 1, H v r + 1).
+Cost per outer iteration: E + R + 1 rounds (sketch: E + 2). Floats up: E d_y + R k + d_x, plus four
+bytes for the position of each of the k entries (none: R d_y instead of R k; sketch: r^2 + r instead
+of R k). Floats down: (E + R) d_y + d_x (sketch: (E + 1) d_y + d_x). Per client: g_y: E times
+`num_local_steps`, f_x: 1, J v: 1, f_y: R, H v: R (sketch: f_y: 1, H v: r + 1).
 """
 
 from __future__ import annotations

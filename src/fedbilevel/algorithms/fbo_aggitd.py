@@ -1,30 +1,39 @@
-"""FBO-AggITD: the hypergradient is aggregated inside the lower loop, so it costs no loop of its own.
+"""FBO-AggITD: the hypergradient is aggregated inside the lower loop and needs no loop of its own.
 
-Outer iteration k, from x and y^0 = y_k, with Q uniform in {0..N}. For t = 0..N:
+Use it when an outer iteration may take many rounds and x should take few, exact steps: it solves
+the lower level and the linear system anew each time and carries no u. It works for all scopes and
+for clients that differ. It costs 2N + 3 rounds per outer iteration.
 
-    R1(t)  clients send  q_i = g_y,i(x, y^t)              if t < N
-                         z_i = f_y,i(x, y^t)              if t = Q
-                         z_i = z - lam * H_i(x, y^t) z    if t > Q          -> q, z = means
-    R2(t)  if t < N: local SVRG from y^t, v = 0..tau_i-1, the same sample in both gradients,
-                         y_i <- y_i - (beta/tau_i) [g_y,i(y_i) - g_y,i(y^t) + q]              -> y^{t+1} = mean
-    R(h)   p = lam (N+1) z;   h_i = f_x,i(x, y^N) - J_i(x, y^N) p                             -> h = mean
-    R(x)   local, v = 0..tau_i-1:  x_i <- x_i - (alpha/tau_i) [h - f_x,i(x, y^N) + f_x,i(x_i, y^N)]    -> x = mean
+Outer iteration k starts from x and y^0 = y_k, with Q uniform in {0..N}. For t = 0..N:
 
-`estimator="sum"` (the default, this project's own) sends lam * f_y,i + s - lam * H_i s at every t and uses p = s^N: it equals the
-expectation over Q exactly and has none of its variance, for N more gradients f_y and about N/2 more products H v.
+    R1(t)  if t < N: q_i = g_y,i(x, y^t)
+           if t = Q: z_i = f_y,i(x, y^t)
+           if t > Q: z_i = z - lam * H_i(x, y^t) z                                 -> q, z = means
+    R2(t)  if t < N: local SVRG from y^t, v = 0..tau_i-1, the same sample in both gradients
+           y_i <- y_i - (beta/tau_i) [g_y,i(y_i) - g_y,i(y^t) + q]                 -> y^{t+1} = mean
+    R(h)   p = lam (N+1) z;   h_i = f_x,i(x, y^N) - J_i(x, y^N) p                  -> h = mean
+    R(x)   local, v = 0..tau_i-1:
+           x_i <- x_i - (alpha/tau_i) [h - f_x,i(x, y^N) + f_x,i(x_i, y^N)]        -> x = mean
 
-Reference: Xiao, Ji, "Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative Differentiation",
-ICML 2023, Algorithm 1 and eq. (5).
+`estimator="sum"` (the default, this project's own) sends lam * f_y,i + s - lam * H_i s at every t
+and uses p = s^N. It equals the expectation over Q exactly and has none of its variance, for N more
+gradients f_y and about N/2 more products H v.
 
-Deviations: (1) line 6 as printed lacks lam in front of the product H z; (2) line 15 as printed returns z^{N-1} for Q < N, which leaves a
-permanent bias lam * f_y in p; z^N is right for every Q; (3) q^N is not computed, nothing uses it. `literal=True` follows the
-print in (1) and (2). (4) `lower_solver="sgd"` replaces SVRG by plain local SGD: no q, so the Q rounds of R1 in which nothing else travels
-vanish (none with the sum), and a drift.
-(5) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, z stay. (6) tau on x may
-differ from tau on y (`num_upper_steps`): the published experiments take epochs on y and tau steps on x.
+Reference: Xiao, Ji, "Communication-Efficient Federated Hypergradient Computation via Aggregated
+Iterative Differentiation", ICML 2023, Algorithm 1 and eq. (5).
 
-Cost per outer iteration: 2N + 3 rounds; floats up (3N - Q + 1) d_y + 2 d_x (sum: (3N + 1) d_y + 2 d_x); per client g_y: N + 2 N tau,
-f_y: 1 (sum: N + 1), H v: N - Q (sum: N), J v: 1, f_x: 1 + 2 tau_x. With lower_solver="sgd": N d_y floats and g_y N + N tau fewer.
+Deviations: (1) Line 6 as printed lacks lam in front of the product H z. (2) Line 15 as printed
+returns z^{N-1} for Q < N, which leaves a permanent bias lam * f_y in p; z^N is right for every Q.
+(3) q^N is not computed, because no step uses it. `literal=True` follows the print in (1) and (2).
+(4) `lower_solver="sgd"` replaces SVRG by plain local SGD. This needs no q, so the Q rounds of R1
+that carry only q vanish (with the sum no round vanishes), and it adds a drift. (5) With a private
+x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, z
+stay. (6) tau on x may differ from tau on y (`num_upper_steps`): the published experiments take
+epochs on y and tau steps on x.
+
+Cost per outer iteration: 2N + 3 rounds. Floats up: (3N - Q + 1) d_y + 2 d_x (sum:
+(3N + 1) d_y + 2 d_x). Per client: g_y: N + 2 N tau, f_y: 1 (sum: N + 1), H v: N - Q (sum: N),
+J v: 1, f_x: 1 + 2 tau_x. `lower_solver="sgd"` saves N d_y floats and N + N tau of g_y.
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
-"""FedAvg on the lower level alone: x stays where it starts. The floor that every bilevel method must beat.
+"""FedAvg on the lower level alone: local SGD on y and one average; x stays at its initial value.
+
+Use it when there is only a model y to train, or as the baseline that a bilevel method must beat. It
+works for all scopes and never uses the upper loss. It costs one round of d_y floats per outer
+iteration.
 
     y_i <- y_i - gamma * g_y,i(x_0, y_i)   for I local steps;   y = mean of y_i
 
-Reference: McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017.
+Reference: McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of
+Deep Networks from Decentralized Data", AISTATS 2017.
 
-Deviations: (1) clients are averaged by the problem's weights, which are equal by default. (2) With a local lower level nothing is averaged, so
-every client trains alone.
+Deviations: (1) Clients are averaged by the problem's weights, which are equal by default. (2) With
+a local lower level there is no average, so every client trains alone.
 
-Bias: with I > 1, constant steps and heterogeneous clients, y settles at a distance proportional to the step.
+Bias: with I > 1, constant steps and heterogeneous clients, y converges to a point at a distance
+proportional to the step.
 
-Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x that never changes); per client I of g_y.
+Cost per outer iteration: 1 round; d_y floats up, d_y down (and d_x once, for the constant x); per
+client I of g_y.
 """
 
 from __future__ import annotations

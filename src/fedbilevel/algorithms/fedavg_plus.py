@@ -1,19 +1,29 @@
-"""FedAvg+: FedAvg on the lower level, then every client tunes a copy of the new y on its own data. The copy is what is measured.
+"""FedAvg+: FedAvg on the lower level, then every client tunes its own copy of y.
+
+Use it when you need a simple baseline for personalisation: a common model and some tuning steps on
+each client's own data. It measures the tuned copies and never uses the upper loss. It costs one
+round of d_y floats per outer iteration and T more gradients per client.
 
     y_i <- y_i - gamma * g_y,i(x_0, y_i)   for I local steps;   y = mean of y_i
-    v_i <- v_i - gamma * g_y,i(x_0, v_i)   from v_i = y, for T tuning steps;   v_i never leaves its client and nothing learns from it
+    v_i <- v_i - gamma * g_y,i(x_0, v_i)   from v_i = y, for T tuning steps
 
-Reference: Jiang, Konecny, Rush, Kannan, "Improving Federated Learning Personalization via Model Agnostic Meta Learning", arXiv:1909.12488, 2019,
-which the HGP paper cites for this baseline. Written from memory of the literature: no faithful reproduction is claimed.
+v_i never leaves its client, and no other value depends on it.
 
-Deviations: (1) copies are tuned in every outer iteration, so that a measurement at any time shows them; the y of the run is the same as without.
-(2) Tuning uses the step of training and plain gradient steps. (3) Who is not in the cohort keeps the copy of its last round (at first the
-initial point). (4) With a local lower level nothing is averaged, and the copy is T steps ahead of a client that trains alone.
+Reference: Jiang, Konecny, Rush, Kannan, "Improving Federated Learning Personalization via Model
+Agnostic Meta Learning", arXiv:1909.12488, 2019, which the HGP paper cites for this baseline.
+Written from memory of the literature: no faithful reproduction is claimed.
 
-Bias: none is corrected: y is that of FedAvg. With many tuning steps v_i tends to the minimiser of client i's own loss, whatever y is.
+Deviations: (1) Copies are tuned in every outer iteration, so that a measurement at any time shows
+them; the y of the run is the same as without tuning. (2) Tuning uses the step of training and plain
+gradient steps. (3) A client outside the cohort keeps the copy of its last round (at first the
+initial point). (4) With a local lower level there is no average, and the copy is T steps ahead of a
+client that trains alone.
 
-Cost per outer iteration: 1 round; d_y floats up, d_y down (2 d_y if the client was not in the last cohort, or at first; d_x once); per client
-I + T of g_y.
+Bias: y has the bias of FedAvg. With many tuning steps v_i tends to the minimiser of client i's own
+loss, whatever y is.
+
+Cost per outer iteration: 1 round; d_y floats up, d_y down (2 d_y if the client was not in the last
+cohort, or at first; d_x once); per client I + T of g_y.
 """
 
 from __future__ import annotations

@@ -1,24 +1,33 @@
 """FedBiO: local SGD on x, y and u at once, one round for all three.
 
-Every client, at its own (x_i, y_i, u_i), for I local steps (simultaneous update, eq. 6 of the paper):
+Use it when clients differ and you want a first method with few settings. It works for all scopes,
+and with `num_local_steps=1` it converges to the exact solution. It costs one round of d_x + 2 d_y
+floats per outer iteration and five derivatives per local step.
+
+Every client takes I local steps at its own (x_i, y_i, u_i) (simultaneous update, eq. 6 of the
+paper):
 
     y_i <- y_i - gamma * g_y,i
-    x_i <- x_i - eta   * (f_x,i - J_i u_i)
+    x_i <- x_i - eta * (f_x,i - J_i u_i)
     u_i <- P_r(u_i - tau * (H_i u_i - f_y,i))
 
-then one round: x, y, u <- means. u tracks u* = (mean H)^-1 mean f_y because the hypergradient is linear in u: one shared u
-is exact for heterogeneous clients.
+Then one round: x, y, u <- means. u tracks u* = (mean H)^-1 mean f_y because the hypergradient is
+linear in u: one shared u is exact for heterogeneous clients.
 
-Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
-NeurIPS 2023, Algorithm 2.
+Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
+Local Lower Level Problems", NeurIPS 2023, Algorithm 2.
 
-Deviations: (1) Algorithm 2 prints the u-step after the averages of x and y; it is the simultaneous update of eq. (6), so one round is
-enough. (2) With a private x the step is f_x,i - J_i u without the factor 1/m of the stacked problem. (3) With a local lower level y_i and u_i
-stay at their client. (4) `minibatches="shared"` uses two minibatches per step instead of the paper's five, and a third of the time.
+Deviations: (1) Algorithm 2 prints the u-step after the averages of x and y. It is the simultaneous
+update of eq. (6), so one round is enough. (2) With a private x the step is f_x,i - J_i u without
+the factor 1/m of the stacked problem. (3) With a local lower level y_i and u_i stay at their
+client. (4) `minibatches="shared"` uses two minibatches per step instead of the paper's five, and a
+third of the time.
 
-Bias: with I > 1 and constant steps the clients drift; the distance to the solution is proportional to the step.
+Bias: with I > 1 and constant steps the clients drift; the distance to the solution is proportional
+to the step.
 
-Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client I of each of g_y, f_x, f_y, H u, J u.
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client I of each of g_y, f_x,
+f_y, H u, J u.
 """
 
 from __future__ import annotations

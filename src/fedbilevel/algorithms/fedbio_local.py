@@ -1,25 +1,38 @@
-"""FedBiO-Local: every client has its own lower level, so it solves for its own u_i and only x is averaged.
+"""FedBiO-Local: every client has its own lower level and its own u_i; only x is averaged.
 
-Every client, at its own (x_i, y_i), for I local steps, then one round: x <- mean.
+Use it when every client has its own lower level and x is shared. It costs one round of only d_x
+floats per outer iteration. The default, a short Neumann series, has a bias; `u="local"` removes it
+and needs one product H v per step.
+
+Every client takes I local steps at its own (x_i, y_i), then one round: x <- mean.
 
     y_i <- y_i - gamma * g_y,i
     x_i <- x_i - eta * Phi_i,      Phi_i = f_x,i - J_i u_i
 
-`u="neumann"`, eq. (11):   u_i = tau * sum_{q=0..Q} prod_{j=Q-q+1..Q} (I - tau H_i(xi_j)) f_y,i
-`u="local"`:               u_i <- P_r(u_i - tau * (H_i u_i - f_y,i)), kept at the client from step to step
+`u="neumann"` solves for u_i by a series, eq. (11):
 
-f_x and f_y share a minibatch xi_f; the products H v use fresh ones (`local`: one), J v another, and g_y its own.
+    u_i = tau * sum_{q=0..Q} prod_{j=Q-q+1..Q} (I - tau H_i(xi_j)) f_y,i
 
-Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
-NeurIPS 2023, Algorithm 3 and eq. (11).
+`u="local"` keeps u_i at the client from step to step:
 
-Deviations: (1) `u="local"` is not in Algorithm 3; line 4 of Algorithm 4 hints at it. It equals FedBiO on a local lower level but for the shared
-xi_f. (2) The paper gives no value for Q. (3) With a private x nothing travels: every client solves a problem of its own.
+    u_i <- P_r(u_i - tau * (H_i u_i - f_y,i))
 
-Bias: the Neumann series is short of H_i^-1 f_y,i by at most (1 - tau mu)^(Q+1) |f_y,i| / mu (tau <= 1/L); `local` has no such bias. With I > 1 and
-constant steps x drifts by a distance proportional to the step.
+f_x and f_y share a minibatch xi_f; the products H v use fresh minibatches (`local`: one), J v
+another, and g_y its own.
 
-Cost per outer iteration: 1 round; d_x floats each way; per client I of each of g_y, f_x, f_y, J v, and Q I products H v (`local`: I).
+Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
+Local Lower Level Problems", NeurIPS 2023, Algorithm 3 and eq. (11).
+
+Deviations: (1) `u="local"` is not in Algorithm 3; line 4 of Algorithm 4 suggests it. It equals
+FedBiO on a local lower level except for the shared xi_f. (2) The paper gives no value for Q.
+(3) With a private x nothing is sent: every client solves its own problem.
+
+Bias: the error of the Neumann series against H_i^-1 f_y,i is at most
+(1 - tau mu)^(Q+1) |f_y,i| / mu (for tau <= 1/L); `local` has no such bias. With I > 1 and constant
+steps x drifts by a distance proportional to the step.
+
+Cost per outer iteration: 1 round; d_x floats each way; per client I of each of g_y, f_x, f_y, J v,
+and Q I products H v (`local`: I).
 """
 
 from __future__ import annotations

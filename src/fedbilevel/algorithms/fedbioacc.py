@@ -1,32 +1,40 @@
-"""FedBiOAcc: FedBiO with a variance-reduced (STORM) direction for each of x, y and u; two rounds per outer iteration.
+"""FedBiOAcc: FedBiO with variance-reduced (STORM) directions for x, y and u; two rounds.
 
-Every client, at its own point (x_i, y_i, u_i) and with estimates (nu_i, om_i, q_i), for t = 1, 2, ... counted in local steps,
-with a = delta / (u0 + t)^(1/3):
+Use it when clients differ and minibatches are noisy. It works for all scopes. It costs twice the
+rounds, floats and derivatives of FedBiO: two rounds and 2 d_x + 4 d_y floats per outer iteration.
+
+Every client has its own point (x_i, y_i, u_i) and estimates (nu_i, om_i, q_i). For t = 1, 2, ...,
+counted in local steps, and with a = delta / (u0 + t)^(1/3):
 
     x_i+ = x_i - eta a nu_i;   y_i+ = y_i - gamma a om_i;   u_i+ = P_r(u_i - tau a q_i)
     R1, every I steps:   x+, y+, u+ <- means
     nu_i+ = d_x(new) + (1 - c_nu a^2) (nu_i - d_x(old)),        d_x = f_x,i - J_i u
     om_i+ = d_y(new) + (1 - c_om a^2) (om_i - d_y(old)),        d_y = g_y,i
-    q_i+  = d_u(new) + (1 - c_u a^2) (q_i - d_u(old)),          d_u = H_i u - f_y,i
+    q_i+ = d_u(new) + (1 - c_u a^2) (q_i - d_u(old)),           d_u = H_i u - f_y,i
     R2, every I steps:   nu, om, q <- means
 
-new = (x+, y+, u+), averaged if there was a round, and old = the client's own (x_i, y_i, u_i) before the step, never averaged, both on the same
-minibatches. Then the means of nu, om, q follow the means of the directions whatever the clients' drift.
+The new point is (x+, y+, u+), averaged if there was a round. The old point is the client's own
+(x_i, y_i, u_i) before the step, never averaged. Both use the same minibatches. Then the means of
+nu, om, q follow the means of the directions, however much the clients drift.
 
-Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
-NeurIPS 2023, Algorithm 1 and eqs. (7), (8).
+Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
+Local Lower Level Problems", NeurIPS 2023, Algorithm 1 and eqs. (7), (8).
 
-Deviations: (1) the initial estimates are averaged like all later ones; the paper leaves them at the clients until the first R2. (2) The paper
-gives no value for c_u and r: c_u is as the other two, and r is off. (3) Clients with fewer local steps wait: t counts the steps of the longest.
-(4) With a private x, d_x is without the factor 1/m of the stacked problem, and x and nu stay at their client; with a local lower level y, u,
-om, q do. (5) A client that missed R1 takes the averaged point for its old one, or sits R2 out if it keeps a part of the point.
-(6) `minibatches="shared"` uses two minibatches per step instead of the paper's five.
+Deviations: (1) The initial estimates are averaged like all later ones; the paper leaves them at the
+clients until the first R2. (2) The paper gives no value for c_u and r: c_u equals the other two,
+and r is off. (3) Clients with fewer local steps wait: t counts the steps of the longest. (4) With a
+private x, d_x is without the factor 1/m of the stacked problem, and x and nu stay at their client;
+with a local lower level y, u, om, q stay. (5) A client that missed R1 uses the averaged point as
+its old point, or skips R2 if it keeps a part of the point. (6) `minibatches="shared"` uses two
+minibatches per step instead of the paper's five.
 
-Bias: with I > 2 the clients drift; with whole batches the distance to the solution is proportional to c a^3 (FedBiO: to its step). Estimates
-that stay at a client are those it had when it last took part (zero if it never did); an error in them fades by the factor 1 - c a^2 per step.
+Bias: with I > 2 the clients drift; with whole batches the distance to the solution is proportional
+to c a^3 (FedBiO: to its step). Estimates that stay at a client are from the last time that it took
+part (zero if it never did); their error decays by the factor 1 - c a^2 per step.
 
-Cost per outer iteration: 2 rounds; 2 d_x + 4 d_y floats each way; per client 2 I of each of g_y, f_x, f_y, H u, J u.
-Once, before the first: 1 round; d_x + 2 d_y floats each way; per client one of each, on a batch of I times the size.
+Cost per outer iteration: 2 rounds; 2 d_x + 4 d_y floats each way; per client 2 I of each of g_y,
+f_x, f_y, H u, J u. Once, before the first: 1 round; d_x + 2 d_y floats each way; per client one of
+each, on a batch of I times the size.
 """
 
 from __future__ import annotations

@@ -1,27 +1,36 @@
-"""FedBiOAcc-Local: FedBiO-Local with variance-reduced (STORM) directions; only x and its estimate are averaged.
+"""FedBiOAcc-Local: FedBiO-Local with variance-reduced (STORM) directions; x and nu are averaged.
 
-Every client, for t = 1, 2, ... counted in local steps, with a = delta / (u0 + t)^(1/3) and Phi_i as in FedBiO-Local:
+Use it when every client has its own lower level, x is shared, and minibatches are noisy. It costs
+two rounds of d_x floats per outer iteration and twice the derivatives of FedBiO-Local.
+
+For t = 1, 2, ..., counted in local steps, with a = delta / (u0 + t)^(1/3) and Phi_i as in
+FedBiO-Local, every client computes
 
     x_i+ = x_i - eta a nu_i;   y_i+ = y_i - gamma a om_i
     R1, every I steps:   x+ <- mean
-    nu_i+ = Phi_i(new) + (1 - c_nu a^2) (nu_i - Phi_i(old));    om_i+ = g_y,i(new) + (1 - c_om a^2) (om_i - g_y,i(old))
+    nu_i+ = Phi_i(new) + (1 - c_nu a^2) (nu_i - Phi_i(old))
+    om_i+ = g_y,i(new) + (1 - c_om a^2) (om_i - g_y,i(old))
     R2, every I steps:   nu <- mean
 
-new has the averaged x if there was a round, old is the client's own point before the step, both on the same minibatches (in the Neumann
-series the same xi_1..xi_Q). `u="local"`: u_i+ = P_r(u_i - tau a q_i) with its own estimate q_i, both kept at the client.
+The new point has the averaged x if there was a round. The old point is the client's own before the
+step. Both use the same minibatches (in the Neumann series the same xi_1, ..., xi_Q). `u="local"`
+takes u_i+ = P_r(u_i - tau a q_i) with its own estimate q_i, and keeps both at the client.
 
-Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems",
-NeurIPS 2023, Algorithm 4 and eq. (11).
+Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
+Local Lower Level Problems", NeurIPS 2023, Algorithm 4 and eq. (11).
 
-Deviations: (1) line 4 of Algorithm 4 steps a u that it never initialises or uses: it is left out for `neumann`, which is what the proof treats, and
-`local` completes it. (2) The initial nu is averaged like all later ones. (3) Clients with fewer local steps wait: t counts the steps of the longest.
-(4) A client that missed R1 sits R2 out. (5) With a private x nothing travels.
+Deviations: (1) Line 4 of Algorithm 4 steps a u that the algorithm never initialises or uses.
+`neumann`, which the proof treats, leaves it out, and `local` completes it. (2) The initial nu is
+averaged like all later ones. (3) Clients with fewer local steps wait: t counts the steps of the
+longest. (4) A client that missed R1 skips R2. (5) With a private x nothing is sent.
 
-Bias: that of the Neumann series as in FedBiO-Local; with I > 2 the clients drift as in FedBiOAcc. A client that was away resumes with the om_i and
-q_i it left with (zero if it never took part); an error in them fades by the factor 1 - c a^2 per step.
+Bias: that of the Neumann series as in FedBiO-Local; with I > 2 the clients drift as in FedBiOAcc.
+A client that was absent resumes with its last om_i and q_i (zero if it never took part); their
+error decays by the factor 1 - c a^2 per step.
 
-Cost per outer iteration: 2 rounds; 2 d_x floats each way; per client 2 I of each of g_y, f_x, f_y, J v, and 2 Q I products H v (`local`: 2 I).
-Once, before the first: 1 round; d_x floats each way; per client one of each and Q (or one) products H v, on batches of I times the size.
+Cost per outer iteration: 2 rounds; 2 d_x floats each way; per client 2 I of each of g_y, f_x, f_y,
+J v, and 2 Q I products H v (`local`: 2 I). Once, before the first: 1 round; d_x floats each way;
+per client one of each and Q (or one) products H v, on batches of I times the size.
 """
 
 from __future__ import annotations

@@ -1,27 +1,38 @@
-"""FedEM: every client mixes the same components in its own proportions. For lower losses that are mixtures; the upper loss is not used.
+"""FedEM: every client mixes the same components in its own proportions.
 
-    g_i(x_i, y) = - mean over samples s of log sum_m exp(x_i,m) p_m(s; y_m),      x_i = log pi_i private,  y = all components
+Use it when clients draw from a few common distributions and you need a baseline for personalisation
+with private proportions. The lower loss must be a mixture, and the upper loss is not used. It costs
+one round of d_y floats per outer iteration, and one pass over each client's training samples.
 
-Client i, from the broadcast y, then one round: y <- mean of y_i.
+    g_i(x_i, y) = -mean_s log sum_m exp(x_i,m) p_m(s; y_m)
 
-    pi_i,m <- mean over all its training samples of q_m(s) = - d g_i / d x_i,m,      q_m(s) ~ pi_i,m p_m(s; y_m)     (E step, M step of pi)
-    y_i <- y_i - gamma * g_y,i(x_i, y_i)      for I local steps                                              (gradient M step of y)
+where the mean is over samples s, x_i = log pi_i is private, and y holds all components. Client i
+starts from the broadcast y; then one round: y <- mean of y_i.
 
-The derivative of -log sum_m exp(x_m) p_m is minus the responsibility, so the library's g_x is all that the E step needs. A loss that takes
-softmax(x_i) instead of exp(x_i) has -g_x = mean q - pi, which sums to 0 instead of 1; what is missing to 1 is added in the proportions
-softmax(x_i), so both give the same pi_i.
+    pi_i,m <- mean over its training samples of q_m(s) = - d g_i / d x_i,m      (E step, M step)
+    y_i <- y_i - gamma * g_y,i(x_i, y_i)   for I local steps                    (gradient M step)
 
-Reference: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021. Written from memory
-of the literature, not from the paper's text: no faithful reproduction is claimed.
+with q_m(s) proportional to pi_i,m p_m(s; y_m). The derivative of -log sum_m exp(x_m) p_m is minus
+the responsibility, so the E step needs only the library's g_x. A loss with softmax(x_i) instead of
+exp(x_i) has -g_x = mean q - pi, which sums to 0 instead of 1. The missing mass is added in the
+proportions softmax(x_i), so both forms give the same pi_i.
 
-Deviations: (1) the paper computes q once and trains the components on samples weighted by it; here every local step has the q of its own
-point, at the new pi_i. (2) pi_i,m is at least `least_share` before it is normalised, so that no component is lost for good. (3) Clients are averaged
-by the problem's weights. (4) With a local lower level every client has components of its own. (5) On a lower loss that is no mixture the
-steps mean nothing; shares below the floor are raised to it, so x_i stays finite.
+Reference: Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of
+Distributions", NeurIPS 2021. Written from memory of the literature, not from the paper's text: no
+faithful reproduction is claimed.
 
-Bias: with I > 1, constant steps and heterogeneous clients, y settles at a distance proportional to the step.
+Deviations: (1) The paper computes q once and trains the components on samples weighted by it. Here
+every local step has the q of its own point, at the new pi_i. (2) pi_i,m is at least `least_share`
+before it is normalised, so that no component is lost permanently. (3) Clients are averaged by the
+problem's weights. (4) With a local lower level every client has its own components. (5) On a lower
+loss that is not a mixture the steps have no meaning; shares below the floor are raised to it, so
+x_i stays finite.
 
-Cost per outer iteration: 1 round; d_y floats up, d_y down, x never travels; per client I of g_y, and 1 of g_x on all its training samples.
+Bias: with I > 1, constant steps and heterogeneous clients, y converges to a point at a distance
+proportional to the step.
+
+Cost per outer iteration: 1 round; d_y floats up, d_y down, x is never sent; per client I of g_y,
+and 1 of g_x on all its training samples.
 """
 
 from __future__ import annotations

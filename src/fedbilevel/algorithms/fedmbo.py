@@ -1,29 +1,37 @@
-"""FedMBO: minibatch lower steps at the server, then a Neumann series with fresh clients at every factor.
+"""FedMBO: minibatch lower steps at the server, then a Neumann series with fresh cohorts.
+
+Use it when few clients take part in each round and the hypergradient must be unbiased for the mean
+over all clients. It works for all scopes and takes no local steps. It costs T + N' + 2 rounds per
+outer iteration, each with a new cohort.
 
 From x and y, with N' uniform in {0..N-1} and a fresh cohort S at every line:
 
-    T times       y <- y - beta mean_S g_y,i(x, y)                              1 round each
-                  p = lam N mean_S f_y,i(x, y)                                       1 round
-    N' times      p <- mean_S (p - lam H_i p)                                   1 round each
-                  x <- x - alpha mean_S (f_x,i - J_i p)                              1 round
+    T times       y <- y - beta mean_S g_y,i(x, y)            1 round each
+    once          p = lam N mean_S f_y,i(x, y)                1 round
+    N' times      p <- mean_S (p - lam H_i p)                 1 round each
+    once          x <- x - alpha mean_S (f_x,i - J_i p)       1 round
 
-Cohorts are independent, so the expectation of the product is the product of the expectations: E p = lam sum_{j<N} (I - lam H)^j f_y with
-the mean Hessian H, however few clients take part.
+Cohorts are independent, so the expectation of the product is the product of the expectations:
+E p = lam sum_{j<N} (I - lam H)^j f_y with the mean Hessian H, however few clients take part.
 
-Reference: Huang, Zhang, Ji, "Achieving Linear Speedup in Non-IID Federated Bilevel Learning", ICML 2023. The update is written from
-memory of the literature, not from the paper's text: no faithful reproduction is claimed.
+Reference: Huang, Zhang, Ji, "Achieving Linear Speedup in Non-IID Federated Bilevel Learning", ICML
+2023. The update is written from memory of the literature, not from the paper's text: no faithful
+reproduction is claimed.
 
-Deviations: (1) the paper runs n Neumann chains side by side, each with one fresh client per factor, and averages their ends. Here a
-server sees averages only, so there is one chain, and each of its factors is the mean of a cohort: unbiased for the same series, and for
-given N' with a variance that is not larger than that of as many chains as the cohort has clients. A cohort of one client is one chain of the
-paper. (2) N' is the same for the whole cohort. (3) x takes no local steps. (4) With a private x, x_i stays at its client and the
-factor 1/m is dropped; with a local lower level y_i and p_i stay, and the series is that of the client's own Hessian.
+Deviations: (1) The paper runs n Neumann chains in parallel, each with one fresh client per factor,
+and averages their ends. Here a server sees averages only, so there is one chain, and each of its
+factors is the mean of a cohort. This is unbiased for the same series, and for given N' its variance
+is at most that of as many chains as the cohort has clients. A cohort of one client is one chain of
+the paper. (2) N' is the same for the whole cohort. (3) x takes no local steps. (4) With a private
+x, x_i stays at its client and the factor 1/m is dropped; with a local lower level y_i and p_i stay,
+and the series is that of the client's own Hessian.
 
-Bias: (I - lam H)^N H^-1 f_y from the length of the series. A cohort that is kept for the whole outer iteration
-(`redraw="per_iteration"`) multiplies Hessians of the same clients, which is biased for the mean Hessian.
+Bias: (I - lam H)^N H^-1 f_y from the length of the series. A cohort that is kept for the whole
+outer iteration (`redraw="per_iteration"`) multiplies Hessians of the same clients, which is biased
+for the mean Hessian.
 
-Cost per outer iteration: T + N' + 2 rounds; floats up (T + N' + 1) d_y + d_x, down as many; per client of the cohort g_y: T, f_y: 1,
-H v: N', f_x: 1, J v: 1.
+Cost per outer iteration: T + N' + 2 rounds. Floats up: (T + N' + 1) d_y + d_x, down as many. Per
+client of the cohort: g_y: T, f_y: 1, H v: N', f_x: 1, J v: 1.
 """
 
 from __future__ import annotations

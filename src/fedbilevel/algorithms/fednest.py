@@ -1,26 +1,36 @@
 """FedNest: lower rounds, then a federated Neumann series for the hypergradient, then upper steps.
 
+Use it when an outer iteration may take many rounds: it solves the lower level and the linear system
+anew each time and carries no u. It works for all scopes and for clients that differ. It costs
+2T + N' + 3 rounds per outer iteration.
+
 From x and y:
 
-    FedInn, T times      q = mean g_y,i(x, y);  local SVRG as in FBO-AggITD                           2 rounds each
-    FedIHGP              p = lam N mean f_y,i(x, y);  N' uniform in {0..N-1};                              1 round
-                         N' times: p <- mean (p - lam * H_i p)                                        1 round each
-                         h = mean (f_x,i - J_i p)                                                          1 round
-    FedOut               local SVRG steps on x around h                                                    1 round
+    FedInn, T times      q = mean g_y,i(x, y);  local SVRG as in FBO-AggITD         2 rounds each
+    FedIHGP              p = lam N mean f_y,i(x, y);  N' uniform in {0..N-1}        1 round
+                         N' times: p <- mean (p - lam * H_i p)                      1 round each
+                         h = mean (f_x,i - J_i p)                                   1 round
+    FedOut               local SVRG steps on x around h                             1 round
 
-E over N' of p is lam * sum_{j<N} (I - lam H)^j f_y with the mean Hessian H, because p is averaged at every factor.
+The expectation of p over N' is lam * sum_{j<N} (I - lam H)^j f_y with the mean Hessian H, because p
+is averaged at every factor.
 
-Reference: Tarzanagh, Li, Thrampoulidis, Oymak, "FedNest: Federated Bilevel, Minimax, and Compositional Optimization", ICML 2022.
+Reference: Tarzanagh, Li, Thrampoulidis, Oymak, "FedNest: Federated Bilevel, Minimax, and
+Compositional Optimization", ICML 2022.
 
-Deviations: (1) this is the paper's FedIHGP; the released code applies each client's own Hessian powers, never clears its list of
-terms, and has no lam (its error is a scale error at the published step). (2) lam is a setting of its own; the released code uses
-the upper step. (3) With a private x, h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, p stay.
-(4) `lower_solver="sgd"` (FedNest-SGD in the released code) replaces SVRG on y by plain local SGD: no q, T rounds fewer, and a drift.
-(5) In the paper f_x in h_i shares its sample with the local steps; here it has its own (in the first local step the two local f_x cancel,
-so only later steps could tell). (6) tau on x may differ from tau on y (`num_upper_steps`): the released code takes epochs on y and tau steps on x.
+Deviations: (1) This is the paper's FedIHGP. The released code applies each client's own Hessian
+powers, never clears its list of terms, and has no lam (its error is a scale error at the published
+step). (2) lam is a separate setting; the released code uses the upper step. (3) With a private x,
+h and x stay at their clients and the factor 1/m is dropped; with a local lower level q, y, p stay.
+(4) `lower_solver="sgd"` (FedNest-SGD in the released code) replaces SVRG on y by plain local SGD:
+no q, T rounds fewer, and a drift. (5) In the paper f_x in h_i shares its sample with the local
+steps; here it has its own. In the first local step the two local f_x cancel, so only later steps
+could show a difference. (6) tau on x may differ from tau on y (`num_upper_steps`): the released
+code takes epochs on y and tau steps on x.
 
-Cost per outer iteration: 2T + N' + 3 rounds; floats up (2T + N' + 1) d_y + 2 d_x; per client g_y: T (1 + 2 tau), f_y: 1, H v: N', J v: 1,
-f_x: 1 + 2 tau_x (sgd: T + N' + 3 rounds, (T + N' + 1) d_y + 2 d_x, g_y: T tau).
+Cost per outer iteration: 2T + N' + 3 rounds. Floats up: (2T + N' + 1) d_y + 2 d_x. Per client:
+g_y: T (1 + 2 tau), f_y: 1, H v: N', J v: 1, f_x: 1 + 2 tau_x (sgd: T + N' + 3 rounds,
+(T + N' + 1) d_y + 2 d_x floats, g_y: T tau).
 """
 
 from __future__ import annotations

@@ -1,18 +1,26 @@
-"""FedProx on the lower level alone: FedAvg whose clients are held near the point they were sent. x stays where it starts.
+"""FedProx on the lower level alone: FedAvg with a proximal term; x stays at its initial value.
 
-    y_i <- y_i - gamma * (g_y,i(x_0, y_i) + mu (y_i - y))   from y_i = y, for I local steps;   y = mean of y_i
+Use it when FedAvg drifts because clients differ, or as a baseline for personalisation. It trains y
+only. It costs the same as FedAvg: one round of d_y floats per outer iteration.
 
-Reference: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020. Written from memory of
-the literature, not from the paper's text: no faithful reproduction is claimed. The HGP paper takes mu = 0.01, which is the default.
+    y_i <- y_i - gamma * (g_y,i(x_0, y_i) + mu (y_i - y))   from y_i = y, for I local steps
+    y = mean of y_i
 
-Deviations: (1) I gradient steps on the local loss instead of a solution up to a given inexactness. (2) Clients are averaged by the problem's
-weights, and a cohort is drawn uniformly. (3) With a local lower level nothing is averaged: every client trains alone, with steps that the
-proximal term shortens.
+Reference: Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous
+Networks", MLSys 2020. Written from memory of the literature, not from the paper's text: no faithful
+reproduction is claimed. The HGP paper takes mu = 0.01, which is the default.
 
-Bias: mu > 0 shortens the drift of local steps but does not remove it. Where local problems are solved exactly, y settles where
-mean (H_i + mu I)^-1 g_y,i(y) = 0 (quadratic g_i), which is not where mean g_y,i = 0. Steps are stable for gamma (L + mu) < 2.
+Deviations: (1) I gradient steps on the local loss replace a solution up to a given inexactness.
+(2) Clients are averaged by the problem's weights, and a cohort is drawn uniformly. (3) With a local
+lower level there is no average: every client trains alone, with steps that the proximal term
+shortens.
 
-Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x that never changes); per client I of g_y.
+Bias: mu > 0 reduces the drift of local steps but does not remove it. Where local problems are
+solved exactly, y converges to the point where mean (H_i + mu I)^-1 g_y,i(y) = 0 (quadratic g_i),
+which is not the point where mean g_y,i = 0. Steps are stable for gamma (L + mu) < 2.
+
+Cost per outer iteration: 1 round; d_y floats up, d_y down (and d_x once, for the constant x); per
+client I of g_y.
 """
 
 from __future__ import annotations

@@ -1,28 +1,40 @@
-"""Hyper-Gradient Push: the hypergradient of peers without a server, from averages of vectors of the size of y.
+"""Hyper-Gradient Push: the hypergradient between peers without a server, from averages of vectors.
 
-At (nearly) agreed y_i every peer starts with u_i = f_y,i and v_i = f_x,i and repeats M times
+Use it when there is no server and the network is directed, changes or loses messages, or when you
+want the influence of every training sample. It works for all scopes. It costs T pushes and M
+averages of S steps per outer iteration, each with d_y + 1 floats per out-edge.
+
+At (nearly) equal y_i every peer starts with u_i = f_y,i and v_i = f_x,i and repeats M times
 
     ubar_i = average of all u_k (the engine's operator: S steps of Push-Sum, gossip, ...)
-    v_i <- v_i - eta * J_i ubar_i          u_i <- ubar_i - eta * H_i ubar_i
+    v_i <- v_i - eta * J_i ubar_i;          u_i <- ubar_i - eta * H_i ubar_i
 
-Then v_i tends to f_x,i - (J_i) (mean H)^-1 mean f_y: with a private x_i the block of peer i of the gradient of sum_k f_k; with a shared x the
-average of the v_i, one more averaging, is the hypergradient of the server form. Each outer iteration: lower steps by gradient push, the estimate, then
-a step of x_i (plain or Adam).
+Then v_i tends to f_x,i - J_i (mean H)^-1 mean f_y. With a private x_i this is the block of peer i
+of the gradient of sum_k f_k. With a shared x the average of the v_i, one more averaging, is the
+hypergradient of the server form. Each outer iteration takes lower steps by gradient push, computes
+the estimate, and then takes a step of x_i (plain or Adam).
 
-Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", 2022/2023, Algorithms 1 and 2.
+Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
+Networks", 2022/2023, Algorithms 1 and 2.
 
-Deviations: (1) The condition 0 < alpha < 1/eta of Theorem 1 is not enough: eta * L must not exceed 1 for the L of every client. It is measured by power
-iteration in the first outer iteration (`num_curvature_products`, 0: not at all) and a larger eta is refused. (2) The product H_i ubar of the last
-repetition is not used by anything and not computed. (3) `minibatches="shared"` is the paper's practical variant, one sample for both products;
-Algorithm 2 draws two. (4) `weights="kept"` of the averaging carries Push-Sum weights from one average to the next; the rows start at u_i, not at
-w_i u_i. (5) Clients count by the problem's weights. (6) `lower_solver="mix"` averages y after every lower step by the same operator as u, which also
-works where messages are lost. (7) With a local lower level nothing is averaged and every peer solves its own system. (8) A shared x is averaged together
-with v: the peers' averages of v differ by a little, and nothing else would keep their x from drifting apart.
+Deviations: (1) The condition 0 < alpha < 1/eta of Theorem 1 is not enough: eta * L must not exceed
+1 for the L of every client. It is measured by power iteration in the first outer iteration
+(`num_curvature_products`; 0 skips this), and a larger eta raises an error. (2) The product
+H_i ubar_i of the last repetition is not used and not computed. (3) `minibatches="shared"` is the
+paper's practical variant, one sample for both products; Algorithm 2 draws two.
+(4) `weights="kept"` of the averaging carries Push-Sum weights from one average to the next; the
+rows start at u_i, not at w_i u_i. (5) Clients count by the problem's weights.
+(6) `lower_solver="mix"` averages y after every lower step by the same operator as u, which also
+works where messages are lost. (7) With a local lower level there is no average, and every peer
+solves its own system. (8) A shared x is averaged together with v: the peers' averages of v differ
+slightly, and without this their x would drift apart.
 
-Bias: the error is about tau^S + (1 - eta mu)^M times constants, tau < 1 of the network; Push-Sum without division by the weights is wrong for every S.
+Bias: the error is about tau^S + (1 - eta mu)^M times constants, where tau < 1 depends on the
+network. Push-Sum without division by the weights is wrong for every S.
 
-Cost per outer iteration: T pushes of d_y + 1 floats per out-edge for y and M averagings of S steps of d_y + 1 floats per out-edge (a shared x: one more,
-of 2 d_x + 1); per client T of g_y, 1 of f_x and f_y, M of J u, M - 1 of H u (num_curvature_products more in the first).
+Cost per outer iteration: T pushes of d_y + 1 floats per out-edge for y, and M averagings of S steps
+of d_y + 1 floats per out-edge (a shared x: one more, of 2 d_x + 1). Per client: T of g_y, 1 of f_x
+and f_y, M of J u, M - 1 of H u (`num_curvature_products` more in the first).
 """
 
 from __future__ import annotations

@@ -1,26 +1,36 @@
-"""LFedNest: FedNest without rounds for the hypergradient: FedAvg on y, then every client steps on x alone.
+"""LFedNest: FedNest without rounds for the hypergradient; every client takes its own steps on x.
+
+Use it when every client has its own lower level, or as the baseline of local hypergradients. Do not
+use it for one model across clients that differ: it is biased there. It costs T + 1 rounds per outer
+iteration and no round for the linear system.
 
 From x and y:
 
-    T times     local SGD on y, v = 0..tau_i-1:   y_i <- y_i - (beta/tau_i) g_y,i(x, y_i)                  -> y = mean     1 round each
-    once        local, v = 0..tau_i-1:   p_i = lam sum_{j=0..N} (I - lam H_i(x_i, y))^j f_y,i(x_i, y)
-                                         x_i <- x_i - (alpha/tau_i) (f_x,i(x_i, y) - J_i(x_i, y) p_i)      -> x = mean     1 round
+    T times   local SGD on y, v = 0..tau_i-1:                                        1 round each
+              y_i <- y_i - (beta/tau_i) g_y,i(x, y_i)                                -> y = mean
+    once      local, v = 0..tau_i-1:                                                 1 round
+              p_i = lam sum_{j=0..N} (I - lam H_i(x_i, y))^j f_y,i(x_i, y)
+              x_i <- x_i - (alpha/tau_i) (f_x,i(x_i, y) - J_i(x_i, y) p_i)           -> x = mean
 
-`lower_solver="svrg"` takes FedNest's FedInn instead of the first line: q = mean g_y,i, then SVRG steps around it, 2 rounds each.
+`lower_solver="svrg"` takes FedNest's FedInn instead of the first step: q = mean g_y,i, then SVRG
+steps around it, 2 rounds each.
 
-Reference: Tarzanagh, Li, Thrampoulidis, Oymak, "FedNest: Federated Bilevel, Minimax, and Compositional Optimization", ICML 2022, and the
-released code's description of its two variants (tau repeats of a local Neumann series and a local step on x).
+Reference: Tarzanagh, Li, Thrampoulidis, Oymak, "FedNest: Federated Bilevel, Minimax, and
+Compositional Optimization", ICML 2022, and the released code's description of its two variants
+(repeats of a local Neumann series and a local step on x).
 
-Deviations: (1) lam is a setting of its own and multiplies the series; the released code takes the upper step for it. (2) Steps are divided by
-tau_i, as in FedNest. (3) The released variant with SVRG in the steps on x (one more round) is not offered. (4) With a private x nothing
-travels in the last phase and the factor 1/m is dropped; with a local lower level y stays at its client. (5) tau on x may differ from tau on y
-(`num_upper_steps`), as in the released code.
+Deviations: (1) lam is a separate setting and multiplies the series; the released code uses the
+upper step. (2) Steps are divided by tau_i, as in FedNest. (3) The released variant with SVRG in the
+steps on x (one more round) is not offered. (4) With a private x nothing is sent in the last phase
+and the factor 1/m is dropped; with a local lower level y stays at its client. (5) tau on x may
+differ from tau on y (`num_upper_steps`), as in the released code.
 
-Bias: every client inverts its own Hessian, so with a global lower level and heterogeneous clients it settles where the mean of local
-hypergradients vanishes. With tau > 1 and constant steps the clients also drift.
+Bias: every client inverts its own Hessian. So with a global lower level and heterogeneous clients
+the method converges to the point where the mean of local hypergradients vanishes. With tau > 1 and
+constant steps the clients also drift.
 
-Cost per outer iteration: T + 1 rounds; floats up T d_y + d_x; per client g_y: T tau, H v: N tau_x, J v, f_x and f_y: tau_x (svrg: 2T + 1 rounds,
-2T d_y + d_x, g_y: T (1 + 2 tau)).
+Cost per outer iteration: T + 1 rounds. Floats up: T d_y + d_x. Per client: g_y: T tau, H v:
+N tau_x, J v, f_x and f_y: tau_x (svrg: 2T + 1 rounds, 2T d_y + d_x floats, g_y: T (1 + 2 tau)).
 """
 
 from __future__ import annotations

@@ -1,24 +1,36 @@
-"""Local-BSGVRM: variance-reduced local steps on x and y, variables and estimators averaged every p steps.
+"""Local-BSGVRM: variance-reduced local steps on x and y; variables and estimators are averaged.
 
-w_i and v_i are STORM estimators of client i's own hypergradient and of g_y. p steps t, the first from the means of x, y, w, v:
+Use it when every client has its own lower level and gradients are noisy, or as a baseline of local
+hypergradients. Do not use it for one model across clients that differ: it is biased there. It costs
+one round of 2 d_x + 2 d_y floats per outer iteration.
+
+w_i and v_i are STORM estimators of client i's own hypergradient and of g_y. Averages are taken
+every p steps. The p steps t, the first from the means of x, y, w, v, are
 
     x_i+ = x_i - gamma eta_t w_i,    y_i+ = y_i - lambda eta_t v_i
-    v_i <- g_y,i(x_i+, y_i+) + (1 - c_1 eta_t^2) [v_i - g_y,i(x_old, y_old)]           the same sample in both gradients
-    w_i <- h_i(x_i+, y_i+) + (1 - c_2 eta_t^2) [w_i - h_i(x_old, y_old)]               the same samples and k in both
+    v_i <- g_y,i(x_i+, y_i+) + (1 - c_1 eta_t^2) [v_i - g_y,i(x_old, y_old)]
+    w_i <- h_i(x_i+, y_i+) + (1 - c_2 eta_t^2) [w_i - h_i(x_old, y_old)]
     h_i = f_x,i - J_i K theta prod_{j=1..k} (I - theta H_i) f_y,i,   k uniform in {0..K-1}
 
-Reference: Gao, "On the Convergence of Momentum-Based Algorithms for Federated Stochastic Bilevel Optimization Problems", 2022. The update
-is written from memory of the literature, as AdaFBiO with A = B = I, and does not claim a faithful reproduction.
+with the same sample in both gradients, and the same samples and k in both h_i.
 
-Deviations: (1) eta_t is AdaFBiO's schedule; a large `offset` with a `step_scale` to match makes it constant. (2) As in AdaFBiO the old
-point of the first step after a sync is the client's own, before averaging. (3) `hypergradient="local-neumann-sum"` is this project's
-own: the mean over k. (4) What a scope keeps at the client is neither averaged nor sent, and the factor 1/m of a private x is dropped.
+Reference: Gao, "On the Convergence of Momentum-Based Algorithms for Federated Stochastic Bilevel
+Optimization Problems", 2022. The update is written from memory of the literature, as AdaFBiO with
+A = B = I, and does not claim a faithful reproduction.
 
-Bias: every client inverts its own Hessian, so with a global lower level and heterogeneous clients it settles where the mean of local
-hypergradients vanishes. With p > 1 clients also drift by about c_2 eta^2 times their heterogeneity.
+Deviations: (1) eta_t is AdaFBiO's schedule; a large `offset` with a matching `step_scale` makes it
+constant. (2) As in AdaFBiO the old point of the first step after a sync is the client's own, before
+averaging. (3) `hypergradient="local-neumann-sum"` is this project's own: the mean over k.
+(4) Values that a scope keeps at the client are neither averaged nor sent, and the factor 1/m of a
+private x is dropped.
 
-Cost per outer iteration: 1 round; 2 d_x + 2 d_y floats each way; per client and step 2 of g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2).
-Before the first: 1 round, d_x + d_y up, p estimates.
+Bias: every client inverts its own Hessian. So with a global lower level and heterogeneous clients
+the method converges to the point where the mean of local hypergradients vanishes. With p > 1
+clients also drift by about c_2 eta^2 times their heterogeneity.
+
+Cost per outer iteration: 1 round; 2 d_x + 2 d_y floats each way; per client and step 2 of each of
+g_y, f_x, f_y, J v and 2k of H v (sum: 2K - 2). Before the first outer iteration: 1 round, d_x + d_y
+floats up, p estimates.
 """
 
 from __future__ import annotations

@@ -1,30 +1,40 @@
-"""First-order penalty method: two lower variables in place of second derivatives.
+"""First-order penalty method: two lower variables replace second derivatives.
 
-With y_lam(x) = argmin_y f + lam g and z(x) = argmin_y g, the gradient of min_y [f + lam (g - min_z g)] is
+Use it when second derivatives are unavailable or expensive. It works for all scopes and for clients
+that differ, and its error is proportional to 1/lam. It costs one round of d_x + 2 d_y floats per
+outer iteration and six gradients per local step.
+
+With y_lam(x) = argmin_y f + lam g and z(x) = argmin_y g, the gradient of
+min_y [f + lam (g - min_z g)] is
 
     f_x(x, y_lam) + lam (g_x(x, y_lam) - g_x(x, z))
 
-and tends to the hypergradient as the penalty weight lam grows. Every client, at its own (x_i, y_i, z_i), for I local steps (simultaneous
-update), then one round: x, y, z <- means.
+and tends to the hypergradient as the penalty weight lam grows. Every client takes I local steps at
+its own (x_i, y_i, z_i) (simultaneous update), then one round: x, y, z <- means.
 
     y_i <- y_i - gamma / (1 + lam) * (f_y,i(x_i, y_i) + lam g_y,i(x_i, y_i))
     z_i <- z_i - gamma * g_y,i(x_i, z_i)
     x_i <- x_i - eta * (f_x,i(x_i, y_i) + lam (g_x,i(x_i, y_i) - g_x,i(x_i, z_i)))
 
-lam = min(lam_max, lam_0 growth^t + increment t) in outer iteration t = 0, 1, ...; constant unless asked otherwise.
+In outer iteration t = 0, 1, ... the weight is lam = min(lam_max, lam_0 r^t + b t) with
+`penalty_growth` r and `penalty_increment` b; by default it is constant.
 
-Reference: Kwon, Kwon, Wright, Nowak, "A Fully First-Order Method for Stochastic Bilevel Optimization", ICML 2023 (F2SA), in the federated
-single-loop form of its followers (MemFBO, FedBOB). The update is written from memory of the literature and does not claim a faithful
+Reference: Kwon, Kwon, Wright, Nowak, "A Fully First-Order Method for Stochastic Bilevel
+Optimization", ICML 2023 (F2SA), in the federated single-loop form of its followers (MemFBO,
+FedBOB). The update is written from memory of the literature and does not claim a faithful
 reproduction of any of them.
 
-Deviations: (1) the step of y is divided by 1 + lam, so that one gamma serves every lam. (2) g_y at y and z, and g_x at y and z, share
-their samples: their differences are of the order of 1/lam and are multiplied by lam. (3) z travels as d = z - y, so that a client which
-joins late and finds d = 0 starts z where y starts. (4) With a private x the step is without the factor 1/m of the stacked problem and x
+Deviations: (1) The step of y is divided by 1 + lam, so that one gamma serves every lam. (2) g_y at
+y and z, and g_x at y and z, share their samples: their differences are of the order of 1/lam and
+are multiplied by lam. (3) z is sent as d = z - y, so that a client which joins late and finds d = 0
+starts z at y. (4) With a private x the step is without the factor 1/m of the stacked problem and x
 stays; with a local lower level y_i and z_i stay at their client.
 
-Bias: a constant lam settles at a distance O(1/lam) from the solution. With I > 1 and constant steps the clients drift.
+Bias: a constant lam converges to a point at a distance O(1/lam) from the solution. With I > 1 and
+constant steps the clients drift.
 
-Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of g_x, 1 of f_x and f_y, no H v, no J v.
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of
+g_x, 1 of f_x and f_y, no H v, no J v.
 """
 
 from __future__ import annotations

@@ -1,24 +1,36 @@
-"""pFedMe on the lower level alone: personal models near a common one, which descends the mean of Moreau envelopes. x stays where it starts.
+"""pFedMe on the lower level alone: personal models near a common model; x stays as it starts.
 
-Client i, from w_i = theta_i = w, for I local rounds, each on one minibatch:
+Use it when you need a baseline for personalisation with one model per client near a common one. It
+trains y only, and measures the personal models. It costs one round of d_y floats per outer
+iteration, and I K gradients per client.
 
-    theta_i <- theta_i - gamma * (g_y,i(x_0, theta_i) + lambda (theta_i - w_i))   K times:  about argmin_t g_i(t) + lambda/2 |t - w_i|^2
+The common model descends the mean of Moreau envelopes. Client i starts from w_i = theta_i = w and
+takes I local rounds, each on one minibatch:
+
+    theta_i <- theta_i - gamma * (g_y,i(x_0, theta_i) + lambda (theta_i - w_i))   K times
     w_i <- w_i - eta lambda (w_i - theta_i)
 
-Then one round: w <- (1 - beta) w + beta mean w_i. theta_i is the personal model: it is what is measured, and it never leaves its client.
+The first line approximates argmin_t g_i(t) + lambda/2 |t - w_i|^2. Then one round:
+w <- (1 - beta) w + beta mean w_i. theta_i is the personal model: it is measured, and it never
+leaves its client.
 
-Reference: T Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020. Written from memory of the literature, not
-from the paper's text: no faithful reproduction is claimed. The HGP paper takes lambda = 1, which is the default.
+Reference: T Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS
+2020. Written from memory of the literature, not from the paper's text: no faithful reproduction is
+claimed. The HGP paper takes lambda = 1, which is the default.
 
-Deviations: (1) K gradient steps instead of a solution up to a given accuracy; theta_i goes on from local round to local round and starts again
-at w in every outer iteration. (2) The server's step is written at the clients, as row = (1 - beta) w + beta w_i: the mean of the rows is the
-same number, and the same source serves a lower level that stays at its client. (3) Clients are averaged by the problem's weights; who is not in
-the cohort keeps the theta_i of its last round (at first the initial point). (4) With a local lower level w is not averaged either.
+Deviations: (1) K gradient steps replace a solution up to a given accuracy; theta_i persists over
+the local rounds and restarts at w in every outer iteration. (2) The server's step is computed at
+the clients, as (1 - beta) w + beta w_i: the mean of these rows is the same number, and the same
+source serves a lower level that stays at its client. (3) Clients are averaged by the problem's
+weights. A client outside the cohort keeps the theta_i of its last round (at first the initial
+point). (4) With a local lower level w is not averaged either.
 
-Bias: theta_i is short of the prox by a factor (1 - gamma (mu + lambda))^K of where it started; with I > 1 and constant steps w drifts by a distance
-proportional to eta. Steps are stable for gamma (L + lambda) < 2 and eta lambda < 2.
+Bias: theta_i differs from the prox by the factor (1 - gamma (mu + lambda))^K of its initial
+distance. With I > 1 and constant steps w drifts by a distance proportional to eta. Steps are stable
+for gamma (L + lambda) < 2 and eta lambda < 2.
 
-Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x that never changes); per client I K of g_y.
+Cost per outer iteration: 1 round; d_y floats up, d_y down (and d_x once, for the constant x); per
+client I K of g_y.
 """
 
 from __future__ import annotations

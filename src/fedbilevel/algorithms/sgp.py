@@ -1,17 +1,23 @@
-"""Stochastic gradient push on the lower level alone: x stays where it starts. FedAvg without a server, on any network that connects.
+"""Stochastic gradient push on the lower level alone: FedAvg without a server; x stays as it starts.
+
+Use it when there is only a model y to train and no server, on any connected network, directed or
+changing. It costs T pushes of d_y + 1 floats per out-edge in an outer iteration.
 
 Every peer holds (z_i, w_i) and reads y_i = z_i / w_i:
 
     z_i <- z_i - gamma * p_i * g_y,i(x_0, y_i);   then one push of (z_i, w_i)
 
-Reference: Nedic, Olshevsky, "Stochastic gradient-push for strongly convex functions on time-varying directed graphs", IEEE TAC 2016; Assran,
-Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019 (Algorithm 1, the order used here: step, then push).
+Reference: Nedic, Olshevsky, "Stochastic gradient-push for strongly convex functions on time-varying
+directed graphs", IEEE TAC 2016; Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for
+Distributed Deep Learning", ICML 2019 (Algorithm 1, the order used here: step, then push).
 
-Deviations: (1) clients count by the problem's weights p_i, which are one by default. (2) `lower_schedule="milestones"` multiplies the step by 0.1 after
-5/6 and again after 11/12 of the lower steps (500 and 550 of 600), as in the personalisation experiments of Terashita and Hara, 2023.
+Deviations: (1) Clients count by the problem's weights p_i, which are one by default.
+(2) `lower_schedule="milestones"` multiplies the step by 0.1 after 5/6 and again after 11/12 of the
+lower steps (500 and 550 of 600), as in the personalisation experiments of Terashita and Hara, 2023.
 (3) With a local lower level nothing is pushed, so every client trains alone.
 
-Bias: with constant steps and heterogeneous clients, y_i settle at a distance proportional to the step from y* and from each other.
+Bias: with constant steps and heterogeneous clients, the y_i converge to points at a distance
+proportional to the step from y* and from each other.
 
 Cost per outer iteration: T pushes of d_y + 1 floats per out-edge; per client T of g_y.
 """

@@ -1,21 +1,30 @@
-"""ShroFBO: SimFBO for clients that do unequal amounts of local work; every client counts the same, whatever its tau_i.
+"""ShroFBO: SimFBO for clients with unequal amounts of local work; every client counts the same.
 
-As SimFBO, but the sums of directions are divided by the client's own amount of work and multiplied by the average amount:
+Use it when clients take different numbers of local steps, with a server and for all scopes. It
+costs the same as SimFBO, one round of d_x + 2 d_y floats per outer iteration, and removes SimFBO's
+bias towards clients that do more work.
 
-    q_x <- (rho / |a_i|_1) q_x, and likewise q_y and q_u,      |a_i|_1 = tau_i,      rho = mean of |a_i|_1 over all clients
+The method is SimFBO, but the sums of directions are divided by the client's own amount of work and
+multiplied by the average amount:
 
-so that the means no longer weigh client i by tau_i. rho is a constant: it does not depend on who is in the cohort.
+    q_x <- (rho / |a_i|_1) q_x,   and likewise q_y and q_u
+    |a_i|_1 = tau_i,   rho = mean of |a_i|_1 over all clients
 
-Reference: Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel Learning", NeurIPS 2023. The
-update is written from memory of the literature, not from the paper's text: no faithful reproduction is claimed.
+so that the means no longer weigh client i by tau_i. rho is a constant: it does not depend on the
+cohort.
 
-Deviations: those of SimFBO, and (6) rho counts every client the same, also where the problem weighs clients by samples: it is one
-factor of the server's steps, not a weight.
+Reference: Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated
+Bilevel Learning", NeurIPS 2023. The update is written from memory of the literature, not from the
+paper's text: no faithful reproduction is claimed.
 
-Bias: with tau > 1 and constant steps the clients drift: the distance to the solution is proportional to the local step, also for
-unequal tau_i, where SimFBO's is not.
+Deviations: those of SimFBO, and (6) rho counts every client the same, also where the problem weighs
+clients by samples: it is one factor of the server's steps, not a weight.
 
-Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y, f_x, f_y, H u, J u.
+Bias: with tau > 1 and constant steps the clients drift. The distance to the solution is
+proportional to the local step, also for unequal tau_i, where SimFBO's is not.
+
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y,
+f_x, f_y, H u, J u.
 """
 
 from __future__ import annotations

@@ -1,28 +1,37 @@
-"""SimFBO: local steps on x, y and u at once; clients send sums of their directions, the server steps with step sizes of its own.
+"""SimFBO: local steps on x, y and u at once, with separate step sizes for clients and server.
+
+Use it when you want FedBiO with separate steps of the server, or a cohort of the clients in each
+round. It works for all scopes. It costs one round of d_x + 2 d_y floats per outer iteration. With
+unequal numbers of local steps take ShroFBO instead.
 
 Client i, from the broadcast (x, y, u), takes tau_i simultaneous local steps, k = 0..tau_i-1:
 
-    d_x = f_x,i - J_i u_i,  d_y = g_y,i,  d_u = H_i u_i - f_y,i             at its own (x_i, y_i, u_i)
+    d_x = f_x,i - J_i u_i,   d_y = g_y,i,   d_u = H_i u_i - f_y,i       at its own (x_i, y_i, u_i)
     x_i <- x_i - eta_x d_x,   y_i <- y_i - eta_y d_y,   u_i <- u_i - eta_u d_u
 
 and sends q_x, q_y, q_u: the sums over k of d_x, d_y, d_u. Then one round:
 
     x <- x - gamma_x mean q_x,   y <- y - gamma_y mean q_y,   u <- P_r(u - gamma_u mean q_u)
 
-Reference: Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel Learning", NeurIPS 2023. The
-update is written from memory of the literature, not from the paper's text: no faithful reproduction is claimed.
+Reference: Yang, Xiao, Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated
+Bilevel Learning", NeurIPS 2023. The update is written from memory of the literature, not from the
+paper's text: no faithful reproduction is claimed.
 
-Deviations: (1) the weights a_i^(k) of the local directions are all one. (2) The server's steps are given as factors of the local ones:
-gamma = server_lr * eta; with factors of one, equal tau and no radius this is FedBiO. (3) The server's step is written at the clients, as
-row = start - gamma q: the mean of the rows is the same number, and the same source serves variables that stay at their clients. P_r
-is therefore applied to the mean where it is next used, so the u of the state is not projected yet. (4) A cohort is averaged by weights
-that sum to one over the cohort, not by (m/|S|) p_i, which differ when clients are weighted by samples. (5) With a private x the
-factor 1/m is dropped; with a local lower level y_i and u_i stay at their client.
+Deviations: (1) The weights a_i^(k) of the local directions are all one. (2) The server's steps are
+given as factors of the local ones, gamma / eta. With factors of one, equal tau and no radius this
+is FedBiO. (3) The server's step is computed at the clients, as their start minus gamma q: the mean
+of these rows is the same number, and the same source serves variables that stay at their clients.
+P_r is therefore applied to the mean at its next use, so the u of the state is not projected yet.
+(4) A cohort is averaged by weights that sum to one over the cohort, not by (m/|S|) p_i, which
+differ when clients are weighted by samples. (5) With a private x the factor 1/m is dropped; with a
+local lower level y_i and u_i stay at their client.
 
-Bias: with unequal tau_i the means weigh client i by tau_i, so the limit solves that weighted problem for every step size (see
-ShroFBO). With tau > 1 and constant steps the clients drift: the distance to the limit is proportional to the local step.
+Bias: with unequal tau_i the means weigh client i by tau_i, so the limit solves that weighted
+problem for every step size (see ShroFBO). With tau > 1 and constant steps the clients drift: the
+distance to the limit is proportional to the local step.
 
-Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y, f_x, f_y, H u, J u.
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i of each of g_y,
+f_x, f_y, H u, J u.
 """
 
 from __future__ import annotations

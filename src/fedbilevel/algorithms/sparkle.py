@@ -1,30 +1,40 @@
-"""SPARKLE: one loop over x, y and u between peers, each exchanged once per iteration, with a correction of what heterogeneous clients do to gossip.
+"""SPARKLE: one loop over x, y and u between peers, with a correction for heterogeneous clients.
 
-Every peer takes the directions d = (f_x,i - J_i u_i, g_y,i, H_i u_i - f_y,i) at its own (x_i, y_i, u_i). With W one exchange and a the step of a sequence
-s in {x, y, u}:
+Use it when there is no server and the network is undirected (with `exchange="push"` also directed).
+It works for all scopes and, with a correction, converges to the exact solution. It costs one
+exchange with the neighbours per outer iteration.
 
-    none                s <- W (s - a d)                                                  (D-SOBA)
-    gradient_tracking   t <- W t_before + d - d_before;   s <- W (s - a t)
-    exact_diffusion     p <- s - a d;   s <- (I + W)/2 (p + s - p_before)
-    extra               s <- s + W s - (I + W_before)/2 s_before - (a d - a_before d_before)
+Every peer computes the directions d = (f_x,i - J_i u_i, g_y,i, H_i u_i - f_y,i) at its own
+(x_i, y_i, u_i). With W one exchange, and for each sequence s in {x, y, u} with its step a > 0:
+
+    `none`                s <- W (s - a d)                                           (D-SOBA)
+    `gradient_tracking`   t <- W t_before + d - d_before;   s <- W (s - a t)
+    `exact_diffusion`     p <- s - a d;   s <- (I + W)/2 (p + s - p_before)
+    `extra`               s <- s + W s - (I + W_before)/2 s_before - (a d - a_before d_before)
 
 The first iterations have t = d, p_before = s and s <- W s - a d.
 
-`exchange="gossip"` uses the doubly stochastic W of an undirected network. `exchange="push"` is for directed ones: s and t are pushed with the weights w,
-and directions are taken at s / w (gradient tracking as in Push-DIGing; this project's own for bilevel problems).
+`exchange="gossip"` uses the doubly stochastic W of an undirected network. `exchange="push"` is for
+directed networks: s and t are pushed with the weights w, and directions are taken at s / w
+(gradient tracking as in Push-DIGing; this project's own for bilevel problems).
 
-Reference: Zhu, Kong, Lu, Li, Lu, Fang, Yuan, "SPARKLE: A Unified Single-Loop Primal-Dual Framework for Decentralized Bilevel Optimization", NeurIPS 2024; Kong,
-Zhu, Lu, Huang, Yuan, "Decentralized Bilevel Optimization over Graphs: Loopless Algorithmic Update and Transient Iteration Complexity", 2024 (D-SOBA);
-Nedic, Olshevsky, Shi, "Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM J. Optim. 2017 (Push-DIGing).
+Reference: Zhu, Kong, Lu, Li, Lu, Fang, Yuan, "SPARKLE: A Unified Single-Loop Primal-Dual Framework
+for Decentralized Bilevel Optimization", NeurIPS 2024; Kong, Zhu, Lu, Huang, Yuan, "Decentralized
+Bilevel Optimization over Graphs: Loopless Algorithmic Update and Transient Iteration Complexity",
+2024 (D-SOBA); Nedic, Olshevsky, Shi, "Achieving geometric convergence for distributed optimization
+over time-varying graphs", SIAM J. Optim. 2017 (Push-DIGing).
 
-Deviations: written from the abstracts and the known recursions, not from the authors' code. (1) No moving average of the hypergradient. (2) Gradient
-tracking exchanges s and t in one message (t one step behind), so that an iteration is one round. (3) Clients count by the problem's weights. (4) A private x
-is not exchanged and takes plain gradient steps. (5) exact_diffusion and extra need gossip.
+Deviations: written from the abstracts and the known recursions, not from the authors' code. (1) No
+moving average of the hypergradient. (2) Gradient tracking exchanges s and t in one message (t one
+step behind), so that an iteration is one round. (3) Clients count by the problem's weights. (4) A
+private x is not exchanged and takes plain gradient steps. (5) `exact_diffusion` and `extra` need
+gossip.
 
-Bias: without a correction and with constant steps the peers settle at a distance proportional to the step; with one they reach the solution.
+Bias: without a correction and with constant steps the peers converge to points at a distance
+proportional to the step; with a correction they reach the solution.
 
-Cost per outer iteration: 1 round; per out-edge d_x + 2 d_y floats, twice as many for sequences with gradient tracking, one more with push; per client 1 of
-each of g_y, f_x, f_y, H u, J u.
+Cost per outer iteration: 1 round; per out-edge d_x + 2 d_y floats, twice as many for sequences with
+gradient tracking, one more with push; per client 1 of each of g_y, f_x, f_y, H u, J u.
 """
 
 from __future__ import annotations
