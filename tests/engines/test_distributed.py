@@ -1,6 +1,6 @@
 """Several processes against one: the same trajectory, the same bill, the same files; and an end for all of them when one fails, dies or freezes.
 
-The ranks themselves are in `rank_cases`, whose worlds are started once for all tests.
+The ranks themselves are in `support.ranks`, whose worlds are started once for all tests.
 """
 
 import json
@@ -58,7 +58,7 @@ def worlds(tmp_path_factory, simulated):
             place.mkdir(parents=True)
             for file in (simulated / place.name).iterdir():
                 (place / file.name).write_bytes(file.read_bytes())
-    call = f"import rank_cases; rank_cases.start({str(folder)!r}, {', '.join(repr(str(size)) for size in SIZES)}, 'frozen')"
+    call = f"from support import ranks; ranks.start({str(folder)!r}, {', '.join(repr(str(size)) for size in SIZES)}, 'frozen')"
     done = subprocess.run([sys.executable, "-c", call], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     errors = [path.read_text() for path in sorted(folder.glob("*/*.error"))]

@@ -1,6 +1,6 @@
 """What `test_distributed` runs in several processes. `start` forks the ranks of every world one after the other, so that torch is imported once.
 
-    python -c "import rank_cases; rank_cases.start(FOLDER, SIZE, ...)"
+    python -c "from support import ranks; ranks.start(FOLDER, SIZE, ...)"
 
 Every rank writes what it saw to FOLDER/SIZE/rankR.json; the records of rank 0 lie beside it, and are what the simulator's are compared with.
 """
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "fedbio": (FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)), with_figures, NOISY),
     "fbo_aggitd": (
         FBOAggITD(lr_lower=0.1, lr_system=0.1, num_lower_rounds=2, num_local_steps=2, estimator="sampled"),
-        quadratic,
+        lambda: quadratic(weights="by_samples"),
         {**NOISY, "cohort": Cohort(0.6, replacement=True)},
     ),
     "fedbioacc": (FedBiOAcc(num_local_steps=2, delta=10.0, offset=1e3), quadratic, NOISY),
@@ -111,7 +111,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         cleaning,
         {**NOISY, **SHUFFLED, "cohort": Cohort(0.5)},
     ),
-    "fednest": (FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5)}),
+    "fednest": (
+        FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2),
+        lambda: quadratic(weights="by_samples", num_samples=1),
+        {**NOISY, "cohort": Cohort(0.6)},
+    ),
     "clustered_fl": (ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6), quadratic, NOISY),
     "commfedbio": (CommFedBiO(num_kept=2, num_local_steps=2), quadratic, {**NOISY, "drops": some_missing}),
     "fedavg_plus": (FedAvgPlus(num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5), "sampling": "epochs"}),

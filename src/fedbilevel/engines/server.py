@@ -17,6 +17,7 @@ from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.sampling import Sampler
 from fedbilevel.oracle.population import total
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
@@ -50,8 +51,8 @@ class Server:
         self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
         self.place_of = ids.argsort()  # by number
-        self.weights_by_place, self.weights = weights, weights[self.place_of]
         self.cohort = cohort.checked()
+        self._set_weights(weights)
         if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
             raise SettingError(
                 f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort()."
@@ -97,7 +98,7 @@ class Server:
 
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
         """Sums are divided once."""
-        weights = times * self.weights_by_place[places]
+        weights = self._counts(places, times)
         whole = float(weights.sum())
         totals = self._summed(sent, places, weights)
         return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
@@ -216,25 +217,18 @@ class Server:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
+    def _set_weights(self, weights: Tensor) -> None:
+        """weights: how much each client counts in a mean over all clients, by place."""
+        self.weights_by_place, self.weights = weights, weights[self.place_of]
+        self._sampler = Sampler(self.cohort, self.weights)
+
+    def _counts(self, places: Tensor, times: Tensor) -> Tensor:
+        """How much these members of the cohort, each drawn so many times, count in its mean."""
+        return times * self._sampler.member_weights[self.ids[places]]
+
     def _draw_cohort(self) -> None:
-        n, size = self.num_clients, self.cohort.size(self.num_clients)
         self._draws += 1
-        if self.cohort.replacement:
-            drawn = self.stream.integers(
-                "cohort",
-                torch.tensor([SERVER]),
-                torch.tensor([n]),
-                iteration=self.iteration,
-                call=self._draws,
-                steps=range(1),
-                width=size,
-            )
-            numbers, times = drawn.reshape(-1).unique(return_counts=True)
-        elif size == n:
-            numbers, times = torch.arange(n), torch.ones(n, dtype=torch.int64)
-        else:
-            numbers = self.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws, first=size)
-            times = torch.ones(size, dtype=torch.int64)
+        numbers, times = self._sampler.draw(self.stream, self.iteration, self._draws)
         self._positions, sorting = self.place_of[numbers].sort()
         self._times = times[sorting]
 

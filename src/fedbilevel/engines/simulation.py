@@ -85,9 +85,8 @@ class Simulation(Hosting, Server):
     ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
         values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
-        weights = (
-            self.roster.within(places, times * self.weights_by_place[places]) if means and not self.kept_names else None
-        )
+        only_means = means and not self.kept_names
+        weights = self.roster.within(places, self._counts(places, times)) if only_means else None
         answers = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
         for name, value in answers.items():
             if name in self.kept_names and value is not None:

@@ -98,7 +98,7 @@ class Federation(Protocol):
     num_clients: int
     iteration: int
     ledger: Ledger
-    weights: Tensor  # (n,) how much each client counts in a mean, by client number
+    weights: Tensor  # (n,) how much each client counts in a mean over all clients, by client number
 
     def initial(self) -> tuple[Any, Any]:
         """x and y at the start, each by its scope; no round."""
