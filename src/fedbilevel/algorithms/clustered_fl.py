@@ -24,13 +24,13 @@ Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.federation.algorithm import Federation
+from fedbilevel.federation.algorithm import Federation, Variable
 from fedbilevel.settings import setting
 
 
@@ -52,7 +52,7 @@ class ClusteredFL(FedAvg):
     }
 
     class State(NamedTuple):
-        x: Any
+        x: Variable
         y: Tensor  # (n, d_y): the y of each client's cluster, by client number
         cluster: Tensor  # (n,) the number of each client's cluster
         unit: float | None  # the length that tolerances are multiples of; None before it is known

@@ -30,13 +30,13 @@ num_local_steps, f_x: 1, J v: 1, f_y: R, H v: R (sketch: f_y 1, H v r + 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd, fedmbo
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Sparse, linear_phase, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Sparse, Variable, linear_phase, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -76,9 +76,9 @@ class CommFedBiO(ServerAlgorithm):
     }
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Variable
+        u: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

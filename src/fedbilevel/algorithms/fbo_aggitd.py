@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -83,8 +83,8 @@ class FBOAggITD(ServerAlgorithm):
     lower_space = ("y", "q", "z")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,11 +16,11 @@ Cost per outer iteration: 1 round; d_y floats up, d_y down (d_x once, for the x 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -31,8 +31,8 @@ class FedAvg(ServerAlgorithm):
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

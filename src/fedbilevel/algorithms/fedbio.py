@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -63,9 +63,9 @@ class FedBiO(ServerAlgorithm):
     lower_space = ("y", "u")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Variable
+        u: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -143,12 +143,12 @@ class FedBiOAcc(ServerAlgorithm):
     lower_space = ("y", "u", "om", "q")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
-        nu: Any
-        om: Any
-        q: Any
+        x: Variable
+        y: Variable
+        u: Variable
+        nu: Variable
+        om: Variable
+        q: Variable
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,11 +27,11 @@ Cost per outer iteration: 1 round; d_y floats up, d_y down, x never travels; per
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -47,8 +47,8 @@ class FedEM(ServerAlgorithm):
     }
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

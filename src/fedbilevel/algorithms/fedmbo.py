@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -62,8 +62,8 @@ class FedMBO(ServerAlgorithm):
     lower_space = ("y", "p")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

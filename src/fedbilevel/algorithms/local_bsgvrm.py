@@ -24,10 +24,10 @@ Before the first: 1 round, d_x + d_y up, p estimates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedbilevel.algorithms import _local_neumann, adafbio
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable
 from fedbilevel.settings import setting
 
 
@@ -53,10 +53,10 @@ class LocalBSGVRM(ServerAlgorithm):
     warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        w: Any
-        v: Any
+        x: Variable
+        y: Variable
+        w: Variable
+        v: Variable
 
     def init(self, fed: Federation) -> State:
         adafbio.check_steps(self, fed.num_clients)

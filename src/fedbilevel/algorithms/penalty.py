@@ -31,12 +31,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -59,9 +59,9 @@ class Penalty(ServerAlgorithm):
     lower_space = ("y", "d")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        d: Any
+        x: Variable
+        y: Variable
+        d: Variable
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,13 +28,13 @@ Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client tau_i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -66,9 +66,9 @@ class SimFBO(ServerAlgorithm):
     lower_space: ClassVar[tuple[str, ...]] = ("y", "u")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Variable
+        u: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

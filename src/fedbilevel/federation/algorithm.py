@@ -63,7 +63,8 @@ class Sparse(NamedTuple):
     num_kept: int
 
 
-Value = Tensor | Kept | int | float | str | None  # numbers and words travel in the header; None is not sent
+Variable = Tensor | Kept  # a vector at the server, or rows that stay at the clients: the scope of the problem decides
+Value = Variable | int | float | str | None  # numbers and words travel in the header; None is not sent
 
 
 class Cohort(NamedTuple):
