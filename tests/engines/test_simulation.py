@@ -20,7 +20,7 @@ from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, ProblemError, SettingError
 from fedbilevel.federation.algorithm import Cohort, Kept, ServerAlgorithm, phase
-from fedbilevel.federation.clients import Host
+from fedbilevel.federation.host import Host
 from fedbilevel.oracle import population
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.tasks.data_cleaning import DataCleaning

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation import network as module
-from fedbilevel.federation.network import GivenNetwork, Mixing, Network, fastest_mixing, metropolis
+from fedbilevel.federation.mixing import Mixing, fastest_mixing, metropolis
+from fedbilevel.federation.network import GivenNetwork, Network
 from fedbilevel.federation.network import given as given_network
 from fedbilevel.problem.draws import Stream
 

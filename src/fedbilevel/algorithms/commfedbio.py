@@ -77,8 +77,8 @@ class CommFedBiO(ServerAlgorithm):
 
     class State(NamedTuple):
         x: Variable
-        y: Variable
-        u: Variable
+        y: Tensor  # a local lower level is refused, so that y and u are at the server
+        u: Tensor
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

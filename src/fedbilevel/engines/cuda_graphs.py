@@ -24,7 +24,7 @@ from fedbilevel.federation.clients import Bill, Clients
 from fedbilevel.oracle.oracle import one_row
 
 if TYPE_CHECKING:
-    from fedbilevel.federation.clients import Host
+    from fedbilevel.federation.host import Host
 
 Result = dict[str, Any]
 _TIMES = 3  # occurrences after which a phase is captured

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
-from fedbilevel.engines.ranks import Group, hosted
+from fedbilevel.engines.ranks import Group
+from fedbilevel.engines.roster import hosted
 from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps, spread, waiting

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.engines.ranks import Hosting
+from fedbilevel.engines.roster import Hosting
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.federation.averaging import Averaging

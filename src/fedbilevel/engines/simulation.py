@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.cuda_graphs import Captures
-from fedbilevel.engines.ranks import Group, Hosting, hosted
+from fedbilevel.engines.ranks import Group
+from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.clients import BatchSize
