@@ -105,6 +105,12 @@ def compare(ours, theirs, *, exact):
         assert row == {**wanted_row, **looked, **rest}
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_keep_the_contract_of_an_engine(worlds, size):
+    for one in seen(worlds, size):
+        assert one["contract"] == [""] * 4
+
+
 @pytest.mark.parametrize(
     ("size", "name"), [(size, name) for size in SIZES for name in dict.fromkeys(case for case, *_ in compared(size))]
 )

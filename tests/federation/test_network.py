@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbilevel.errors import NetworkError, SettingError
-from fedbilevel.federation import network as module
+from fedbilevel.federation import mixing as module
 from fedbilevel.federation.mixing import Mixing, fastest_mixing, metropolis
 from fedbilevel.federation.network import GivenNetwork, Network
 from fedbilevel.federation.network import given as given_network

@@ -37,6 +37,7 @@ from fedbilevel.algorithms.sparkle import Sparkle
 from fedbilevel.cli.main import main
 from fedbilevel.cli.terminal import complaints, console
 from fedbilevel.engines import distributed, simulate
+from fedbilevel.engines.contract import check_engine
 from fedbilevel.errors import FedBilevelError, RankLostError, ScopeWarning
 from fedbilevel.federation.algorithm import Cohort, phase
 from fedbilevel.federation.averaging import Averaging
@@ -303,6 +304,24 @@ def counted(size: int) -> dict[str, Any]:
     return seen
 
 
+def contract() -> list[str]:
+    """What the contract of an engine says of the ranks, with a server and between peers; empty lines where it is kept."""
+    group, options = distributed.join(), {"dtype": torch.float64, "strategy": "loop", **NOISY}
+    weighted = lambda: quadratic(weights="by_samples")
+    reports = []
+    for algorithm, build, more in (
+        (FedBiO(num_local_steps=2), weighted, {}),
+        (FedBiOAcc(num_local_steps=2, delta=10.0, offset=1e3), weighted, {"cohort": Cohort(0.5)}),
+        (AdaFBiO(num_local_steps=2, num_terms=2), lambda: quadratic(upper="private"), {}),
+        (SGP(num_lower_steps=2), weighted, {"network": DIRECTED}),
+    ):
+        built = build()
+        engine = simulate(algorithm, *built, group=group, **options, **more)
+        report = check_engine(engine, built.clients, show=False)
+        reports.append("" if report.ok else str(report))
+    return reports
+
+
 def commands(folder: Path) -> dict[str, list[str]]:
     fedbio = ["quadratic", "-a", "fedbio", "--num-clients", "3", "--strategy", "loop", "--checkpoint-every", "1"]
     return {
@@ -362,6 +381,7 @@ def rank(folder: Path, size: int) -> None:
         go(name, EXACT, 4, record=place(f"{name}-begun"), resume=True, engine="distributed")
     seen["failures"] = failures(folder, size)
     seen["counted"] = counted(size)
+    seen["contract"] = contract()
     seen["command"] = {name: command(*args) for name, args in commands(folder).items()} if size == 2 else {}
     (folder / f"rank{me}.json").write_text(json.dumps(seen))
 
