@@ -88,13 +88,15 @@ def check_steps(self: Any, num_clients: int) -> None:
     if first > 1 or max(self.c1, self.c2) * first**2 >= 1:
         raise SettingError(
             f"{type(self).__name__}: with {num_clients} clients the first eta is {first:.3g} "
-            f"and the estimators forget by c1 eta^2 = {self.c1 * first**2:.3g} and c2 eta^2 = {self.c2 * first**2:.3g}, "
+            f"and the estimators forget by c1 eta^2 = {self.c1 * first**2:.3g} and c2 eta^2 = "
+            f"{self.c2 * first**2:.3g}, "
             "expected eta at most 1 and both weights below 1: lower step_scale, c1 or c2, or raise offset."
         )
 
 
 def accumulated(self: Any, past: Any, size: Callable[[Any], Any], now: Any, before: Any) -> Any:
-    """a or b after a sync: line 6, or eq. (6)-(7) with the previous sync's estimator; None before the first."""
+    """a or b after a sync: line 6, or eq. (6)-(7) with the previous sync's estimator; None before
+    the first."""
     if self.adaptive == "none":
         return None
     new = (1 - self.decay) * size(now if before is None or self.adaptive == "adam" else now - before)
@@ -170,7 +172,8 @@ def stepped(self: Any, eta_t: float, A: Tensor | float, B: Tensor | float, point
 
 
 def storm(self: Any, eta_t: float, est: Estimates, new: Estimates, before: Estimates) -> Estimates:
-    """The estimates at the new point; `new` and `before` are directions on the same samples, at the new and the old point."""
+    """The estimates at the new point. `new` and `before` are directions on the same samples, at the
+    new and the old point."""
     keep_w, keep = 1 - self.c2 * eta_t**2, 1 - self.c1 * eta_t**2
     s = new.s
     if new.s is not None and est.s is not None and before.s is not None:
@@ -196,7 +199,7 @@ class AdaFBiO(ServerAlgorithm):
     )
     adaptive: Literal["adam", "adabelief", "none"] = setting("adam", "how the adaptive matrices are generated")
     step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
-    offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
+    offset: int | None = setting(None, "offset of the schedule; None: max(100, number of clients)", symbol="n", least=0)
     c1: float = setting(1.0, "the estimators of y and u forget by c1 eta^2", symbol="c_1", above=0)
     c2: float = setting(1.0, "the estimator of the hypergradient forgets by c2 eta^2", symbol="c_2", above=0)
     damping: float = setting(0.01, "added to the adaptive matrices", symbol="rho", above=0)
@@ -235,7 +238,8 @@ class AdaFBiO(ServerAlgorithm):
         )
 
     def matrices(self, new: Any, a: Any, b: Any, w: Any, v: Any) -> tuple[Any, Any]:
-        """The accumulators of the averages; those of estimators that are kept at the clients come from there."""
+        """The accumulators of the averages; those of estimators that are kept at the clients come
+        from there."""
         return (
             accumulated(self, a, torch.square, new.w, w) if new.a is None else new.a,
             accumulated(self, b, norm, new.v, v) if new.b is None else new.b,

@@ -48,7 +48,8 @@ class ClusteredFL(FedAvg):
 
     needs_everyone = True
     refuses = {
-        "local": "every client then has a y of its own that stays there, so there is nothing to cluster: use fedavg, which trains each client alone"
+        "local": "every client then has a y of its own that stays there, so there is nothing to cluster: use "
+        "fedavg, which trains each client alone"
     }
 
     class State(NamedTuple):
@@ -91,8 +92,12 @@ class ClusteredFL(FedAvg):
 
 
 def _two_parts(change: Tensor) -> Tensor:
-    """(k,) bool: the part without the first client. The most similar pairs are joined until two parts are left. That is optimal: two parts that
-    separate any joined pair have its similarity across, which is at least the largest one across the parts found here. One client alone has no other part."""
+    """(k,) bool: the part without the first client. The most similar pairs are joined until two
+    parts are left.
+
+    That is optimal: two parts that separate any joined pair have its similarity across, which is at
+    least the largest one across the parts found here. A single client has no other part.
+    """
     direction = change / torch.linalg.vector_norm(change, dim=1, keepdim=True).clamp(min=torch.finfo(change.dtype).tiny)
     num = len(change)
     i, j = torch.triu_indices(num, num, offset=1)

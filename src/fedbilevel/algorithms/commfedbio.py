@@ -48,7 +48,8 @@ def top_k(rows: Tensor, k: int) -> Tensor:
 
 
 def orthonormal_rows(seed: int, num: int, like: Tensor) -> Tensor:
-    """(num, d) rows of a random rotation, the same wherever they are made; all d of them if num is larger."""
+    """(num, d) rows of a random rotation, the same wherever they are made; all d of them if num is
+    larger."""
     width = like.shape[-1]
     normal = torch.randn(width, min(num, width), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return torch.linalg.qr(normal).Q.T.to(like)
@@ -72,7 +73,8 @@ class CommFedBiO(ServerAlgorithm):
     upper_space = ("x",)
     lower_space = ("y", "u", "p")
     refuses = {
-        "local": "each client then solves its own linear system, nothing of it travels and there is nothing to compress; fedbio solves such problems"
+        "local": "each client then solves its own linear system, nothing of it travels and there is nothing "
+        "to compress; fedbio solves such problems"
     }
 
     class State(NamedTuple):

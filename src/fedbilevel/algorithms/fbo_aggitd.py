@@ -101,7 +101,8 @@ class FBOAggITD(ServerAlgorithm):
         return self.State(fed.mean(self.upper_steps, x=state.x, y=y, h=h).x, y)
 
     def estimate(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """The hypergradient at x along the lower path that starts at y, and the end y^N of that path."""
+        """The hypergradient at x along the lower path that starts at y, and the end y^N of that
+        path."""
         z, N = None, self.num_lower_rounds
         Q = fed.draw("Q", N + 1) if self.estimator == "sampled" else 0
         for t in range(N + 1):

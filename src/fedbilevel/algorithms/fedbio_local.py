@@ -37,7 +37,8 @@ from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 REFUSES = {
-    "global": "it solves a linear system with the Hessian of each client alone, and the mean of those hypergradients is not the hypergradient of the "
+    "global": "it solves a linear system with the Hessian of each client alone, and the mean of those "
+    "hypergradients is not the hypergradient of the "
     "mean: use fedbio or fedbioacc, or scopes with a local lower level"
 }
 

@@ -39,7 +39,8 @@ from fedbilevel.settings import setting
 
 
 def local_hypergradient(clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
-    """f_x,i - J_i p of every client; its mean is the hypergradient when p is the solution of the mean system."""
+    """f_x,i - J_i p of every client; its mean is the hypergradient when p is the solution of the
+    mean system."""
     fx = clients.upper_grad_x(x, y, clients.batch("val", "h"))
     return fx - clients.jacobian_product(x, y, p, clients.batch("train", "h"))
 

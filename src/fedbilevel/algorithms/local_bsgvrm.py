@@ -42,7 +42,7 @@ class LocalBSGVRM(ServerAlgorithm):
         "local-neumann", "one random number of factors, or the mean over that number"
     )
     step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
-    offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
+    offset: int | None = setting(None, "offset of the schedule; None: max(100, number of clients)", symbol="n", least=0)
     c1: float = setting(1.0, "the estimator of y forgets by c1 eta^2", symbol="c_1", above=0)
     c2: float = setting(1.0, "the estimator of the hypergradient forgets by c2 eta^2", symbol="c_2", above=0)
 

@@ -67,7 +67,8 @@ class Penalty(ServerAlgorithm):
         super().__post_init__()
         if self.max_penalty is None and self.penalty_growth > 1:
             raise SettingError(
-                f"Penalty: penalty_growth is {self.penalty_growth} and max_penalty is not set, so the weight would overflow: set max_penalty."
+                f"Penalty: penalty_growth is {self.penalty_growth} and max_penalty is not set, so the weight "
+                "would overflow: set max_penalty."
             )
         if self.max_penalty is not None and self.max_penalty < self.penalty:
             raise SettingError(

@@ -78,7 +78,7 @@ class SimFBO(ServerAlgorithm):
         return self.State(new.x, new.y, new.u)
 
     def share(self, step: Step) -> Tensor | float:
-        """What one local direction counts in the sums that are sent."""
+        """The weight of a local direction in the sums that are sent."""
         return 1.0
 
     @phase
@@ -95,7 +95,7 @@ class SimFBO(ServerAlgorithm):
         )
 
     def sums(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Where every client starts, and the sums of the directions that it finds from there."""
+        """The start of every client, and the sums of its directions from there."""
         x, y, u = start = clients.rows(x, y, project(u, self.radius))
         q = tuple(torch.zeros_like(v) for v in start)
         for step in clients.steps(self.num_local_steps):

@@ -1,7 +1,7 @@
 """The contract of an engine, as a check that anybody can run on an engine of their own.
 
-The reference is a simulation of the same clients in this process. Draws are addressed, so that an engine that keeps the
-contract computes the same numbers, wherever its clients are.
+The reference is a simulation of the same clients in this process. Draws are addressed, so that an
+engine that keeps the contract computes the same numbers, wherever its clients are.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _HERE = ("held.", "ledger.")  # parts of a checkpoint that depend on which array
 def check_engine(engine: Engine, clients: Sequence[Holdings], *, show: bool = True) -> Report:
     """Check that an engine does what the loop and the algorithms rely on.
 
-    engine: a new one, in float64, whose algorithm has steps short enough for two outer iterations. It is of no use
-    afterwards: the last check makes it diverge. clients: the data of all clients, by number.
-    With several ranks, or with several peers, all of them make this call at the same time.
+    engine: a new one, in float64, whose algorithm has steps short enough for two outer iterations.
+    It is of no use
+    afterwards: the last check makes it diverge. clients: the data of all clients, by number. With
+    several ranks, or with several peers, all of them make this call at the same time.
 
     >>> from fedbilevel.algorithms.fedbio import FedBiO
     >>> from fedbilevel.engines.simulation import Simulation
@@ -136,7 +137,8 @@ class _Contract:
         return Check("measure", not lacking and far < 1e-9, text)
 
     def _checkpoint(self, state: Any) -> tuple[Check, Any]:
-        """One outer iteration twice from the same checkpoint, the second time after a measurement; and the state then."""
+        """One outer iteration twice from the same checkpoint, the second time after a measurement;
+        and the state then."""
         engine = self.engine
         engine.commit()
         tensors, plain = engine.state_dict(state)
@@ -177,7 +179,8 @@ class _Contract:
 
 
 class _Watched:
-    """An engine whose means are compared with those of the rows of all clients, which `dense` computes beside it."""
+    """An engine whose means are compared with those of the rows of all clients, which `dense`
+    computes beside it."""
 
     def __init__(self, engine: Engine, dense: Host) -> None:
         self._engine, self._dense = engine, dense

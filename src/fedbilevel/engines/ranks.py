@@ -1,8 +1,8 @@
 """The processes that run one federation together.
 
-Every process (a rank) runs the same loop and the same server algorithm on the same numbers; only clients are divided.
-Ranks exchange what they do not know through a `Group`. The group here is that of one process, which asks nobody;
-`distributed` has the group of several.
+Every process (a rank) runs the same loop and the same server algorithm on the same numbers; only
+clients are divided. Ranks exchange what they do not know through a `Group`. The group here is that
+of one process, which asks nobody; `distributed` has the group of several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EngineName = Literal["simulation", "distributed"]
 
 
 class Group:
-    """One process. All of these are asked by every rank at the same place of the program."""
+    """A group of one process. Every rank calls these methods at the same place of the program."""
 
     rank, size = 0, 1
     engine: EngineName = "simulation"
@@ -30,40 +30,41 @@ class Group:
         return [range(num_clients)]
 
     def only(self, clients: Sequence[Holdings]) -> Sequence[Holdings]:
-        """Those that this rank hosts, at their places; the others are let go."""
+        """The clients that this rank hosts, at their places; the data of others are dropped."""
         return clients
 
     def device(self, asked: torch.device | str) -> torch.device | str:
         return asked
 
     def sum(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Float64 vectors, added over the ranks."""
+        """Sums of float64 vectors over the ranks."""
         return parts
 
     def joined(self, part: Tensor, lengths: Sequence[int], *, everywhere: bool = True) -> Tensor:
-        """Flat parts of the ranks one after the other; with `everywhere=False` only rank 0 gets them and the others nothing."""
+        """The flat parts of all ranks, joined; with `everywhere=False` only rank 0 receives them."""
         return part
 
     def swapped(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[Tensor]:
-        """Flat bytes for every rank, for those of the given lengths from every rank; nothing passes where they are empty."""
+        """Exchange flat bytes with every rank; `lengths` are those to receive. Empty parts are not
+        sent."""
         return parts
 
     def largest(self, value: int) -> int:
         return value
 
     def told(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, plain enough for JSON. The others do not make it."""
+        """The value that `make` returns at rank 0, as JSON. Other ranks do not call `make`."""
         return make()
 
     def told_tensors(self, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         return make()
 
     def check_same(self, what: bytes, complaint: str) -> None:
-        """An error with that complaint at all ranks unless all were given the same."""
+        """Raise an error with that complaint at all ranks unless all give the same bytes."""
 
     def meet(self) -> None:
-        """Go on when everybody is here."""
+        """Wait until every rank is here."""
 
     def together(self) -> AbstractContextManager[None]:
-        """What fails inside at one rank fails at all of them, with the same message."""
+        """A context in which an error at one rank is raised at all ranks, with the same message."""
         return nullcontext()

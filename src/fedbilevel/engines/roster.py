@@ -33,7 +33,7 @@ def hosted(
     ids: Sequence[int] | None,
     **options: Any,
 ) -> tuple[Host, Roster]:
-    """A host of those clients that live in this process, and the roster of all."""
+    """The host of the clients of this process, and the roster of all clients."""
     if group.size == 1 or not isinstance(clients, Sequence):
         host = Host(algorithm, problem, clients, ids=ids, **options)
         return host, Roster(host, group)
@@ -52,10 +52,10 @@ def hosted(
 
 
 class Roster:
-    """All clients by number and by place, and which of them are hosted here.
+    """All clients by number and by place, and the part that is hosted here.
 
-    Numbers address draws, the ledger and checkpoints. Places are the order in which clients were given; every rank hosts a run of them. What is known of
-    all clients is kept by place here, so that an engine can think of all of them and act on its own.
+    Numbers address draws, the ledger and checkpoints. Places are the order in which clients were
+    given; every rank hosts consecutive places. Facts about all clients are kept by place.
     """
 
     def __init__(self, host: Host, group: Group) -> None:
@@ -74,7 +74,8 @@ class Roster:
         )
         group.check_same(
             repr(given).encode() + b"".join(vector.cpu().numpy().tobytes() for vector in (shared, host.y0)),
-            "the ranks were not given the same run: algorithm, settings, seed, number of clients or initial point differ; start all with the same "
+            "the ranks were not given the same run: algorithm, settings, seed, number of clients or initial "
+            "point differ; start all with the same "
             "command, and call torch.manual_seed before a model is made.",
         )
         ragged = torch.zeros(len(host), dtype=torch.int64) if host.x_sizes is None else host.x_sizes
@@ -89,36 +90,39 @@ class Roster:
             )
 
     def here(self, places: Tensor) -> Tensor:
-        """Those of the places (sorted) that are hosted in this process, as positions of the host."""
+        """Positions in the host of those of the (sorted) places that are hosted in this process."""
         if self.group.size == 1:
             return places
         return self.within(places, places) - self.first
 
     def within(self, places: Tensor, values: Tensor) -> Tensor:
-        """Of values at the places, those of clients hosted here."""
+        """The values of clients hosted here, of values at the places."""
         return (
             values if self.group.size == 1 else values[(places >= self.first) & (places < self.first + len(self.host))]
         )
 
     def rows(self, rows: Tensor) -> Tensor:
-        """One row per client hosted here, of all clients in the order of their places."""
+        """Rows of all clients in the order of their places, from rows of the clients hosted here."""
         if self.group.size == 1:
             return rows
         width = rows[0].numel()
         return self.group.joined(rows.reshape(-1), [count * width for count in self.counts]).view(-1, *rows.shape[1:])
 
     def trees(self, rows: Tensor, *, upper: bool) -> Any:
-        """One dict per client, by place, of rows of those hosted here."""
+        """One dict per client, by place, from rows of the clients hosted here."""
         if self.group.size == 1:
             return self.host.trees(rows, upper=upper)
         layout, ragged = (self.host.layout_x if upper else self.host.layout_y), upper and self.x_sizes is not None
         return [layout.unravel(row) for row in self._apart(self._flat(rows, ragged), ragged)]
 
-    # ---- checkpoints: by number, without padding -----------------------------------------------------------------------
+    # ---- checkpoints: by number, without padding ------------------------------------------------------------------
 
     def stored(self, rows: Tensor, written: Tensor | None = None, *, upper: bool) -> Tensor:
-        """Rows by number of those clients (by place; None: all) that have `written` some; of them, `rows` are those hosted here. Only rank 0, which writes
-        them to disk, gets them."""
+        """Rows by number of the clients that have `written` (by place; None: all), from rows of
+        those hosted here.
+
+        Only rank 0, which writes them to disk, receives them.
+        """
         written = torch.ones(len(self.ids), dtype=torch.bool) if written is None else written
         here, ragged = (
             self.within(torch.arange(len(written)), written).nonzero()[:, 0],
@@ -138,7 +142,8 @@ class Roster:
         return flat.view(-1, *rows.shape[1:])[order.to(flat.device)]
 
     def restored(self, stored: Tensor, written: Tensor | None = None, *, upper: bool) -> tuple[Tensor, Tensor]:
-        """Positions and rows of those hosted here that had written, from what `stored` gave; `written` is by number here."""
+        """Positions and rows of hosted clients that had written, from the result of `stored`;
+        `written` is by number here."""
         written = torch.ones(len(self.ids), dtype=torch.bool) if written is None else written
         here = written[self.host.ids].nonzero()[:, 0]
         ragged = upper and self.x_sizes is not None
@@ -150,7 +155,7 @@ class Roster:
         numbers = written.nonzero()[:, 0]
         if len(stored) > int(
             sizes[numbers].sum()
-        ):  # older checkpoints hold rows of those, too, who had written nothing
+        ):  # older checkpoints also hold rows of clients that had written nothing
             numbers = torch.arange(len(written))
         chosen = torch.searchsorted(numbers, self.host.ids[here])
         if not ragged:
@@ -159,7 +164,10 @@ class Roster:
         return here, self.host.pad(torch.cat([stored[:0], *(parts[place] for place in chosen.tolist())]), here)
 
     def bill(self) -> Ledger:
-        """What all clients paid. A client's own rank knows all of it; messages between others are known to everybody, their oracle calls are not."""
+        """The ledger of all clients.
+
+        Every rank knows all messages, but oracle calls only of the clients that it hosts.
+        """
         mine = self.host.ledger
         if self.group.size == 1:
             return mine
@@ -176,7 +184,7 @@ class Roster:
         return whole
 
     def overview(self) -> dict[str, Any]:
-        """Who has what, by number: how many samples of every role and, where they have labels that are classes, of every class."""
+        """Numbers of samples of every client, by role and, where labels are classes, by class."""
         data, labels = self.host.data, {}
         sizes = {role: self.rows(data.sizes[role][:, None])[self.place_of, 0].tolist() for role in data.sizes}
         for role, fields in data.fields.items():
@@ -198,7 +206,8 @@ class Roster:
         return {"num_clients": self.host.num_clients, "sizes": sizes, "labels": labels}
 
     def fingerprint(self) -> str:
-        """Of all data: every client's own, by number, so that no data need to travel."""
+        """A digest of all data, from a digest of every client's data by number, so that no data
+        travel."""
         own = [list(digest(self.host.data, position)) for position in range(len(self.host))]
         table = self.rows(torch.tensor(own, dtype=torch.uint8))[self.place_of]
         return hashlib.blake2b(bytes(table.flatten().tolist()), digest_size=16).hexdigest()
@@ -219,7 +228,7 @@ class Roster:
 
 
 class Hosting:
-    """What the run loop asks of an engine whose clients live in processes that it is itself part of."""
+    """The members of an engine that follow from hosting clients in its own processes."""
 
     host: Host
     roster: Roster
@@ -238,60 +247,62 @@ class Hosting:
 
     @property
     def ways(self) -> dict[str, Any]:
-        """How derivatives are computed, where that was measured: measured again, another way might be chosen, which rounds otherwise."""
+        """The choices of how to compute derivatives that were made by timing. Timed again, they
+        could differ, and so could rounding."""
         return self.host.oracle.choices
 
     def bill(self) -> Ledger:
         return self.roster.bill()
 
     def residuals(self, state: Any) -> dict[str, float]:
-        """How far the state is from solving its lower level and, where it holds a solution u of the linear system, from solving that. Not charged."""
+        """The residual norms of the lower level and, where the state has a u, of the linear system.
+        Not charged."""
         u = getattr(state, "u", None)
         return self.host.residuals(
             self._points(state.x), self._points(state.y), None if u is None else self._points(u), self.roster.group.sum
         )
 
     def stationarity(self, state: Any) -> dict[str, float]:
-        """How long the hypergradient is where the state is. Not charged."""
+        """The norm of the hypergradient at the state. Not charged."""
         return {
             "hypergradient": measured(self.host, self._points(state.x), self._points(state.y), self.roster.group.sum)
         }
 
     def _points(self, value: Any) -> Points:
-        """A value of the state as a look at it takes it."""
+        """A value of the state as measurements use it."""
         return value
 
     def overview(self) -> dict[str, Any]:
-        """Who has what."""
+        """Numbers of samples of every client."""
         return self.roster.overview()
 
     def check(self) -> None:
-        """After an outer iteration."""
+        """Raise an error if a value of the outer iteration is not finite."""
         self.host.check()
 
     def commit(self) -> None:
-        """Before a checkpoint is written. It holds all that clients keep."""
+        """Nothing to do: the checkpoint holds all that clients keep."""
 
     def finish(self, state: Any) -> None:
-        """After the last outer iteration. All that clients keep is at hand."""
+        """Nothing to do: the result holds all that clients keep."""
 
     def stop_asked(self) -> bool:
-        """Nobody can ask from outside."""
+        """False: there is no way to stop this engine from outside."""
         return False
 
     def fingerprint(self) -> str:
-        """Of all data that are at hand."""
+        """A digest of all data."""
         return self.roster.fingerprint()
 
     def of_data(self) -> dict[str, Any]:
-        """What tells this problem and these data from others."""
+        """Facts that tell this problem and these data from others."""
         host = self.host
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
         return {**layouts, "data": self.fingerprint(), "losses": host.losses_away()}
 
 
 def digest(data: ClientData, position: int) -> bytes:
-    """Of the data of one client."""
+    """A digest of the data of one client."""
     state = hashlib.blake2b(digest_size=16)
     for role in sorted(data.fields):
         start, size = int(data.offsets[role][position]), int(data.sizes[role][position])

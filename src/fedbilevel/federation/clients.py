@@ -1,4 +1,5 @@
-"""What a phase sees: the clients of the cohort that are hosted in this process, one row each, and everything it may ask of them."""
+"""The clients of a cohort as a phase sees them: one row per client hosted in this process, their
+samples and derivatives."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
 BatchSize = int | None | Mapping[str, int | None]
 Sampling = Literal["replacement", "epochs"]
-OUTSIDE = "outside"  # the name in a mapping of batch sizes for batches that belong to no local step
+OUTSIDE = "outside"  # the key, in a mapping of batch sizes, for batches outside local steps
 _CHUNK, _CHUNK_THERE = (
     16,
     128,
-)  # steps drawn at once, here and on a GPU: a draw costs the same for one step as for this many
+)  # steps drawn at once, on the CPU and on a GPU: one draw of this many costs as much as one step
 
 
 class Step:
-    """One local step. With unequal numbers of steps some clients are done before others: `where` keeps their values."""
+    """One local step. With unequal numbers of steps some clients finish before others: `where`
+    keeps their values."""
 
     def __init__(self, clients: Clients, schedule: _Schedule, index: int) -> None:
         self._clients, self._schedule, self.index = clients, schedule, index
@@ -37,12 +39,15 @@ class Step:
 
     @property
     def active(self) -> Tensor | None:
-        """(k,) on the host: who still steps; None: everybody."""
+        """(k,) on the host: clients that still step; None: all of them."""
         return None if self._schedule.equal else self._schedule.taus > self.index
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
-        """Samples of `role` from the stream `purpose`: the same object when asked again, so that two evaluations share their samples. `times`: that
-        many batches in one."""
+        """Samples of `role` from the stream `purpose`. Repeated calls return the same object, so
+        that two evaluations share their samples.
+
+        times: the number of batches to join into one.
+        """
         size = self._clients.batch_size(role)
         key = (role, "", 1) if size is None else (role, purpose, times)  # all samples: one batch, whatever it is for
         if key not in self._batches:
@@ -62,13 +67,13 @@ class Step:
 
 
 class _Schedule:
-    """The steps of one phase; indices are drawn a chunk of steps at a time."""
+    """The steps of one phase. Indices are drawn for a chunk of steps at a time."""
 
     def __init__(self, clients: Clients, taus: Tensor, longest: int) -> None:
         self.clients, self.taus = clients, taus
         self.num = (
             int(taus.max()) if len(taus) else longest
-        )  # a process that hosts nobody of the cohort goes through the same motions
+        )  # a process without a client of the cohort takes the same steps
         self.equal = bool((taus == self.num).all())
         if self.equal:
             self.count: Tensor = torch.full((len(taus), 1), self.num, dtype=clients.dtype, device=clients.device)
@@ -90,7 +95,7 @@ class _Schedule:
 
 
 class Bill:
-    """What every client of a phase owes alike: counted here, and paid once."""
+    """Charges that every client of a phase owes alike: counted here, and paid once."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -112,7 +117,8 @@ class Bill:
 
 
 class Clients:
-    """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client has its own."""
+    """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client
+    has its own."""
 
     def __init__(
         self,
@@ -124,8 +130,10 @@ class Clients:
         bill: Bill | None = None,
     ) -> None:
         self.host, self.positions = host, positions
-        self.shares = shares  # (k,) summing to one where only means weighted by them are wanted: derivatives at a shared point may then all be the mean
-        self.bill = bill  # what is to be paid at the end of the phase; None: at once
+        # (k,) summing to one, where only means weighted by them are needed: derivatives at a shared point may then be
+        # the mean
+        self.shares = shares
+        self.bill = bill  # charges to be paid at the end of the phase; None: at once
         self._ids = host.ids[positions]
         self.num_clients = host.num_clients
         self.dtype, self.device = host.dtype, host.device
@@ -145,12 +153,12 @@ class Clients:
 
     @property
     def memory(self) -> StoreView:
-        """What these clients keep from one outer iteration to the next."""
+        """Values that these clients keep from one outer iteration to the next."""
         return StoreView(self.host.memory, self.positions)
 
     @property
     def scratch(self) -> StoreView:
-        """What these clients keep until the outer iteration ends."""
+        """Values that these clients keep until the outer iteration ends."""
         return StoreView(self.host.scratch, self.positions)
 
     def __len__(self) -> int:
@@ -192,7 +200,8 @@ class Clients:
         return size[OUTSIDE] if outside and OUTSIDE in size else size.get(role)
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
-        """(k, len(steps), width) sample numbers: each drawn from all of the client's, or one after the other in an order that is drawn anew for every pass."""
+        """(k, len(steps), width) sample numbers: drawn with replacement, or taken in an order that
+        is drawn again for every pass."""
         if self._ids_there is None:
             self._ids_there = self._ids.to(self.device)
         data, stream, (iteration, call) = self.host.data, self.host.stream, self._when
@@ -204,7 +213,7 @@ class Clients:
             f"{role}/{purpose}", self._ids_there, sizes, iteration=iteration, call=call, steps=steps, width=width
         )
 
-    # ---- derivatives, each charged for the rows that use it --------------------------------------------------------
+    # ---- derivatives, each charged for the rows that use it -------------------------------------------------------
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "gy")
@@ -250,7 +259,8 @@ class Clients:
         return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
 
     def _once(self, kind: str, x: Tensor, y: Tensor, batch: Batch, evaluate: Callable[..., Tensor]) -> Tensor:
-        """In the first step of a variance-reduced phase both gradients are at the same point: they are charged twice, as in the papers, and computed once."""
+        """Compute two gradients at the same point once. The first step of a variance-reduced phase
+        needs both and, as in the papers, pays for both."""
         if self.bill is None:
             return evaluate(x, y, batch, shares=self.shares)
         last, versions = self._last, (x._version, y._version)

@@ -1,4 +1,5 @@
-"""The clients that live in this process: their data, oracle, memory and kept values, and the one executor of phases."""
+"""The clients that live in this process: their data, oracle, memory and kept values, and the one
+executor of phases."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from fedbilevel.problem.problem import Problem
 
 
 class Host(Population):
-    """The clients that live in this process: their data, oracle, memory and the values they keep. Every engine runs phases through it."""
+    """The clients hosted in this process: their data, oracle, memory and kept values. Every engine
+    runs phases through a host."""
 
     def __init__(
         self,
@@ -47,8 +49,8 @@ class Host(Population):
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.ledger = Ledger(self.num_clients)
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
-        self.before_derivative: Callable[[], None] | None = None  # raises when no more may be computed
-        self.captures: Any = None  # an engine on a GPU puts `capture.Captures` here
+        self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
+        self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
 
     def width(self, name: str) -> int:
         algorithm = self.algorithm
@@ -69,8 +71,11 @@ class Host(Population):
         *,
         pays: bool = True,
     ) -> dict[str, Tensor | Sparse | None]:
-        """The one executor of phases. Checks what the phase returns before anybody uses it. `weights`: only means weighted by them are wanted. `pays`: not
-        what is run again to see what went wrong."""
+        """Run a phase and check its results. All engines use this method.
+
+        weights: given where only means weighted by them are needed. pays: False for a phase that is
+        run again to find an error.
+        """
         method = getattr(self.algorithm, name, None)
         if not getattr(method, "__is_phase__", False):
             raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
@@ -80,7 +85,7 @@ class Host(Population):
                 replayed: dict[str, Tensor | Sparse | None] | None = self.captures.run(
                     method, values, positions, iteration, call, shares
                 )
-                if replayed is not None:  # it was checked when it was captured; `check` looks at its values
+                if replayed is not None:  # its shapes were checked at the capture; `check` looks at its values
                     return replayed
             bill = Bill()
             result: dict[str, Tensor | Sparse | None] = method(
@@ -88,45 +93,55 @@ class Host(Population):
             )  # type: ignore[misc]
             if pays:
                 bill.pay(self, positions)
+        found = self._suspect(name, result, positions)
+        if found is None:
+            return result
+        if shares is not None:  # a mean does not tell which client is at fault
+            return self.run_phase(name, values, positions, iteration, call, pays=False)
+        key, client = found
+        raise NonFiniteError(
+            f"client {client} returned a value of {key!r} that is not finite in phase {name!r} of outer iteration "
+            f"{iteration}: the steps are too long (lower the step sizes) or the data of that client are extreme."
+        )
+
+    def _suspect(
+        self, name: str, result: Mapping[str, Tensor | Sparse | None], positions: Tensor
+    ) -> tuple[str, int] | None:
+        """Check the shapes of a result; the name and the client of a value that is not finite, or None."""
         for key, value in result.items():
             if value is None:
                 continue
             rows = value.rows if isinstance(value, Sparse) else value
             if key in ("x", "y") and rows.ndim == 2 and rows.shape[1] != self.width(key):
                 raise ValueError(
-                    f"phase {name!r} returned {key!r} with {rows.shape[1]} entries per client, expected {self.width(key)}."
+                    f"phase {name!r} returned {key!r} with {rows.shape[1]} entries per client, expected "
+                    f"{self.width(key)}."
                 )
             if rows.ndim != 2 or len(rows) != len(positions):
                 raise ValueError(
-                    f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} clients: one row per client is needed."
+                    f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} "
+                    "clients: one row per client is needed."
                 )
-            if not bool(
-                torch.isfinite(rows.sum())
-            ):  # one pass in the good case; rows are looked at only when something is wrong
+            if not bool(torch.isfinite(rows.sum())):  # one pass in the usual case; the sum may overflow
                 bad = ~torch.isfinite(rows).all(1)
-                if bool(bad.any()) and shares is not None:  # a mean cannot say whose fault it is
-                    return self.run_phase(name, values, positions, iteration, call, pays=False)
                 if bool(bad.any()):
-                    client = int(self.ids[positions[bad.cpu()][0]])
-                    raise NonFiniteError(
-                        f"client {client} returned a value of {key!r} that is not finite in phase {name!r} of outer iteration {iteration}: "
-                        "the steps are too long (lower the step sizes) or the data of that client are extreme."
-                    )
-        return result
+                    return key, int(self.ids[positions[bad.cpu()][0]])
+        return None
 
     def check(self) -> None:
-        """Whether what replayed phases returned was finite: asked once per outer iteration, because asking waits for the device."""
+        """Raise an error if a replayed phase returned a value that is not finite. Called once per
+        outer iteration, because it waits for the device."""
         if self.captures is not None:
             suspect = self.captures.suspect()
             if suspect is not None:
                 captures, self.captures = self.captures, None
                 try:
-                    self.run_phase(*suspect, pays=False)  # as ever, and client by client: this names the culprit
+                    self.run_phase(*suspect, pays=False)  # without graphs, client by client: this names the client
                 finally:
                     self.captures = captures
 
     def _shares(self, weights: Tensor) -> Tensor:
-        """Weights that sum to one, where the data are."""
+        """Weights that sum to one, on the device of the data."""
         k = len(weights)
         if bool((weights != 1).any()) or k == 0:
             return (weights.double() / weights.sum()).to(self.device, self.dtype)
@@ -139,7 +154,8 @@ def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
     for role in size if isinstance(size, Mapping) else ():
         if role != OUTSIDE and role not in roles:
             raise SettingError(
-                f"batch_size names the role {role!r}, the clients have {', '.join(roles)}; {OUTSIDE!r} is for batches outside local steps."
+                f"batch_size names the role {role!r}, the clients have {', '.join(roles)}; {OUTSIDE!r} is for "
+                "batches outside local steps."
             )
     for value in size.values() if isinstance(size, Mapping) else (size,):
         if value is not None and (not isinstance(value, int) or value < 1):

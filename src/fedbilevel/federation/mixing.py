@@ -2,9 +2,9 @@
 
     new_i = sum_j receive[i, j] * (send[j] * row_j)
 
-With shares by out-degree every sender divides by the number of its receivers: columns sum to one, the sum over peers is
-kept, and Push-Sum divides out the effect on the weights. Metropolis and fastest-mixing shares are symmetric: rows sum to
-one too, and plain gossip averages.
+With shares by out-degree every sender divides by the number of its receivers: columns sum to one,
+the sum over peers is kept, and Push-Sum divides out the effect on the weights. Metropolis and
+fastest-mixing shares are symmetric: rows sum to one too, and plain gossip averages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _CELLS_ELSEWHERE = 2**24  # on a GPU, where a call costs more
 
 
 class Mixing:
-    """One exchange between peers: new_i = sum_j receive[i, j] (send[j] row_j), each message rounded to the type of the rows, sums in float64 in the
-    order of the senders, rounded once.
+    """One exchange between peers: new_i = sum_j receive[i, j] (send[j] row_j).
 
-    Columns are taken a few at a time, as many as the cache holds in float64: a row then comes from memory once, however many peers it goes to.
+    Each message is rounded to the type of the rows; sums are in float64 in the order of the
+    senders, rounded once. Columns are taken a few at a time, as many as the cache holds in float64:
+    a row is then read from memory once, however many peers receive it.
     """
 
     def __init__(self, adjacency: Tensor, receive: Tensor, send: Tensor) -> None:
@@ -47,16 +48,17 @@ class Mixing:
         return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
 
     def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One row per peer; with `receivers`, only what these receive. `into`: where to write, not `rows` themselves; a new matrix otherwise, whose
-        pages cost more than the sums."""
+        """New rows of all peers, or of `receivers`. into: memory for the result, not `rows`
+        themselves; a new matrix is slower than the sums."""
         return self._product(rows, receivers, into, divides=True)
 
     def message(self, row: Tensor, sender: int) -> Tensor:
-        """What `sender` sends of its row."""
+        """The message that `sender` makes of its row."""
         return (row.double() * float(self.send[sender])).to(row.dtype)
 
     def received(self, messages: Tensor, receivers: Tensor | None = None) -> Tensor:
-        """What a call makes of messages, one row per sender; those that nobody asked for receives may be left at zero."""
+        """The result of a call, from messages, one row per sender. Messages that no requested
+        receiver uses may be zero."""
         return self._product(messages, receivers, None, divides=False)
 
     def _product(self, rows: Tensor, receivers: Tensor | None, into: Tensor | None, *, divides: bool) -> Tensor:
@@ -90,14 +92,15 @@ class Mixing:
                 place.copy_(
                     torch.mm(receive, messages if rows.dtype == torch.float64 else wide.copy_(messages), out=total)
                 )
-            else:  # two float32 added in float64 and rounded are their float32 sum: 53 bits are at least twice 24 and two more
+            else:  # two float32 added in float64 and rounded are their float32 sum: 53 >= 2 * 24 + 2 bits
                 own = messages if receivers is None else messages.index_select(0, receivers)
                 torch.add(own, torch.index_select(messages, 0, partner, out=other), out=place)
         return new
 
 
 def _partners(receive: Tensor) -> Tensor | None:
-    """(n,): whose message each peer adds to its own, where that is all that it does."""
+    """(n,) the sender whose message each peer adds to its own row, where every peer has one such
+    sender; else None."""
     receive = receive.coalesce()
     receivers, senders = receive.indices()
     own, other = (receivers == senders).nonzero()[:, 0], (receivers != senders).nonzero()[:, 0]
@@ -115,7 +118,7 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def metropolis(adjacency: Tensor) -> Tensor:
-    """Symmetric shares 1 / (1 + the larger degree) of the two ends; what is left stays."""
+    """Symmetric shares 1 / (1 + the larger degree of the two ends); the rest stays at the peer."""
     links = adjacency.double().fill_diagonal_(0)
     degrees = links.sum(1)
     shares = links / (1 + torch.maximum(degrees[:, None], degrees[None, :]))
@@ -123,10 +126,13 @@ def metropolis(adjacency: Tensor) -> Tensor:
 
 
 def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:
-    """Symmetric non-negative shares whose second largest |eigenvalue| is as small as projected subgradient steps make it, from Metropolis ones.
+    """Symmetric non-negative shares with a small second largest |eigenvalue|, by projected
+    subgradient steps from Metropolis shares.
 
-    Boyd, Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is a semidefinite programme; their subgradient
-    method is enough here, because any iterate is a valid matrix and the best one seen is kept. Where the links leave islands, each mixes by itself.
+    Boyd, Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is
+    a semidefinite programme; their subgradient method is enough here, because any iterate is a
+    valid matrix and the best one is kept. Where the links leave islands, each island mixes by
+    itself.
     """
     import networkx as nx
 
@@ -163,9 +169,7 @@ def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:
         slope = -((vectors[heads] - vectors[tails]) ** 2) @ near
         length = 0.3 / k**0.5 * edges.mean() * len(edges) ** 0.5
         edges = (edges - length * slope / torch.linalg.vector_norm(slope).clamp(min=1e-300)).clamp(min=0)
-        for _ in range(
-            10
-        ):  # nobody may give away more than it has: take what is over from its edges alike, which is close to a projection
+        for _ in range(10):  # no peer may give away more than it has: reduce its edges alike, close to a projection
             over = (load(edges) - 1).clamp(min=0) / degrees
             if not bool(over.any()):
                 break

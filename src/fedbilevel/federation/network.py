@@ -1,11 +1,7 @@
-"""Who can send to whom, at every step, and what one exchange does to the rows of peers without a server.
+"""Networks of peers without a server: which peer can send to which, at every step.
 
-A network is a pure function of (seed, step). `adjacency(step)[i, j]` says that i sends to j; everybody sends to itself. One exchange makes
-
-    new_i = sum_j receive[i, j] * (send[j] * row_j)
-
-With shares by out-degree every sender divides by the number of its receivers: columns sum to one, the sum over peers is kept, and Push-Sum
-divides out what it does to the weights. Metropolis and fastest-mixing shares are symmetric: rows sum to one too, and plain gossip averages.
+A network is a pure function of (seed, step). `adjacency(step)[i, j]` is True where i sends to j;
+every peer sends to itself. `mixing` computes the effect of one exchange on the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ Kind = Literal[
 ]
 DIRECTED = ("exponential", "random_directed")
 STATIC = ("complete", "ring", "torus", "erdos_renyi")
-_WINDOW = 100  # steps within which a network that changes must connect everybody
+_WINDOW = 100  # steps within which a changing network must connect all peers
 _AHEAD = 16  # steps of a random network drawn at once
 _MOST_DRAWN = 2**18  # and edges, at most
 
@@ -42,15 +38,16 @@ class Network(Settings):
 
     >>> import fedbilevel as fb
     >>> links = fb.Network(kind="ring").between(4)
-    >>> links.adjacency(0).int().tolist()  # who sends to whom, and keeps a share
+    >>> links.adjacency(0).int().tolist()  # row i: the receivers of peer i
     [[1, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 1, 1]]
     """
 
-    kind: Kind = setting("complete", "who can send to whom")
+    kind: Kind = setting("complete", "which peers can send to which")
     probability: float = setting(0.4, "erdos_renyi: of an edge, drawn once", above=0, most=1)
     lowest: float = setting(
         0.4,
-        "random_*: every edge has its own probability, uniform between this and the highest, and is drawn anew at every step",
+        "random_*: every edge has its own probability, uniform between this and the highest, and is drawn "
+        "anew at every step",
         symbol="rho",
         least=0,
         most=1,
@@ -95,7 +92,7 @@ class Network(Settings):
         return links
 
     def describe(self) -> dict[str, Any]:
-        """With what the file says, not only its name."""
+        """The settings, with a checksum of the file."""
         return {**self.asdict(), **({"content": zlib.crc32(Path(self.file).read_bytes())} if self.file else {})}
 
     def _adjacency(self, n: int) -> Callable[[int], Tensor]:
@@ -111,7 +108,7 @@ class Network(Settings):
 
             def at(step: int) -> Tensor:
                 nonlocal last
-                if step not in drawn:  # a second step in a row promises more: a draw costs little more for several
+                if step not in drawn:  # consecutive steps: prefetch several
                     steps = range(step, step + (max(1, min(_AHEAD, _MOST_DRAWN // n**2)) if step == last + 1 else 1))
                     edges = self._uniform("network/edges", steps, n) < chances[:, None]
                     drawn.clear()
@@ -120,7 +117,7 @@ class Network(Settings):
                 return drawn[step] if self.kind == "random_directed" else drawn[step].triu(1) | drawn[step].triu(1).T
 
             return at
-        import networkx as nx  # only where there are peers: a site of a federation imports it for nothing
+        import networkx as nx  # imported here, because sites of a federation do not need it
 
         if self.kind == "torus":
             side = max(k for k in range(1, int(n**0.5) + 1) if n % k == 0)
@@ -154,7 +151,8 @@ class GivenNetwork:
     def between(self, num_peers: int) -> Links:
         if num_peers != self.num_peers:
             raise NetworkError(
-                f"the network is made for {self.num_peers} peers, there are {num_peers} clients: give one made for as many."
+                f"the network is made for {self.num_peers} peers, there are {num_peers} clients: give one "
+                "made for as many."
             )
         return Links(num_peers, self.out, directed=self.directed, shares=self.shares)
 
@@ -167,7 +165,8 @@ AnyNetwork = Network | GivenNetwork
 
 
 def given(num_peers: int, out: Callable[[int], Any], *, directed: bool = True, shares: str = "auto") -> GivenNetwork:
-    """`out(step)` gives an (n, n) matrix whose entry (i, j) says that i sends to j. It must depend on the step alone."""
+    """Make a network from a function: `out(step)` returns an (n, n) matrix whose entry (i, j) is
+    True where i sends to j. It must depend on the step alone."""
     return GivenNetwork(num_peers, out, directed=directed, shares=shares)
 
 
@@ -197,11 +196,13 @@ class Links:
         links = torch.as_tensor(self._out(step)).bool()
         if links.shape != (self.num_peers, self.num_peers):
             raise NetworkError(
-                f"the network gave a matrix of shape {tuple(links.shape)} at step {step}, expected {(self.num_peers, self.num_peers)}."
+                f"the network gave a matrix of shape {tuple(links.shape)} at step {step}, expected "
+                f"{(self.num_peers, self.num_peers)}."
             )
         if not self.directed and not torch.equal(links, links.T):
             raise NetworkError(
-                f"the network is said to be undirected but is not symmetric at step {step}: say that it is directed, or mend it."
+                f"the network is said to be undirected but is not symmetric at step {step}: say that it is "
+                "directed, or fix it."
             )
         return links | torch.eye(self.num_peers, dtype=torch.bool)
 
@@ -226,15 +227,19 @@ class Links:
 
     @cached_property
     def connected_within(self) -> int:
-        """Steps after which the links so far, put together, let every peer reach every other. One that does not repeat is looked at once more later on, so that
-        links at the start alone do not pass."""
+        """The number of steps after which the links together let every peer reach every other.
+
+        A network that does not repeat is checked a second time at later steps, so that links at the
+        start alone do not pass.
+        """
         first = self._connects(0)
         if self.period is None:
             self._connects(_WINDOW)
         return first
 
     def _connects(self, start: int) -> int:
-        """Steps from `start` until all are connected; an error that names who cannot be."""
+        """The number of steps from `start` until all peers are connected; an error names peers that
+        never are."""
         import networkx as nx
 
         links = torch.zeros(self.num_peers, self.num_peers, dtype=torch.bool)
@@ -248,8 +253,10 @@ class Links:
         lost = sorted(set().union(*parts[1:]))
         names = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
         raise NetworkError(
-            f"the network never connects: over {window} step{'s' if window > 1 else ''}{f' from step {start}' if start else ''}, "
-            f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by them; add edges, or raise the probabilities."
+            f"the network never connects: over {window} "
+            f"step{'s' if window > 1 else ''}{f' from step {start}' if start else ''}, "
+            f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by "
+            "them; add edges, or raise the probabilities."
         )
 
 

@@ -13,28 +13,28 @@ Rows = Tensor | tuple[Tensor, ...]
 
 @dataclass
 class _Shelf:
-    """The rows of one name: those of all clients in order, or of those who have written, in the order in which they first did, with room for more."""
+    """The rows of one name: of all clients in order, or only of clients that have written, in the
+    order of their first write, with room for more."""
 
     rows: Tensor
-    slots: Tensor | None = (
-        None  # (n,) where a client's row lies, -1: nowhere; None: rows are those of all clients in order
-    )
+    slots: Tensor | None = None  # (n,) the place of a client's row, or -1; None: rows are those of all clients in order
     count: int = 0  # slots taken
-    common: Tensor | None = None  # (d,) the row of everybody without a slot
-    lent: bool = False  # somebody else may hold `rows`
+    common: Tensor | None = None  # (d,) the row of every client without a slot
+    lent: bool = False  # another object may hold `rows`
 
 
 class Store:
-    """Rows by name, for hosted clients. Takes memory for those who have written and for nobody else; copies only when a part is written over shared rows."""
+    """Rows by name, for hosted clients. Memory is used only for clients that have written; rows are
+    copied only when a part is written over shared rows."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.changes = 0  # so that somebody who saves it can see whether there is anything new
+        self.changes = 0  # a counter, so that a save can be skipped when nothing is new
         self._shelves: dict[str, _Shelf] = {}
 
     @property
     def written(self) -> dict[str, Tensor]:
-        """(n,) bool by name: who has written."""
+        """(n,) bool by name: clients that have written."""
         everybody = torch.ones(self.num_rows, dtype=torch.bool)
         return {
             name: everybody if shelf.slots is None or shelf.common is not None else shelf.slots >= 0
@@ -43,7 +43,8 @@ class Store:
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """(n, d) by name, zeros for those who have not written. To look at: a matrix may be made for it."""
+        """(n, d) by name, zeros for clients that have not written. For inspection: this may build a
+        matrix."""
         return {name: self._whole(shelf) for name, shelf in self._shelves.items()}
 
     def read(self, name: str, positions: Tensor, default: Tensor) -> Tensor:
@@ -59,7 +60,8 @@ class Store:
         return self._taken(shelf, positions, default)
 
     def own(self, name: str, positions: Tensor) -> Tensor:
-        """A copy of what the clients at `positions`, in any order, have written; all of them must have."""
+        """A copy of the rows of the clients at `positions`, in any order; all of them must have
+        written."""
         shelf = self._shelves[name]
         return self._taken(shelf, positions, shelf.rows[:0])
 
@@ -71,7 +73,7 @@ class Store:
                     rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1), common=rows[0].clone()
                 )
             else:
-                self._shelves[name] = _Shelf(rows.contiguous(), lent=True)  # the phase may go on using what it wrote
+                self._shelves[name] = _Shelf(rows.contiguous(), lent=True)  # the phase may still use these rows
             return
         shelf = self._shelves.setdefault(
             name, _Shelf(rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1))
@@ -93,7 +95,7 @@ class Store:
         self._shelves.clear()
 
     def _make_room(self, shelf: _Shelf, count: int) -> None:
-        """Twice as much as before, so that rows are moved about once each."""
+        """Double the room, so that a row is moved about once."""
         if count > len(shelf.rows):
             rows = shelf.rows.new_empty(max(count, min(2 * len(shelf.rows), self.num_rows)), shelf.rows.shape[1])
             rows[: shelf.count] = shelf.rows[: shelf.count]
@@ -124,7 +126,8 @@ class Store:
 
 
 class StoreView:
-    """A store as the phase sees it: the rows of its own clients. Reading needs a default, because a client may be new."""
+    """A store as a phase sees it: the rows of its own clients. Reading needs a default, because a
+    client may be new."""
 
     def __init__(self, store: Store, positions: Tensor) -> None:
         self._store, self._positions = store, positions
