@@ -18,6 +18,7 @@ from fedbilevel.engines.contract import MEMBERS, check_engine
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.network import Network
+from fedbilevel.federation.sampling import Sampler
 from fedbilevel.problem.draws import Stream
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.verdict import Report
@@ -54,7 +55,8 @@ def test_simulations_keep_the_contract(algorithm, settings, options):
     assert [check.name for check in report.checks] == NAMES
 
 
-def test_sites_keep_the_contract(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fraction", [1.0, 0.67])
+def test_sites_keep_the_contract(tmp_path, monkeypatch, fraction):
     """A real server and real sites that exchange bytes in this process; the check takes the place of the loop."""
     reports = []
 
@@ -66,10 +68,37 @@ def test_sites_keep_the_contract(tmp_path, monkeypatch):
     federation = Loopback(tmp_path, hosts=(1, 2))
     task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}
     clients = Quadratic(num_clients=3, weights="by_samples").build().clients
-    assert federation.serve(federation.plan({"name": "fedbioacc", "num_local_steps": 2}, task)) == "finished"
+    options = {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop", "fraction": fraction}
+    plan = federation.plan({"name": "fedbioacc", "num_local_steps": 2}, task, options=options)
+    assert federation.serve(plan) == "finished"
     [report] = reports
     assert report.ok, report
     assert [check.name for check in report.checks] == NAMES
+
+
+def test_resumed_server_of_sites_draws_cohorts_by_the_weights_of_its_checkpoint(tmp_path, monkeypatch):
+    """A site that has not joined yet counts 1 until the checkpoint is read."""
+    wanted = Sampler(Cohort(0.67), torch.tensor([4, 5, 6]))
+    drawn = []
+
+    def resumed(algorithm: Any, fed: Any, **_options: Any) -> Any:
+        fed.begin(0)
+        saved = fed.state_dict(algorithm.init(fed))
+        fed._set_weights(torch.ones(3, dtype=torch.int64))
+        fed.load_state_dict(*saved, algorithm.State)
+        for iteration in range(1, 30):
+            fed.begin(iteration)
+            drawn.append((fed._positions.tolist(), wanted.draw(fed.stream, iteration, 1)[0].sort().values.tolist()))
+        assert torch.equal(fed._counts(torch.arange(3), torch.ones(3)), wanted.member_weights.float())
+        return SimpleNamespace(stopped="finished")
+
+    monkeypatch.setattr("fedbilevel.sites.serve.run_between", resumed)
+    federation = Loopback(tmp_path)
+    options = {"seed": 5, "batch_size": 3, "dtype": "float64", "fraction": 0.67}
+    task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}
+    assert federation.serve(federation.plan({"name": "fedbio"}, task, options=options)) == "finished"
+    assert len({tuple(ours) for ours, _ in drawn}) == 3
+    assert all(ours == theirs for ours, theirs in drawn)
 
 
 def test_peers_keep_the_contract(tmp_path, monkeypatch):

@@ -32,10 +32,12 @@ _HERE = ("held.", "ledger.")  # parts of a checkpoint that depend on which array
 def check_engine(engine: Engine, clients: Sequence[Holdings], *, show: bool = True) -> Report:
     """Check that an engine does what the loop and the algorithms rely on.
 
-    engine: a new one, in float64, whose algorithm has steps short enough for two outer iterations.
-    It is of no use
-    afterwards: the last check makes it diverge. clients: the data of all clients, by number. With
-    several ranks, or with several peers, all of them make this call at the same time.
+    The reference is a simulation of the same clients. With several ranks or peers, all of them make
+    this call at the same time. The last check makes the engine diverge, so discard it afterwards.
+
+    engine: a new engine, in float64, whose steps are short enough for three outer iterations.
+    clients: the data of all clients, by number.
+    show: print the report.
 
     >>> from fedbilevel.algorithms.fedbio import FedBiO
     >>> from fedbilevel.engines.simulation import Simulation
@@ -198,7 +200,8 @@ class _Watched:
     def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         self._call += 1
         fed: Any = self._engine
-        return fed.gather(phase, **broadcast)  # type: ignore[no-any-return]
+        rows: SimpleNamespace = fed.gather(phase, **broadcast)
+        return rows
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         self._call += 1
