@@ -27,7 +27,7 @@ from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import PeerAlgorithm, Peers
 from fedbilevel.federation.averaging import Averaging
-from fedbilevel.federation.clients import Host
+from fedbilevel.federation.host import Host
 from fedbilevel.federation.network import Network
 from fedbilevel.peers.engine import Peer
 from fedbilevel.peers.local import free_ports

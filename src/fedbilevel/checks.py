@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,38 +20,9 @@ from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.verdict import Check, Report
 
 Estimator = str | Algorithm | Callable[[Population, Tensor, Tensor], Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    name: str
-    ok: bool
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Report:
-    title: str
-    checks: list[Check]
-
-    @property
-    def ok(self) -> bool:
-        return all(check.ok for check in self.checks)
-
-    def __repr__(self) -> str:
-        return f"<{self.title.rstrip(':.')}: {self.verdict}>"
-
-    @property
-    def verdict(self) -> str:
-        failed = sum(not check.ok for check in self.checks)
-        return f"all {len(self.checks)} checks passed" if self.ok else f"{failed} of {len(self.checks)} checks failed"
-
-    def __str__(self) -> str:
-        width = max(len(check.name) for check in self.checks)
-        lines = [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:<{width}}  {check.text}" for check in self.checks]
-        return "\n".join([self.title, *lines, f"Verdict: {self.verdict}."])
 
 
 # ---- the user's problem ---------------------------------------------------------------------------------------------

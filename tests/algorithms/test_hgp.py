@@ -23,7 +23,8 @@ from fedbilevel.engines import peer_verbs
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.averaging import Averaging
-from fedbilevel.federation.network import Links, Mixing, Network
+from fedbilevel.federation.mixing import Mixing
+from fedbilevel.federation.network import Links, Network
 from fedbilevel.oracle.hypergradient import hypergradient, lower_solution, start_vector
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.tasks.data_cleaning import DataCleaning

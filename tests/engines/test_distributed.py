@@ -1,6 +1,6 @@
 """Several processes against one: the same trajectory, the same bill, the same files; and an end for all of them when one fails, dies or freezes.
 
-The ranks themselves are in `rank_cases`, whose worlds are started once for all tests.
+The ranks themselves are in `support.ranks`, whose worlds are started once for all tests.
 """
 
 import json
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ ENVIRONMENT = {
 pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 
 
+def end_group(process):
+    """End a process that leads a group, and everything that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """What one process makes of every case, and the beginnings of the runs that several will go on with."""
@@ -58,9 +66,15 @@ def worlds(tmp_path_factory, simulated):
             place.mkdir(parents=True)
             for file in (simulated / place.name).iterdir():
                 (place / file.name).write_bytes(file.read_bytes())
-    call = f"import rank_cases; rank_cases.start({str(folder)!r}, {', '.join(repr(str(size)) for size in SIZES)}, 'frozen')"
-    done = subprocess.run([sys.executable, "-c", call], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    call = f"from support import ranks; ranks.start({str(folder)!r}, {', '.join(repr(str(size)) for size in SIZES)}, 'frozen')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", call], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        complaints = process.communicate(timeout=900)[1]
+    finally:
+        end_group(process)  # with the ranks that it forked, also a frozen one
+    assert process.returncode == 0, complaints
     errors = [path.read_text() for path in sorted(folder.glob("*/*.error"))]
     assert not errors, errors[0]
     return folder
@@ -103,6 +117,12 @@ def compare(ours, theirs, *, exact):
             if name != "hypergradient" and not exact
         }
         assert row == {**wanted_row, **looked, **rest}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_keep_the_contract_of_an_engine(worlds, size):
+    for one in seen(worlds, size):
+        assert one["contract"] == [""] * 4
 
 
 @pytest.mark.parametrize(
@@ -269,9 +289,8 @@ def torchrun(*args, cwd, **options):
         "fedbilevel",
         *map(str, args),
     ]
-    return subprocess.Popen(
-        call, cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(call, cwd=cwd, env=ENVIRONMENT, start_new_session=True, **pipes, **options)
 
 
 def ranks_of(process):
@@ -312,18 +331,21 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     flags += ["--measure-every", 50_000]
     monkeypatch.chdir(tmp_path)
     command("run", *flags, "--num-iterations", 2, "--out", "run")
-    process = torchrun("resume", "run", "--num-iterations", 100_000, cwd=tmp_path)
+    process, ranks = torchrun("resume", "run", "--num-iterations", 100_000, cwd=tmp_path), {}
     try:
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + 600
         while stored(Path("run")) < 6:
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < limit
             time.sleep(0.1)
         ranks = ranks_of(process)
         os.kill(ranks[1], signal.SIGKILL)
-        _, complaints = process.communicate(timeout=60)
+        _, complaints = process.communicate(timeout=300)
     finally:
-        process.kill()
+        end_group(process)
+        for left in ranks.values():  # torchrun may start ranks in sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
     assert process.returncode != 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     messages = [line for line in complaints.splitlines() if line.startswith("Error: ")]

@@ -20,7 +20,8 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import CheckpointError, NetworkError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Cohort, PeerAlgorithm, Peers
 from fedbilevel.federation.averaging import Averaging
-from fedbilevel.federation.clients import Clients, Host
+from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.host import Host
 from fedbilevel.federation.network import Network, given
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic

@@ -20,7 +20,7 @@ from fedbilevel.algorithms.fednest import FedNest
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, ProblemError, SettingError
 from fedbilevel.federation.algorithm import Cohort, Kept, ServerAlgorithm, phase
-from fedbilevel.federation.clients import Host
+from fedbilevel.federation.host import Host
 from fedbilevel.oracle import population
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -318,11 +318,25 @@ def test_every_client_counts_the_same_or_by_its_training_samples():
     )
 
 
-def test_a_cohort_by_samples_is_weighted_within_itself():
-    fed = asking(Quadratic(weights="by_samples"), cohort=Cohort(0.6))
+@pytest.mark.parametrize("replacement", [False, True])
+def test_cohort_by_samples_is_drawn_by_weight_and_averaged_plainly(replacement):
+    """No client has a whole place here, so that each draw counts the same."""
+    fed = asking(Quadratic(weights="by_samples"), cohort=Cohort(0.6, replacement))
     share = fed.mean(ASK.present).who.numpy()
-    sizes = np.where(share > 0, [4, 5, 6, 7, 8], 0)
-    np.testing.assert_allclose(share, sizes / sizes.sum(), rtol=1e-14)
+    np.testing.assert_allclose(3 * share, (3 * share).round(), atol=1e-14)
+    assert share.sum() == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_cohorts_by_samples_depend_on_client_numbers_and_not_on_their_order(replacement):
+    built, order = Quadratic(weights="by_samples").build(), [3, 0, 4, 1, 2]
+    cohort = Cohort(0.4, replacement)
+    one = federate(ASK, built, cohort=cohort)
+    other = federate(ASK, Built(built.problem, [built.clients[i] for i in order]), ids=order, cohort=cohort)
+    for iteration in range(1, 20):
+        one.begin(iteration)
+        other.begin(iteration)
+        assert torch.equal(one.mean(ASK.present).who, other.mean(ASK.present).who)
 
 
 # ---- rows of every client ------------------------------------------------------------------------------------------------
@@ -751,6 +765,7 @@ def resumed(fed: Simulation, state: Any, built: Built, **options: Any) -> tuple[
     """A new simulator that continues from what was written down."""
     tensors, plain = fed.state_dict(state)
     fresh = federate(fed.algorithm, built, **options)
+    fresh.ways.update(fed.ways)  # as the loop does: a choice that is measured again may be another one
     return fresh, fresh.load_state_dict(
         safetensors.torch.load(safetensors.torch.save(tensors)), plain, fed.algorithm.State
     )

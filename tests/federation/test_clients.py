@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from fedbilevel.columns import COLUMNS
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import ServerAlgorithm, phase
-from fedbilevel.federation.clients import Bill, Clients, Host, Store, StoreView
+from fedbilevel.federation.clients import Bill, Clients
+from fedbilevel.federation.host import Host
+from fedbilevel.federation.store import Store, StoreView
 from fedbilevel.settings import setting
 from fedbilevel.tasks.quadratic import Quadratic
 

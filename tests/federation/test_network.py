@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbilevel.errors import NetworkError, SettingError
-from fedbilevel.federation import network as module
-from fedbilevel.federation.network import GivenNetwork, Mixing, Network, fastest_mixing, metropolis
+from fedbilevel.federation import mixing as mixing_module
+from fedbilevel.federation.mixing import Mixing, fastest_mixing, metropolis
+from fedbilevel.federation.network import GivenNetwork, Network
 from fedbilevel.federation.network import given as given_network
 from fedbilevel.problem.draws import Stream
 
@@ -562,7 +563,7 @@ def test_chunks_of_columns_equal_the_whole(monkeypatch, kind, shares, n, dtype):
     mixing, rows = Network(kind=kind, shares=shares).between(n).mixing(0), rows_of(n, 11, dtype=dtype)
     whole = mixing(rows)
     for cells in (1, n, 3 * n + 1, 11 * n):
-        monkeypatch.setattr(module, "_CELLS", cells)
+        monkeypatch.setattr(mixing_module, "_CELLS", cells)
         torch.testing.assert_close(mixing(rows), whole, rtol=1e-15 if dtype == torch.float64 else 1e-7, atol=1e-15)
 
 
@@ -654,13 +655,13 @@ def test_messages_to_oneself_are_not_sent():
 
 @pytest.mark.parametrize("kind", RANDOM)
 def test_steps_drawn_ahead_are_those_drawn_alone(kind, monkeypatch):
-    n, asked, real = 5, [], module.Stream.first_bits
+    n, asked, real = 5, [], Stream.first_bits
 
     def counting(self, purpose, ids, *, iterations, width):
         asked.append(len(iterations))
         return real(self, purpose, ids, iterations=iterations, width=width)
 
-    monkeypatch.setattr(module.Stream, "first_bits", counting)
+    monkeypatch.setattr(Stream, "first_bits", counting)
     links = Network(kind=kind, seed=3).between(n)
     order = [*range(40), 7, 7, 90, 91, 92, 3, 39, 40]
     got = [links.adjacency(step) for step in order]

@@ -1,6 +1,6 @@
 """What `test_distributed` runs in several processes. `start` forks the ranks of every world one after the other, so that torch is imported once.
 
-    python -c "import rank_cases; rank_cases.start(FOLDER, SIZE, ...)"
+    python -c "from support import ranks; ranks.start(FOLDER, SIZE, ...)"
 
 Every rank writes what it saw to FOLDER/SIZE/rankR.json; the records of rank 0 lie beside it, and are what the simulator's are compared with.
 """
@@ -37,6 +37,7 @@ from fedbilevel.algorithms.sparkle import Sparkle
 from fedbilevel.cli.main import main
 from fedbilevel.cli.terminal import complaints, console
 from fedbilevel.engines import distributed, simulate
+from fedbilevel.engines.contract import check_engine
 from fedbilevel.errors import FedBilevelError, RankLostError, ScopeWarning
 from fedbilevel.federation.algorithm import Cohort, phase
 from fedbilevel.federation.averaging import Averaging
@@ -96,7 +97,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "fedbio": (FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)), with_figures, NOISY),
     "fbo_aggitd": (
         FBOAggITD(lr_lower=0.1, lr_system=0.1, num_lower_rounds=2, num_local_steps=2, estimator="sampled"),
-        quadratic,
+        lambda: quadratic(weights="by_samples"),
         {**NOISY, "cohort": Cohort(0.6, replacement=True)},
     ),
     "fedbioacc": (FedBiOAcc(num_local_steps=2, delta=10.0, offset=1e3), quadratic, NOISY),
@@ -111,7 +112,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         cleaning,
         {**NOISY, **SHUFFLED, "cohort": Cohort(0.5)},
     ),
-    "fednest": (FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5)}),
+    "fednest": (
+        FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2),
+        lambda: quadratic(weights="by_samples", num_samples=1),
+        {**NOISY, "cohort": Cohort(0.6)},
+    ),
     "clustered_fl": (ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6), quadratic, NOISY),
     "commfedbio": (CommFedBiO(num_kept=2, num_local_steps=2), quadratic, {**NOISY, "drops": some_missing}),
     "fedavg_plus": (FedAvgPlus(num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5), "sampling": "epochs"}),
@@ -326,6 +331,24 @@ def counted(size: int) -> dict[str, Any]:
     return seen
 
 
+def contract() -> list[str]:
+    """What the contract of an engine says of the ranks, with a server and between peers; empty lines where it is kept."""
+    group, options = distributed.join(), {"dtype": torch.float64, "strategy": "loop", **NOISY}
+    weighted = lambda: quadratic(weights="by_samples")
+    reports = []
+    for algorithm, build, more in (
+        (FedBiO(num_local_steps=2), weighted, {}),
+        (FedBiOAcc(num_local_steps=2, delta=10.0, offset=1e3), weighted, {"cohort": Cohort(0.5)}),
+        (AdaFBiO(num_local_steps=2, num_terms=2), lambda: quadratic(upper="private"), {}),
+        (SGP(num_lower_steps=2), weighted, {"network": DIRECTED}),
+    ):
+        built = build()
+        engine = simulate(algorithm, *built, group=group, **options, **more)
+        report = check_engine(engine, built.clients, show=False)
+        reports.append("" if report.ok else str(report))
+    return reports
+
+
 def commands(folder: Path) -> dict[str, list[str]]:
     fedbio = ["quadratic", "-a", "fedbio", "--num-clients", "3", "--strategy", "loop", "--checkpoint-every", "1"]
     return {
@@ -385,6 +408,7 @@ def rank(folder: Path, size: int) -> None:
         go(name, EXACT, 4, record=place(f"{name}-begun"), resume=True, engine="distributed")
     seen["failures"] = failures(folder, size)
     seen["counted"] = counted(size)
+    seen["contract"] = contract()
     seen["command"] = {name: command(*args) for name, args in commands(folder).items()} if size == 2 else {}
     (folder / f"rank{me}.json").write_text(json.dumps(seen))
 

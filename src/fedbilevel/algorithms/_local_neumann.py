@@ -19,11 +19,15 @@ from torch import Tensor
 
 from fedbilevel.federation.clients import Clients, Step
 
-BIAS = "each client inverts its own Hessian, so heterogeneous clients converge to where the mean of local hypergradients vanishes, not to the solution"
+BIAS = (
+    "each client inverts its own Hessian, so heterogeneous clients converge to where the mean of local hypergradients "
+    "vanishes, not to the solution"
+)
 
 
 def sampled(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float) -> Tensor:
-    """f_x - J K theta prod_{j<=k} (I - theta H_j) f_y, each client with its own k uniform in {0..K-1}, the same whenever this step asks."""
+    """f_x - J K theta prod_{j<=k} (I - theta H_j) f_y, each client with its own k uniform in
+    {0..K-1}; repeated calls in a step draw the same k."""
     fx, p = clients.upper_grads(x, y, step.batch("val", "xi"))
     k = step.draw("k", num_terms)
     for j in range(1, max(k.tolist(), default=0) + 1):

@@ -63,22 +63,36 @@ from torch import Tensor
 from fedbilevel.algorithms import _local_neumann
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import setting
 
 
-def directions(
-    self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """What w and v estimate (and s, if there is a u), at any point on the samples of this step."""
+class Point(NamedTuple):
+    """Rows of the variables; u is None unless the hypergradient is that of a shared u."""
+
+    x: Tensor
+    y: Tensor
+    u: Tensor | None
+
+
+class Estimates(NamedTuple):
+    """Rows of the directions of x, y and u."""
+
+    w: Tensor
+    v: Tensor
+    s: Tensor | None
+
+
+def directions(self: Any, clients: Clients, step: Step, point: Point) -> Estimates:
+    """The directions at a point, on the samples of this step."""
+    x, y, u = point
     if u is not None:
-        return step_directions(clients, step, x, y, u, "independent")
+        return Estimates(*step_directions(clients, step, x, y, u, "independent"))
     estimate = _local_neumann.sampled if self.hypergradient == "local-neumann" else _local_neumann.summed
-    return estimate(clients, step, x, y, self.num_terms, self.lr_system), clients.lower_grad(
-        x, y, step.batch("train", "zeta")
-    )
+    w = estimate(clients, step, x, y, self.num_terms, self.lr_system)
+    return Estimates(w, clients.lower_grad(x, y, step.batch("train", "zeta")), None)
 
 
 def eta(self: Any, t: int, num_clients: int) -> float:
@@ -91,13 +105,16 @@ def check_steps(self: Any, num_clients: int) -> None:
     first = eta(self, 1, num_clients)
     if first > 1 or max(self.c1, self.c2) * first**2 >= 1:
         raise SettingError(
-            f"{type(self).__name__}: with {num_clients} clients the first eta is {first:.3g} and the estimators forget by c1 eta^2 = {self.c1 * first**2:.3g} "
-            f"and c2 eta^2 = {self.c2 * first**2:.3g}, expected eta at most 1 and both weights below 1: lower step_scale, c1 or c2, or raise offset."
+            f"{type(self).__name__}: with {num_clients} clients the first eta is {first:.3g} "
+            f"and the estimators forget by c1 eta^2 = {self.c1 * first**2:.3g} and c2 eta^2 = "
+            f"{self.c2 * first**2:.3g}, "
+            "expected eta at most 1 and both weights below 1: lower step_scale, c1 or c2, or raise offset."
         )
 
 
 def accumulated(self: Any, past: Any, size: Callable[[Any], Any], now: Any, before: Any) -> Any:
-    """a or b after a sync: line 6, or eq. (6)-(7) with the estimator of the sync before; nothing comes before the first."""
+    """a or b after a sync: line 6, or eq. (6)-(7) with the previous sync's estimator; None before
+    the first."""
     if self.adaptive == "none":
         return None
     new = (1 - self.decay) * size(now if before is None or self.adaptive == "adam" else now - before)
@@ -112,16 +129,18 @@ def norm(v: Tensor) -> Tensor:
 def initial_estimates(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None = None
 ) -> dict[str, Tensor | None]:
-    """Means of q estimates at the start, and the accumulators of those that stay here."""
-    point = [clients.rows(value) for value in (x, y, u) if value is not None]
-    estimates = [torch.zeros_like(value) for value in point]
+    """Means of q estimates at the start, and the accumulators of estimates that stay here."""
+    point = Point(clients.rows(x), clients.rows(y), None if u is None else clients.rows(u))
+    w, v = torch.zeros_like(point.x), torch.zeros_like(point.y)
+    s = None if point.u is None else torch.zeros_like(point.u)
     for step in clients.steps(self.num_local_steps):
-        each = directions(self, clients, step, *point)
-        estimates = [estimate + part / self.num_local_steps for estimate, part in zip(estimates, each, strict=True)]
-    w, v, *s = estimates
+        new = directions(self, clients, step, point)
+        w, v = w + new.w / self.num_local_steps, v + new.v / self.num_local_steps
+        if s is not None and new.s is not None:
+            s = s + new.s / self.num_local_steps
     kept_a = accumulated(self, None, torch.square, w, None) if x.ndim == 2 else None
     kept_b = accumulated(self, None, norm, v, None) if y.ndim == 2 else None
-    return {"w": w, "v": v, "s": s[0] if s else None, "a": kept_a, "b": kept_b}
+    return {"w": w, "v": v, "s": s, "a": kept_a, "b": kept_b}
 
 
 @phase
@@ -132,34 +151,56 @@ def local_steps(
     y: Tensor,
     w: Tensor,
     v: Tensor,
-    a: Any = None,
-    b: Any = None,
-    u: Any = None,
-    s: Any = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    u: Tensor | None = None,
+    s: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """q steps, the first from the averages; its old point is what this client had before they were taken."""
-    point, estimates = (
-        [clients.rows(value) for value in values if value is not None] for values in ((x, y, u), (w, v, s))
-    )
+    """q steps, the first from the averages; its old point is the client's own before the averages."""
+    point = Point(clients.rows(x), clients.rows(y), None if u is None else clients.rows(u))
+    est = Estimates(clients.rows(w), clients.rows(v), None if s is None else clients.rows(s))
     b = None if b is None else b[..., :1]  # a client that joins late finds zeros as wide as y
-    A, B = (1.0, 1.0) if a is None else (a.sqrt() + self.damping, b + self.damping)
-    old = [clients.memory.read(name, default=average) for name, average in zip("xyu", point, strict=False)]
+    A, B = (1.0, 1.0) if a is None or b is None else (a.sqrt() + self.damping, b + self.damping)
+    old = Point(
+        clients.memory.read("x", default=point.x),
+        clients.memory.read("y", default=point.y),
+        None if point.u is None else clients.memory.read("u", default=point.u),
+    )
     for step in clients.steps(self.num_local_steps):
         eta_t = eta(self, (clients.iteration - 1) * self.num_local_steps + step.index + 1, clients.num_clients)
-        lrs = (eta_t * self.lr_upper / A, eta_t * self.lr_lower / B, eta_t * self.lr_system)
-        keeps = (1 - self.c2 * eta_t**2, 1 - self.c1 * eta_t**2, 1 - self.c1 * eta_t**2)
-        point = [value - lr * estimate for value, lr, estimate in zip(point, lrs, estimates, strict=False)]
-        pairs = zip(directions(self, clients, step, *point), directions(self, clients, step, *old), strict=True)
-        estimates = [
-            new + keep * (estimate - before)
-            for (new, before), keep, estimate in zip(pairs, keeps, estimates, strict=False)
-        ]
+        point = stepped(self, eta_t, A, B, point, est)
+        est = storm(self, eta_t, est, directions(self, clients, step, point), directions(self, clients, step, old))
         old = point
-    variables = dict(zip("xyu", point, strict=False))
-    clients.memory.write(**variables)
-    kept_a = accumulated(self, a, torch.square, estimates[0], w) if x.ndim == 2 else None
-    kept_b = accumulated(self, b, norm, estimates[1], v) if y.ndim == 2 else None
-    return {"u": None, "s": None, **variables, **dict(zip("wvs", estimates, strict=False)), "a": kept_a, "b": kept_b}
+    clients.memory.write(x=point.x, y=point.y, **({} if point.u is None else {"u": point.u}))
+    kept_a = accumulated(self, a, torch.square, est.w, w) if x.ndim == 2 else None
+    kept_b = accumulated(self, b, norm, est.v, v) if y.ndim == 2 else None
+    return {**point._asdict(), **est._asdict(), "a": kept_a, "b": kept_b}
+
+
+def stepped(self: Any, eta_t: float, A: Tensor | float, B: Tensor | float, point: Point, est: Estimates) -> Point:
+    """The point after one step along the estimates."""
+    u = point.u
+    if u is not None and est.s is not None:
+        u = u - eta_t * self.lr_system * est.s
+    return Point(
+        x=point.x - eta_t * self.lr_upper / A * est.w,
+        y=point.y - eta_t * self.lr_lower / B * est.v,
+        u=u,
+    )
+
+
+def storm(self: Any, eta_t: float, est: Estimates, new: Estimates, before: Estimates) -> Estimates:
+    """The estimates at the new point. `new` and `before` are directions on the same samples, at the
+    new and the old point."""
+    keep_w, keep = 1 - self.c2 * eta_t**2, 1 - self.c1 * eta_t**2
+    s = new.s
+    if new.s is not None and est.s is not None and before.s is not None:
+        s = new.s + keep * (est.s - before.s)
+    return Estimates(
+        w=new.w + keep_w * (est.w - before.w),
+        v=new.v + keep * (est.v - before.v),
+        s=s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +217,7 @@ class AdaFBiO(ServerAlgorithm):
     )
     adaptive: Literal["adam", "adabelief", "none"] = setting("adam", "how the adaptive matrices are generated")
     step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
-    offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
+    offset: int | None = setting(None, "offset of the schedule; None: max(100, number of clients)", symbol="n", least=0)
     c1: float = setting(1.0, "the estimators of y and u forget by c1 eta^2", symbol="c_1", above=0)
     c2: float = setting(1.0, "the estimator of the hypergradient forgets by c2 eta^2", symbol="c_2", above=0)
     damping: float = setting(0.01, "added to the adaptive matrices", symbol="rho", above=0)
@@ -189,14 +230,14 @@ class AdaFBiO(ServerAlgorithm):
     warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
-        w: Any
-        v: Any
-        s: Any
-        a: Any
-        b: Any
+        x: Variable
+        y: Variable
+        u: Variable | None
+        w: Variable
+        v: Variable
+        s: Variable | None
+        a: Variable | None
+        b: Variable | None
 
     def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
         return {} if self.hypergradient == "shared-u" else self.warns
@@ -215,7 +256,8 @@ class AdaFBiO(ServerAlgorithm):
         )
 
     def matrices(self, new: Any, a: Any, b: Any, w: Any, v: Any) -> tuple[Any, Any]:
-        """The accumulators of the averages; those of estimators that are kept at the clients come from there."""
+        """The accumulators of the averages; those of estimators that are kept at the clients come
+        from there."""
         return (
             accumulated(self, a, torch.square, new.w, w) if new.a is None else new.a,
             accumulated(self, b, norm, new.v, v) if new.b is None else new.b,

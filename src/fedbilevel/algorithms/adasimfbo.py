@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.federation.algorithm import Federation, Kept, phase
+from fedbilevel.federation.algorithm import Federation, Kept, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -87,17 +87,17 @@ class AdaSimFBO(SimFBO):
     lower_space = ("y", "z_y", "u", "m_y", "s_y", "m_u", "s_u")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        z_x: Any
-        z_y: Any
-        u: Any
-        m_x: Any
-        m_y: Any
-        m_u: Any
-        s_x: Any
-        s_y: Any
-        s_u: Any
+        x: Variable
+        y: Variable
+        z_x: Variable
+        z_y: Variable
+        u: Variable
+        m_x: Variable
+        m_y: Variable
+        m_u: Variable
+        s_x: Variable
+        s_y: Variable
+        s_u: Variable
 
     def init(self, fed: Federation) -> Any:
         moments = (fed.zeros(name) for name in ("u", "m_x", "m_y", "m_u", "s_x", "s_y", "s_u"))

@@ -38,13 +38,13 @@ client I of g_y.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.federation.algorithm import Federation
+from fedbilevel.federation.algorithm import Federation, Variable
 from fedbilevel.settings import setting
 
 
@@ -62,11 +62,12 @@ class ClusteredFL(FedAvg):
 
     needs_everyone = True
     refuses = {
-        "local": "every client then has a y of its own that stays there, so there is nothing to cluster: use fedavg, which trains each client alone"
+        "local": "every client then has a y of its own that stays there, so there is nothing to cluster: use "
+        "fedavg, which trains each client alone"
     }
 
     class State(NamedTuple):
-        x: Any
+        x: Variable
         y: Tensor  # (n, d_y): the y of each client's cluster, by client number
         cluster: Tensor  # (n,) the number of each client's cluster
         unit: float | None  # the length that tolerances are multiples of; None before it is known
@@ -105,8 +106,12 @@ class ClusteredFL(FedAvg):
 
 
 def _two_parts(change: Tensor) -> Tensor:
-    """(k,) bool: the part without the first client. The most similar pairs are joined until two parts are left. That is optimal: two parts that
-    separate any joined pair have its similarity across, which is at least the largest one across the parts found here. One client alone has no other part."""
+    """(k,) bool: the part without the first client. The most similar pairs are joined until two
+    parts are left.
+
+    That is optimal: two parts that separate any joined pair have its similarity across, which is at
+    least the largest one across the parts found here. A single client has no other part.
+    """
     direction = change / torch.linalg.vector_norm(change, dim=1, keepdim=True).clamp(min=torch.finfo(change.dtype).tiny)
     num = len(change)
     i, j = torch.triu_indices(num, num, offset=1)

@@ -40,13 +40,13 @@ of R k). Floats down: (E + R) d_y + d_x (sketch: (E + 1) d_y + d_x). Per client:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd, fedmbo
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Sparse, linear_phase, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Sparse, Variable, linear_phase, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -58,7 +58,8 @@ def top_k(rows: Tensor, k: int) -> Tensor:
 
 
 def orthonormal_rows(seed: int, num: int, like: Tensor) -> Tensor:
-    """(num, d) rows of a random rotation, the same wherever they are made; all d of them if num is larger."""
+    """(num, d) rows of a random rotation, the same wherever they are made; all d of them if num is
+    larger."""
     width = like.shape[-1]
     normal = torch.randn(width, min(num, width), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return torch.linalg.qr(normal).Q.T.to(like)
@@ -82,13 +83,14 @@ class CommFedBiO(ServerAlgorithm):
     upper_space = ("x",)
     lower_space = ("y", "u", "p")
     refuses = {
-        "local": "each client then solves its own linear system, nothing of it travels and there is nothing to compress; fedbio solves such problems"
+        "local": "each client then solves its own linear system, nothing of it travels and there is nothing "
+        "to compress; fedbio solves such problems"
     }
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Tensor  # a local lower level is refused, so that y and u are at the server
+        u: Tensor
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

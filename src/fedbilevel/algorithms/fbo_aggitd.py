@@ -44,7 +44,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -92,8 +92,8 @@ class FBOAggITD(ServerAlgorithm):
     lower_space = ("y", "q", "z")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +110,8 @@ class FBOAggITD(ServerAlgorithm):
         return self.State(fed.mean(self.upper_steps, x=state.x, y=y, h=h).x, y)
 
     def estimate(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """The hypergradient at x along the lower path that starts at y, and the end y^N of that path."""
+        """The hypergradient at x along the lower path that starts at y, and the end y^N of that
+        path."""
         z, N = None, self.num_lower_rounds
         Q = fed.draw("Q", N + 1) if self.estimator == "sampled" else 0
         for t in range(N + 1):

@@ -29,12 +29,12 @@ cohort, or at first; d_x once); per client I + T of g_y.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
-from fedbilevel.federation.algorithm import Federation, phase
+from fedbilevel.federation.algorithm import Federation, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import setting
@@ -47,9 +47,9 @@ class FedAvgPlus(FedAvg):
     lower_space = ("y", "tuned")
 
     class State(NamedTuple):
-        x: Any
-        y: Any  # the tuned copies, which are measured
-        sent: Any  # the y that travels
+        x: Variable
+        y: Variable  # the tuned copies, which are measured
+        sent: Variable  # the y that travels
 
     def kept_names(self, scopes: Scopes) -> set[str]:
         return {*super().kept_names(scopes), "tuned"}

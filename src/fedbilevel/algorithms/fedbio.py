@@ -34,11 +34,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -49,7 +49,8 @@ PURPOSES = {"independent": ("B_y", "B_f1", "B_f2", "B_g1", "B_g2"), "shared": ("
 def step_directions(
     clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, minibatches: str, *, times: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(f_x - J u, g_y, H u - f_y) of every client at its own point, on the minibatches of this step."""
+    """(f_x - J u, g_y, H u - f_y) of every client at its own point, on the minibatches of this
+    step."""
     b_y, b_f1, b_f2, b_g1, b_g2 = PURPOSES[minibatches]
     train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
     return clients.directions(x, y, u, gy=train(b_y), fx=val(b_f1), fy=val(b_f2), ju=train(b_g1), hu=train(b_g2))
@@ -72,9 +73,9 @@ class FedBiO(ServerAlgorithm):
     lower_space = ("y", "u")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Variable
+        u: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

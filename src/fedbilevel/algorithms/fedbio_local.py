@@ -44,13 +44,14 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms import _local_neumann
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 REFUSES = {
-    "global": "it solves a linear system with the Hessian of each client alone, and the mean of those hypergradients is not the hypergradient of the "
+    "global": "it solves a linear system with the Hessian of each client alone, and the mean of those "
+    "hypergradients is not the hypergradient of the "
     "mean: use fedbio or fedbioacc, or scopes with a local lower level"
 }
 
@@ -88,9 +89,9 @@ class FedBiOLocal(ServerAlgorithm):
     refuses = REFUSES
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Variable
+        u: Variable | None
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u") if self.u == "local" else None)

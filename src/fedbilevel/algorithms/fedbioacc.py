@@ -46,7 +46,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -59,7 +59,8 @@ def check_momenta(self: Any) -> None:
         weight = getattr(self, name) * step_factor(self, 1) ** 2
         if weight >= 1:
             raise SettingError(
-                f"{type(self).__name__}: {name} * a^2 is {weight:.3g} in the first step, expected less than 1: lower {name} or delta, or raise offset."
+                f"{type(self).__name__}: {name} * a^2 is {weight:.3g} in the first step, expected less than "
+                f"1: lower {name} or delta, or raise offset."
             )
 
 
@@ -86,7 +87,8 @@ def advance(self: Any, t: int, point: Point, est: Point) -> Point:
 
 
 def storm(self: Any, clients: Clients, step: Step, t: int, new: Point, old: Point, est: Point) -> Point:
-    """The estimates at the new point, from those at the old one; both points are seen on the same minibatches."""
+    """The estimates at the new point, from those at the old one; both points are seen on the same
+    minibatches."""
     a, momenta = step_factor(self, t), (self.momentum_upper, self.momentum_lower, self.momentum_system)
     there, here = self.directions(clients, step, *new), self.directions(clients, step, *old)
     return tuple(d + (1 - c * a**2) * (e - b) for d, c, e, b in zip(there, momenta, est, here, strict=False))
@@ -104,7 +106,8 @@ def initial_momenta(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor
 def local_steps(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Steps with STORM between them; that of the last step waits for the averaged point, and the old point for it."""
+    """Steps with STORM between them; that of the last step waits for the averaged point, and the
+    old point for it."""
     old = point = joined(clients, x, y, u)
     est = joined(clients, nu, om, q)
     for step in clients.steps(self.num_local_steps):
@@ -120,7 +123,8 @@ def local_steps(
 def momenta(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """STORM of the last local step: new is the averaged point, old the client's own before that step."""
+    """STORM of the last local step: new is the averaged point, old the client's own before that
+    step."""
     new = joined(clients, x, y, u)
     old = clients.scratch.read("old", default=new)
     est = clients.scratch.read("est", default=joined(clients, nu, om, q))
@@ -151,12 +155,12 @@ class FedBiOAcc(ServerAlgorithm):
     lower_space = ("y", "u", "om", "q")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
-        nu: Any
-        om: Any
-        q: Any
+        x: Variable
+        y: Variable
+        u: Variable
+        nu: Variable
+        om: Variable
+        q: Variable
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,10 +36,10 @@ per client one of each and Q (or one) products H v, on batches of I times the si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedbilevel.algorithms import fedbio_local, fedbioacc
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable
 from fedbilevel.settings import setting
 
 
@@ -70,12 +70,12 @@ class FedBiOAccLocal(ServerAlgorithm):
     refuses = fedbio_local.REFUSES
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
-        nu: Any
-        om: Any
-        q: Any
+        x: Variable
+        y: Variable
+        u: Variable | None
+        nu: Variable
+        om: Variable
+        q: Variable | None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,13 +41,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
 
 def local_hypergradient(clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
-    """f_x,i - J_i p of every client; its mean is the hypergradient when p is the solution of the mean system."""
+    """f_x,i - J_i p of every client; its mean is the hypergradient when p is the solution of the
+    mean system."""
     fx = clients.upper_grad_x(x, y, clients.batch("val", "h"))
     return fx - clients.jacobian_product(x, y, p, clients.batch("train", "h"))
 
@@ -70,8 +71,8 @@ class FedMBO(ServerAlgorithm):
     lower_space = ("y", "p")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

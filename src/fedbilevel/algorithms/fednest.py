@@ -41,7 +41,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms import fbo_aggitd
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, linear_phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -69,8 +69,8 @@ class FedNest(ServerAlgorithm):
     lower_space = ("y", "q", "p")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

@@ -137,7 +137,8 @@ class HGP(PeerAlgorithm):
         return y * w.to(y.dtype), w
 
     def estimate(self, peers: Peers, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(v, u): f_x,i - J_i u per peer for a private x, their average at every peer for a shared one."""
+        """(v, u): f_x,i - J_i u per peer for a private x, their average at every peer for a shared
+        one."""
         v, u = self.blocks(peers, x, y)
         return peers.mix(v=v), u
 
@@ -146,7 +147,8 @@ class HGP(PeerAlgorithm):
         return deque(self.partial_sums(peers, x, y), maxlen=1)[0]
 
     def partial_sums(self, peers: Peers, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(v, ubar) as every peer has them after each repetition: what `blocks` would give for as few terms, up to rounding."""
+        """(v, ubar) at every peer after each repetition: equal to the result of `blocks` with as
+        few terms, up to rounding."""
         eta, clients, names = (
             self.lr_system,
             peers.clients,
@@ -180,6 +182,8 @@ class HGP(PeerAlgorithm):
         if self.lr_system * float(largest.max()) > 1.001:  # so that the value printed below passes
             worst = int(largest.argmax())
             raise SettingError(
-                f"lr_system = {self.lr_system:g} is above the stable range: client {int(clients.ids[worst])} has curvature {float(largest[worst]):.4g}, so the "
-                f"largest allowed value is {1 / float(largest[worst]):.4g} (num_curvature_products=0 turns this check off)."
+                f"lr_system = {self.lr_system:g} is above the stable range: client {int(clients.ids[worst])} "
+                f"has curvature {float(largest[worst]):.4g}, so the "
+                f"largest allowed value is {1 / float(largest[worst]):.4g} (num_curvature_products=0 turns "
+                "this check off)."
             )

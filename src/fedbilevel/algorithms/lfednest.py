@@ -36,12 +36,12 @@ N tau_x, J v, f_x and f_y: tau_x (svrg: 2T + 1 rounds, 2T d_y + d_x floats, g_y:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from fedbilevel.algorithms import _local_neumann, fbo_aggitd, fednest
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -65,8 +65,8 @@ class LFedNest(ServerAlgorithm):
     warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
-        x: Any
-        y: Any
+        x: Variable
+        y: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

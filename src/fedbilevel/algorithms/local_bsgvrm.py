@@ -36,10 +36,10 @@ floats up, p estimates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedbilevel.algorithms import _local_neumann, adafbio
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable
 from fedbilevel.settings import setting
 
 
@@ -54,7 +54,7 @@ class LocalBSGVRM(ServerAlgorithm):
         "local-neumann", "one random number of factors, or the mean over that number"
     )
     step_scale: float = setting(1.0, "eta_t = step_scale * (m / (offset + t))^(1/3)", symbol="k_0", above=0)
-    offset: int | None = setting(None, "offset of the schedule; none: max(100, number of clients)", symbol="n", least=0)
+    offset: int | None = setting(None, "offset of the schedule; None: max(100, number of clients)", symbol="n", least=0)
     c1: float = setting(1.0, "the estimator of y forgets by c1 eta^2", symbol="c_1", above=0)
     c2: float = setting(1.0, "the estimator of the hypergradient forgets by c2 eta^2", symbol="c_2", above=0)
 
@@ -65,10 +65,10 @@ class LocalBSGVRM(ServerAlgorithm):
     warns = {"global": _local_neumann.BIAS}
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        w: Any
-        v: Any
+        x: Variable
+        y: Variable
+        w: Variable
+        v: Variable
 
     def init(self, fed: Federation) -> State:
         adafbio.check_steps(self, fed.num_clients)

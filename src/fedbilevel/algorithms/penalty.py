@@ -41,12 +41,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 
@@ -69,15 +69,16 @@ class Penalty(ServerAlgorithm):
     lower_space = ("y", "d")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        d: Any
+        x: Variable
+        y: Variable
+        d: Variable
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_penalty is None and self.penalty_growth > 1:
             raise SettingError(
-                f"Penalty: penalty_growth is {self.penalty_growth} and max_penalty is not set, so the weight would overflow: set max_penalty."
+                f"Penalty: penalty_growth is {self.penalty_growth} and max_penalty is not set, so the weight "
+                "would overflow: set max_penalty."
             )
         if self.max_penalty is not None and self.max_penalty < self.penalty:
             raise SettingError(

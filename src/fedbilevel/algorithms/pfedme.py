@@ -36,11 +36,11 @@ client I K of g_y.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.settings import setting
@@ -61,9 +61,9 @@ class PFedMe(ServerAlgorithm):
     lower_space = ("w", "theta")
 
     class State(NamedTuple):
-        x: Any
-        y: Any  # theta, which is measured
-        w: Any
+        x: Variable
+        y: Variable  # theta, which is measured
+        w: Variable
 
     def kept_names(self, scopes: Scopes) -> set[str]:
         return {*super().kept_names(scopes), "theta"}

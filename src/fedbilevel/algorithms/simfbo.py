@@ -37,13 +37,13 @@ f_x, f_y, H u, J u.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -75,9 +75,9 @@ class SimFBO(ServerAlgorithm):
     lower_space: ClassVar[tuple[str, ...]] = ("y", "u")
 
     class State(NamedTuple):
-        x: Any
-        y: Any
-        u: Any
+        x: Variable
+        y: Variable
+        u: Variable
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))
@@ -87,7 +87,7 @@ class SimFBO(ServerAlgorithm):
         return self.State(new.x, new.y, new.u)
 
     def share(self, step: Step) -> Tensor | float:
-        """What one local direction counts in the sums that are sent."""
+        """The weight of a local direction in the sums that are sent."""
         return 1.0
 
     @phase
@@ -104,7 +104,7 @@ class SimFBO(ServerAlgorithm):
         )
 
     def sums(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Where every client starts, and the sums of the directions that it finds from there."""
+        """The start of every client, and the sums of its directions from there."""
         x, y, u = start = clients.rows(x, y, project(u, self.radius))
         q = tuple(torch.zeros_like(v) for v in start)
         for step in clients.steps(self.num_local_steps):

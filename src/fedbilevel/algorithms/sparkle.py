@@ -54,7 +54,8 @@ from fedbilevel.settings import setting
 
 Correction = Literal["none", "gradient_tracking", "exact_diffusion", "extra"]
 
-# A recursion takes (s, d, a) and its memory (p, q). It gives what to send, and the new (s, p, q) as a function of W times what was sent.
+# A recursion takes (s, d, a) and its memory (p, q). It returns a message, and the new (s, p, q) as a function of W
+# times the message.
 Recursion = tuple[tuple[Tensor, ...], Callable[..., tuple[Tensor, Tensor, Tensor]]]
 
 
@@ -74,7 +75,8 @@ def exact_diffusion(s: Tensor, d: Tensor, a: float, p_before: Tensor, q: Tensor)
 
 
 def extra(s: Tensor, d: Tensor, a: float, half_before: Tensor, step_before: Tensor) -> Recursion:
-    """Remembers the step, not the direction: with a falling a the sum of (a - a_before) d would stay in s for good."""
+    """Remembers the step, not the direction: with a falling a the sum of (a - a_before) d would
+    stay in s for good."""
     return (s,), lambda mixed: (s + mixed - half_before - (a * d - step_before), (s + mixed) / 2, a * d)
 
 
@@ -100,7 +102,8 @@ class Sparkle(PeerAlgorithm):
     lower_space = ("y", "u", "y_t", "u_t", "y_p", "u_p", "y_q", "u_q")
 
     class State(NamedTuple):
-        """p and q: what a correction remembers of the iteration before, by the names in its recursion."""
+        """p and q: what a correction remembers of the iteration before, by the names in its
+        recursion."""
 
         x: Tensor
         y: Tensor
@@ -117,7 +120,8 @@ class Sparkle(PeerAlgorithm):
         super().__post_init__()
         if self.exchange == "push" and not {self.kind("x"), self.kind("y")} <= {"none", "gradient_tracking"}:
             raise SettingError(
-                "exact_diffusion and extra need a doubly stochastic exchange: use gossip, or gradient_tracking with push."
+                "exact_diffusion and extra need a doubly stochastic exchange: use gossip, or "
+                "gradient_tracking with push."
             )
 
     def verbs(self) -> tuple[str, ...]:
@@ -127,7 +131,7 @@ class Sparkle(PeerAlgorithm):
         return self.correction if name != "x" or self.correction_upper == "same" else self.correction_upper
 
     def used(self, peers: Peers, name: str) -> str:
-        """What stays at its peer needs no correction; one would only gather rounding errors."""
+        """A variable that stays at its peer needs no correction, which would only add rounding errors."""
         return self.kind(name) if peers.travels(name) else "none"
 
     def init(self, peers: Peers) -> State:

@@ -1,6 +1,7 @@
-"""Engines: who computes and who talks to whom.
+"""Engines run phases at clients and carry the messages.
 
-There is one engine for algorithms with a server and one for peers. Each runs all clients in this process, or those of one rank of a group.
+There is one engine for algorithms with a server and one for peers. Each runs all clients in this
+process, or those of one rank of a group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SERVER_ONLY, PEERS_ONLY = ("cohort", "drops"), ("network", "averaging")
 
 
 def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
-    """The processes that run together. timeout: seconds after which a rank that does not answer is given up."""
+    """The group of processes that run together. timeout: seconds after which a silent rank counts
+    as lost."""
     if engine not in get_args(EngineName):
         raise SettingError(f"engine is {engine!r}, expected {' or '.join(map(repr, get_args(EngineName)))}.")
     distributed.check_timeout(timeout)
@@ -33,7 +35,8 @@ def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: fl
 def simulate(
     algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], **options: Any
 ) -> Simulation | PeerSimulation:
-    """All clients in this process, or those of this rank of a `group`: with a server, or as peers, as the algorithm asks for."""
+    """Make an engine for all clients, or for those of this rank of a `group`: with a server or
+    between peers, as the algorithm needs."""
     peers = isinstance(algorithm, PeerAlgorithm)
     other = SERVER_ONLY if peers else PEERS_ONLY
     given = {

@@ -1,12 +1,14 @@
-"""Whole phases as CUDA graphs: a phase that comes again is replayed instead of being run.
+"""Whole phases as CUDA graphs: a repeated phase is replayed instead of run.
 
-On a GPU a small phase is hundreds of kernels of a few microseconds, and launching them from Python takes many times as long. A phase is captured when
-it is asked for the third time with the same settings, shapes and plain values; only what its arrays hold, which clients it is for, and
-where in the run it stands (which addresses its draws) may differ, and these are tensors that are filled in before a replay. So a replay computes what
-the phase would compute. What it would charge is written down while it is captured.
+On a GPU a small phase is hundreds of kernels of a few microseconds, and launching them from Python
+takes many times as long. A phase is captured when it is called for the third time with the same
+settings, shapes and plain values. Only the contents of its arrays, its clients and its place in the
+run (the address of its draws) may differ; these are tensors that are filled in before a replay. So
+a replay computes the same as the phase. Its charges are recorded during the capture.
 
-A phase that needs more than that is run as ever: one that reads the outer iteration (steps that fall with it), the clients' numbers, memory or scratch,
-that draws its own integers, or whose clients take unequal numbers of steps.
+Other phases are run as usual: phases that read the outer iteration (falling steps), the clients'
+numbers, memory or scratch, that draw their own integers, or whose clients take unequal numbers of
+steps.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fedbilevel.federation.clients import Bill, Clients
 from fedbilevel.oracle.oracle import one_row
 
 if TYPE_CHECKING:
-    from fedbilevel.federation.clients import Host
+    from fedbilevel.federation.host import Host
 
 Result = dict[str, Any]
 _TIMES = 3  # occurrences after which a phase is captured
@@ -34,11 +36,11 @@ _MOST = 64  # captured phases that are kept: each holds memory
 
 
 class NotCapturable(Exception):
-    """The phase asks for something that a replay could not change."""
+    """The phase needs a value that a replay cannot change."""
 
 
 class _Addressed(Clients):
-    """Clients whose numbers and place in the run are tensors, so that they can be others in a replay."""
+    """Clients whose numbers and place in the run are tensors, so that a replay can change them."""
 
     def __init__(self, host: Host, positions: Tensor, address: Tensor, shares: Tensor | None, bill: Bill) -> None:
         super().__init__(host, positions, 0, 0, shares, bill)
@@ -91,7 +93,7 @@ class Captures:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.refused: dict[str, str] = {}  # by phase: why it is run as ever
+        self.refused: dict[str, str] = {}  # by phase: why it is not captured
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, _Captured] = {}
         self._unseen: list[tuple[Tensor, tuple[Any, ...]]] = []  # whether results were finite, and what was replayed
@@ -105,7 +107,7 @@ class Captures:
         call: int,
         shares: Tensor | None,
     ) -> Result | None:
-        """What the phase returns, or nothing where it is to be run as ever."""
+        """The results of the phase, or None where it must be run as usual."""
         name = method.__name__
         if name in self.refused or len(positions) == 0:
             return None
@@ -143,7 +145,8 @@ class Captures:
         return {label: _copied(value) for label, value in kept.results.items()}
 
     def suspect(self) -> tuple[Any, ...] | None:
-        """The first replayed phase since the last time that returned something not finite."""
+        """The first phase replayed since the last call that returned a value that is not finite, or
+        None."""
         unseen, self._unseen = self._unseen, []
         if not unseen:
             return None
@@ -151,7 +154,8 @@ class Captures:
         return next((what for one, (_, what) in zip(fine, unseen, strict=True) if not one), None)
 
     def _sizes(self, positions: Tensor) -> tuple[Any, ...]:
-        """What shapes inside a phase depend on: the most samples of a client, and whether all have as many."""
+        """The facts that shapes inside a phase depend on: the largest number of samples of a
+        client, and whether all clients have as many."""
         return tuple(
             (int(some.max()), bool((some == some[0]).all()))
             for some in (sizes[positions] for sizes in self.host.data.sizes.values())
@@ -187,7 +191,7 @@ class Captures:
 
 
 def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
-    """Results of a function that are computed anew, in place, by every replay."""
+    """Results of a function, and a replay that recomputes them in place."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         results = function()
@@ -209,7 +213,8 @@ def _rows(value: Any) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """A result before the next replay overwrites it; rows that are views of one stay that."""
+    """A copy of a result, which the next replay overwrites; rows that are views of one vector stay
+    views."""
     if value is None:
         return None
     rows = _rows(value)

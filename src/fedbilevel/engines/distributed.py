@@ -1,8 +1,10 @@
-"""Several processes on torch.distributed, as torchrun starts them: gloo between CPUs, NCCL between GPUs.
+"""Several processes on torch.distributed, as torchrun starts them: gloo between CPUs, NCCL between
+GPUs.
 
-Every exchange begins with a word from every rank: going on, or failed. So a rank that fails alone, wherever it is, is heard by the others at their next
-exchange, and all end with the same message. Words always pass over gloo, which notices a dead process at once and a frozen one after the timeout; NCCL
-notices neither as quickly. Nothing is pickled.
+Every exchange begins with a status word from every rank: running, or failed. So when one rank fails
+alone, at any place, the others learn it at their next exchange, and all end with the same message.
+Status words always pass over gloo, which notices a dead process at once and a frozen one after the
+timeout; NCCL notices neither as quickly. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,25 +32,26 @@ from fedbilevel.errors import FedBilevelError, RankLostError, SettingError
 from fedbilevel.problem.client_data import Holdings
 
 TIMEOUT = 600.0  # seconds
-STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun leaves in the environment
+STARTED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets
 _LONGEST = 1e9  # seconds; torch counts no further than some centuries
-_GRACE, _LOOK = 3.0, 0.05  # seconds within which those that are left say so, and between looks
+_GRACE, _LOOK = 3.0, 0.05  # seconds for remaining ranks to register, and between looks
 _joined: dict[tuple[str, float], Ranks] = {}
 
 
 def started() -> bool:
-    """Whether torchrun, or a program that talks to torch.distributed itself, started this process."""
+    """Whether torchrun, or a program that uses torch.distributed itself, started this process."""
     return dist.is_initialized() or all(name in os.environ for name in STARTED_BY)
 
 
 def check_timeout(timeout: float) -> None:
-    """Also where there is one process alone: what means nothing there would be wrong on more."""
+    """Raise an error for an invalid timeout, also in a single process, which ignores it."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
         raise SettingError(f"timeout is {timeout!r}, expected seconds above 0, at most {_LONGEST:g}.")
 
 
 def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
-    """All ranks, once per process. A program that has initialised torch.distributed itself keeps what it has."""
+    """Join the group of all ranks, once per process. A program that has initialised
+    torch.distributed itself keeps its group."""
     check_timeout(timeout)
     if not dist.is_available():
         raise SettingError(
@@ -56,7 +59,8 @@ def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
         )
     if not started():
         raise SettingError(
-            "the engine 'distributed' needs processes that torchrun started: type torchrun --nproc-per-node 2 -m fedbilevel run ... --engine distributed "
+            "the engine 'distributed' needs processes that torchrun started: type torchrun --nproc-per-node "
+            "2 -m fedbilevel run ... --engine distributed "
             "(or torchrun ... your_script.py), or leave the engine out to run all clients in this process."
         )
     kind = torch.device(device).type
@@ -67,7 +71,8 @@ def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
                 dist.init_process_group("gloo", timeout=limit)
             except (RuntimeError, ValueError) as error:
                 raise SettingError(
-                    f"the ranks did not find each other ({_first_line(error)}): start all of them, with the same rendezvous."
+                    f"the ranks did not find each other ({_first_line(error)}): start all of them, with the "
+                    "same rendezvous."
                 ) from error
             atexit.register(_leave)
         _joined[kind, timeout] = Ranks(kind, limit)
@@ -96,7 +101,8 @@ class Ranks(Group):
     def shares(self, num_clients: int) -> list[range]:
         if self.size > num_clients:
             raise SettingError(
-                f"there are {self.size} ranks for {num_clients} clients, and every rank hosts at least one: start {num_clients} ranks or fewer."
+                f"there are {self.size} ranks for {num_clients} clients, and every rank hosts at least one: "
+                f"start {num_clients} ranks or fewer."
             )
         ends = [num_clients * rank // self.size for rank in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(ends)]
@@ -106,7 +112,7 @@ class Ranks(Group):
         return [client if place in mine else {} for place, client in enumerate(clients)]
 
     def device(self, asked: torch.device | str) -> torch.device | str:
-        """`cuda` is the GPU of this rank."""
+        """The device of this rank; `cuda` is its own GPU."""
         asked = torch.device(asked)
         return (
             torch.device("cuda", self._local % torch.cuda.device_count())
@@ -114,7 +120,7 @@ class Ranks(Group):
             else asked
         )
 
-    # ---- exchanges -------------------------------------------------------------------------------------------------------
+    # ---- exchanges ------------------------------------------------------------------------------------------------
 
     def sum(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         if not parts:
@@ -180,7 +186,7 @@ class Ranks(Group):
     def meet(self) -> None:
         self._meet()
 
-    # ---- failing together --------------------------------------------------------------------------------------------------
+    # ---- failing together -----------------------------------------------------------------------------------------
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -188,9 +194,9 @@ class Ranks(Group):
         try:
             yield
         except RankLostError:
-            self._agreed = True  # nobody is left to talk to
+            self._agreed = True  # no rank is left to inform
             raise
-        except Exception as error:  # whatever it is, the others must hear of it
+        except Exception as error:  # the other ranks must learn of any error
             if self._agreed:
                 raise
             raise self._fail(error) from None
@@ -199,17 +205,19 @@ class Ranks(Group):
             self._agreed = self._agreed and self._depth > 0
 
     def _meet(self, size: int = 0) -> None:
-        """The word before an exchange: nobody failed, and all are about to exchange as much."""
+        """Exchange status words: no rank failed, and all are about to exchange as many entries."""
         failed, most, least = self._say([0, size, -size])
         if failed:
             raise self._heard(self.size - failed, None)
         if most + least:
             raise RuntimeError(
-                f"rank {self.rank} is about to exchange {size} entries, another rank {most}: the ranks do not run the same program."
+                f"rank {self.rank} is about to exchange {size} entries, another rank {most}: the ranks do not "
+                "run the same program."
             )
 
     def _fail(self, error: Exception) -> Exception:
-        """The word of a rank that has failed, at whatever exchange the others are now. Of several that fail at once the lowest is heard."""
+        """Announce a failure at the next exchange of the other ranks. If several ranks fail at
+        once, the lowest is reported."""
         try:
             failed, *_ = self._say([self.size - self.rank, 0, 0])
         except RankLostError:
@@ -235,10 +243,12 @@ class Ranks(Group):
         return word.tolist()
 
     def _pass(self, exchange: Callable[[], Any]) -> None:
-        """An exchange that breaks: who is left says so in the store that torchrun keeps, and whoever does not is named."""
+        """Run an exchange. If it breaks, remaining ranks register in torchrun's store, and ranks
+        that do not are named."""
         if self._words is None:
             raise RankLostError(
-                f"a rank of {self.size} was lost before, so the others can exchange nothing any more: start all of them again."
+                f"a rank of {self.size} was lost before, so the others can exchange nothing any more: start "
+                "all of them again."
             )
         try:
             exchange()
@@ -260,16 +270,15 @@ class Ranks(Group):
         raise lost
 
     def _missing(self, late: bool) -> tuple[list[int], bool]:
-        """Ranks that do not say within a few seconds that they are there; nobody is named when that cannot be known. And whether anybody waited in vain."""
+        """Ranks that do not register within a few seconds, and whether a rank timed out. No rank is
+        named when that cannot be known."""
         left = {self.rank}
         place = f"fedbilevel/left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{{}}".format
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(place(self.rank), "late" if late else "closed")
             dist.destroy_process_group(self._words)
-            self._words = (
-                None  # with the last reference the connections go, and those who wait for this rank notice too
-            )
+            self._words = None  # closes the connections, so that ranks that wait for this one notice
             for _ in range(int(_GRACE / _LOOK)):
                 left |= {rank for rank in range(self.size) if rank not in left and store.check([place(rank)])}
                 if len(left) == self.size:
@@ -281,7 +290,7 @@ class Ranks(Group):
         ):  # the store went with the process that kept it: before it could say anything, or when it had
             return sorted(set(range(self.size)) - left) if len(left) > 1 else [], late
 
-    # ---- inside ------------------------------------------------------------------------------------------------------------
+    # ---- inside ---------------------------------------------------------------------------------------------------
 
     def _bytes(self, content: bytes) -> bytes:
         self._meet()
@@ -310,7 +319,8 @@ class Ranks(Group):
 
 
 def _leave() -> None:
-    """At the end of the process: a group that lives on into the end of the interpreter takes the process down with it."""
+    """Leave the group at the end of the process: a group that outlives the interpreter crashes the
+    process."""
     for ranks in _joined.values():
         ranks._words = ranks._arrays = None
     _joined.clear()

@@ -1,4 +1,5 @@
-"""What the loop over outer iterations needs of an engine, whichever one runs: a simulation, ranks, sites or a peer."""
+"""The protocol of an engine: the members that the loop over outer iterations uses in a simulation,
+at ranks, at a server of sites and at a peer."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from fedbilevel.problem.problem import Problem
 
 
 class Regrouped(Exception):
-    """The group of peers has changed. This is not an error: the outer iteration begins again with the new group."""
+    """The group of peers has changed. This is not an error: the outer iteration begins again with
+    the new group."""
 
 
 class Engine(Protocol):
-    """An engine, as the loop sees it. The verbs, which algorithms use, are in `federation.algorithm`."""
+    """An engine, as the loop sees it. The verbs, which algorithms use, are in
+    `federation.algorithm`."""
 
     problem: Problem
     algorithm: Algorithm
@@ -43,10 +46,12 @@ class Engine(Protocol):
 
     @property
     def ways(self) -> dict[str, Any]:
-        """How each derivative is computed, where that was chosen by measurement. Checkpoints keep it."""
+        """How each derivative is computed, where that was chosen by measurement. Checkpoints keep
+        it."""
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration, with the algorithm whose steps a schedule has scaled. 0: before the first."""
+        """Begin an outer iteration, with the algorithm whose steps a schedule has scaled. 0: before
+        the first."""
 
     def check(self) -> None:
         """Raise if something that was computed since `begin` is not finite."""
@@ -55,7 +60,8 @@ class Engine(Protocol):
         """Losses and metrics over all clients. Not charged."""
 
     def commit(self) -> None:
-        """Let every participant save its own state, before the loop saves a checkpoint that counts on it."""
+        """Let every participant save its own state, before the loop saves a checkpoint that counts
+        on it."""
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that the next outer iteration depends on: tensors, and plain values."""

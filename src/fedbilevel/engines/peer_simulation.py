@@ -1,4 +1,5 @@
-"""Peers without a server, one row each, all in this process or divided among those of a group. Implements `Peers`."""
+"""Peers without a server, one row each, all in this process or divided among the processes of a
+group. Implements `Peers`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
-from fedbilevel.engines.ranks import Group, hosted
+from fedbilevel.engines.ranks import Group
+from fedbilevel.engines.roster import hosted
 from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps, spread, waiting
@@ -25,10 +27,13 @@ _FEW = 64  # peers up to which a process computes the whole product of a step, a
 class PeerSimulation(Peering):
     """n peers and the network between them.
 
-    With a group of several processes every one hosts some of the peers, and values have rows for those. Who sends to whom is known everywhere.
+    With a group of several processes each hosts some of the peers, and values have rows for those.
+    The network is known everywhere.
 
-    averaging: the operator behind `mix`; by default ten steps of Push-Sum, or the robust kind where the network loses or delays messages.
-    ids: the peers' numbers when they are not given in order. options: dtype, device, strategy and chunk_size of the population.
+    averaging: the operator behind `mix`; by default ten steps of Push-Sum, or the robust kind where
+    the network loses or delays messages.
+    ids: the peers' numbers when they are not given in order.
+    options: dtype, device, strategy and chunk_size of the population.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class PeerSimulation(Peering):
         check_verbs(algorithm, network, self.links, self.averaging)
         if "mix" in algorithm.verbs() and self.averaging.kind == "robust" and group.size > 1:
             raise SettingError(
-                "robust averaging follows single messages, which only the engine 'simulation' does: use that, or a network without faults and averaging "
+                "robust averaging follows single messages, which only the engine 'simulation' does: use "
+                "that, or a network without faults and averaging "
                 "'push_sum'."
             )
         if check_connected:
@@ -79,7 +85,7 @@ class PeerSimulation(Peering):
             torch.zeros(self.num_clients, self.num_clients), 0, 0
         )  # so that a bill without messages says so
 
-    # ---- averaging -------------------------------------------------------------------------------------------------
+    # ---- averaging ------------------------------------------------------------------------------------------------
 
     def _exact(self, rows: Tensor) -> Tensor:
         everybody = ~torch.eye(self.num_clients, dtype=torch.bool)
@@ -113,7 +119,7 @@ class PeerSimulation(Peering):
         return values()[self.host.ids.to(rows.device)].to(rows.dtype)
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
-        """A fixed number of steps, or until all agree: all peers are looked at, so it stops as soon as they do."""
+        """Take a fixed number of steps, or stop as soon as all peers agree."""
         tolerance = self.averaging.limit(rows.dtype)
         if tolerance is None:
             for _ in range(self.averaging.steps):
@@ -128,17 +134,19 @@ class PeerSimulation(Peering):
             if apart <= tolerance:
                 return
         raise NetworkError(
-            f"after {self.averaging.max_steps} steps the peers agree up to {apart:.1e} only, asked for {tolerance:.1e}: "
+            f"after {self.averaging.max_steps} steps the peers agree up to {apart:.1e} only, asked for "
+            f"{tolerance:.1e}: "
             "raise the tolerance (float32 reaches about 1e-6), or max_steps."
         )
 
     def _everyone(self, rows: Tensor) -> Tensor:
         return self.roster.rows(rows)
 
-    # ---- what the run loop uses --------------------------------------------------------------------------------------
+    # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
-        """Every peer at its own point; `disagreement` is the largest relative distance of a peer's y from the mean."""
+        """Every peer at its own point; `disagreement` is the largest relative distance of a peer's
+        y from the mean."""
         figures, diagnostics = self.host.measure(x, y, self.roster.rows), self.problem.diagnostics
         if self.scopes.lower == "global":
             y = self._everyone(y)
@@ -162,7 +170,7 @@ class PeerSimulation(Peering):
     def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
         return self.roster.restored(stored, upper=upper)[1]
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- inside ---------------------------------------------------------------------------------------------------
 
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
@@ -185,7 +193,8 @@ class PeerSimulation(Peering):
         return mixing(rows, numbers), mixing(weights, numbers)
 
     def _received(self, adjacency: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and weights of all peers by number, those that nobody here receives left at zero. A row goes once to a process where somebody needs it."""
+        """Rows and weights of all peers by number, zero where no peer of this process needs them. A
+        row is sent once to each process that needs it."""
         width = rows.shape[1] * rows.element_size()
         numbers = self.roster.ids.split(self.roster.counts)  # by process
         mine = numbers[self.group.rank]

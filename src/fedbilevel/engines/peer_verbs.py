@@ -1,4 +1,5 @@
-"""What engines of peers without a server have in common: the verbs, what may leave a peer, and averages as steps of a network. Implements `Peers`."""
+"""Common parts of the engines of peers without a server: the verbs, the rows that may leave a peer,
+and averages by steps of a network. Implements `Peers`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.engines.ranks import Hosting
+from fedbilevel.engines.roster import Hosting
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.federation.averaging import Averaging
@@ -27,24 +28,29 @@ def check_verbs(algorithm: PeerAlgorithm, network: AnyNetwork, links: Links, ave
         averaging.check(network, links)
     if "push" in verbs and network.faulty:
         raise SettingError(
-            f"{name} pushes without running sums, so a lost message would be lost for good: use a network without faults, or settings that average instead."
+            f"{name} pushes without running sums, so a lost message would be lost for good: use a network "
+            "without faults, or settings that average instead."
         )
     if "gossip" in verbs and (network.faulty or not links.doubly_stochastic):
         raise SettingError(
-            f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: use exchange='push' elsewhere."
+            f"{name} needs an undirected network without faults, whose shares sum to one at the receiver too: "
+            "use exchange='push' elsewhere."
         )
 
 
 class Peering(Hosting):
-    """The rows of the peers in this process, and steps of the network between all. An engine says how one step is made (`_exchange`), and how `exact` and
-    `robust` averages are. The steps are counted through the whole run, so that it is the same after a resume."""
+    """The rows of the peers in this process, and steps of the network between all peers.
+
+    An engine defines one step (`_exchange`), and `exact` and `robust` averages. Steps are counted
+    through the whole run, so that a resumed run continues with the same network.
+    """
 
     algorithm: Algorithm
     network: AnyNetwork
     links: Links
     averaging: Averaging
     kept_names: set[str]
-    unequal: bool  # whether some peers count more than others
+    unequal: bool  # whether the peers have unequal weights
     weights: Tensor
     push_weights: Tensor  # of Push-Sum, where averages keep them
     iteration = call = time = 0
@@ -52,19 +58,19 @@ class Peering(Hosting):
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One step of the network, paid for. `into`: rows that nobody needs any more."""
+        """One step of the network, charged. into: rows that are no longer needed."""
         raise NotImplementedError
 
     def _exact(self, rows: Tensor) -> Tensor:
-        """As if everybody sent its row to everybody."""
+        """The exact average, as if every peer sent its row to every other."""
         raise NotImplementedError
 
     def _robust(self, rows: Tensor) -> Tensor:
-        """By running sums."""
+        """A robust average by running sums."""
         raise NotImplementedError
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
-        """Steps of one average."""
+        """Take the steps of one average."""
         raise NotImplementedError
 
     def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
@@ -74,7 +80,7 @@ class Peering(Hosting):
     def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
         raise NotImplementedError
 
-    # ---- verbs ---------------------------------------------------------------------------------------------------
+    # ---- verbs ----------------------------------------------------------------------------------------------------
 
     @property
     def clients(self) -> Clients:
@@ -84,7 +90,7 @@ class Peering(Hosting):
         return name not in self.kept_names
 
     def initial(self) -> tuple[Tensor, Tensor]:
-        return tuple(v.expand(len(self.host), -1) if v.ndim == 1 else v for v in (self.host.x0, self.host.y0))  # type: ignore[return-value]
+        return self.place("x", self.host.x0), self.place("y", self.host.y0)
 
     def zeros(self, name: str) -> Tensor:
         return torch.zeros(len(self.host), self.host.width(name), dtype=self.host.dtype, device=self.host.device)
@@ -116,10 +122,10 @@ class Peering(Hosting):
         return _one(self._apart(together, rows))
 
     def _paying_for(self, verb: str, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """What an exchange costs is kept under the verb and what travels."""
+        """Charge an exchange under the verb and the names that travel."""
         return self.host.ledger.during(f"{verb} {', '.join(name for name in rows if self.travels(name))}")
 
-    # ---- averaging -------------------------------------------------------------------------------------------------
+    # ---- averaging ------------------------------------------------------------------------------------------------
 
     def _averaged(self, rows: Tensor) -> Tensor:
         kind = self.averaging.kind
@@ -137,7 +143,7 @@ class Peering(Hosting):
             (z, w), spare = (
                 self._exchange(z, w, sends_weights=divides, into=spare),
                 z,
-            )  # two matrices in turn: nobody else has seen them
+            )  # two matrices in turn: no other object holds them
 
         value = lambda: debiased(z, w) if divides else z
         self._until_agreed(advance, value, rows)
@@ -145,7 +151,7 @@ class Peering(Hosting):
             self.push_weights = w
         return value()
 
-    # ---- what the run loop uses --------------------------------------------------------------------------------------
+    # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
         if algorithm is not None:
@@ -160,13 +166,13 @@ class Peering(Hosting):
         return value.expand(len(self.host), -1) if value.ndim == 1 else value
 
     def client_of(self, row: int) -> int:
-        """Whose row it is, in a matrix of the state."""
+        """The number of the client of a row of the state."""
         return int(self.host.ids[row])
 
     def identity(self) -> dict[str, Any]:
         return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict()}
 
-    # ---- checkpoint ----------------------------------------------------------------------------------------------------
+    # ---- checkpoint -----------------------------------------------------------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors: dict[str, Tensor] = {"push_weights": self._stored(self.push_weights.cpu(), upper=False)}
@@ -197,14 +203,16 @@ class Peering(Hosting):
                 values[name] = self._restored(stored, upper=name in self.algorithm.upper_space).to(device)
         if set(values) != set(state_type._fields):
             raise CheckpointError(
-                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
+                f"the checkpoint holds {', '.join(values)}, the algorithm needs "
+                f"{', '.join(state_type._fields)}: resume with the version that wrote it."
             )
         return state_type(**values)
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- inside ---------------------------------------------------------------------------------------------------
 
     def _travelling(self, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """What may leave its peer, side by side."""
+        """The rows that may leave their peer, side by side, checked to be finite; None where no row
+        travels."""
         sums = torch.stack(
             [value.sum() for value in rows.values()]
         )  # one pass in the good case; rows are looked at only when something is wrong

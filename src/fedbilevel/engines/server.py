@@ -1,6 +1,8 @@
-"""What a server knows and does, wherever its clients are: cohorts, means, who holds which array, which values stay at clients, and what it all costs.
+"""The server, wherever its clients are: cohorts, means, arrays that clients hold, values that stay
+at clients, and costs.
 
-An engine says how clients are asked; everything that must be the same in a simulation and between organisations is here.
+An engine adds how clients are called. All behaviour that must be the same in a simulation and
+between organisations is here.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.sampling import Sampler
 from fedbilevel.oracle.population import total
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
 
 Answers = dict[
     str, "Tensor | Sparse | None"
-]  # by name, one row per client that answered; None: nothing was sent, or it is kept there
+]  # by name, one row per client that answered; None: not sent, or kept at the client
 
 
 class Server:
-    """Implements `Federation`, but for how clients are asked.
+    """Implements `Federation`, except for calling clients.
 
-    Places are the order in which clients were given; numbers address draws, the ledger and checkpoints.
-    ids: the clients' numbers by place. weights: how much each counts, by place.
+    Places are the order in which clients were given; numbers address draws, the ledger and
+    checkpoints. ids: the clients' numbers by place. weights: how much each client counts in a mean
+    over all clients, by place.
     """
 
     group: Group = Group()
@@ -50,11 +54,12 @@ class Server:
         self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
         self.place_of = ids.argsort()  # by number
-        self.weights_by_place, self.weights = weights, weights[self.place_of]
         self.cohort = cohort.checked()
+        self._set_weights(weights)
         if algorithm.needs_everyone and (cohort.size(self.num_clients) < self.num_clients or cohort.replacement):
             raise SettingError(
-                f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it with all clients, Cohort()."
+                f"{algorithm.name()} needs every client in every round, but the cohort is {cohort!r}: run it "
+                "with all clients, Cohort()."
             )
         self.kept_names = algorithm.kept_names(problem.scopes)
         self._versions: dict[str, int] = {}
@@ -63,20 +68,24 @@ class Server:
         self.iteration = self.call = self._draws = 0
         self._draw_cohort()
 
-    # ---- what an engine says -----------------------------------------------------------------------------------------
+    # ---- what an engine says --------------------------------------------------------------------------------------
 
     def place(self, name: str, value: Tensor) -> Any:
-        """A value where its scope says: kept at the clients, or at the server. No round."""
+        """Put a value where its scope says: at the clients, or at the server. No round."""
         raise NotImplementedError
 
     def _ask(
         self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
     ) -> tuple[Answers, Tensor, Tensor]:
-        """Run a phase at the clients at `places`, and store there what is kept there. What came back, and from whom. means: only means are wanted."""
+        """Run a phase at the clients at `places` and store kept results there. Returns the answers,
+        and the places and times of the clients that answered.
+
+        means: only means of the results are needed.
+        """
         raise NotImplementedError
 
     def _absent(self) -> Iterable[int]:
-        """Numbers of clients that are known not to answer the next call."""
+        """Numbers of clients that cannot answer the next call."""
         return ()
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
@@ -84,10 +93,10 @@ class Server:
         return [total(rows, weights) for rows in sent.values()]
 
     def _of_all(self, rows: Tensor) -> Tensor:
-        """Rows of all clients by place, of those that this process has."""
+        """Rows of all clients by place, from the rows of this process."""
         return rows
 
-    # ---- verbs ---------------------------------------------------------------------------------------------------
+    # ---- verbs ----------------------------------------------------------------------------------------------------
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         return self._round(phase, broadcast, self._means)
@@ -96,8 +105,8 @@ class Server:
         return self._round(phase, broadcast, self._by_client)
 
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
-        """Sums are divided once."""
-        weights = times * self.weights_by_place[places]
+        """Weighted means. Sums are divided once."""
+        weights = self._counts(places, times)
         whole = float(weights.sum())
         totals = self._summed(sent, places, weights)
         return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
@@ -106,7 +115,8 @@ class Server:
         if len(places) < self.num_clients:
             missing = sorted({*range(self.num_clients)} - {*self.ids[places].tolist()})
             raise FedBilevelError(
-                f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every client: run it with all clients."
+                f"client {missing[0]} did not answer, but {self.algorithm.name()} needs one row from every "
+                "client: run it with all clients."
             )
         return {name: self._of_all(rows)[self.place_of.to(rows.device)] for name, rows in sent.items()}
 
@@ -147,7 +157,8 @@ class Server:
         return SimpleNamespace(**gathered)
 
     def resample(self) -> None:
-        """Not with a local lower level: what a client computed in this outer iteration is then its own, and only it can go on with it."""
+        """Draw a new cohort, except with a local lower level: values of this outer iteration then
+        belong to the clients that computed them."""
         if self.cohort.redraw == "per_factor" and self.problem.scopes.lower == "global":
             self._draw_cohort()
 
@@ -163,23 +174,24 @@ class Server:
         )
         return int(words)
 
-    # ---- what the run loop uses --------------------------------------------------------------------------------------
+    # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """A new outer iteration: a cohort is drawn. `algorithm`: the same one with other step sizes."""
+        """Begin an outer iteration with a new cohort. algorithm: the same algorithm with other step
+        sizes."""
         if algorithm is not None:
             self.algorithm = algorithm
         self.iteration, self.call, self._draws = iteration, 0, 0
         self._draw_cohort()
 
     def client_of(self, row: int) -> int:
-        """Whose row it is, in a matrix of the state: rows are by number there."""
+        """The number of the client of a row of the state: rows are by number."""
         return row
 
-    # ---- checkpoint: everything the next outer iteration depends on --------------------------------------------------
+    # ---- checkpoint: everything the next outer iteration depends on -----------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and plain values: copies, rows in the order of client numbers."""
+        """The state as tensors and plain values: copies, rows in the order of client numbers."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         seen: dict[int, str] = {}
@@ -206,40 +218,35 @@ class Server:
                 values[name] = values[entry["same_as"]] if "same_as" in entry else entry["value"]
         if set(values) != set(state_type._fields):
             raise CheckpointError(
-                f"the checkpoint holds {', '.join(values)}, the algorithm needs {', '.join(state_type._fields)}: resume with the version that wrote it."
+                f"the checkpoint holds {', '.join(values)}, the algorithm needs "
+                f"{', '.join(state_type._fields)}: resume with the version that wrote it."
             )
         return state_type(**values)
 
     def _received(self, stored: Tensor) -> Tensor:
-        """A tensor of a checkpoint, where the server computes."""
+        """A tensor of a checkpoint, on the server's device."""
         return stored.clone()
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _set_weights(self, weights: Tensor) -> None:
+        """weights: how much each client counts in a mean over all clients, by place."""
+        self.weights_by_place, self.weights = weights, weights[self.place_of]
+        self._sampler = Sampler(self.cohort, self.weights)
+
+    def _counts(self, places: Tensor, times: Tensor) -> Tensor:
+        """How much these members of the cohort, each drawn so many times, count in its mean."""
+        return times * self._sampler.member_weights[self.ids[places]]
 
     def _draw_cohort(self) -> None:
-        n, size = self.num_clients, self.cohort.size(self.num_clients)
         self._draws += 1
-        if self.cohort.replacement:
-            drawn = self.stream.integers(
-                "cohort",
-                torch.tensor([SERVER]),
-                torch.tensor([n]),
-                iteration=self.iteration,
-                call=self._draws,
-                steps=range(1),
-                width=size,
-            )
-            numbers, times = drawn.reshape(-1).unique(return_counts=True)
-        elif size == n:
-            numbers, times = torch.arange(n), torch.ones(n, dtype=torch.int64)
-        else:
-            numbers = self.stream.order("cohort", SERVER, n, iteration=self.iteration, call=self._draws, first=size)
-            times = torch.ones(size, dtype=torch.int64)
+        numbers, times = self._sampler.draw(self.stream, self.iteration, self._draws)
         self._positions, sorting = self.place_of[numbers].sort()
         self._times = times[sorting]
 
     def _present(self, values: Iterable[Value]) -> tuple[Tensor, Tensor]:
-        """The cohort, less who does not answer, less who missed the call of this outer iteration that made a value it would need now."""
+        """Places and times of the cohort, without absent clients and without clients that missed a
+        call of this outer iteration whose result they need now."""
         here = torch.ones(len(self._positions), dtype=torch.bool)
         absent = sorted(self._absent())
         if absent:
@@ -253,11 +260,12 @@ class Server:
 
     def _nobody(self) -> FedBilevelError:
         return FedBilevelError(
-            f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for clients to return and resume."
+            f"no client of the cohort answered call {self.call} of outer iteration {self.iteration}: wait for "
+            "clients to return and resume."
         )
 
     def _keep(self, name: str, places: Tensor) -> Kept:
-        """From now on that name stands for what these clients wrote last."""
+        """Let that name stand for the last rows of these clients."""
         self._versions[name] = self._versions.get(name, 0) + 1
         self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[places] = self.iteration
         return Kept(name, self._versions[name], self.iteration)
@@ -267,7 +275,8 @@ class Server:
             raise ValueError(f"clients no longer hold that version of {kept.name!r}: a later phase returned a new one.")
 
     def _lacking(self, value: Tensor, places: Tensor) -> Tensor:
-        """Those of the places whose clients do not hold that array yet; from now on they do, and its way down is paid for."""
+        """The places whose clients do not hold that array yet. From now on they do, and its way
+        down is charged."""
         held = self._held.mask(value)
         lacks = places[~held[places]]
         self.ledger.charge_message("down", self.ids[lacks], value.shape[-1], value.element_size())
@@ -276,7 +285,8 @@ class Server:
 
 
 class Held:
-    """Which clients hold which of the server's arrays, so that an array is sent to each client once. Every array has a number of its own."""
+    """The server's arrays that each client holds, so that an array is sent to each client once.
+    Every array has its own number."""
 
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
@@ -284,18 +294,19 @@ class Held:
         self._count = 0
 
     def mask(self, array: Tensor) -> Tensor:
-        """(n,) bool by place, to be changed in place. An array that was changed in place since counts as new."""
+        """(n,) bool by place, to be changed in place. An array that was modified in place since
+        counts as new."""
         return self._entry(array)[2]
 
     def number(self, array: Tensor) -> int:
         return self._entry(array)[3]
 
     def at(self, place: int) -> list[int]:
-        """Numbers of the arrays that the client there holds and that the server still has."""
+        """Numbers of the live arrays that the client at this place holds."""
         return sorted(number for _, _, mask, number in self._known.values() if mask[place])
 
     def forget(self, place: int) -> None:
-        """The client there holds nothing any more."""
+        """Record that the client at this place holds no array any more."""
         for _, _, mask, _ in self._known.values():
             mask[place] = False
 

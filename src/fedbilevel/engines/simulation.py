@@ -1,4 +1,5 @@
-"""A server and its clients, one row each: all in this process, which is the default engine, or divided among the processes of a group."""
+"""A server and its clients, one row each: all in this process (the default engine), or divided
+among the processes of a group."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.cuda_graphs import Captures
-from fedbilevel.engines.ranks import Group, Hosting, hosted
+from fedbilevel.engines.ranks import Group
+from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.clients import BatchSize
@@ -22,11 +24,14 @@ from fedbilevel.problem.problem import Problem, own_figures
 class Simulation(Hosting, Server):
     """The server and its n clients. Implements `Federation`.
 
-    With a group of several processes the server is in each of them: what it knows (arrays, cohorts, who holds what, charges of messages) is the same
-    everywhere, without asking. Places are those of all clients; only the host's own positions are of those that live here.
+    With a group of several processes the server runs in each of them: its knowledge (arrays,
+    cohorts, held arrays, charges of messages) is the same everywhere without communication. Places
+    are those of all clients; positions are those of the host.
 
-    ids: the clients' numbers, when they are not given in order: numbers address draws and the ledger, the order in memory does not matter.
-    drops: for tests of robustness: a function (outer iteration, call) -> clients that do not answer that call.
+    ids: the clients' numbers, when they are not given in order. Numbers address draws and the
+    ledger; the order in memory does not matter.
+    drops: for tests of robustness, a function (outer iteration, call) -> clients that do not answer
+    that call.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -61,7 +66,7 @@ class Simulation(Hosting, Server):
             stream=self.host.stream,
         )
 
-    # ---- verbs ---------------------------------------------------------------------------------------------------
+    # ---- verbs ----------------------------------------------------------------------------------------------------
 
     def initial(self) -> tuple[Any, Any]:
         return self.place("x", self.host.x0), self.place("y", self.host.y0)
@@ -85,9 +90,8 @@ class Simulation(Hosting, Server):
     ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
         values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
-        weights = (
-            self.roster.within(places, times * self.weights_by_place[places]) if means and not self.kept_names else None
-        )
+        only_means = means and not self.kept_names
+        weights = self.roster.within(places, self._counts(places, times)) if only_means else None
         answers = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
         for name, value in answers.items():
             if name in self.kept_names and value is not None:
@@ -107,17 +111,17 @@ class Simulation(Hosting, Server):
         return self.drops(self.iteration, self.call) if self.drops is not None else ()
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        """Sums of the rows of each process, added up in one exchange."""
+        """Weighted sums over all processes, in one exchange."""
         mine = self.roster.within(places, weights)
         return self.group.sum([total(rows, mine) for rows in sent.values()])
 
     def _of_all(self, rows: Tensor) -> Tensor:
         return self.roster.rows(rows)
 
-    # ---- what the run loop uses --------------------------------------------------------------------------------------
+    # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Scratch is forgotten too."""
+        """Begin an outer iteration; scratch values are dropped."""
         if algorithm is not None:
             self.host.algorithm = algorithm
         self.host.check()
@@ -125,7 +129,8 @@ class Simulation(Hosting, Server):
         super().begin(iteration, algorithm)
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
-        """Losses and the problem's metrics over all clients and all their data. Not charged, and no draw depends on it."""
+        """Losses and the problem's metrics over all clients and all their data. Not charged, and no
+        draw depends on it."""
         xs, ys = self._points(x), self._points(y)
         figures, diagnostics = self.host.measure(xs, ys, self.roster.rows), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
@@ -135,11 +140,11 @@ class Simulation(Hosting, Server):
         return figures
 
     def _points(self, value: Any) -> Points:
-        """Kept ones a few at a time."""
+        """Points for a measurement; kept rows are read a few at a time."""
         return partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value)
 
     def collect(self, value: Any) -> Any:
-        """A simulator can look into its clients: the rows behind a kept value, of those hosted here."""
+        """The rows behind a kept value, of clients hosted here."""
         if isinstance(value, Tensor) and value.ndim == 2:  # rows by client number
             return value[self.host.ids.to(value.device)]
         return self._resolve(value, self.host.data.positions) if isinstance(value, Kept) else value
@@ -151,10 +156,10 @@ class Simulation(Hosting, Server):
     def identity(self) -> dict[str, Any]:
         return {**self.of_data(), "cohort": self.cohort._asdict()}
 
-    # ---- checkpoint --------------------------------------------------------------------------------------------------
+    # ---- checkpoint -----------------------------------------------------------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """With all that clients keep, private rows without their padding."""
+        """The state with all that clients keep, private rows without padding."""
         tensors, plain = super().state_dict(state)
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             for name, mine in sorted(store.written.items()):

@@ -1,8 +1,10 @@
-"""The vocabulary of an algorithm: phases that run at clients, verbs that reach them, values that stay where they are.
+"""The vocabulary of an algorithm: phases that run at clients, verbs that reach them, values that
+stay where they are.
 
-A server algorithm is a frozen dataclass with an immutable State and two methods: `init(fed)` and `round(fed, state)`. It talks to
-clients only through `fed.mean(self.some_phase, **values)`: broadcast the values, run the phase on the cohort, average what comes
-back, by name. Nothing here knows how or where the clients are run.
+A server algorithm is a frozen dataclass with an immutable State and two methods: `init(fed)` and
+`round(fed, state)`. It talks to clients only through `fed.mean(self.some_phase, **values)`:
+broadcast the values, run the phase on the cohort, average what comes back, by name. Nothing here
+knows how or where the clients are run.
 """
 
 from __future__ import annotations
@@ -24,20 +26,26 @@ PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
 
 
 def phase(method: PhaseT) -> PhaseT:
-    """Mark `method(self, clients, **values) -> {name: rows or None}` as something a client may be asked to run."""
+    """Mark `method(self, clients, **values) -> {name: rows or None}` as a phase, which clients may
+    run."""
     method.__is_phase__ = True  # type: ignore[attr-defined]
     return method
 
 
 def linear_phase(method: PhaseT) -> PhaseT:
-    """A phase whose results are linear in the derivatives that it asks for, and which keeps nothing: the mean of its results is then the same whether every
-    client's derivative goes into it or their mean, which is cheaper where all clients are asked at one point."""
+    """Mark a phase whose results are linear in the derivatives that it uses, and which keeps
+    nothing.
+
+    The mean of its results is then the same with every client's derivative or with their mean,
+    which is cheaper where all clients use one point.
+    """
     method.__is_linear__ = True  # type: ignore[attr-defined]
     return phase(method)
 
 
 class Kept:
-    """Stands for one row per client that never left its client. It can be broadcast back to where it is, and nothing else."""
+    """A placeholder for one row per client that never left its client. It can only be broadcast
+    back to the clients."""
 
     def __init__(self, name: str, version: int, iteration: int = -1) -> None:
         self.name, self.version, self.iteration = name, version, iteration  # the outer iteration that made it
@@ -47,7 +55,8 @@ class Kept:
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(
-            f"{self.name!r} is kept at the clients (its scope is private or local), so the server cannot compute with it: do that inside a phase."
+            f"{self.name!r} is kept at the clients (its scope is private or local), so the server cannot "
+            "compute with it: do that inside a phase."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
@@ -57,23 +66,31 @@ class Kept:
 
 
 class Sparse(NamedTuple):
-    """Rows of which only `num_kept` entries each are not zero: what travels is those values and where they stand (four bytes each)."""
+    """Rows with only `num_kept` non-zero entries each. A message holds those values and their
+    places (four bytes each)."""
 
     rows: Tensor
     num_kept: int
 
 
-Value = Tensor | Kept | int | float | str | None  # numbers and words travel in the header; None is not sent
+Variable = Tensor | Kept  # a vector at the server, or rows that stay at the clients: the scope of the problem decides
+Value = Variable | int | float | str | None  # numbers and words travel in the header; None is not sent
 
 
 class Cohort(NamedTuple):
-    """Who takes part. `redraw="per_factor"` draws a new cohort wherever an algorithm says `fed.resample()`; `per_iteration` keeps one
-    for the whole outer iteration, which is cheaper and biases products of client Hessians (algorithms that multiply them say so).
+    """The share of the clients that take part in a round, and how they are drawn.
+
+    Clients are drawn in proportion to their weight in a mean, so that the expectation of a cohort's
+    mean is the weighted mean over all clients. With equal weights the draw is uniform.
+    `redraw="per_factor"` draws a new cohort at every `fed.resample()` of an algorithm;
+    `per_iteration` keeps one cohort for the whole outer iteration, which is cheaper and biases
+    products of client Hessians (the pages of algorithms that multiply them say so).
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
-    >>> all_of_them, two = (fb.solve(*Quadratic().build(), "fedbio", num_rounds=2, cohort=fb.Cohort(share)) for share in (1.0, 0.4))
-    >>> all_of_them.ledger["floats_up"], two.ledger["floats_up"]
+    >>> cohorts = (fb.Cohort(1.0), fb.Cohort(0.4))
+    >>> runs = [fb.solve(*Quadratic().build(), "fedbio", num_rounds=2, cohort=c) for c in cohorts]
+    >>> runs[0].ledger["floats_up"], runs[1].ledger["floats_up"]
     (160, 64)
     """
 
@@ -93,41 +110,52 @@ class Cohort(NamedTuple):
 
 
 class Federation(Protocol):
-    """What a server algorithm may use."""
+    """The verbs of a server algorithm."""
 
     num_clients: int
     iteration: int
     ledger: Ledger
-    weights: Tensor  # (n,) how much each client counts in a mean, by client number
+    weights: Tensor  # (n,) how much each client counts in a mean over all clients, by client number
 
     def initial(self) -> tuple[Any, Any]:
         """x and y at the start, each by its scope; no round."""
 
     def start(self, name: str) -> Any:
-        """The initial point of the space that the algorithm declares `name` in, as a sequence of its own; no round."""
+        """The initial point of the space that the algorithm declares `name` in, as a sequence of
+        its own; no round."""
 
     def zeros(self, name: str) -> Any:
         """A zero vector of the space that the algorithm declares `name` in; no round."""
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
-        """One round (none if nothing travels up): broadcast, run the phase on the cohort, average each result by name."""
+        """Broadcast, run the phase on the cohort and average each result by name. One round, or
+        none if nothing travels up."""
 
     def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
-        """One round in which every client's own answer is seen by the server: rows in the order of client numbers. For methods that compare
-        clients with each other; nothing that a sum can do should use it. A matrix in `broadcast` sends each client its own row."""
+        """Return every client's own answer, as rows in the order of client numbers. One round.
+
+        For methods that compare clients with each other; prefer `mean` wherever a sum is enough. A
+        matrix in `broadcast` sends each client its own row.
+        """
 
     def resample(self) -> None:
-        """A fresh cohort may be drawn here without spoiling what the algorithm computes."""
+        """Allow a new cohort to be drawn here: the algorithm computes a factor that does not depend
+        on the last one."""
 
     def draw(self, purpose: str, high: int) -> int:
-        """An integer in [0, high) of the server's own stream."""
+        """Draw an integer in [0, high) from the server's own stream."""
 
 
 class Algorithm(Settings):
-    """upper_space and lower_space name the sequences that live where x and y live: the engine keeps them at the client when the
-    problem says private or local. `decays` names the step sizes that a schedule scales. `warns` and `refuses` say, per scope, why a
-    problem of that scope is biased or meaningless. `needs_everyone`: every client must answer every call, so cohorts are refused.
-    `lengths`: of those declared sequences that are not as long as their space."""
+    """The part that server and peer algorithms share.
+
+    upper_space, lower_space: names of the sequences that live where x and y live; the engine keeps
+    them at the client where the problem says private or local.
+    decays: step sizes that a schedule scales.
+    warns, refuses: by scope, why the method is biased or meaningless for such a problem.
+    needs_everyone: every client must answer every call, so that cohorts are refused.
+    lengths: by name, lengths of declared sequences that differ from the length of their space.
+    """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
     lower_space: ClassVar[tuple[str, ...]] = ("y",)
@@ -142,14 +170,14 @@ class Algorithm(Settings):
         return cls.__module__.rsplit(".", 1)[-1]
 
     def scaled(self, factor: float) -> Self:
-        """The same algorithm with the step sizes that a schedule may scale, scaled."""
+        """Return the algorithm with scaled step sizes."""
         names = [name for name in self.decays if hasattr(self, name)]
         return (
             self if factor == 1 else dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
         )
 
     def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
-        """Overridden where a setting changes what the algorithm is exact for."""
+        """Warnings by scope. Overridden where a setting changes them."""
         return self.warns
 
     def check_scopes(self, scopes: Scopes) -> list[Warning]:
@@ -190,9 +218,11 @@ class ServerAlgorithm(Algorithm):
 
 
 class Peers(Protocol):
-    """What a peer algorithm may use. It runs at every peer at once: a value is a matrix with one row per peer hosted in this process.
+    """The verbs of a peer algorithm. It runs at every peer at once: a value is a matrix with one
+    row per peer hosted in this process.
 
-    Rows are given by name, because the scopes decide by name what may travel: a private upper variable or a local lower one comes back as it was.
+    Rows are given by name, because the scopes decide by name which rows travel: a private upper
+    variable or a local lower variable is returned unchanged.
     """
 
     num_clients: int
@@ -215,22 +245,26 @@ class Peers(Protocol):
         """`num` steps, each with its own minibatches."""
 
     def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
-        """One step of Push-Sum: everybody divides its rows and its weight among its receivers of this step. Weights first, then the rows."""
+        """Take one step of Push-Sum: every peer divides its rows and its weight among its receivers
+        of this step. Returns weights, then rows."""
 
     def gossip(self, **rows: Tensor) -> Any:
-        """One doubly stochastic step; one tensor, or a tuple for several names. Needs an undirected network."""
+        """Take one doubly stochastic step. Returns a tensor, or a tuple for several names. Needs an
+        undirected network."""
 
     def mix(self, **rows: Tensor) -> Any:
-        """One whole averaging (weighted by `weights`) by the operator that the engine was given; one tensor, or a tuple for several names."""
+        """Average, weighted by `weights`, with the engine's operator. Returns a tensor, or a tuple
+        for several names."""
 
 
 class PeerAlgorithm(Algorithm):
-    """`init` and `round` see rows. `uses` names the verbs, so that an engine can say beforehand that its network does not offer one."""
+    """An algorithm between peers. `init` and `round` see rows. `uses` names the verbs, so that an
+    engine can check its network first."""
 
     uses: ClassVar[tuple[str, ...]] = ("push",)
 
     def verbs(self) -> tuple[str, ...]:
-        """Overridden where a setting decides."""
+        """The verbs that this algorithm uses. Overridden where a setting decides."""
         return self.uses
 
     def init(self, peers: Peers) -> Any:
@@ -240,13 +274,16 @@ class PeerAlgorithm(Algorithm):
         raise NotImplementedError
 
     def regrouped(self, peers: Peers, state: Any) -> Any:
-        """The state with which another group of peers goes on: a new one from where each of them is, because weights and corrections that others hold, or
-        have taken with them, count no more."""
+        """Return the state with which another group of peers resumes.
+
+        It is a new state at the peers' present points: weights and corrections that lost peers held
+        are void.
+        """
         return self.init(_At(peers, state.x, state.y))
 
 
 class _At:
-    """Peers whose initial point is where they are."""
+    """Peers whose initial point is their present point."""
 
     def __init__(self, peers: Peers, x: Tensor, y: Tensor) -> None:
         self._peers, self._point = peers, (x, y)
@@ -259,5 +296,5 @@ class _At:
 
 
 def debiased(rows: Tensor, weights: Tensor) -> Tensor:
-    """What Push-Sum rows stand for: rows divided by their weights, which are kept in float64."""
+    """Divide Push-Sum rows by their weights, which are kept in float64."""
     return rows / weights.to(rows.dtype)

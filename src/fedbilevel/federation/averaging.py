@@ -1,12 +1,15 @@
-"""How peers without a server agree on an average: which operator stands behind the verb `mix`, and Push-Sum that survives lost messages.
+"""Averages between peers without a server: the operators behind the verb `mix`, and Push-Sum that
+survives lost messages.
 
-Robust Push-Sum keeps, for every edge, the sum of all that was ever pushed along it. A message carries that sum and a number; the receiver adds
-what it has not seen yet. A lost message is mass parked on the edge, which the next message that gets through delivers; late, doubled and
+Robust Push-Sum keeps, for every edge, the sum of everything that was pushed along it. A message
+carries that sum and a number; the receiver adds the part that it has not seen. A lost message
+leaves mass parked on the edge, and the next message that arrives delivers it; late, doubled and
 reordered messages do no harm.
 
-Reference: Hadjicostis, Vaidya, Dominguez-Garcia, "Robust distributed average consensus via exchange of running sums", IEEE TAC 2016; with
-delays and asynchrony: Spiridonoff, Olshevsky, Paschalidis, "Robust asynchronous stochastic gradient-push", JMLR 2020. There a node has one
-running sum for all its fixed receivers; receivers that change from step to step need one per edge, as here.
+Reference: Hadjicostis, Vaidya, Dominguez-Garcia, "Robust distributed average consensus via exchange
+of running sums", IEEE TAC 2016; with delays and asynchrony: Spiridonoff, Olshevsky, Paschalidis,
+"Robust asynchronous stochastic gradient-push", JMLR 2020. There a node has one running sum for all
+its fixed receivers; receivers that change from step to step need one per edge, as here.
 """
 
 from __future__ import annotations
@@ -24,20 +27,25 @@ from fedbilevel.problem.draws import Stream
 from fedbilevel.settings import Settings, setting
 
 Kind = Literal["push_sum", "gossip", "exact", "robust"]
-STEPS = 10  # of an average whose end nobody chose
-TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of a robust one, relative to the largest row
+STEPS = 10  # of an average without num_steps and tolerance
+TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of a robust average, relative to the largest row
 _LEAST = 1e-6  # the least weight that a split may leave; weights are one on average
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Settings):
-    """exact: the mean itself, as if everybody sent to everybody. gossip: doubly stochastic steps (undirected networks). push_sum: column-stochastic
-    steps of rows and weights, any network that connects. robust: Push-Sum with running sums, for networks that lose or delay messages.
+    """The operator behind the verb `mix`.
+
+    exact: the mean itself, as if every peer sent its row to every other.
+    gossip: doubly stochastic steps, for undirected networks.
+    push_sum: column-stochastic steps of rows and weights, for any network that connects.
+    robust: Push-Sum with running sums, for networks that lose or delay messages.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> where = {"network": fb.Network(kind="ring"), "averaging": fb.Averaging(num_steps=5)}
-    >>> result = fb.solve(*Quadratic().build(), "hgp", num_iterations=1, num_terms=3, num_lower_steps=2, lr_system=0.1, **where)
+    >>> settings = {"num_terms": 3, "num_lower_steps": 2, "lr_system": 0.1}
+    >>> result = fb.solve(*Quadratic().build(), "hgp", num_iterations=1, **settings, **where)
     >>> list(result.ledger.phases)
     ['local', 'push y', 'mix u', 'mix v, x']
     """
@@ -62,9 +70,11 @@ class Averaging(Settings):
         return STEPS if self.num_steps is None else self.num_steps
 
     def limit(self, dtype: torch.dtype) -> float | None:
-        """The disagreement at which an average of such rows ends, relative to the largest row; None where a number of steps ends it.
+        """The disagreement at which an average of such rows ends, relative to the largest row; None
+        where a number of steps ends it.
 
-        A robust average without either ends as it does between real peers, who cannot count steps together.
+        A robust average without either setting ends as between real peers, which cannot count steps
+        together.
         """
         is_open = self.kind == "robust" and self.num_steps is None and self.tolerance is None
         return TOLERANCE[dtype] if is_open else self.tolerance
@@ -72,11 +82,13 @@ class Averaging(Settings):
     def check(self, network: AnyNetwork, links: Links) -> None:
         if network.faulty and self.kind != "robust":
             raise SettingError(
-                f"the network loses or delays messages, and {self.kind} averaging never recovers what a lost message carried: use averaging 'robust'."
+                f"the network loses or delays messages, and {self.kind} averaging never recovers what a lost "
+                "message carried: use averaging 'robust'."
             )
         if self.kind == "gossip" and not links.doubly_stochastic:
             raise SettingError(
-                "gossip needs shares that sum to one at the receiver too, which those by out-degree do not: use averaging 'push_sum', or metropolis "
+                "gossip needs shares that sum to one at the receiver too, which those by out-degree do not: "
+                "use averaging 'push_sum', or metropolis "
                 "shares on an undirected network."
             )
 
@@ -89,7 +101,8 @@ class Message(NamedTuple):
 
 
 class RunningSums:
-    """One peer of robust Push-Sum. Its mass is the row and its weight in one float64 vector; `mass[:-1] / mass[-1]` tends to the average."""
+    """One peer of robust Push-Sum. Its mass is the row and its weight in one float64 vector;
+    `mass[:-1] / mass[-1]` tends to the average."""
 
     def __init__(self, number: int, row: Tensor, weight: float = 1.0) -> None:
         self.number = number
@@ -102,10 +115,12 @@ class RunningSums:
         return self.mass[:-1] / self.mass[-1]
 
     def wake(self, receivers: Iterable[int]) -> list[Message]:
-        """Divide the mass between itself and `receivers` (without itself) and say so to each of them.
+        """Divide the mass between this peer and `receivers` (others), and return a message for each
+        of them.
 
-        Where nearly all messages are lost, mass leaves and none arrives. What is left must stay above the rounding of the running sums, whose
-        differences are added to it: so little mass is kept whole, and the message repeats the sum, which still delivers what is parked.
+        Where nearly all messages are lost, mass leaves and none arrives. The rest must stay above
+        the rounding of the running sums, whose differences are added to it. So a small mass is not
+        divided, and the message repeats the sum, which still delivers parked mass.
         """
         receivers = list(receivers)
         splits = float(self.mass[-1]) >= _LEAST * (len(receivers) + 1)
@@ -118,14 +133,18 @@ class RunningSums:
         return messages
 
     def reclaim(self, peer: int) -> None:
-        """As if that peer had never taken part: take back all that was ever pushed to it, give back all that came from it. When all who are left have done so,
-        their masses sum to what they began with. The weight may be near zero or negative until a few messages have passed."""
+        """Undo all exchanges with a lost peer: take back everything pushed to it, give back
+        everything received from it.
+
+        When all remaining peers have done so, their masses sum to those at the start. The weight
+        may be near zero or negative until a few messages have passed.
+        """
         for book, sign in ((self.sent, 1), (self.got, -1)):
             if peer in book:
                 self.mass = self.mass + sign * book.pop(peer)[1]
 
     def receive(self, message: Message) -> bool:
-        """False for a message that is not newer than the newest seen from that sender."""
+        """Add a message. Returns False if it is not newer than the newest one from that sender."""
         count, total = self.got.get(message.sender, (0, torch.zeros_like(self.mass)))
         if message.number <= count:
             return False
@@ -135,7 +154,8 @@ class RunningSums:
 
 
 def parked(peers: Sequence[RunningSums]) -> Tensor:
-    """What was sent and has not arrived, over all edges. Mass of all peers plus this never changes."""
+    """Mass that was sent and has not arrived, over all edges. The mass of all peers plus this never
+    changes."""
     rest = torch.zeros_like(peers[0].mass)
     for peer in peers:
         for receiver, (_, total) in peer.sent.items():
@@ -146,15 +166,18 @@ def parked(peers: Sequence[RunningSums]) -> Tensor:
 
 
 def waiting(peers: Sequence[RunningSums]) -> Tensor:
-    """What the mass parked on the edges stands for: one row, or none where there is no such mass. Peers may agree with each other while this differs;
-    the average lies between all these rows, so only when it agrees too is it reached."""
+    """The value of the mass parked on the edges: one row, or no row where there is none.
+
+    Peers may agree with each other while this row differs. The average lies between all these rows,
+    so it is reached only when this row agrees too.
+    """
     rest = parked(peers)
     scale = max(float(peer.mass[-1]) for peer in peers)
     return (rest[:-1] / rest[-1])[None] if float(rest[-1]) > 1e-12 * scale else rest.new_zeros(0, len(rest) - 1)
 
 
 def spread(rows: Tensor, scale: Tensor) -> float:
-    """How far the peer that is farthest from the middle is from it, relative to `scale`."""
+    """The largest distance of a peer from the middle, relative to `scale`."""
     return float(
         torch.linalg.vector_norm(rows - rows.mean(0), dim=1).max() / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     )
@@ -163,9 +186,11 @@ def spread(rows: Tensor, scale: Tensor) -> float:
 def robust_steps(
     peers: Sequence[RunningSums], network: AnyNetwork, links: Links, start: int, charge: Callable[[Tensor], None]
 ) -> Callable[[], None]:
-    """A step function: some peers wake and push along the links of that step; messages are lost, arrive late and overtake each other.
+    """Return a function that takes one step: some peers wake and push along the links of that step;
+    messages are lost, late and reordered.
 
-    Faults are drawn per (seed, step, edge). `charge` gets the (n, n) matrix of messages sent, lost ones included: they were paid for.
+    Faults are drawn per (seed, step, edge). `charge` receives the (n, n) matrix of messages sent,
+    including lost ones.
     """
     n, stream = len(peers), Stream(network.seed)
     due: dict[int, list[Message]] = {}

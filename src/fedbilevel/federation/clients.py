@@ -1,168 +1,36 @@
-"""What a phase sees: the clients of the cohort that are hosted in this process, one row each, and everything it may ask of them."""
+"""The clients of a cohort as a phase sees them: one row per client hosted in this process, their
+samples and derivatives."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedbilevel.errors import NonFiniteError, SettingError
-from fedbilevel.federation.algorithm import Algorithm, Sparse
-from fedbilevel.federation.ledger import Ledger
+from fedbilevel.errors import SettingError
+from fedbilevel.federation.store import StoreView
 from fedbilevel.oracle.oracle import one_row
-from fedbilevel.oracle.population import Population
-from fedbilevel.problem.client_data import Batch, Holdings
-from fedbilevel.problem.draws import Address, Stream
-from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.client_data import Batch
+from fedbilevel.problem.draws import Address
 
-Rows = Tensor | tuple[Tensor, ...]
+if TYPE_CHECKING:
+    from fedbilevel.federation.host import Host
+
 BatchSize = int | None | Mapping[str, int | None]
 Sampling = Literal["replacement", "epochs"]
-OUTSIDE = "outside"  # the name in a mapping of batch sizes for batches that belong to no local step
+OUTSIDE = "outside"  # the key, in a mapping of batch sizes, for batches outside local steps
 _CHUNK, _CHUNK_THERE = (
     16,
     128,
-)  # steps drawn at once, here and on a GPU: a draw costs the same for one step as for this many
-
-
-@dataclass
-class _Shelf:
-    """The rows of one name: those of all clients in order, or of those who have written, in the order in which they first did, with room for more."""
-
-    rows: Tensor
-    slots: Tensor | None = (
-        None  # (n,) where a client's row lies, -1: nowhere; None: rows are those of all clients in order
-    )
-    count: int = 0  # slots taken
-    common: Tensor | None = None  # (d,) the row of everybody without a slot
-    lent: bool = False  # somebody else may hold `rows`
-
-
-class Store:
-    """Rows by name, for hosted clients. Takes memory for those who have written and for nobody else; copies only when a part is written over shared rows."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.changes = 0  # so that somebody who saves it can see whether there is anything new
-        self._shelves: dict[str, _Shelf] = {}
-
-    @property
-    def written(self) -> dict[str, Tensor]:
-        """(n,) bool by name: who has written."""
-        everybody = torch.ones(self.num_rows, dtype=torch.bool)
-        return {
-            name: everybody if shelf.slots is None or shelf.common is not None else shelf.slots >= 0
-            for name, shelf in self._shelves.items()
-        }
-
-    @property
-    def rows(self) -> dict[str, Tensor]:
-        """(n, d) by name, zeros for those who have not written. To look at: a matrix may be made for it."""
-        return {name: self._whole(shelf) for name, shelf in self._shelves.items()}
-
-    def read(self, name: str, positions: Tensor, default: Tensor) -> Tensor:
-        if name not in self._shelves:
-            return default
-        shelf = self._shelves[name]
-        if self._is_all(positions):
-            if shelf.slots is None:
-                shelf.lent = True
-                return shelf.rows
-            if shelf.common is not None and shelf.count == 0:
-                return shelf.common.expand(self.num_rows, -1)
-        return self._taken(shelf, positions, default)
-
-    def own(self, name: str, positions: Tensor) -> Tensor:
-        """A copy of what the clients at `positions`, in any order, have written; all of them must have."""
-        shelf = self._shelves[name]
-        return self._taken(shelf, positions, shelf.rows[:0])
-
-    def write(self, name: str, positions: Tensor, rows: Tensor) -> None:
-        self.changes += 1
-        if self._is_all(positions):
-            if rows.stride(0) == 0 and self.num_rows > 1:  # views of one vector
-                self._shelves[name] = _Shelf(
-                    rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1), common=rows[0].clone()
-                )
-            else:
-                self._shelves[name] = _Shelf(rows.contiguous(), lent=True)  # the phase may go on using what it wrote
-            return
-        shelf = self._shelves.setdefault(
-            name, _Shelf(rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1))
-        )
-        if shelf.slots is None:
-            if shelf.lent:
-                shelf.rows, shelf.lent = shelf.rows.clone(), False
-            slots = positions
-        else:
-            new = positions[shelf.slots[positions] < 0]
-            self._make_room(shelf, shelf.count + len(new))
-            shelf.slots[new] = torch.arange(shelf.count, shelf.count + len(new))
-            shelf.count += len(new)
-            slots = shelf.slots[positions]
-        shelf.rows.index_copy_(0, slots.to(rows.device), rows)
-
-    def clear(self) -> None:
-        self.changes += 1
-        self._shelves.clear()
-
-    def _make_room(self, shelf: _Shelf, count: int) -> None:
-        """Twice as much as before, so that rows are moved about once each."""
-        if count > len(shelf.rows):
-            rows = shelf.rows.new_empty(max(count, min(2 * len(shelf.rows), self.num_rows)), shelf.rows.shape[1])
-            rows[: shelf.count] = shelf.rows[: shelf.count]
-            shelf.rows = rows
-
-    def _taken(self, shelf: _Shelf, positions: Tensor, default: Tensor) -> Tensor:
-        if shelf.slots is None:
-            return shelf.rows[positions.to(shelf.rows.device)]
-        slots, rest = (
-            shelf.slots[positions],
-            default if shelf.common is None else shelf.common.expand(len(positions), -1),
-        )
-        has, place = slots >= 0, slots.clamp(min=0).to(shelf.rows.device)
-        if bool(has.all()):
-            return shelf.rows[place]
-        return (
-            torch.where(has.to(place.device)[:, None], shelf.rows[place], rest)
-            if bool(has.any())
-            else rest.contiguous()
-        )
-
-    def _whole(self, shelf: _Shelf) -> Tensor:
-        zeros = shelf.rows.new_zeros(shelf.rows.shape[1]).expand(self.num_rows, -1)
-        return shelf.rows if shelf.slots is None else self._taken(shelf, torch.arange(self.num_rows), zeros)
-
-    def _is_all(self, positions: Tensor) -> bool:
-        return len(positions) == self.num_rows  # positions are distinct and sorted
-
-
-class StoreView:
-    """A store as the phase sees it: the rows of its own clients. Reading needs a default, because a client may be new."""
-
-    def __init__(self, store: Store, positions: Tensor) -> None:
-        self._store, self._positions = store, positions
-
-    def read(self, name: str, *, default: Any) -> Any:
-        if isinstance(default, tuple):
-            return tuple(self._store.read(f"{name}.{i}", self._positions, part) for i, part in enumerate(default))
-        return self._store.read(name, self._positions, default)
-
-    def write(self, **values: Rows) -> None:
-        for name, rows in values.items():
-            if isinstance(rows, tuple):
-                for i, part in enumerate(rows):
-                    self._store.write(f"{name}.{i}", self._positions, part)
-            else:
-                self._store.write(name, self._positions, rows)
+)  # steps drawn at once, on the CPU and on a GPU: one draw of this many costs as much as one step
 
 
 class Step:
-    """One local step. With unequal numbers of steps some clients are done before others: `where` keeps their values."""
+    """One local step. With unequal numbers of steps some clients finish before others: `where`
+    keeps their values."""
 
     def __init__(self, clients: Clients, schedule: _Schedule, index: int) -> None:
         self._clients, self._schedule, self.index = clients, schedule, index
@@ -171,12 +39,15 @@ class Step:
 
     @property
     def active(self) -> Tensor | None:
-        """(k,) on the host: who still steps; None: everybody."""
+        """(k,) on the host: clients that still step; None: all of them."""
         return None if self._schedule.equal else self._schedule.taus > self.index
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
-        """Samples of `role` from the stream `purpose`: the same object when asked again, so that two evaluations share their samples. `times`: that
-        many batches in one."""
+        """Samples of `role` from the stream `purpose`. Repeated calls return the same object, so
+        that two evaluations share their samples.
+
+        times: the number of batches to join into one.
+        """
         size = self._clients.batch_size(role)
         key = (role, "", 1) if size is None else (role, purpose, times)  # all samples: one batch, whatever it is for
         if key not in self._batches:
@@ -196,13 +67,13 @@ class Step:
 
 
 class _Schedule:
-    """The steps of one phase; indices are drawn a chunk of steps at a time."""
+    """The steps of one phase. Indices are drawn for a chunk of steps at a time."""
 
     def __init__(self, clients: Clients, taus: Tensor, longest: int) -> None:
         self.clients, self.taus = clients, taus
         self.num = (
             int(taus.max()) if len(taus) else longest
-        )  # a process that hosts nobody of the cohort goes through the same motions
+        )  # a process without a client of the cohort takes the same steps
         self.equal = bool((taus == self.num).all())
         if self.equal:
             self.count: Tensor = torch.full((len(taus), 1), self.num, dtype=clients.dtype, device=clients.device)
@@ -224,7 +95,7 @@ class _Schedule:
 
 
 class Bill:
-    """What every client of a phase owes alike: counted here, and paid once."""
+    """Charges that every client of a phase owes alike: counted here, and paid once."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -246,7 +117,8 @@ class Bill:
 
 
 class Clients:
-    """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client has its own."""
+    """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client
+    has its own."""
 
     def __init__(
         self,
@@ -258,8 +130,10 @@ class Clients:
         bill: Bill | None = None,
     ) -> None:
         self.host, self.positions = host, positions
-        self.shares = shares  # (k,) summing to one where only means weighted by them are wanted: derivatives at a shared point may then all be the mean
-        self.bill = bill  # what is to be paid at the end of the phase; None: at once
+        # (k,) summing to one, where only means weighted by them are needed: derivatives at a shared point may then be
+        # the mean
+        self.shares = shares
+        self.bill = bill  # charges to be paid at the end of the phase; None: at once
         self._ids = host.ids[positions]
         self.num_clients = host.num_clients
         self.dtype, self.device = host.dtype, host.device
@@ -279,12 +153,12 @@ class Clients:
 
     @property
     def memory(self) -> StoreView:
-        """What these clients keep from one outer iteration to the next."""
+        """Values that these clients keep from one outer iteration to the next."""
         return StoreView(self.host.memory, self.positions)
 
     @property
     def scratch(self) -> StoreView:
-        """What these clients keep until the outer iteration ends."""
+        """Values that these clients keep until the outer iteration ends."""
         return StoreView(self.host.scratch, self.positions)
 
     def __len__(self) -> int:
@@ -326,7 +200,8 @@ class Clients:
         return size[OUTSIDE] if outside and OUTSIDE in size else size.get(role)
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
-        """(k, len(steps), width) sample numbers: each drawn from all of the client's, or one after the other in an order that is drawn anew for every pass."""
+        """(k, len(steps), width) sample numbers: drawn with replacement, or taken in an order that
+        is drawn again for every pass."""
         if self._ids_there is None:
             self._ids_there = self._ids.to(self.device)
         data, stream, (iteration, call) = self.host.data, self.host.stream, self._when
@@ -338,7 +213,7 @@ class Clients:
             f"{role}/{purpose}", self._ids_there, sizes, iteration=iteration, call=call, steps=steps, width=width
         )
 
-    # ---- derivatives, each charged for the rows that use it --------------------------------------------------------
+    # ---- derivatives, each charged for the rows that use it -------------------------------------------------------
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "gy")
@@ -384,7 +259,8 @@ class Clients:
         return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
 
     def _once(self, kind: str, x: Tensor, y: Tensor, batch: Batch, evaluate: Callable[..., Tensor]) -> Tensor:
-        """In the first step of a variance-reduced phase both gradients are at the same point: they are charged twice, as in the papers, and computed once."""
+        """Compute two gradients at the same point once. The first step of a variance-reduced phase
+        needs both and, as in the papers, pays for both."""
         if self.bill is None:
             return evaluate(x, y, batch, shares=self.shares)
         last, versions = self._last, (x._version, y._version)
@@ -411,139 +287,9 @@ class Clients:
         self.host.ledger.charge("samples", ids, batch.counts[pays])
 
 
-class Host(Population):
-    """The clients that live in this process: their data, oracle, memory and the values they keep. Every engine runs phases through it."""
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        problem: Problem,
-        clients: Sequence[Holdings],
-        *,
-        ids: Sequence[int] | None = None,
-        num_clients: int | None = None,
-        seed: int = 0,
-        batch_size: BatchSize = None,
-        sampling: Sampling = "replacement",
-        **options: Any,
-    ) -> None:
-        super().__init__(problem, clients, **options)
-        if sampling not in get_args(Sampling):
-            raise SettingError(f"sampling is {sampling!r}, expected {' or '.join(map(repr, get_args(Sampling)))}.")
-        self.sampling = sampling
-        self.algorithm = algorithm
-        self.ids = torch.arange(len(clients)) if ids is None else torch.tensor(list(ids))
-        self.num_clients = len(clients) if num_clients is None else num_clients
-        self.stream = Stream(seed)
-        self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
-        self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
-        self.ledger = Ledger(self.num_clients)
-        self._alike: dict[int, Tensor] = {}  # equal shares, by their number
-        self.before_derivative: Callable[[], None] | None = None  # raises when no more may be computed
-        self.captures: Any = None  # an engine on a GPU puts `capture.Captures` here
-
-    def width(self, name: str) -> int:
-        algorithm = self.algorithm
-        if name in algorithm.upper_space:
-            return self.x0.shape[-1]
-        if name in algorithm.lower_space:
-            return len(self.y0)
-        raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
-
-    def run_phase(
-        self,
-        name: str,
-        values: Mapping[str, Any],
-        positions: Tensor,
-        iteration: int,
-        call: int,
-        weights: Tensor | None = None,
-        *,
-        pays: bool = True,
-    ) -> dict[str, Tensor | Sparse | None]:
-        """The one executor of phases. Checks what the phase returns before anybody uses it. `weights`: only means weighted by them are wanted. `pays`: not
-        what is run again to see what went wrong."""
-        method = getattr(self.algorithm, name, None)
-        if not getattr(method, "__is_phase__", False):
-            raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
-        shares = self._shares(weights) if weights is not None and getattr(method, "__is_linear__", False) else None
-        with torch.no_grad():
-            if self.captures is not None:
-                replayed: dict[str, Tensor | Sparse | None] | None = self.captures.run(
-                    method, values, positions, iteration, call, shares
-                )
-                if replayed is not None:  # it was checked when it was captured; `check` looks at its values
-                    return replayed
-            bill = Bill()
-            result: dict[str, Tensor | Sparse | None] = method(
-                Clients(self, positions, iteration, call, shares, bill), **values
-            )  # type: ignore[misc]
-            if pays:
-                bill.pay(self, positions)
-        for key, value in result.items():
-            if value is None:
-                continue
-            rows = value.rows if isinstance(value, Sparse) else value
-            if key in ("x", "y") and rows.ndim == 2 and rows.shape[1] != self.width(key):
-                raise ValueError(
-                    f"phase {name!r} returned {key!r} with {rows.shape[1]} entries per client, expected {self.width(key)}."
-                )
-            if rows.ndim != 2 or len(rows) != len(positions):
-                raise ValueError(
-                    f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} clients: one row per client is needed."
-                )
-            if not bool(
-                torch.isfinite(rows.sum())
-            ):  # one pass in the good case; rows are looked at only when something is wrong
-                bad = ~torch.isfinite(rows).all(1)
-                if bool(bad.any()) and shares is not None:  # a mean cannot say whose fault it is
-                    return self.run_phase(name, values, positions, iteration, call, pays=False)
-                if bool(bad.any()):
-                    client = int(self.ids[positions[bad.cpu()][0]])
-                    raise NonFiniteError(
-                        f"client {client} returned a value of {key!r} that is not finite in phase {name!r} of outer iteration {iteration}: "
-                        "the steps are too long (lower the step sizes) or the data of that client are extreme."
-                    )
-        return result
-
-    def check(self) -> None:
-        """Whether what replayed phases returned was finite: asked once per outer iteration, because asking waits for the device."""
-        if self.captures is not None:
-            suspect = self.captures.suspect()
-            if suspect is not None:
-                captures, self.captures = self.captures, None
-                try:
-                    self.run_phase(*suspect, pays=False)  # as ever, and client by client: this names the culprit
-                finally:
-                    self.captures = captures
-
-    def _shares(self, weights: Tensor) -> Tensor:
-        """Weights that sum to one, where the data are."""
-        k = len(weights)
-        if bool((weights != 1).any()) or k == 0:
-            return (weights.double() / weights.sum()).to(self.device, self.dtype)
-        if k not in self._alike:
-            self._alike[k] = torch.full((k,), 1 / k, dtype=self.dtype, device=self.device)
-        return self._alike[k]
-
-
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same memory: the same vector, as itself or as every row."""
     one, other = one_row(one), one_row(other)
     return one is other or (
         one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
     )
-
-
-def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
-    for role in size if isinstance(size, Mapping) else ():
-        if role != OUTSIDE and role not in roles:
-            raise SettingError(
-                f"batch_size names the role {role!r}, the clients have {', '.join(roles)}; {OUTSIDE!r} is for batches outside local steps."
-            )
-    for value in size.values() if isinstance(size, Mapping) else (size,):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise SettingError(
-                f"batch_size is {value!r}, expected at least 1 sample, or None for all of a client's samples."
-            )
-    return size

@@ -1,11 +1,13 @@
-"""What was paid, counted from what really passes through the verbs and the oracle.
+"""Costs, counted from messages through the verbs and from calls of the oracle.
 
-Every column is one int64 count per client. A round is one aggregation up and the broadcast that follows it; a message down with
-no aggregation belongs to the round before. Between peers a round is one step in which messages pass; every message is charged once, to its
-sender, and to its edge. Values that never leave a client are never charged.
+Every column is one int64 count per client. A round is one aggregation up and the broadcast that
+follows it; a message down with no aggregation belongs to the round before. Between peers a round is
+one step in which messages pass; every message is charged once, to its sender, and to its edge.
+Values that never leave a client are never charged.
 
-What was paid is also kept by phase, summed over clients: every charge belongs to the phase that is being run, or between peers to the exchange that is being
-made, and what peers compute by themselves to "local".
+Costs are also kept by phase, summed over clients: every charge belongs to the running phase,
+between peers to the current exchange; computations of peers outside of an exchange belong to
+"local".
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ EDGES = ("messages", "floats", "bytes")
 LOCAL, EARLIER = (
     "local",
     "earlier",
-)  # phases: what is charged outside of any, and what an older checkpoint did not divide
+)  # phases: charges outside of any phase, and charges of older checkpoints without phases
 
 
 @dataclass
 class _Sent:
     """Messages along the same links and of the same size, counted."""
 
-    sent: Tensor  # held, so that its identity stays its own
+    sent: Tensor  # held, so that its id is not given to another tensor
     version: int
     counts: Tensor
     degrees: Tensor
@@ -45,7 +47,7 @@ class _Sent:
 
 
 class Totals(dict[str, int]):
-    """What was paid, summed over clients. phases: the same by phase."""
+    """Costs summed over clients. phases: the same by phase."""
 
     def __init__(
         self,
@@ -57,13 +59,18 @@ class Totals(dict[str, int]):
 
     def __repr__(self) -> str:
         calls = ", ".join(f"{name} {self[name]}" for name in CALLS if self.get(name))
-        sent = f"{(self['bytes_up'] + self['bytes_down']) / 1e6:.3g} MB ({self['floats_up']} floats up, {self['floats_down']} down)"
+        megabytes = (self["bytes_up"] + self["bytes_down"]) / 1e6
+        sent = f"{megabytes:.3g} MB ({self['floats_up']} floats up, {self['floats_down']} down)"
         return f"<{self['rounds']} rounds, {sent}; {calls}>"
 
 
 class Ledger:
-    """Columns: floats and bytes up and down; calls of grad_y g, grad_x g, grad_x f, grad_y f, H v, J v; samples evaluated
-    (each evaluation of a batch counts its samples once, whichever derivatives it yields)."""
+    """The costs of one run.
+
+    Columns: floats and bytes up and down; calls of grad_y g, grad_x g, grad_x f, grad_y f, H v, J
+    v; samples evaluated (each evaluation of a batch counts its samples once, whichever derivatives
+    it yields).
+    """
 
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
@@ -95,7 +102,7 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What is charged meanwhile belongs to that phase."""
+        """Charge the phase of that name meanwhile."""
         before, self._phase = self._phase, phase
         self.since.setdefault(phase, Counter())  # also at a rank that has no client in it
         try:
@@ -112,7 +119,8 @@ class Ledger:
 
     @property
     def phases(self) -> dict[str, Counter[str]]:
-        """What every phase cost that cost anything, in the order in which they first ran."""
+        """Costs by phase, in the order in which the phases first ran, without phases that cost
+        nothing."""
         both = {
             name: self._before.get(name, Counter()) + self.since.get(name, Counter())
             for name in (*self._before, *self.since)
@@ -132,13 +140,14 @@ class Ledger:
         self.charge(f"bytes_{direction}", ids, floats * itemsize)
 
     def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
-        """`sent[i, j]`: how many messages i sends to j; each carries so many floats and bytes. They are added up when somebody looks at the edges."""
+        """Charge messages: `sent[i, j]` from i to j, each of so many floats and bytes. They are
+        added up when `edges` is read."""
         key = (id(sent), floats, num_bytes)
         known = self._open.get(key)
         if known is None or known.version != sent._version:
             if known is not None or len(self._open) >= min(_MOST_OPEN, max(1, _OPEN_CELLS // self.num_clients**2)):
                 _ = self.edges
-            counts = sent.to("cpu", copy=True)  # the caller may go on to change it
+            counts = sent.to("cpu", copy=True)  # the caller may change it later
             degrees = counts.sum(1, dtype=torch.int64)
             known = self._open[key] = _Sent(sent, sent._version, counts, degrees, int(degrees.sum()))
         known.times += 1
@@ -161,7 +170,8 @@ class Ledger:
         )
 
     def asdict(self) -> dict[str, Any]:
-        """All of it in plain numbers: summed over clients, by phase, by client and, between peers, by sender and receiver."""
+        """All costs as plain numbers: summed over clients, by phase, by client and, between peers,
+        by sender and receiver."""
         totals, by_client = self.totals(), {name: column.tolist() for name, column in self.columns.items()}
         return {
             "totals": totals,

@@ -1,11 +1,7 @@
-"""Who can send to whom, at every step, and what one exchange does to the rows of peers without a server.
+"""Networks of peers without a server: which peer can send to which, at every step.
 
-A network is a pure function of (seed, step). `adjacency(step)[i, j]` says that i sends to j; everybody sends to itself. One exchange makes
-
-    new_i = sum_j receive[i, j] * (send[j] * row_j)
-
-With shares by out-degree every sender divides by the number of its receivers: columns sum to one, the sum over peers is kept, and Push-Sum
-divides out what it does to the weights. Metropolis and fastest-mixing shares are symmetric: rows sum to one too, and plain gossip averages.
+A network is a pure function of (seed, step). `adjacency(step)[i, j]` is True where i sends to j;
+every peer sends to itself. `mixing` computes the effect of one exchange on the rows.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import NetworkError
+from fedbilevel.federation.mixing import Mixing, fastest_mixing, metropolis
 from fedbilevel.problem.draws import Stream
 from fedbilevel.settings import Settings, setting
 
@@ -30,10 +27,9 @@ Kind = Literal[
 ]
 DIRECTED = ("exponential", "random_directed")
 STATIC = ("complete", "ring", "torus", "erdos_renyi")
-_WINDOW = 100  # steps within which a network that changes must connect everybody
+_WINDOW = 100  # steps within which a changing network must connect all peers
 _AHEAD = 16  # steps of a random network drawn at once
-_CELLS = 2**18  # entries that one product works on: in float64, what the cache of a core holds
-_CELLS_ELSEWHERE = 2**24  # on a GPU, where a call costs more
+_MOST_DRAWN = 2**18  # and edges, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +38,16 @@ class Network(Settings):
 
     >>> import fedbilevel as fb
     >>> links = fb.Network(kind="ring").between(4)
-    >>> links.adjacency(0).int().tolist()  # who sends to whom, and keeps a share
+    >>> links.adjacency(0).int().tolist()  # row i: the receivers of peer i
     [[1, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 1, 1]]
     """
 
-    kind: Kind = setting("complete", "who can send to whom")
+    kind: Kind = setting("complete", "which peers can send to which")
     probability: float = setting(0.4, "erdos_renyi: of an edge, drawn once", above=0, most=1)
     lowest: float = setting(
         0.4,
-        "random_*: every edge has its own probability, uniform between this and the highest, and is drawn anew at every step",
+        "random_*: every edge has its own probability, uniform between this and the highest, and is drawn "
+        "anew at every step",
         symbol="rho",
         least=0,
         most=1,
@@ -95,7 +92,7 @@ class Network(Settings):
         return links
 
     def describe(self) -> dict[str, Any]:
-        """With what the file says, not only its name."""
+        """The settings, with a checksum of the file."""
         return {**self.asdict(), **({"content": zlib.crc32(Path(self.file).read_bytes())} if self.file else {})}
 
     def _adjacency(self, n: int) -> Callable[[int], Tensor]:
@@ -111,8 +108,8 @@ class Network(Settings):
 
             def at(step: int) -> Tensor:
                 nonlocal last
-                if step not in drawn:  # a second step in a row promises more: a draw costs little more for several
-                    steps = range(step, step + (max(1, min(_AHEAD, _CELLS // n**2)) if step == last + 1 else 1))
+                if step not in drawn:  # consecutive steps: prefetch several
+                    steps = range(step, step + (max(1, min(_AHEAD, _MOST_DRAWN // n**2)) if step == last + 1 else 1))
                     edges = self._uniform("network/edges", steps, n) < chances[:, None]
                     drawn.clear()
                     drawn.update(zip(steps, edges.unbind(1), strict=True))
@@ -120,7 +117,7 @@ class Network(Settings):
                 return drawn[step] if self.kind == "random_directed" else drawn[step].triu(1) | drawn[step].triu(1).T
 
             return at
-        import networkx as nx  # only where there are peers: a site of a federation imports it for nothing
+        import networkx as nx  # imported here, because sites of a federation do not need it
 
         if self.kind == "torus":
             side = max(k for k in range(1, int(n**0.5) + 1) if n % k == 0)
@@ -154,7 +151,8 @@ class GivenNetwork:
     def between(self, num_peers: int) -> Links:
         if num_peers != self.num_peers:
             raise NetworkError(
-                f"the network is made for {self.num_peers} peers, there are {num_peers} clients: give one made for as many."
+                f"the network is made for {self.num_peers} peers, there are {num_peers} clients: give one "
+                "made for as many."
             )
         return Links(num_peers, self.out, directed=self.directed, shares=self.shares)
 
@@ -167,104 +165,9 @@ AnyNetwork = Network | GivenNetwork
 
 
 def given(num_peers: int, out: Callable[[int], Any], *, directed: bool = True, shares: str = "auto") -> GivenNetwork:
-    """`out(step)` gives an (n, n) matrix whose entry (i, j) says that i sends to j. It must depend on the step alone."""
+    """Make a network from a function: `out(step)` returns an (n, n) matrix whose entry (i, j) is
+    True where i sends to j. It must depend on the step alone."""
     return GivenNetwork(num_peers, out, directed=directed, shares=shares)
-
-
-class Mixing:
-    """One exchange between peers: new_i = sum_j receive[i, j] (send[j] row_j), each message rounded to the type of the rows, sums in float64 in the
-    order of the senders, rounded once.
-
-    Columns are taken a few at a time, as many as the cache holds in float64: a row then comes from memory once, however many peers it goes to.
-    """
-
-    def __init__(self, adjacency: Tensor, receive: Tensor, send: Tensor) -> None:
-        self.adjacency, self.send = adjacency, send
-        sparse = len(receive) >= 64 and int((receive != 0).sum()) * 16 < receive.numel()
-        self._receive = receive.to_sparse() if sparse else receive
-        self._partner = _partners(self._receive) if sparse else None
-        halves = bool(
-            (torch.frexp(send).mantissa == 0.5).all()
-        )  # division by a power of two, one included, is exact in any type
-        self._factor = None if bool((send == 1).all()) else send[:, None].float() if halves else send[:, None]
-        self._on: dict[torch.device, tuple[Tensor, Tensor | None, Tensor | None]] = {}
-
-    @cached_property
-    def sent(self) -> Tensor:
-        """(n, n) bool: the messages between different peers."""
-        return self.adjacency & ~torch.eye(len(self.adjacency), dtype=torch.bool)
-
-    @property
-    def matrix(self) -> Tensor:
-        """float64 (n, n): new rows = matrix @ rows."""
-        return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
-
-    def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
-        """One row per peer; with `receivers`, only what these receive. `into`: where to write, not `rows` themselves; a new matrix otherwise, whose
-        pages cost more than the sums."""
-        return self._product(rows, receivers, into, divides=True)
-
-    def message(self, row: Tensor, sender: int) -> Tensor:
-        """What `sender` sends of its row."""
-        return (row.double() * float(self.send[sender])).to(row.dtype)
-
-    def received(self, messages: Tensor, receivers: Tensor | None = None) -> Tensor:
-        """What a call makes of messages, one row per sender; those that nobody asked for receives may be left at zero."""
-        return self._product(messages, receivers, None, divides=False)
-
-    def _product(self, rows: Tensor, receivers: Tensor | None, into: Tensor | None, *, divides: bool) -> Tensor:
-        if rows.device not in self._on:
-            self._on[rows.device] = (
-                self._receive.to(rows.device),
-                _moved(self._factor, rows.device),
-                _moved(self._partner, rows.device),
-            )
-        receive, factor, partner = self._on[rows.device]
-        num = len(rows)
-        if receivers is not None:
-            receivers, num = receivers.to(rows.device), len(receivers)
-            receive, partner = receive.index_select(0, receivers), None if partner is None else partner[receivers]
-        new = torch.empty(num, rows.shape[1], dtype=rows.dtype, device=rows.device) if into is None else into
-        width = max(1, min(rows.shape[1], (_CELLS if rows.device.type == "cpu" else _CELLS_ELSEWHERE) // len(rows)))
-        sizes = ((len(rows), torch.float64), (num, torch.float64), (len(rows), rows.dtype), (num, rows.dtype))
-        room = [torch.empty(size * width, dtype=dtype, device=rows.device) for size, dtype in sizes]
-        for part, place in zip(rows.split(width, dim=1), new.split(width, dim=1), strict=True):
-            shapes = (part.shape, place.shape, part.shape, place.shape)
-            wide, total, narrow, other = (
-                memory[: shape.numel()].view(shape) for memory, shape in zip(room, shapes, strict=True)
-            )
-            if factor is None or not divides:
-                messages = part
-            elif factor.dtype == rows.dtype or factor.dtype == torch.float32:
-                messages = torch.mul(part, factor, out=narrow)
-            else:
-                messages = narrow.copy_(wide.copy_(part).mul_(factor))
-            if partner is None:
-                place.copy_(
-                    torch.mm(receive, messages if rows.dtype == torch.float64 else wide.copy_(messages), out=total)
-                )
-            else:  # two float32 added in float64 and rounded are their float32 sum: 53 bits are at least twice 24 and two more
-                own = messages if receivers is None else messages.index_select(0, receivers)
-                torch.add(own, torch.index_select(messages, 0, partner, out=other), out=place)
-        return new
-
-
-def _partners(receive: Tensor) -> Tensor | None:
-    """(n,): whose message each peer adds to its own, where that is all that it does."""
-    receive = receive.coalesce()
-    receivers, senders = receive.indices()
-    own, other = (receivers == senders).nonzero()[:, 0], (receivers != senders).nonzero()[:, 0]
-    everybody = torch.arange(len(receive))
-    ones = bool((receive.values() == 1).all())
-    return (
-        senders[other]
-        if ones and torch.equal(receivers[own], everybody) and torch.equal(receivers[other], everybody)
-        else None
-    )
-
-
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 class Links:
@@ -293,11 +196,13 @@ class Links:
         links = torch.as_tensor(self._out(step)).bool()
         if links.shape != (self.num_peers, self.num_peers):
             raise NetworkError(
-                f"the network gave a matrix of shape {tuple(links.shape)} at step {step}, expected {(self.num_peers, self.num_peers)}."
+                f"the network gave a matrix of shape {tuple(links.shape)} at step {step}, expected "
+                f"{(self.num_peers, self.num_peers)}."
             )
         if not self.directed and not torch.equal(links, links.T):
             raise NetworkError(
-                f"the network is said to be undirected but is not symmetric at step {step}: say that it is directed, or mend it."
+                f"the network is said to be undirected but is not symmetric at step {step}: say that it is "
+                "directed, or fix it."
             )
         return links | torch.eye(self.num_peers, dtype=torch.bool)
 
@@ -322,15 +227,19 @@ class Links:
 
     @cached_property
     def connected_within(self) -> int:
-        """Steps after which the links so far, put together, let every peer reach every other. One that does not repeat is looked at once more later on, so that
-        links at the start alone do not pass."""
+        """The number of steps after which the links together let every peer reach every other.
+
+        A network that does not repeat is checked a second time at later steps, so that links at the
+        start alone do not pass.
+        """
         first = self._connects(0)
         if self.period is None:
             self._connects(_WINDOW)
         return first
 
     def _connects(self, start: int) -> int:
-        """Steps from `start` until all are connected; an error that names who cannot be."""
+        """The number of steps from `start` until all peers are connected; an error names peers that
+        never are."""
         import networkx as nx
 
         links = torch.zeros(self.num_peers, self.num_peers, dtype=torch.bool)
@@ -344,70 +253,11 @@ class Links:
         lost = sorted(set().union(*parts[1:]))
         names = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
         raise NetworkError(
-            f"the network never connects: over {window} step{'s' if window > 1 else ''}{f' from step {start}' if start else ''}, "
-            f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by them; add edges, or raise the probabilities."
+            f"the network never connects: over {window} "
+            f"step{'s' if window > 1 else ''}{f' from step {start}' if start else ''}, "
+            f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by "
+            "them; add edges, or raise the probabilities."
         )
-
-
-def metropolis(adjacency: Tensor) -> Tensor:
-    """Symmetric shares 1 / (1 + the larger degree) of the two ends; what is left stays."""
-    links = adjacency.double().fill_diagonal_(0)
-    degrees = links.sum(1)
-    shares = links / (1 + torch.maximum(degrees[:, None], degrees[None, :]))
-    return shares + torch.diag(1 - shares.sum(1))
-
-
-def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:
-    """Symmetric non-negative shares whose second largest |eigenvalue| is as small as projected subgradient steps make it, from Metropolis ones.
-
-    Boyd, Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is a semidefinite programme; their subgradient
-    method is enough here, because any iterate is a valid matrix and the best one seen is kept. Where the links leave islands, each mixes by itself.
-    """
-    import networkx as nx
-
-    n = len(adjacency)
-    islands = list(nx.connected_components(nx.from_numpy_array(adjacency.numpy())))
-    if (
-        len(islands) > 1
-    ):  # a step of a random network: the second eigenvalue is 1 whatever the shares, and its slope is zero
-        matrix = torch.zeros(n, n, dtype=torch.float64)
-        for island in islands:
-            block = torch.meshgrid(2 * [torch.tensor(sorted(island))], indexing="ij")
-            matrix[block] = fastest_mixing(adjacency[block], num_steps=num_steps)
-        return matrix
-    heads, tails = adjacency.triu(1).nonzero(as_tuple=True)
-    best = metropolis(adjacency)
-    if (
-        len(heads) == 0 or len(heads) == n * (n - 1) // 2
-    ):  # nothing to choose; complete: Metropolis is 1/n everywhere, which mixes at once
-        return best
-    load = lambda edges: torch.zeros(n, dtype=torch.float64).index_add_(0, heads, edges).index_add_(0, tails, edges)
-    edges, least = best[heads, tails], float("inf")
-    degrees = load(torch.ones_like(edges))
-    for k in range(1, num_steps + 1):
-        off = torch.zeros(n, n, dtype=torch.float64).index_put_((heads, tails), edges)
-        matrix = off + off.T + torch.diag(1 - off.sum(0) - off.sum(1))
-        values, vectors = torch.linalg.eigh(
-            matrix - 1 / n
-        )  # the constant vector, which every matrix keeps, is out of the way
-        if float(values.abs().max()) < least:
-            least, best = float(values.abs().max()), matrix
-        near = (
-            torch.softmax(2 * k * values.abs(), 0) * values.sign()
-        )  # several eigenvalues tie at the optimum: one at a time, the steps would swing
-        slope = -((vectors[heads] - vectors[tails]) ** 2) @ near
-        length = 0.3 / k**0.5 * edges.mean() * len(edges) ** 0.5
-        edges = (edges - length * slope / torch.linalg.vector_norm(slope).clamp(min=1e-300)).clamp(min=0)
-        for _ in range(
-            10
-        ):  # nobody may give away more than it has: take what is over from its edges alike, which is close to a projection
-            over = (load(edges) - 1).clamp(min=0) / degrees
-            if not bool(over.any()):
-                break
-            edges = (edges - torch.maximum(over[heads], over[tails])).clamp(min=0)
-        total = load(edges).clamp(min=1)
-        edges = edges / torch.maximum(total[heads], total[tails])
-    return best
 
 
 def _read(path: Path, num_peers: int, shares: str) -> Links:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from fedbilevel.engines.engine import Regrouped
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
-from fedbilevel.engines.ranks import Group, digest
+from fedbilevel.engines.ranks import Group
+from fedbilevel.engines.roster import digest
 from fedbilevel.errors import NetworkError
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import TOLERANCE, Averaging, Message, RunningSums
-from fedbilevel.federation.clients import Host
+from fedbilevel.federation.host import Host
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.network import AnyNetwork, Links
 from fedbilevel.oracle.population import figures, total

@@ -22,10 +22,10 @@ from safetensors.torch import save
 
 from fedbilevel._version import __version__
 from fedbilevel.engines.engine import Regrouped
-from fedbilevel.engines.ranks import digest
+from fedbilevel.engines.roster import digest
 from fedbilevel.errors import CheckpointError, QuorumError
 from fedbilevel.federation.algorithm import PeerAlgorithm
-from fedbilevel.federation.clients import Host
+from fedbilevel.federation.host import Host
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.peers.engine import Peer
 from fedbilevel.peers.formation import Formation, mark

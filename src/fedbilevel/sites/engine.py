@@ -425,7 +425,7 @@ class Sites(Server):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
         self.versions = [None if version < 0 else version for version in tensors["sites.version"].tolist()]
-        self.weights_by_place = self.weights = tensors["sites.weight"].clone()  # some sites may not have joined yet
+        self._set_weights(tensors["sites.weight"].clone())  # some sites may not have joined yet
         state = super().load_state_dict(tensors, plain, state_type)
         for place in range(self.num_clients):
             self._held.forget(place)  # processes at the sites are new

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fedbilevel._version import __version__
 from fedbilevel.columns import CALLS
-from fedbilevel.engines.ranks import digest
+from fedbilevel.engines.roster import digest
 from fedbilevel.engines.server import below
 from fedbilevel.errors import ProblemError, SettingError, WireError
 from fedbilevel.federation.algorithm import ServerAlgorithm, Sparse
-from fedbilevel.federation.clients import Host
+from fedbilevel.federation.host import Host
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.record import make_folder, read_tensors, write_whole
 from fedbilevel.sites.audit import AuditLog

@@ -1,0 +1,165 @@
+"""The clients that live in this process: their data, oracle, memory and kept values, and the one
+executor of phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from fedbilevel.errors import NonFiniteError, SettingError
+from fedbilevel.federation.algorithm import Algorithm, Sparse
+from fedbilevel.federation.clients import OUTSIDE, BatchSize, Bill, Clients, Sampling
+from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.store import Store
+from fedbilevel.oracle.population import Population
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.problem import Problem
+
+
+class Host(Population):
+    """The clients hosted in this process: their data, oracle, memory and kept values. Every engine
+    runs phases through a host."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        clients: Sequence[Holdings],
+        *,
+        ids: Sequence[int] | None = None,
+        num_clients: int | None = None,
+        seed: int = 0,
+        batch_size: BatchSize = None,
+        sampling: Sampling = "replacement",
+        **options: Any,
+    ) -> None:
+        super().__init__(problem, clients, **options)
+        if sampling not in get_args(Sampling):
+            raise SettingError(f"sampling is {sampling!r}, expected {' or '.join(map(repr, get_args(Sampling)))}.")
+        self.sampling = sampling
+        self.algorithm = algorithm
+        self.ids = torch.arange(len(clients)) if ids is None else torch.tensor(list(ids))
+        self.num_clients = len(clients) if num_clients is None else num_clients
+        self.stream = Stream(seed)
+        self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
+        self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
+        self.ledger = Ledger(self.num_clients)
+        self._alike: dict[int, Tensor] = {}  # equal shares, by their number
+        self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
+        self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
+
+    def width(self, name: str) -> int:
+        algorithm = self.algorithm
+        if name in algorithm.upper_space:
+            return self.x0.shape[-1]
+        if name in algorithm.lower_space:
+            return len(self.y0)
+        raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
+
+    def run_phase(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        positions: Tensor,
+        iteration: int,
+        call: int,
+        weights: Tensor | None = None,
+        *,
+        pays: bool = True,
+    ) -> dict[str, Tensor | Sparse | None]:
+        """Run a phase and check its results. All engines use this method.
+
+        weights: given where only means weighted by them are needed. pays: False for a phase that is
+        run again to find an error.
+        """
+        method = getattr(self.algorithm, name, None)
+        if not getattr(method, "__is_phase__", False):
+            raise ValueError(f"{self.algorithm.name()} has no phase named {name!r}.")
+        shares = self._shares(weights) if weights is not None and getattr(method, "__is_linear__", False) else None
+        with torch.no_grad():
+            if self.captures is not None:
+                replayed: dict[str, Tensor | Sparse | None] | None = self.captures.run(
+                    method, values, positions, iteration, call, shares
+                )
+                if replayed is not None:  # its shapes were checked at the capture; `check` looks at its values
+                    return replayed
+            bill = Bill()
+            result: dict[str, Tensor | Sparse | None] = method(
+                Clients(self, positions, iteration, call, shares, bill), **values
+            )  # type: ignore[misc]
+            if pays:
+                bill.pay(self, positions)
+        found = self._suspect(name, result, positions)
+        if found is None:
+            return result
+        if shares is not None:  # a mean does not tell which client is at fault
+            return self.run_phase(name, values, positions, iteration, call, pays=False)
+        key, client = found
+        raise NonFiniteError(
+            f"client {client} returned a value of {key!r} that is not finite in phase {name!r} of outer iteration "
+            f"{iteration}: the steps are too long (lower the step sizes) or the data of that client are extreme."
+        )
+
+    def _suspect(
+        self, name: str, result: Mapping[str, Tensor | Sparse | None], positions: Tensor
+    ) -> tuple[str, int] | None:
+        """Check the shapes of a result; the name and the client of a value that is not finite, or None."""
+        for key, value in result.items():
+            if value is None:
+                continue
+            rows = value.rows if isinstance(value, Sparse) else value
+            if key in ("x", "y") and rows.ndim == 2 and rows.shape[1] != self.width(key):
+                raise ValueError(
+                    f"phase {name!r} returned {key!r} with {rows.shape[1]} entries per client, expected "
+                    f"{self.width(key)}."
+                )
+            if rows.ndim != 2 or len(rows) != len(positions):
+                raise ValueError(
+                    f"phase {name!r} returned {key!r} of shape {tuple(rows.shape)} for {len(positions)} "
+                    "clients: one row per client is needed."
+                )
+            if not bool(torch.isfinite(rows.sum())):  # one pass in the usual case; the sum may overflow
+                bad = ~torch.isfinite(rows).all(1)
+                if bool(bad.any()):
+                    return key, int(self.ids[positions[bad.cpu()][0]])
+        return None
+
+    def check(self) -> None:
+        """Raise an error if a replayed phase returned a value that is not finite. Called once per
+        outer iteration, because it waits for the device."""
+        if self.captures is not None:
+            suspect = self.captures.suspect()
+            if suspect is not None:
+                captures, self.captures = self.captures, None
+                try:
+                    self.run_phase(*suspect, pays=False)  # without graphs, client by client: this names the client
+                finally:
+                    self.captures = captures
+
+    def _shares(self, weights: Tensor) -> Tensor:
+        """Weights that sum to one, on the device of the data."""
+        k = len(weights)
+        if bool((weights != 1).any()) or k == 0:
+            return (weights.double() / weights.sum()).to(self.device, self.dtype)
+        if k not in self._alike:
+            self._alike[k] = torch.full((k,), 1 / k, dtype=self.dtype, device=self.device)
+        return self._alike[k]
+
+
+def _checked_batch_size(size: BatchSize, roles: Mapping[str, Any]) -> BatchSize:
+    for role in size if isinstance(size, Mapping) else ():
+        if role != OUTSIDE and role not in roles:
+            raise SettingError(
+                f"batch_size names the role {role!r}, the clients have {', '.join(roles)}; {OUTSIDE!r} is for "
+                "batches outside local steps."
+            )
+    for value in size.values() if isinstance(size, Mapping) else (size,):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise SettingError(
+                f"batch_size is {value!r}, expected at least 1 sample, or None for all of a client's samples."
+            )
+    return size

@@ -1,0 +1,100 @@
+"""Cohorts whose mean has the weighted mean over all clients as its expectation.
+
+Client i counts p_i = w_i / sum w in a mean over all clients. A cohort of m clients is drawn in
+proportion to these shares:
+
+    with replacement       m draws, each of client i with probability p_i
+    without replacement    client i is in the cohort with probability pi_i = min(1, c p_i), where c makes the sum m
+
+A member counts p_i / pi_i (Horvitz and Thompson, 1952), with replacement 1/m per draw. Both sum to
+one over every cohort that can be drawn, so that a cohort's mean is a convex combination: the mean
+of equal rows is that row, also where the rows are parameters. With equal weights the draw is
+uniform.
+
+Without replacement the draw is systematic in a random order (Madow, 1949): lay the clients side by
+side, each as long as its weight, and take those that lie under m equidistant marks with a random
+start. Clients with m p_i >= 1 are in every cohort; the others are drawn for the places that are
+left.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.problem.draws import SERVER, Stream
+
+
+class Sampler:
+    """Draws the cohorts of one federation.
+
+    weights: (n,) whole numbers above 0, by client number: how much each client counts in a mean
+    over all clients.
+    member_weights: (n,) whole numbers, by client number: how much each client counts in the mean of
+    a cohort, per draw.
+    """
+
+    def __init__(self, cohort: Cohort, weights: Tensor) -> None:
+        self.num_clients, self.size = len(weights), cohort.size(len(weights))
+        self.replacement = cohort.replacement
+        self.equal = bool((weights == weights[0]).all())
+        self._weights = self.member_weights = weights
+        if self.replacement:
+            if not self.equal:
+                self.member_weights = torch.ones_like(weights)
+            self._ends = torch.tensor(_ends(weights.tolist()))
+        elif not self.equal and self.size < self.num_clients:
+            always = always_in(weights, self.size)
+            self._always, self._others = always.nonzero()[:, 0], (~always).nonzero()[:, 0]
+            self._total, self._places = int(weights[~always].sum()), self.size - int(always.sum())
+            self.member_weights = torch.where(
+                always, self._places * weights, self._total
+            )  # p_i / pi_i, times a constant
+
+    def draw(self, stream: Stream, iteration: int, call: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the clients in the cohort, and how often each was drawn. A function of the
+        arguments alone."""
+        if self.replacement:
+            words = _server_words(stream, "cohort", iteration, call, self.size)
+            return torch.searchsorted(self._ends, words, right=True).unique(return_counts=True)
+        if self.size == self.num_clients:
+            numbers = torch.arange(self.num_clients)
+        elif self.equal:
+            numbers = stream.order("cohort", SERVER, self.num_clients, iteration=iteration, call=call, first=self.size)
+        else:
+            numbers = torch.cat([self._always, self._systematic(stream, iteration, call)])
+        return numbers, torch.ones(self.size, dtype=torch.int64)
+
+    def _systematic(self, stream: Stream, iteration: int, call: int) -> Tensor:
+        order = self._others[stream.order("cohort", SERVER, len(self._others), iteration=iteration, call=call)]
+        high, low = _server_words(stream, "cohort/start", iteration, call, 2).tolist()
+        start = (high >> 1 << 32 | low) * self._total >> 63
+        marks = [(start + place * self._total) // self._places for place in range(self._places)]
+        return order[torch.searchsorted(self._weights[order].cumsum(0), torch.tensor(marks), right=True)]
+
+
+def always_in(weights: Tensor, size: int) -> Tensor:
+    """(n,) bool: clients whose share of the weight is a whole place or more, also after such
+    clients have taken theirs."""
+    always = torch.zeros(len(weights), dtype=torch.bool)
+    while True:
+        places, total = size - int(always.sum()), int(weights[~always].sum())
+        more = ~always & (places * weights >= total)
+        if not bool(more.any()):
+            return always
+        always |= more
+
+
+def _ends(weights: list[int]) -> list[int]:
+    """Where each client's part of the 2**32 words ends, in Python's integers, which do not
+    overflow."""
+    total = sum(weights)
+    return [-(-(end << 32) // total) for end in itertools.accumulate(weights)]
+
+
+def _server_words(stream: Stream, purpose: str, iteration: int, call: int, width: int) -> Tensor:
+    words = stream.bits(purpose, torch.tensor([SERVER]), iteration=iteration, call=call, steps=range(1), width=width)
+    return words.reshape(-1)

@@ -1,0 +1,146 @@
+"""Rows that clients keep, by name and client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rows = Tensor | tuple[Tensor, ...]
+
+
+@dataclass
+class _Shelf:
+    """The rows of one name: of all clients in order, or only of clients that have written, in the
+    order of their first write, with room for more."""
+
+    rows: Tensor
+    slots: Tensor | None = None  # (n,) the place of a client's row, or -1; None: rows are those of all clients in order
+    count: int = 0  # slots taken
+    common: Tensor | None = None  # (d,) the row of every client without a slot
+    lent: bool = False  # another object may hold `rows`
+
+
+class Store:
+    """Rows by name, for hosted clients. Memory is used only for clients that have written; rows are
+    copied only when a part is written over shared rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.changes = 0  # a counter, so that a save can be skipped when nothing is new
+        self._shelves: dict[str, _Shelf] = {}
+
+    @property
+    def written(self) -> dict[str, Tensor]:
+        """(n,) bool by name: clients that have written."""
+        everybody = torch.ones(self.num_rows, dtype=torch.bool)
+        return {
+            name: everybody if shelf.slots is None or shelf.common is not None else shelf.slots >= 0
+            for name, shelf in self._shelves.items()
+        }
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """(n, d) by name, zeros for clients that have not written. For inspection: this may build a
+        matrix."""
+        return {name: self._whole(shelf) for name, shelf in self._shelves.items()}
+
+    def read(self, name: str, positions: Tensor, default: Tensor) -> Tensor:
+        if name not in self._shelves:
+            return default
+        shelf = self._shelves[name]
+        if self._is_all(positions):
+            if shelf.slots is None:
+                shelf.lent = True
+                return shelf.rows
+            if shelf.common is not None and shelf.count == 0:
+                return shelf.common.expand(self.num_rows, -1)
+        return self._taken(shelf, positions, default)
+
+    def own(self, name: str, positions: Tensor) -> Tensor:
+        """A copy of the rows of the clients at `positions`, in any order; all of them must have
+        written."""
+        shelf = self._shelves[name]
+        return self._taken(shelf, positions, shelf.rows[:0])
+
+    def write(self, name: str, positions: Tensor, rows: Tensor) -> None:
+        self.changes += 1
+        if self._is_all(positions):
+            if rows.stride(0) == 0 and self.num_rows > 1:  # views of one vector
+                self._shelves[name] = _Shelf(
+                    rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1), common=rows[0].clone()
+                )
+            else:
+                self._shelves[name] = _Shelf(rows.contiguous(), lent=True)  # the phase may still use these rows
+            return
+        shelf = self._shelves.setdefault(
+            name, _Shelf(rows.new_empty(0, rows.shape[1]), torch.full((self.num_rows,), -1))
+        )
+        if shelf.slots is None:
+            if shelf.lent:
+                shelf.rows, shelf.lent = shelf.rows.clone(), False
+            slots = positions
+        else:
+            new = positions[shelf.slots[positions] < 0]
+            self._make_room(shelf, shelf.count + len(new))
+            shelf.slots[new] = torch.arange(shelf.count, shelf.count + len(new))
+            shelf.count += len(new)
+            slots = shelf.slots[positions]
+        shelf.rows.index_copy_(0, slots.to(rows.device), rows)
+
+    def clear(self) -> None:
+        self.changes += 1
+        self._shelves.clear()
+
+    def _make_room(self, shelf: _Shelf, count: int) -> None:
+        """Double the room, so that a row is moved about once."""
+        if count > len(shelf.rows):
+            rows = shelf.rows.new_empty(max(count, min(2 * len(shelf.rows), self.num_rows)), shelf.rows.shape[1])
+            rows[: shelf.count] = shelf.rows[: shelf.count]
+            shelf.rows = rows
+
+    def _taken(self, shelf: _Shelf, positions: Tensor, default: Tensor) -> Tensor:
+        if shelf.slots is None:
+            return shelf.rows[positions.to(shelf.rows.device)]
+        slots, rest = (
+            shelf.slots[positions],
+            default if shelf.common is None else shelf.common.expand(len(positions), -1),
+        )
+        has, place = slots >= 0, slots.clamp(min=0).to(shelf.rows.device)
+        if bool(has.all()):
+            return shelf.rows[place]
+        return (
+            torch.where(has.to(place.device)[:, None], shelf.rows[place], rest)
+            if bool(has.any())
+            else rest.contiguous()
+        )
+
+    def _whole(self, shelf: _Shelf) -> Tensor:
+        zeros = shelf.rows.new_zeros(shelf.rows.shape[1]).expand(self.num_rows, -1)
+        return shelf.rows if shelf.slots is None else self._taken(shelf, torch.arange(self.num_rows), zeros)
+
+    def _is_all(self, positions: Tensor) -> bool:
+        return len(positions) == self.num_rows  # positions are distinct and sorted
+
+
+class StoreView:
+    """A store as a phase sees it: the rows of its own clients. Reading needs a default, because a
+    client may be new."""
+
+    def __init__(self, store: Store, positions: Tensor) -> None:
+        self._store, self._positions = store, positions
+
+    def read(self, name: str, *, default: Any) -> Any:
+        if isinstance(default, tuple):
+            return tuple(self._store.read(f"{name}.{i}", self._positions, part) for i, part in enumerate(default))
+        return self._store.read(name, self._positions, default)
+
+    def write(self, **values: Rows) -> None:
+        for name, rows in values.items():
+            if isinstance(rows, tuple):
+                for i, part in enumerate(rows):
+                    self._store.write(f"{name}.{i}", self._positions, part)
+            else:
+                self._store.write(name, self._positions, rows)
