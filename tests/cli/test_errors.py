@@ -521,7 +521,7 @@ def test_rows_of_studies_that_lack_something(tmp_path):
 
 @pytest.fixture
 def sites(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
     monkeypatch.setattr("fedbilevel.sites.serve._BETWEEN", 0.0)
     yield Loopback(tmp_path)
     Loopback.close_all()
@@ -545,7 +545,7 @@ CRAFTED = {
     "phase": {
         "of another form": (
             lambda header, arrays: ({**header, "results": {**header["results"], "x": "gift"}}, arrays),
-            "its answer has x in a form that was not asked for",
+            "its answer has x in a form that was not requested",
         )
     },
 }
@@ -608,7 +608,7 @@ def test_a_run_belongs_to_its_sites_and_its_numbers_are_finite(sites, monkeypatc
     assert sites.serve(plan) == "finished"
     with pytest.raises(
         FedBilevelError,
-        match="the run trial began with the sites site-0, site-1, site-2: use another name for one with others",
+        match="the run trial began with the sites site-0, site-1, site-2: use another name for a run with others",
     ):
         sites.serve({**plan, "sites": sites.names[:2]})
     monkeypatch.setattr("fedbilevel.algorithms.penalty.Penalty.weight", lambda self, t: math.inf)

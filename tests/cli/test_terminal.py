@@ -16,7 +16,7 @@ from fedbilevel.escapes import printable
 from fedbilevel.peers.collect import Removal
 from fedbilevel.report import tables
 from fedbilevel.sites import wire
-from fedbilevel.sites.mailbox import Desk, Message
+from fedbilevel.sites.mailbox import Mailbox, SiteMessage
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Failure, InProcess
 
@@ -104,8 +104,8 @@ def test_the_reason_of_a_site_reaches_logs_and_diaries_as_text():
             replies, _ = super().exchange({"north": messages["north"]}, deadline=deadline)
             return replies, {"south": Failure(False, f"no{EVIL}\nway.", 0.0)}
 
-    desk = Desk(Refused({"north": lambda _: wire.pack({"error": f"not{EVIL}\ntoday"}), "south": lambda _: b""}), "r")
-    _, failures = desk.exchange({"north": Message({}), "south": Message({})}, deadline=1.0)
+    desk = Mailbox(Refused({"north": lambda _: wire.pack({"error": f"not{EVIL}\ntoday"}), "south": lambda _: b""}), "r")
+    _, failures = desk.exchange({"north": SiteMessage({}), "south": SiteMessage({})}, deadline=1.0)
     assert failures["north"].reason == f"not{SHOWN} today."
     assert failures["south"].reason == f"no{SHOWN}\\nway."
 

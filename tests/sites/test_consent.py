@@ -8,7 +8,8 @@ import torch
 import fedbilevel
 from fedbilevel.sites import audit, operator, wire
 from fedbilevel.sites.plan import plan_digest, plan_of
-from fedbilevel.sites.site import PAUSED, Site, Submitted
+from fedbilevel.sites.consent import PAUSED, Submitted
+from fedbilevel.sites.site import Site
 
 ASKING = 'loader = "simulated"\n[policy]\nmin_batch = 1\n'
 PLAN = plan_of(

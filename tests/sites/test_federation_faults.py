@@ -191,7 +191,7 @@ def test_where_a_quorum_is_enough_the_survivors_go_on_and_everybody_comes_back(f
         return "silent" if header["kind"] == "commit" and (name, header["version"]) in unsaved else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+        patch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
         replayed.serve({**ours, "name": "trial"}, fault)
     Loopback.close_all()
     found, _ = Record(federation.kits["server"] / job.RUNS / "quorum").load()

@@ -27,7 +27,7 @@ from fedbilevel.errors import SettingError
 from fedbilevel.sites.audit import HEAD, AuditLog
 from fedbilevel.sites.flare import certificates, job, kits, metrics, processes
 from fedbilevel.sites.flare.local import free_port
-from fedbilevel.sites.site import STATUS
+from fedbilevel.sites.status import STATUS
 from support.sites.real_loopback import HERE
 
 REFUSED = "Ask under this machine's address, or under the name that --metrics-host gives.\n"

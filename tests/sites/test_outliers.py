@@ -17,7 +17,7 @@ CLEANING = {"name": "data_cleaning", "num_clients": 3, "num_clean": 12, "test_sh
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
     monkeypatch.setattr(serving, "_BETWEEN", 0.0)
     yield
     Loopback.close_all()
@@ -285,7 +285,7 @@ def test_a_weight_that_a_site_makes_up_is_capped_and_said(tmp_path, more, most):
     tensors, _ = federation.record.load()
     assert tensors["sites.weight"].tolist() == [4, most, 6]
     assert federation.record.read_config()["max_weight"]["site-1"] == most
-    text = f"it says that its weight is {2**39}, and counts with {most}: set max_weight if that is too little"
+    text = f"it states a weight of {2**39}, and counts with {most}: set max_weight if that is too little"
     assert [line["capped"] for line in federation.diary()] == [{"site-1": text}, {}, {}, {}]
     assert f"capped site-1 ({text})" in line(said[0])
     losses = [row["upper_loss"] for row in federation.record.rows()]

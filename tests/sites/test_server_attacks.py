@@ -8,13 +8,13 @@ import torch
 from fedbilevel.cli.federation import line
 from fedbilevel.errors import FedBilevelError, PlanError
 from fedbilevel.sites import serve as serving
-from fedbilevel.sites.outliers import Watch
+from fedbilevel.sites.outliers import OutlierWatch
 from support.sites.loopback import Loopback
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
     monkeypatch.setattr(serving, "_BETWEEN", 0.0)
     yield
     Loopback.close_all()
@@ -121,14 +121,14 @@ def test_four_sites_leave_out_an_answer_that_three_would_only_flag(tmp_path):
     logs = [1.0, 1.0, 1.0, 8.0]
     for num, sure in ((3, False), (4, True)):
         rows = {site: torch.full((1, 1), value) for site, value in enumerate(logs[-num:])}
-        [(site, flag)] = Watch().compare("steps", 1, {"z": rows}, {}).items()
+        [(site, flag)] = OutlierWatch().compare("steps", 1, {"z": rows}, {}).items()
         assert (site, flag.sure) == (num - 1, sure)
     rows = {site: torch.full((1, 1), value) for site, value in enumerate(logs[1:])}
-    assert Watch().compare("steps", 1, {"z": rows, "q": rows}, {})[2].sure  # two sequences at once
+    assert OutlierWatch().compare("steps", 1, {"z": rows, "q": rows}, {})[2].sure  # two sequences at once
 
 
 def test_answers_near_zero_are_not_flagged_after_larger_ones():
-    watch, rows = Watch(), {site: torch.full((1, 2), value) for site, value in enumerate((1.0, 1.0, 50.0))}
+    watch, rows = OutlierWatch(), {site: torch.full((1, 2), value) for site, value in enumerate((1.0, 1.0, 50.0))}
     assert set(watch.compare("steps", 1, {"z": rows}, {})) == {2}
     assert watch.compare("steps", 2, {"z": {site: row * 1e-5 for site, row in rows.items()}}, {}) == {}
     assert set(watch.compare("steps", 3, {"z": {**rows, 2: rows[2] * 1e9}}, {})) == {2}

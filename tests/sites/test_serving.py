@@ -24,7 +24,7 @@ REASON = "the plan 4f1a is new: approve it with fedbilevel federation approve 4f
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
     monkeypatch.setattr(serving, "_BETWEEN", 0.0)
     yield
     Loopback.close_all()

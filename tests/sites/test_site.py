@@ -151,7 +151,7 @@ REFUSED = {
     "a step size that is no number": (lambda c: c.phase(scaled={"lr_upper": "big"}), "a message changes 'lr_upper'"),
     "no iteration": (lambda c: c.phase(iteration=None), "does not say in which outer iteration"),
     "another run": (lambda c: c.say("commit", run="other", version=1), "takes no part in the run 'other'"),
-    "an unknown kind": (lambda c: c.say("shell"), "does not know what to do with a message of kind 'shell'"),
+    "an unknown kind": (lambda c: c.say("shell"), "a message has kind 'shell'"),
     "a version that is none": (lambda c: c.say("commit", version="../../x"), r"asks to save version '../../x'"),
     "a version it does not have": (lambda c: c.say("load", version=7), r"has no version 7 of the run \(it has none\)"),
     "no turn": (lambda c: c.phase(turn="now"), "expected three whole numbers"),
@@ -204,7 +204,7 @@ def test_a_message_of_an_earlier_turn_is_refused(caller):
         "live": [0, 1, 2],
     }
     for turn in ([1, 0, 2], [1, 0, 1], [0, 9, 9]):
-        assert "so it is too late for it" in caller.say("phase", **message, turn=turn)[0]["error"]
+        assert "so it is too late" in caller.say("phase", **message, turn=turn)[0]["error"]
     assert "error" not in caller.say("phase", **message, turn=[1, 1, 0])[0]
 
 
@@ -315,7 +315,7 @@ def test_nothing_about_paths_settings_or_data_is_said(tmp_path, settings):
 
 def test_two_versions_are_kept_those_that_the_server_may_ask_for(tmp_path):
     caller = Caller(tmp_path / "site", algorithm="adafbio")
-    stored = lambda: caller.site._session._stored()
+    stored = lambda: caller.site._session.versions.stored()
     caller.join()
     caller.say("load", version=None)
     for version in range(4):
@@ -352,7 +352,7 @@ def test_a_disk_that_is_full_lets_nothing_out(caller, monkeypatch):
 
     monkeypatch.setattr(caller.site.audit, "append", full)
     header, arrays = caller.phase()
-    assert header == {"error": "it cannot write down what leaves it, so nothing does."}
+    assert header == {"error": "it cannot write to its audit log, so nothing leaves it."}
     assert arrays == []
 
 

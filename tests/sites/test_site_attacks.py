@@ -10,7 +10,8 @@ from fedbilevel.errors import WireError
 from fedbilevel.sites import audit, operator, wire
 from fedbilevel.sites import preview as preview_module
 from fedbilevel.sites.plan import plan_digest, plan_of
-from fedbilevel.sites.site import Site, Submitted
+from fedbilevel.sites.consent import Submitted
+from fedbilevel.sites.site import Site
 
 FREE = 'loader = "simulated"\nauto_approve = true\n[policy]\nmin_batch = 1\n'
 ASKING = FREE.replace("auto_approve = true\n", "")

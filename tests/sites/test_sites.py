@@ -31,7 +31,7 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
     monkeypatch.setattr(
-        "fedbilevel.sites.engine._APART", (0.0, 0.0)
+        "fedbilevel.sites.exchange._APART", (0.0, 0.0)
     )  # a missing site is asked before every outer iteration
     monkeypatch.setattr(serving, "_BETWEEN", 0.0)
     yield
@@ -732,7 +732,7 @@ def test_a_site_that_lost_its_versions_or_changed_its_data_is_left_out_by_name(t
 )
 def test_of_two_versions_the_older_side_is_told_to_upgrade(tmp_path, monkeypatch, theirs, mend):
     federation = Loopback(tmp_path)
-    for module in ("serve", "session", "site"):
+    for module in ("joining", "session", "consent"):
         monkeypatch.setattr(f"fedbilevel.sites.{module}.__version__", "0.1.0")
     said = []
 

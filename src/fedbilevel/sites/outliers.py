@@ -78,7 +78,7 @@ def outliers(logs: Mapping[int, float], least: float = -math.inf, floor: float =
     return {key for key, value in raised.items() if 0.6745 * (value - centre) > LIMIT * spread}
 
 
-class Watch:
+class OutlierWatch:
     """Compares the answers of sites, and remembers what it found for a whole run."""
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ _NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes 
 
 
 @dataclass(frozen=True)
-class Plan:
+class SitePlan:
     name: str
     sites: tuple[str, ...]
     num_iterations: int
@@ -110,7 +110,7 @@ def plan_digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
+def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> SitePlan:
     """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
     parts = parts_of(content, _KINDS, _NOT_AT_SITES)
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
@@ -118,7 +118,7 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
     quorum = content.get("quorum")
     more = {name: content[name] for name in ("max_weight", "exclude_outliers") if content.get(name) is not None}
     clients = _clients(content.get("clients") or {}, sites)
-    plan = Plan(
+    plan = SitePlan(
         **parts,
         sites=sites,
         quorum=len(sites) // 2 + 1 if quorum is None else quorum,
@@ -138,11 +138,11 @@ def _clients(given: Mapping[str, Any], sites: Sequence[str]) -> dict[str, int]:
     return {site: given[site] for site in sites if given.get(site, 1) > 1}
 
 
-def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
+def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
     return plan_of(read_toml(path), known)
 
 
-def _check(plan: Plan, known: Sequence[str] | None) -> None:
+def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     if not plan.sites or len(set(plan.sites)) < len(plan.sites):
         raise PlanError(
             f"the sites of the plan are {', '.join(plan.sites) or 'none'}, expected at least one, each once."

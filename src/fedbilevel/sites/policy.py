@@ -26,7 +26,7 @@ from fedbilevel.data.folders import read_folder, read_folders
 from fedbilevel.errors import DataError, PlanError, PolicyError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.settings import check_plain
-from fedbilevel.sites.plan import Plan
+from fedbilevel.sites.plan import SitePlan
 
 FILE = "site.toml"
 TEMPLATE = """\
@@ -94,7 +94,7 @@ class Policy:
     max_runs: int = 20
     settings: dict[str, Range] = field(default_factory=dict)
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: SitePlan) -> None:
         """Check all that can be checked before any data are read."""
         for line, asked in (("tasks", plan.task["name"]), ("algorithms", plan.algorithm["name"])):
             allowed = getattr(self, line)
@@ -208,7 +208,7 @@ class SiteSettings:
     auto_approve: bool = False
     policy: Policy = field(default_factory=Policy)
 
-    def holdings(self, plan: Plan, site: str) -> list[Holdings]:
+    def holdings(self, plan: SitePlan, site: str) -> list[Holdings]:
         """Read the data of the clients that this site hosts: a folder with train and val, or one such folder for each client."""
         found, numbers = self._read(plan, plan.numbers(site)), plan.numbers(site)
         if len(found) != len(numbers):
@@ -217,7 +217,7 @@ class SiteSettings:
             )
         return found
 
-    def _read(self, plan: Plan, numbers: range) -> list[Holdings]:
+    def _read(self, plan: SitePlan, numbers: range) -> list[Holdings]:
         if self.loader == "simulated":
             clients = plan.built_task().build().clients
             if numbers.stop > len(clients):
@@ -238,7 +238,7 @@ class SiteSettings:
         return found if isinstance(found, list) else [found]
 
 
-def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
+def _numbers(plan: SitePlan) -> Iterator[tuple[str, float]]:
     """All numbers of a plan that a range may bound, by name."""
     yield "num_iterations", plan.num_iterations
     yield "num_clients", plan.num_clients
@@ -251,7 +251,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
                     yield name, one
 
 
-def _batch_sizes(plan: Plan) -> list[int]:
+def _batch_sizes(plan: SitePlan) -> list[int]:
     size = plan.keywords()["batch_size"]
     return [one for one in (size.values() if isinstance(size, Mapping) else (size,)) if one is not None]
 

@@ -11,7 +11,7 @@ import torch
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.problem.client_data import Holdings
-from fedbilevel.sites.plan import Plan
+from fedbilevel.sites.plan import SitePlan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
 
@@ -20,7 +20,7 @@ _CLIENTS = 2  # nor do those of one client on the number of clients, and nobody 
 _NOT_HERE = ("device", "schedule", "cohort")
 
 
-def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
+def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]:
     """Run the plan's first outer iteration in this process, on a few of this site's own samples as every client's data,
     and count what the clients of this site send. Empty where the plan or the data do not allow it (joining then says why),
     or where it takes longer than an answer may."""

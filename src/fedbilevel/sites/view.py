@@ -19,9 +19,9 @@ from typing import Any
 from fedbilevel.errors import PlanError
 from fedbilevel.escapes import printable
 from fedbilevel.sites import audit, operator
+from fedbilevel.sites.status import STATUS
 from fedbilevel.sites.summary import count, is_count
 
-STATUS = "status.json"
 TAIL = 2**16  # bytes at the end of the log that are searched for refusals
 REFUSALS = 5  # that a view holds
 OVER = ("finished", "left", "interrupted")  # states of a run that this site works on no more

@@ -24,10 +24,10 @@ from fedbilevel.runs.record import write_whole
 from fedbilevel.sites.flare.configuration import lead_of, unpacked
 from fedbilevel.sites.flare.guard import refused_by
 from fedbilevel.sites.flare.identity import Party, Signer, root_of, server_of
-from fedbilevel.sites.transport import Failure, Reply, Transport
+from fedbilevel.sites.transport import Failure, Reply, SiteTransport
 
 if TYPE_CHECKING:
-    from fedbilevel.sites.site import Submitted
+    from fedbilevel.sites.consent import Submitted
 
 RUNS = "runs"  # folder of a kit: records of the runs on the server, plans of the runs with the lead
 PROGRESS = "progress.json"  # in the folder of a run; the lead reads it through the server
@@ -135,8 +135,8 @@ class Client:
 
 def submitted(kit: Path, plan: str, seal: str, job: str) -> Submitted:
     """The plan of a job, once the lead's signature of it has been checked."""
+    from fedbilevel.sites.consent import Submitted
     from fedbilevel.sites.plan import plan_digest
-    from fedbilevel.sites.site import Submitted
 
     return Submitted(plan_digest(unpacked(plan)), lead_of(kit, plan, seal), job)
 
@@ -325,7 +325,7 @@ class Server:
         self.plan, self.seal = plan, seal
 
     def serve(
-        self, plan: dict[str, Any], transport: Transport, folder: Path, say: Callable[[dict[str, Any]], None]
+        self, plan: dict[str, Any], transport: SiteTransport, folder: Path, say: Callable[[dict[str, Any]], None]
     ) -> str:
         from fedbilevel.sites.serve import serve
 

@@ -25,12 +25,12 @@ from fedbilevel.sites import audit
 from fedbilevel.sites.flare import certificates
 from fedbilevel.sites.flare.job import PROGRESS, RUNS, SITE
 from fedbilevel.sites.flare.processes import Supervised
+from fedbilevel.sites.status import STATUS
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # in a Host header
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-STATUS = "status.json"  # in a site's folder; sites.site, which writes it, imports torch
 OUTCOMES = ("running", "finished", "stopped", "failed", "interrupted")
 STATES = ("idle", "computing", "waiting for approval", "paused", "left", "finished")
 
