@@ -231,7 +231,7 @@ def soak(
     folder: Path, number: int, num_iterations: int, limit: float, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Sections of a page of results."""
-    from fedbilevel.sites.audit import LEFT
+    from fedbilevel.sites.chain import LEFT
     from fedbilevel.sites.flare import control
     from fedbilevel.sites.flare.job import RUNS, SITE
     from fedbilevel.sites.flare.local import Loopback

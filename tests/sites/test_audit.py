@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbilevel.sites import audit
-from fedbilevel.sites.audit import BEGUN, HEAD, LEFT, OLD, AuditLog, Head, lines, verify
+from fedbilevel.sites import audit, chain
+from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.chain import BEGUN, HEAD, LEFT, OLD, Head, read_head
+from fedbilevel.sites.verification import TORN, lines, verify
 
 ARRAY = {"name": "y", "shape": [3], "dtype": "float64", "norm": 2.5}
 SMALL = 400  # bytes of a file: two lines
@@ -100,11 +102,12 @@ def test_rounds_count_answers_with_arrays_over_all_runs_and_survive_a_restart(tm
     for line in (answer(0), answer(0, run="other"), {"run": "other", "kind": "commit", "bytes": 7, "arrays": []}):
         log.append(line)
     assert AuditLog(tmp_path).rounds == 2
-    assert audit.read_head(tmp_path).bytes == 207
+    assert read_head(tmp_path).bytes == 207
 
 
 def test_rounds_need_no_reading_of_the_log(log, monkeypatch):
-    monkeypatch.setattr(audit, "parsed", lambda _: pytest.fail("a line was read"))
+    for module in (audit, chain):
+        monkeypatch.setattr(module, "parsed", lambda _: pytest.fail("a line was read"))
     assert AuditLog(log).rounds == 8
     AuditLog(log).append(answer(8))
 
@@ -378,12 +381,12 @@ def test_a_torn_line_is_repaired_and_said(tmp_path, num_bytes, before):
             (tmp_path / name).unlink()
     report = verify(tmp_path)
     assert (report.ok, report.num_lines) == (True, before)
-    assert report.notes == [f"the end of left.jsonl is torn: {audit.TORN}"]
+    assert report.notes == [f"the end of left.jsonl is torn: {TORN}"]
     log.append(answer(before))
     report = verify(tmp_path)
     whole = num_bytes == 1
     assert (report.ok, report.num_lines, log.rounds) == (True, before + 1 + whole, before + 1 + whole)
-    note = f"line {before + 2} of left.jsonl comes after a torn part: {audit.TORN}"
+    note = f"line {before + 2} of left.jsonl comes after a torn part: {TORN}"
     assert report.notes == ([] if whole else [note])
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fedbilevel
-from fedbilevel.sites import audit, operator, wire
-from fedbilevel.sites.plan import plan_digest, plan_of
+from fedbilevel.sites import operator, verification, wire
 from fedbilevel.sites.consent import PAUSED, Submitted
+from fedbilevel.sites.plan import plan_digest, plan_of
 from fedbilevel.sites.site import Site
 
 ASKING = 'loader = "simulated"\n[policy]\nmin_batch = 1\n'
@@ -80,7 +80,7 @@ def test_a_new_plan_waits_for_the_operator_and_nothing_leaves_meanwhile(caller):
     }
     assert "takes no part" in caller.phase()["error"]
     assert caller.status()["state"] == "waiting for approval"
-    assert not any(line["arrays"] for line in audit.lines(caller.folder))
+    assert not any(line["arrays"] for line in verification.lines(caller.folder))
     operator.approve(caller.folder, DIGEST[:8], "me")
     assert caller.ping() == {"busy": False}
     assert "error" not in caller.join()
@@ -171,7 +171,7 @@ def test_refused_callers_are_written_down_and_reported_once(caller):
     operator.approve(caller.folder, DIGEST, "me")
     assert caller.join()["strangers"] == {"west": 5}
     assert "strangers" not in caller.phase()
-    report = audit.verify(caller.folder)
+    report = verification.verify(caller.folder)
     assert (report.ok, report.callers) == (
         True,
         {"west": 4},

@@ -15,7 +15,7 @@ from tomlkit import dumps
 import fedbilevel
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.runs.record import Record
-from fedbilevel.sites import audit, operator, wire
+from fedbilevel.sites import audit, operator, verification, wire
 from fedbilevel.sites.flare import configuration, control, guard, job
 from fedbilevel.sites.plan import plan_digest, plan_of
 from support.sites.driven import Driver, contents, until
@@ -49,7 +49,7 @@ def cleaning(name, batch_size=16, **more):
 
 
 def lines(federation, site, run=None):
-    return [line for line in audit.lines(federation.kits[site] / job.SITE) if run is None or line["run"] == run]
+    return [line for line in verification.lines(federation.kits[site] / job.SITE) if run is None or line["run"] == run]
 
 
 def diary(federation, run):
@@ -310,7 +310,7 @@ def test_attack_by_garbage_is_refused_and_leaves_few_bytes(federation, unbound):
     for _ in range(20):
         assert "error" in unbound.send(garbage)[0]
     assert size() - before < 20 * 1000
-    assert audit.verify(place).ok
+    assert verification.verify(place).ok
 
 
 # ---- 5: words that a terminal would obey ------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_certificates import age
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites.audit import HEAD, AuditLog
+from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.chain import HEAD
 from fedbilevel.sites.flare import certificates, job, kits, metrics, processes
 from fedbilevel.sites.flare.local import free_port
 from fedbilevel.sites.status import STATUS

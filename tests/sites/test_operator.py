@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import PlanError, PolicyError, SettingError, UnknownNameError
-from fedbilevel.sites import audit, operator
-from fedbilevel.sites.audit import LEFT
+from fedbilevel.sites import operator, verification
+from fedbilevel.sites.chain import LEFT
 from support.sites.operator_kits import LEAVES, ONE, PLAN, TWO, ask, digest_of, log_answers, log_refusal, make_kit
 
 
@@ -237,7 +237,7 @@ def test_audit_refuses_what_is_no_chain_value(kit, value):
 
 def test_audit_counts_lines_from_before_the_chain_and_callers_beyond_the_first(kit, folder, monkeypatch):
     (folder / LEFT).write_text('{"run": "old", "arrays": []}\n')
-    monkeypatch.setattr(audit, "CALLERS", 1)
+    monkeypatch.setattr(verification, "CALLERS", 1)
     for caller in ("west", "west", "east", "south"):
         log_refusal(folder, caller=caller)
     said = type_("audit", "--kit", kit).output

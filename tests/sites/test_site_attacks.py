@@ -7,10 +7,10 @@ import torch
 
 import fedbilevel
 from fedbilevel.errors import WireError
-from fedbilevel.sites import audit, operator, wire
+from fedbilevel.sites import chain, operator, verification, wire
 from fedbilevel.sites import preview as preview_module
-from fedbilevel.sites.plan import plan_digest, plan_of
 from fedbilevel.sites.consent import Submitted
+from fedbilevel.sites.plan import plan_digest, plan_of
 from fedbilevel.sites.site import Site
 
 FREE = 'loader = "simulated"\nauto_approve = true\n[policy]\nmin_batch = 1\n'
@@ -64,7 +64,7 @@ class Attacker:
         )[0]
 
     def lines(self):
-        return list(audit.lines(self.folder))
+        return list(verification.lines(self.folder))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_attack_a_private_x_that_the_server_chooses_is_refused(attacker, kind, v
     answer, sent = attacker.say(kind, arrays, **header)
     assert answer == {"error": "a message brings a value of x, which stays at this site: it may only be named as kept."}
     assert sent == []
-    assert not any(audit.is_round(line) for line in attacker.lines())
+    assert not any(chain.is_round(line) for line in attacker.lines())
 
 
 def test_attack_a_refusal_does_not_tell_how_long_a_private_x_is(attacker):
@@ -207,13 +207,13 @@ def test_attack_answers_that_stay_and_failures_use_up_rounds(tmp_path, monkeypat
     assert "it failed with RuntimeError" in answers[1]["error"]
     assert "and they are used up: raise its line 'max_rounds'" in answers[3]["error"]
     assert len(ran) == attacker.site.audit.rounds == 3
-    report = audit.verify(attacker.folder)
+    report = verification.verify(attacker.folder)
     assert (report.ok, report.runs["trial"].rounds) == (True, 3)
     attacker.site.close()
 
 
 def test_rounds_of_an_older_log_count(tmp_path):
-    assert [audit.is_round(line) for line in ({"arrays": [{}]}, {"arrays": []}, {"round": True, "arrays": []}, {})] == [
+    assert [chain.is_round(line) for line in ({"arrays": [{}]}, {"arrays": []}, {"round": True, "arrays": []}, {})] == [
         True,
         False,
         True,
@@ -244,7 +244,7 @@ def test_attack_repeated_refusals_are_merged_in_the_log(attacker):
     for number in range(1200):  # each of them another: what is remembered has an end
         attacker.say(f"kind{number}")
     assert len(attacker.site._refusals) <= 1000
-    assert audit.verify(attacker.folder).ok
+    assert verification.verify(attacker.folder).ok
 
 
 def test_attack_a_full_folder_is_written_to_no_more_and_answers_nothing(attacker):
@@ -353,7 +353,7 @@ def test_nothing_leaves_once_the_operator_has_decided_during_a_phase(attacker, m
     monkeypatch.setattr(host, "run_phase", meanwhile)
     answer = attacker.phase(1, 1)
     assert ("the site is paused" if decide == "pause" else "has left the run") in answer["error"]
-    assert [line["arrays"] for line in attacker.lines() if audit.is_round(line)] == [[]]  # it counts, and nothing left
+    assert [line["arrays"] for line in attacker.lines() if chain.is_round(line)] == [[]]  # it counts, and nothing left
 
 
 @pytest.mark.parametrize(

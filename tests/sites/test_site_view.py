@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from fedbilevel.cli.main import cli
-from fedbilevel.sites import audit, operator, summary, telling, view
+from fedbilevel.sites import audit, chain, operator, status, summary, telling, verification, view
 from fedbilevel.sites.view import Follower, look
 from support.sites.operator_kits import ONE, SERVER, TWO, ask, log_answers, log_refusal, make_kit, write_status
 
@@ -176,8 +176,8 @@ def test_a_time_that_is_none_is_said(kit, folder, moment):
 @pytest.mark.parametrize("changes", [{"n": 10**400}, {"bytes": 10**400}, {"rounds": -1}, {"rounds": "x"}])
 def test_totals_of_a_damaged_head_are_not_shown(kit, folder, changes):
     log_answers(folder)
-    head = json.loads((folder / audit.HEAD).read_text())
-    (folder / audit.HEAD).write_text(json.dumps({**head, **changes}))
+    head = json.loads((folder / chain.HEAD).read_text())
+    (folder / chain.HEAD).write_text(json.dumps({**head, **changes}))
     assert row(telling.rows(look(folder), kit), "What left") == [
         "in all: 0 lines in the log, 0 of them phases and measurements, 0.0 kB"
     ]
@@ -218,7 +218,7 @@ def test_a_plan_says_what_is_not_known(folder):
     assert row(rows, "Otherwise") == ["deadline = 60.0"]
 
 
-@pytest.mark.parametrize("module", [audit, operator, summary, telling, view], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [audit, chain, operator, status, summary, telling, verification, view], ids=lambda module: module.__name__)
 def test_what_a_metrics_endpoint_reads_needs_no_torch_and_no_flare(module):
     tree = ast.parse(Path(module.__file__).read_text())
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

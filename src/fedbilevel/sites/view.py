@@ -18,7 +18,7 @@ from typing import Any
 
 from fedbilevel.errors import PlanError
 from fedbilevel.escapes import printable
-from fedbilevel.sites import audit, operator
+from fedbilevel.sites import chain, operator
 from fedbilevel.sites.status import STATUS
 from fedbilevel.sites.summary import count, is_count
 
@@ -44,7 +44,7 @@ class View:
     connected: bool | None = None
     paused: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
-    head: audit.Head = field(default_factory=audit.Head)
+    head: chain.Head = field(default_factory=chain.Head)
     refusals: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
         connected=_is_connected(parents[0], server) if parents else False if processes is not None else None,
         paused=read(operator.is_paused, folder, default=True),
         requests=read(operator.requests, folder, default=[]),
-        head=audit.read_head(folder) or audit.Head(),
+        head=chain.read_head(folder) or chain.Head(),
         refusals=read(_refusals, folder, default=[]),
         problems=problems,
     )
@@ -204,12 +204,12 @@ def _sockets(files: Path) -> set[str]:
 
 def _refusals(folder: Path) -> list[dict[str, Any]]:
     """The last refusals in the audit log's active file."""
-    path = folder / audit.LEFT
+    path = folder / chain.LEFT
     if not path.exists():
         return []
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
-        found = [line for raw in file.read().split(b"\n") if (line := audit.parsed(raw)) is not None]
+        found = [line for raw in file.read().split(b"\n") if (line := chain.parsed(raw)) is not None]
     return [line for line in found if line.get("kind") == "error"][-REFUSALS:]
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites import audit
+from fedbilevel.sites import chain
 from fedbilevel.sites.flare import certificates
 from fedbilevel.sites.flare.job import PROGRESS, RUNS, SITE
 from fedbilevel.sites.flare.processes import Supervised
@@ -158,7 +158,7 @@ def of_site(kit: Path) -> Iterator[Sample]:
     yield from _numbers(status, families)
     for name, norm in _table(status.get("norms")).items():
         yield from _numbers({"it": norm}, {"it": "site_norm"}, array=name)
-    if (head := audit.read_head(kit / SITE)) is not None:
+    if (head := chain.read_head(kit / SITE)) is not None:
         totals = {"n": "answers", "rounds": "rounds", "bytes": "bytes"}
         yield from _numbers(vars(head), {key: f"site_left_{name}_total" for key, name in totals.items()})
     yield from _numbers(_table(status.get("last_error")), {"time": "site_last_error_timestamp_seconds"})
