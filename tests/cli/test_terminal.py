@@ -142,7 +142,7 @@ def test_followers_and_errors_of_the_command_line_show_refusals_as_text(lead, tm
     latest = [{"iteration": 1, "missing": {"south": refusal}}]
     told = {"why": refusal, "waiting": refusal, "count": 1, "latest": latest}
     texts = [progress(outcome=outcome, **told) for outcome in ("running", "running", "failed")]
-    lead.control._opened(lead.kit).cat_target = lambda *_, **__: texts.pop(0) if len(texts) > 1 else texts[0]
+    lead.server.cat_target = lambda *_, **__: texts.pop(0) if len(texts) > 1 else texts[0]
     followed = call("federation", "resume", "r", "--kit", lead.kit, cwd=tmp_path)
     assert followed.returncode == 2
     assert followed.stderr == f"Error: {shown}\n"

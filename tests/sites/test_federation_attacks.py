@@ -16,7 +16,7 @@ import fedbilevel
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.runs.record import Record
 from fedbilevel.sites import audit, operator, verification, wire
-from fedbilevel.sites.flare import configuration, control, guard, job
+from fedbilevel.sites.flare import configuration, connection, guard, job, jobs
 from fedbilevel.sites.plan import plan_digest, plan_of
 from support.sites.driven import Driver, contents, until
 from support.sites.loopback import differences, simulated
@@ -118,7 +118,7 @@ def test_attack_by_a_command_of_the_servers_own_job_is_refused(federation):
 def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
     """A module in the configuration, and a component that imports it."""
     plan, proof = cleaning("coded"), tmp_path / "proof"
-    folder = control.job_folder(tmp_path, plan, seal=configuration.sealed(federation.lead, configuration.packed(plan)))
+    folder = jobs.job_folder(tmp_path, plan, seal=configuration.sealed(federation.lead, configuration.packed(plan)))
     (folder / "at_site/config/evil.py").write_text(f"import pathlib; pathlib.Path({str(proof)!r}).touch()\n")
     place = folder / "at_site/config/config_fed_client.json"
     content = json.loads(place.read_text())
@@ -128,7 +128,7 @@ def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
         "args": {"module": "{JOB_ID}.app_{SITE_NAME}.config.evil"},
     }
     place.write_text(json.dumps({**content, "components": [*content["components"], importing]}))
-    with control.session(federation.lead) as opened:
+    with connection.session(federation.lead) as opened:
         number = opened.submit_job(str(folder))
         until(lambda: str(opened.get_job_status(number)).startswith("FINISHED"))
         assert "COMPLETED" not in str(opened.get_job_status(number))
@@ -183,7 +183,7 @@ class Server:
 def bound(federation):
     plan = cleaning("bound")
     yield Server(Driver(federation, plan, server="support.sites.flare_standins.Driven"), plan)
-    control.stop(federation.lead, "bound")
+    jobs.stop(federation.lead, "bound")
 
 
 def test_attack_by_another_plan_than_the_submitted_one_is_refused(federation, bound):
@@ -262,7 +262,7 @@ def unbound(federation):
         plan,
     )
     settings(federation, "north", STRICT)
-    control.stop(federation.lead, "unbound")
+    jobs.stop(federation.lead, "unbound")
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,8 @@ def test_attack_by_garbage_is_refused_and_leaves_few_bytes(federation, unbound):
 
 def test_attack_by_escape_sequences_does_not_reach_the_terminal_of_the_lead(federation, tmp_path):
     code = (
-        "import sys; from fedbilevel.sites.flare import control; from fedbilevel import cli; watch = control.watch;"
-        "control.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'}); cli.main()"
+        "import sys; from fedbilevel.sites.flare import follow; from fedbilevel import cli; watch = follow.watch;"
+        "follow.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'}); cli.main()"
     )
     plan = {name: value for name, value in cleaning("escapes").items() if value is not None}
     (tmp_path / "run.toml").write_text(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
 from fedbilevel.runs.record import Record
-from fedbilevel.sites.flare import control, job
+from fedbilevel.sites.flare import follow, job, jobs
 from fedbilevel.sites.plan import plan_of
 from support.sites.loopback import Loopback, differences, simulated
 from support.sites.real_loopback import federation_of
@@ -235,11 +235,11 @@ def test_a_server_that_is_suspended_names_no_site_and_changes_nothing(federation
 
 
 def test_status_knows_all_runs_and_a_finished_one_is_not_run_again(federation):
-    found = control.status(federation.lead)
+    found = jobs.status(federation.lead)
     assert {name: run["outcome"] for name, run in found["runs"].items()} == {
         "all": "finished",
         "quorum": "finished",
         "suspended": "finished",
     }
     assert set(found["sites"]) == set(SITES)
-    assert control.resume(federation.lead, "all", print) == "finished"
+    assert follow.resume(federation.lead, "all", print) == "finished"

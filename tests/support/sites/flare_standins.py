@@ -18,8 +18,10 @@ from nvflare.private.defs import new_cell_message
 import fedbilevel
 from fedbilevel.errors import PolicyError
 from fedbilevel.sites import wire
+from fedbilevel.sites.flare.configuration import unpacked
 from fedbilevel.sites.flare.identity import Signer
-from fedbilevel.sites.flare.job import CALL, STOP, Client, Server, unpacked
+from fedbilevel.sites.flare.job import STOP, Client, Server
+from fedbilevel.sites.flare.transport import CALL
 from fedbilevel.sites.policy import read_settings
 from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site

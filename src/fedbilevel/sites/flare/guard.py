@@ -7,7 +7,7 @@ connection: the parent of a server or site, and the processes of their jobs. Fro
 - it does not go from one site to another;
 - its channel and topic are among those that a run needs, from the process that sends them in a run.
 
-`Validator` is asked before a job's configuration is used: it must be the one that `control.job_folder` writes, with a
+`Validator` is asked before a job's configuration is used: it must be the one that `jobs.job_folder` writes, with a
 plan that a lead has signed. A site trusts neither its server nor other sites here.
 """
 
@@ -209,7 +209,7 @@ _NEVER = {
 
 
 class Validator(AppValidator):  # type: ignore[misc]
-    """Admits a job's configuration only as `control.job_folder` writes it. FLARE asks before it deploys."""
+    """Admits a job's configuration only as `jobs.job_folder` writes it. FLARE asks before it deploys."""
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.sites import policy
-from fedbilevel.sites.flare import control, job, kits, processes
+from fedbilevel.sites.flare import connection, follow, job, jobs, kits, processes
 
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 LEAD = "lead@example.org"
@@ -94,7 +94,7 @@ class Loopback:
 
     def wait_for(self, sites: Sequence[str]) -> None:
         """Until these are connected to the server."""
-        end, link = time.monotonic() + self._patience, control.Link(self.lead, lambda _: None)
+        end, link = time.monotonic() + self._patience, connection.Link(self.lead, lambda _: None)
         try:
             while time.monotonic() < end:
                 if set(sites) <= set(
@@ -123,9 +123,9 @@ class Loopback:
         return pids
 
     def submit(self, plan: dict[str, Any], **classes: str) -> str:
-        return control.submit(self.lead, plan, **classes)
+        return jobs.submit(self.lead, plan, **classes)
 
     def watch(
         self, plan: dict[str, Any], say: Callable[[dict[str, Any]], None] = lambda _: None, **options: Any
     ) -> str:
-        return control.watch(self.lead, plan, say, **options)
+        return follow.watch(self.lead, plan, say, **options)

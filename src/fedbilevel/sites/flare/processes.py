@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites.flare import certificates, kits
+from fedbilevel.sites.flare import certificates, kits, production
 
 CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
 PATIENCE = 5.0  # seconds that a process is given to end by itself
@@ -102,7 +102,7 @@ class Supervised:
     ) -> None:
         self.kit, self.command, self.name = kit.resolve(), command_of(kit), name_of(kit)
         kits.check_whole(kit, "server" if self.name == kits.SERVER else "site")
-        kits.check_guarded(kit)
+        production.check_guarded(kit)
         certificates.check(kit)
         if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it on to job processes as text that is divided again
             raise SettingError(
@@ -137,7 +137,7 @@ class Supervised:
         left = clear(self.kit)
         if left:
             self._say(f"{self.name}: ended {len(left)} processes left over from before.")
-        kits.settle(self.kit)
+        production.settle(self.kit)
         (self.kit / "transfer").mkdir(exist_ok=True)
         with (self.kit / CONSOLE).open("wb") as console:
             # a session of its own: a Ctrl-C for the supervisor is not one for the child
