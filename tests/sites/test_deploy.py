@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-import psutil
 import yaml
 from click.testing import CliRunner
 
@@ -25,6 +24,7 @@ from fedbilevel.sites.flare import job, kits
 from fedbilevel.sites.flare.local import free_port
 from fedbilevel.sites.trial import prepare
 from support.sites.real_loopback import HERE
+from support.sites.reaper import processes_of, reaped
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "docker-compose.yml"
@@ -103,6 +103,9 @@ class Plain:
         return self
 
     def __exit__(self, *_):
+        self.stop()
+
+    def stop(self):
         for one in self.started.values():
             one.send_signal(signal.SIGTERM)
         for one in self.started.values():
@@ -111,7 +114,7 @@ class Plain:
 
 def played_plain(folder):
     made = prepared(folder, "localhost", free_port())
-    with Plain(folder) as plain:
+    with reaped(folder), Plain(folder) as plain:
         for name, service in services().items():
             if "profiles" not in service:
                 for other in service.get("depends_on", {}):
@@ -125,8 +128,8 @@ def played_plain(folder):
         os.killpg(plain.started["north"].pid, signal.SIGSTOP)  # the health check is one: it does not pass by itself
         assert not plain.is_healthy("north")
         os.killpg(plain.started["north"].pid, signal.SIGCONT)
-    commands = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
-    assert [words for words in commands if any(str(folder) in word for word in words)] == []
+        plain.stop()
+        assert processes_of(folder) == []
     return made
 
 

@@ -30,6 +30,7 @@ from fedbilevel.sites.flare import certificates, job, kits, metrics, processes
 from fedbilevel.sites.flare.local import free_port
 from fedbilevel.sites.status import STATUS
 from support.sites.real_loopback import HERE
+from support.sites.reaper import reaped
 
 REFUSED = "Ask under this machine's address, or under the name that --metrics-host gives.\n"
 
@@ -246,22 +247,25 @@ def test_start_site_serves_both_while_it_runs_and_counts_restarts(made, tmp_path
     with said.open("wb") as file:
         command, environment = [sys.executable, "-m", "fedbilevel", *words], {**os.environ, **HERE}
         started = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-    try:
-        until(lambda: "/metrics" in said.read_text(), said)
-        url = re.search(r"serves (\S+)/metrics", said.read_text())[1]
-        until(lambda: get(url + "/healthz") == (200, metrics.TEXT, "ok\n"), said)
-        first = parsed(get(url + "/metrics")[2])
-        assert (value(first, "up"), value(first, "starts_total")) == (1, 1)
-        for pid in processes.running(made["north"]):
-            psutil.Process(pid).kill()
-        until(lambda: value(parsed(get(url + "/metrics")[2]), "starts_total") == 2, said)
-        listening = [one for one in psutil.Process(started.pid).net_connections() if one.status == psutil.CONN_LISTEN]
-        assert {one.laddr.ip for one in listening} == {"127.0.0.1"}
-    finally:
-        started.send_signal(signal.SIGTERM)
-        started.wait(60)
-    assert started.returncode == 0, said.read_text()
-    assert processes.running(made["north"]) == {}
+    with reaped(made["north"]):
+        try:
+            until(lambda: "/metrics" in said.read_text(), said)
+            url = re.search(r"serves (\S+)/metrics", said.read_text())[1]
+            until(lambda: get(url + "/healthz") == (200, metrics.TEXT, "ok\n"), said)
+            first = parsed(get(url + "/metrics")[2])
+            assert (value(first, "up"), value(first, "starts_total")) == (1, 1)
+            for pid in processes.running(made["north"]):
+                psutil.Process(pid).kill()
+            until(lambda: value(parsed(get(url + "/metrics")[2]), "starts_total") == 2, said)
+            listening = [
+                one for one in psutil.Process(started.pid).net_connections() if one.status == psutil.CONN_LISTEN
+            ]
+            assert {one.laddr.ip for one in listening} == {"127.0.0.1"}
+        finally:
+            started.send_signal(signal.SIGTERM)
+            started.wait(60)
+        assert started.returncode == 0, said.read_text()
+        assert processes.running(made["north"]) == {}
 
 
 def until(condition, said, seconds=90.0):

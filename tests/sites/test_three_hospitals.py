@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-import psutil
 import torch
 
 from fedbilevel.sites.flare.local import free_port
 from support.docs import NUMBER, PATIENCE, ROUNDING, Block, Terminal, blocks, check_quoted, commands
+from support.sites.reaper import processes_of, reaped
 
 PAGE = Path(__file__).parents[2] / "docs" / "three-hospitals.md"
 PORT = "port = 8002"
@@ -34,8 +34,13 @@ def _text(path):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """The page from its first block to its last: what every command said, and the folder in which all of it happened."""
+    """The page from its first block to its last: the output of every command, and the folder in which they ran."""
     folder = tmp_path_factory.mktemp("hospitals")
+    with reaped(folder):
+        yield from _played(folder)
+
+
+def _played(folder):
     terminal, said, page = Terminal(folder, commands(folder)), {}, blocks(PAGE.read_text())
     try:
         for block, after in zip(page, [*page[1:], Block("", "", "")], strict=True):
@@ -53,12 +58,7 @@ def played(tmp_path_factory):
     finally:
         terminal.close()
     assert [one.returncode for one in terminal.running] == [0] * 5, terminal.screens()
-    left = [
-        one.pid
-        for one in psutil.process_iter(["cmdline"])
-        if any(str(folder) in word for word in one.info["cmdline"] or [])
-    ]
-    assert left == []
+    assert processes_of(folder) == []
 
 
 def test_the_page_quotes_what_is_said(played):

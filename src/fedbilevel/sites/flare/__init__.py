@@ -2,6 +2,5 @@
 
 import os
 
-os.environ.setdefault(
-    "GRPC_VERBOSITY", "ERROR"
-)  # read when gRPC is imported; else it writes about refused connections between our lines
+# read when gRPC is imported; otherwise gRPC prints refused connections between our lines
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -26,7 +26,7 @@ TROUBLE = (
     api_spec.JobNotRunning,
     RuntimeError,
 )
-REFUSED = (api_spec.AuthorizationError, api_spec.InvalidJobDefinition)  # which trying again does not mend
+REFUSED = (api_spec.AuthorizationError, api_spec.InvalidJobDefinition)  # a repetition would be refused again
 T = TypeVar("T")
 
 
@@ -46,12 +46,12 @@ def _opened(kit: Path, timeout: float = 10.0) -> Session:
 
 @contextlib.contextmanager
 def session(kit: Path, timeout: float = 10.0) -> Iterator[Session]:
-    """For one question; a server that cannot be reached is an error."""
+    """A session for one question. Raises where the server cannot be reached."""
     try:
         opened = _opened(kit, timeout)
     except TROUBLE as error:
         raise FedBilevelError(
-            f"the server of {kit} cannot be reached ({error}): is it started, and its port open?"
+            f"the server of {kit} cannot be reached ({error}): start it, and open its port."
         ) from None
     try:
         yield opened
@@ -62,10 +62,7 @@ def session(kit: Path, timeout: float = 10.0) -> Iterator[Session]:
 
 
 def _close(opened: Session) -> None:
-    with (
-        contextlib.suppress(Exception),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):  # of a connection that is lost already
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):  # the connection may be lost
         opened.close()
 
 
@@ -73,11 +70,15 @@ class Link:
     """A session that is opened again when it is lost: the server may be restarted while a run is followed."""
 
     def __init__(self, kit: Path, say: Callable[[str], None]) -> None:
-        self._kit, self._say, self._session = kit, say, None  # type: Path, Callable[[str], None], Session | None
+        self._kit, self._say = kit, say
+        self._session: Session | None = None
         self._lost = False
 
     def ask(self, question: Callable[..., T], *arguments: Any, quietly: bool = False) -> T | None:
-        """The answer of `question(session, *arguments)`, or None where the server could not be reached. quietly: a site may be the reason."""
+        """The answer of `question(session, *arguments)`, or None where the server could not be reached.
+
+        quietly: say nothing, because a site may be the reason.
+        """
         try:
             if self._session is None:
                 self._session = _opened(self._kit, timeout=5.0)

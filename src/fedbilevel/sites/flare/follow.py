@@ -28,12 +28,12 @@ FRUITLESS = 3  # give up after so many jobs in a row without one outer iteration
 
 
 def watch(kit: Path, plan: dict[str, Any], say: Callable[[dict[str, Any]], None], **options: Any) -> str:
-    """Follow a run to its end: `finished`, or `stopped` where somebody asked for it."""
+    """Follow a run to its end. Returns `finished`, or `stopped` where a stop was requested."""
     return Follow(kit, plan, say, **options).run()
 
 
 def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options: Any) -> str:
-    """Follow a run that is running, or go on with one that was stopped or interrupted."""
+    """Follow a run that is running, or resume a run that was stopped or interrupted."""
     entry = RunEntry(kit, run).read()
     with session(kit) as opened:
         while True:
@@ -48,17 +48,18 @@ def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options
                 break
             if job is None or progress.get("job") != job or progress.get("outcome") == "running":
                 break
-            time.sleep(0.5)  # it was stopped a moment ago, and its processes are still ending
+            time.sleep(0.5)  # it was stopped a moment ago, and its processes are ending
     return watch(kit, entry["plan"], say, job=job, server=entry["server"], client=entry["client"], **options)
 
 
 class Follow:
-    """Follows a run, with as many jobs as it takes. It waits for sites, or it looks at a job: `step` does either once.
+    """Follows a run through as many jobs as it needs. It waits for sites, or checks a job: `step` does either once.
 
-    `say` gets every progress of the run, `notice` a sentence for every fault. A job that failed, that went down with
-    its server or that a site of the plan was left out of is followed by another, which goes on where it was; after
-    `gather` seconds with the quorum connected it does not wait for more sites. A run of which no job has come up after
-    `start_timeout` seconds in which the server could have started one is given up.
+    say: receives every line of progress. notice: receives a sentence for every fault.
+
+    Another job resumes the run after a job that failed, that ended with its server, or that left out a site of the
+    plan. After `gather` seconds with a connected quorum it does not wait for more sites. The run is given up if no job
+    starts within `start_timeout` seconds in which the server could have started one.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class Follow:
         self._link, self._entry = Link(kit, notice), RunEntry(kit, plan["name"])
         self.current = None if job is None else Current(job)
         self._restarts, self._fruitless = 0, 0
-        self._told = ""  # why the run waits, as it was said last
-        self._quiet_until, self._apart = 0.0, APART  # between two jobs for the sake of sites that were left out
-        self._enough_since: float | None = None  # a quorum is connected, and no job is there
+        self._told = ""  # why the run waits, as last reported
+        self._quiet_until, self._apart = 0.0, APART  # between two jobs for the sake of left-out sites
+        self._enough_since: float | None = None  # when a quorum was connected while there is no job
         self._has_named_missing = False
         self._start_timeout = start_timeout
-        self._idle_since: float | None = time.monotonic()  # none once the run has begun
+        self._idle_since: float | None = time.monotonic()  # None once the run has begun
 
     def run(self) -> str:
         self._entry.write(plan=self._plan, **self._classes, outcome="running", stop=False)
@@ -94,14 +95,14 @@ class Follow:
         self._link.close()
 
     def step(self) -> str | None:
-        """The outcome of the run, once it has one."""
+        """Wait or check once; returns the outcome of the run, once it has one."""
         return self._begin() if self.current is None else self._look(self.current)
 
     # ---- without a job ------------------------------------------------------------------------------------------
 
     def _begin(self) -> str | None:
-        """Start the next job once all sites are connected, or enough of them for a while; a run that has not begun
-        needs all. Where another follower started a job, that is taken."""
+        """Start the next job once all sites are connected, or a quorum for a while; a run that has not begun needs
+        all. A job that another follower started is followed instead."""
         if self._entry.read().get("stop"):
             return "stopped"
         connected = self._link.ask(_connected, self._plan)
@@ -154,8 +155,8 @@ class Follow:
         return None
 
     def _tell(self, look: Look, now: Current) -> None:
-        """Progress that is new, and why the run waits."""
-        if look.progress:  # the server's part has come up, which may wait for an operator's approval now
+        """Pass on new progress, and why the run waits."""
+        if look.progress:  # the server's part has started; it may wait for an operator's approval now
             self._idle_since = None
         fresh = look.progress.get("count", 0) - now.seen
         if fresh > 0 and now.seen == 0:
@@ -182,17 +183,17 @@ class Follow:
         return None
 
     def _is_over(self, look: Look, now: Current) -> bool:
-        """Whether the job has ended, so that another one has to follow."""
+        """Whether the job has ended, so that another job must follow."""
         now.server = now.server or look.server
         is_lost = not look.alive and look.status == "RUNNING"
         now.lost_since = (now.lost_since or time.monotonic()) if is_lost else None
         died = now.lost_since is not None and (look.server != now.server or time.monotonic() - now.lost_since > GRACE)
-        # FLARE goes on waiting for word from sites that were restarted and know nothing of the job
+        # FLARE keeps waiting for restarted sites that know nothing of the job
         is_left = look.progress.get("outcome") == "stopped" and not look.alive
         return look.status.startswith("FINISHED") or died or is_left
 
     def _count(self, look: Look, now: Current) -> None:
-        """Give up after too many jobs, or several in a row without one outer iteration."""
+        """Count a job; give up after too many, or after several in a row without one outer iteration."""
         self._restarts, self._fruitless = self._restarts + 1, 0 if now.seen else self._fruitless + 1
         if look.progress.get("outcome") == "stopped":
             return
@@ -205,7 +206,7 @@ class Follow:
         self._notice(f"{fault}; starting another job.")
 
     def _check_start(self, look: Look, now: Current) -> None:
-        """Give up where the job does not come up."""
+        """Give up where the job does not start in time."""
         if look.is_queued:
             self._excuse()
         elif self._is_late():
@@ -216,13 +217,15 @@ class Follow:
             self._give_up(f"{late}: see log.txt in the kits there, or leave a site out of `sites`.")
 
     def _take_in(self, look: Look, now: Current) -> None:
-        """Where a site is connected and not part of the job, ask the job to make room for another one with all."""
+        """Where a connected site is not part of the job, ask the job to stop for another one with all sites."""
         is_running = look.progress.get("outcome", "running") == "running" and look.progress
         if not is_running or time.monotonic() - now.checked <= self._check_every:
             return
         now.checked = time.monotonic()
         found = self._link.ask(_left_out, look, now.job, quietly=True) or []
-        back = [site for site in found if site in now.suspects]  # seen twice: a job process may be starting or ending
+        back = [
+            site for site in found if site in now.suspects
+        ]  # seen twice, because a job process may be starting or ending
         now.suspects = found
         if back and not now.is_rejoining and time.monotonic() > self._quiet_until:
             self._quiet_until, self._apart = time.monotonic() + self._apart, 2 * self._apart
@@ -234,7 +237,7 @@ class Follow:
     # ---- the time for the start -----------------------------------------------------------------------------------
 
     def _excuse(self) -> None:
-        """Begin to count anew: the server is away, or busy with other runs."""
+        """Restart the clock: the server is away, or busy with other runs."""
         if self._idle_since is not None:
             self._idle_since = time.monotonic()
 
@@ -248,25 +251,25 @@ class Follow:
 
 @dataclass
 class Current:
-    """The job that is followed, and what was noticed about it."""
+    """The job that is followed, and observations about it."""
 
     job: str
-    seen: int = 0  # progress that was told
-    checked: float = field(default_factory=time.monotonic)  # when sites that are left out were looked for
-    suspects: list[str] = field(default_factory=list)  # sites that seemed to be left out then
-    is_rejoining: bool = False  # was asked to stop, to be followed by a job with all sites
+    seen: int = 0  # lines of progress that were passed on
+    checked: float = field(default_factory=time.monotonic)  # when left-out sites were last looked for
+    suspects: list[str] = field(default_factory=list)  # sites that seemed left out then
+    is_rejoining: bool = False  # it was asked to stop; a job with all sites follows
     lost_since: float | None = None  # listed as running, without a process
-    server: str = ""  # when the server was started that works on it
+    server: str = ""  # when the server that works on it was started
 
 
 class Look(NamedTuple):
-    """One look at a job through the server."""
+    """The state of a job, as the server reports it."""
 
     status: str  # as FLARE lists it
     alive: bool  # whether the server has a process for it
     connected: list[str]  # sites of the plan that send heart-beats
     progress: dict[str, Any]  # of this job
-    server: str  # when the server was started
+    server: str  # the time at which the server was started
     is_queued: bool  # behind other jobs
 
     @classmethod
@@ -285,7 +288,7 @@ class Look(NamedTuple):
 
 
 def _left_out(opened: Session, look: Look, job: str) -> list[str]:
-    """Sites of the plan that are there and do not work on the job: restarted meanwhile, or too late for its start."""
+    """Sites of the plan that are connected but do not work on the job: restarted since, or too late for its start."""
     if not look.connected:
         return []
     replies = opened.get_client_job_status(look.connected) or []
@@ -303,7 +306,7 @@ def _connected(opened: Session, plan: dict[str, Any]) -> list[str]:
 
 
 def _fault(link: Link, look: Look, job: str) -> str:
-    """What ended a job, and at which site where the server knows."""
+    """What ended a job, and at which site if the server knows it."""
     if not look.status.startswith("FINISHED"):
         return "the server was started anew and the job went down with it"
     if look.progress.get("outcome") == "interrupted":

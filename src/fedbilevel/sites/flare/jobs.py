@@ -21,7 +21,8 @@ from fedbilevel.sites.flare.transport import ASKED
 
 
 class RunEntry:
-    """What the lead keeps of a run, in his kit: FLARE lists a job that died with its server as running for ever."""
+    """The lead's own file about a run, in the lead's kit. FLARE lists a job that died with its server as running
+    forever."""
 
     def __init__(self, kit: Path, run: str) -> None:
         if not NAME.fullmatch(run):
@@ -47,7 +48,7 @@ class RunEntry:
 def job_folder(
     folder: Path, plan: dict[str, Any], *, seal: str, needed: int = 0, server: str = SERVER, client: str = CLIENT
 ) -> Path:
-    """Write a job. needed: sites without which it does not begin."""
+    """Write a job. needed: number of sites that it needs to begin."""
     place, sites = folder / plan["name"], list(plan["sites"])
     meta = {
         "name": plan["name"], "resource_spec": {}, "min_clients": needed or quorum(plan),
@@ -64,13 +65,13 @@ def quorum(plan: dict[str, Any]) -> int:
 
 
 def sites_needed(kit: Path, plan: dict[str, Any]) -> int:
-    """A run that has begun needs a quorum, a new one all its sites."""
+    """Number of sites that a job needs: a quorum for a run that has begun, all sites for a new run."""
     entry = RunEntry(kit, plan["name"])
     return quorum(plan) if entry.path.is_file() and entry.read().get("begun") else len(plan["sites"])
 
 
 def check_free(kit: Path, plan: dict[str, Any]) -> None:
-    """That the run is not running, and that there is something to do."""
+    """Raise where the run is running already, or is finished."""
     with session(kit) as opened:
         if active_job(opened, kit, plan["name"]):
             raise SettingError(
@@ -85,7 +86,10 @@ def check_free(kit: Path, plan: dict[str, Any]) -> None:
 
 
 def submit(kit: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> str:
-    """Hand a run to the server; the id of its job. `server` and `client` name the classes that run it, which must be installed and allowed there."""
+    """Submit a run to the server; returns the id of its job.
+
+    server, client: the classes that run it, which must be installed and allowed there.
+    """
     check_free(kit, plan)
     with session(kit) as opened:
         return submit_job(opened, kit, plan, server, client)
@@ -104,7 +108,7 @@ def submit_job(opened: Session, kit: Path, plan: dict[str, Any], server: str, cl
 
 
 def active_job(opened: Session, kit: Path, run: str) -> str | None:
-    """The job of the run that the server is working on, or is about to."""
+    """The job of the run that the server works on or has queued."""
     entry = RunEntry(kit, run)
     jobs = entry.read()["jobs"] if entry.path.is_file() else []
     if not jobs:
@@ -118,11 +122,11 @@ def active_job(opened: Session, kit: Path, run: str) -> str | None:
 
 
 def progress_of(opened: Session, run: str) -> dict[str, Any]:
-    """What the job of the run wrote last; empty before its first."""
+    """The progress that the job of the run wrote last; empty before its first."""
     text = opened.cat_target("server", file=f"{RUNS}/{run}/{PROGRESS}")
     try:
         return json.loads(text)
-    except json.JSONDecodeError:  # `cat` says in words that there is no such file
+    except json.JSONDecodeError:  # FLARE answers with a sentence where there is no such file
         return {}
 
 
@@ -151,7 +155,7 @@ def stop(kit: Path, run: str) -> None:
     with session(kit) as opened:
         job = active_job(opened, kit, run)
         if job is None:
-            if RunEntry(kit, run).read().get("outcome") == "running":  # somebody follows it, and waits for sites
+            if RunEntry(kit, run).read().get("outcome") == "running":  # a follower waits for sites
                 RunEntry(kit, run).write(stop=True)
                 return
             raise SettingError(

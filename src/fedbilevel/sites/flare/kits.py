@@ -1,4 +1,4 @@
-"""From federation.toml to one signed startup kit per organisation, in production mode: sites run only what they have installed."""
+"""Startup kits: from federation.toml to one signed kit per organisation, in production mode."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fedbilevel.sites.flare import certificates, production
 
 PORT = 8002
 AUTHORITY, SERVER = certificates.AUTHORITY, certificates.SERVER
-SITES = "sites.json"  # in the lead's kit: who takes part in a run that does not say
+SITES = "sites.json"  # in the lead's kit: the sites of a run that names none
 _STARTED = ("startup/sub_start.sh", "local/resources.json", "local/authorization.json", "local/log_config.json")
-FILES = {  # without which a kit of this kind is not whole
+FILES = {  # of a complete kit, by kind
     "server": ("startup/fed_server.json", "startup/server.crt", "startup/server.key", "startup/rootCA.pem", *_STARTED),
     "site": ("startup/fed_client.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem", *_STARTED),
     "lead": ("startup/fed_admin.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem"),
@@ -85,9 +85,8 @@ def read(path: Path) -> FederationFile:
     except FileNotFoundError:
         raise SettingError(f"there is no {path}: write one with `fedbilevel federation init`.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"{path} cannot be read as a federation.toml ({error}): name another file, or write one with `fedbilevel federation init`."
-        ) from None
+        fix = "name another file, or write one with `fedbilevel federation init`"
+        raise SettingError(f"{path} cannot be read as a federation.toml ({error}): {fix}.") from None
 
 
 def _parsed(text: str, path: Path) -> FederationFile:
@@ -102,9 +101,8 @@ def _parsed(text: str, path: Path) -> FederationFile:
         or not isinstance(entries, list)
         or not all(isinstance(entry, dict) for entry in entries)
     ):
-        raise SettingError(
-            f"{path} has server or site in another form, expected one table [server] and one table [[site]] for each site."
-        )
+        expected = "one table [server] and one table [[site]] for each site"
+        raise SettingError(f"{path} has server or site in another form, expected {expected}.")
     _known(server, {"host", "port"}, f"[server] of {path}")
     if not entries:
         raise SettingError(f"{path} names no site: add a table [[site]] with name and org for each.")
@@ -148,9 +146,9 @@ def _text(
 
 
 def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[str, Path]:
-    """Make the kits that are not in `out` yet, with one authority; kits that are there stay as they are. All kits by name.
+    """Make the kits that are not in `out` yet, with one authority. Existing kits stay as they are. All kits by name.
 
-    `allow` adds classes to the allow-list of every kit: for tests, whose sites are not the installed ones.
+    allow: further classes on the allow-list of every kit, for tests.
     """
     federation = read(toml)
     authority = out / AUTHORITY
@@ -179,12 +177,12 @@ def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[
     state = authority / federation.name / "state" / "cert.json"
     root = {name: value for name, value in json.loads(state.read_text()).items() if name.startswith("root_")}
     write_whole(state, json.dumps(root).encode())
-    state.chmod(0o600)  # the authority's own key; a kit's private key is in that kit alone
+    state.chmod(0o600)  # holds the authority's own key; a kit's private key is only in that kit
     return kits
 
 
 def _issued(federation: FederationFile, toml: Path, out: Path) -> Path:
-    """A folder of kits as FLARE makes them, with new keys."""
+    """Let FLARE make kits with new keys; returns their folder."""
     authority = out / AUTHORITY
     project, content = (
         authority / "project.yml",
@@ -205,13 +203,13 @@ def _issued(federation: FederationFile, toml: Path, out: Path) -> Path:
     if done.returncode or not made:
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
         raise SettingError(
-            f"FLARE made no kits from {toml} ({said.rstrip('.')}): mend that file, or use another folder than {out}."
+            f"FLARE made no kits from {toml} ({said.rstrip('.')}): fix that file, or use another folder than {out}."
         )
     return made[-1]
 
 
 def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
-    """Make a kit beside its place and rename it at the end: an interruption leaves a whole kit or none."""
+    """Make a kit beside its place and rename it at the end, so that an interruption leaves no part of a kit."""
     unfinished = kit.with_name(f".{kit.name}.unfinished")
     try:
         if unfinished.exists():
@@ -230,7 +228,7 @@ def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
 
 
 def check_whole(kit: Path, kind: str) -> None:
-    """Refuse a kit that an interrupted provision left half-made."""
+    """Refuse a kit that an interrupted provision left incomplete."""
     for name in FILES[kind]:
         if not _is_whole(kit / name):
             what = "cut off" if (kit / name).is_file() else "missing"
@@ -238,7 +236,7 @@ def check_whole(kit: Path, kind: str) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file that FLARE wrote is there up to its end."""
+    """Whether a file that FLARE wrote is complete."""
     if not path.is_file():
         return False
     text = path.read_text(errors="replace").rstrip()

@@ -11,18 +11,18 @@ from fedbilevel.runs.record import write_whole
 from fedbilevel.sites import policy
 from fedbilevel.sites.flare.job import SITE
 
-ALLOWED = [  # the only classes that a job may name; a prefix would admit functions beside them
+ALLOWED = [  # the only classes that a job may name; a prefix would also admit functions
     "fedbilevel.sites.flare.job.Server", "fedbilevel.sites.flare.job.Client",
     "nvflare.collab.runtime.controller.CollabController", "nvflare.collab.runtime.executor.CollabExecutor",
 ]  # fmt: skip
-MAX_JOBS = 4  # that a server works on at once; others wait
+MAX_JOBS = 4  # jobs that a server runs at once; others wait
 GUARD: dict[str, Any] = {"id": "guard", "path": "fedbilevel.sites.flare.guard.Guard", "args": {}}
 VALIDATOR: dict[str, Any] = {"path": "fedbilevel.sites.flare.guard.Validator", "args": {}}
-BEAT_TIMEOUT = 30  # seconds after which the server takes a site that sends no heart-beat for gone; FLARE's own: 600
+BEAT_TIMEOUT = 30  # seconds without a heartbeat after which the server drops a site; FLARE's default is 600
 
 
 def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
-    """Settings in local/, which is the organisation's own; startup/ is signed and stays as it is."""
+    """Write settings to local/, which is the organisation's own; startup/ is signed and stays as it is."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": allow, "allow_log_streaming": False}
@@ -34,7 +34,7 @@ def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
             "max_schedule_interval": 10.0,
             "max_jobs": MAX_JOBS,
         }
-    for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
+    for name in ("site_log_streamer", "log_receiver"):  # a site's logs stay there
         parts.pop(name, None)
     resources["components"] = [GUARD, *parts.values()]
     resources["app_validator"] = VALIDATOR
@@ -46,16 +46,15 @@ def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
         "byoc": "none",
         "server-predeployed-flwr": "none",
     }
-    of_server = {
-        name: "any" if is_server else "none" for name in ("download_job", "operate", "shell_commands", "app_command")
-    }  # nobody reads files at a site
+    of_server = ("download_job", "operate", "shell_commands", "app_command")  # no lead reads files at a site
+    rights |= dict.fromkeys(of_server, "any" if is_server else "none")
     logs = json.loads((local / "log_config.json.default").read_text())
     logs["handlers"] = {name: logs["handlers"][name] for name in ("logFileHandler", "errorFileHandler")}
     logs["loggers"]["root"]["handlers"] = list(logs["handlers"])
-    logs["loggers"] |= {"nvflare.collab": {"level": "WARNING"}}  # else several lines for every message
+    logs["loggers"] |= {"nvflare.collab": {"level": "WARNING"}}  # otherwise several lines for every message
     files = {
         "resources.json": resources,
-        "authorization.json": {"format_version": "1.0", "permissions": {"lead": {**rights, **of_server}}},
+        "authorization.json": {"format_version": "1.0", "permissions": {"lead": rights}},
         "log_config.json": logs,
     }
     for name, content in files.items():
@@ -66,17 +65,16 @@ def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
 
 
 def check_guarded(kit: Path) -> None:
-    """Refuse a kit whose processes would obey FLARE's own commands."""
+    """Refuse a kit without a guard, whose processes would obey FLARE's own commands."""
     resources = json.loads((kit / "local" / "resources.json").read_text())
     if GUARD not in resources.get("components", []) or resources.get("app_validator") != VALIDATOR:
-        raise SettingError(
-            f"the kit {kit} has no guard in local/resources.json, as kits of earlier versions: make it anew with `provision`."
-        )
+        fix = "make it anew with `provision`"
+        raise SettingError(f"the kit {kit} has no guard in local/resources.json, as kits of earlier versions: {fix}.")
 
 
 def settle(kit: Path, place: Path | None = None) -> None:
-    """Keep a server's jobs in its kit, where the kit lies now or will lie. FLARE's own place is /tmp, which two servers on
-    a machine would share and a reboot empties."""
+    """Keep a server's jobs in its kit, at its present or future `place`. FLARE's default is /tmp, which two servers on a
+    machine would share and a reboot empties."""
     path = kit / "local" / "resources.json"
     if not (kit / "startup" / "fed_server.json").is_file() or not path.is_file():
         return
