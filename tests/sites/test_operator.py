@@ -128,7 +128,7 @@ def test_a_digest_is_found_by_its_beginning_if_only_one_fits(folder):
     with pytest.raises(SettingError, match="no plan has come"):
         operator.approve(folder, ONE, "ada")
     ask(folder)
-    with pytest.raises(SettingError, match="at least its first 8 letters"):
+    with pytest.raises(SettingError, match="at least its first 8 characters"):
         operator.approve(folder, ONE[:7], "ada")
     with pytest.raises(UnknownNameError, match=f"Did you mean '{ONE[:12]}'"):
         operator.approve(folder, ONE[:11] + "x", "ada")

@@ -108,8 +108,8 @@ def test_a_site_follows_iterations_and_calls_in_order_with_gaps(attacker):
 @pytest.mark.parametrize(
     ("iteration", "call", "says"),
     [
-        (3, 2, "about call 2 of outer iteration 3, expected one after call 2"),
-        (3, 1, "about call 1 of outer iteration 3, expected one after call 2"),
+        (3, 2, "about call 2 of outer iteration 3, expected a call after 2"),
+        (3, 1, "about call 1 of outer iteration 3, expected a call after 2"),
         (2, 9, "about outer iteration 2, expected 3 to 7"),
         (8, 1, "about outer iteration 8, expected 3 to 7"),
         (-1, 1, "about outer iteration -1, expected 3 to 7"),

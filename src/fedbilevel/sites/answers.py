@@ -21,7 +21,8 @@ Figures = tuple[list[str], Tensor]  # names of the columns, and a row for each c
 class PhaseReader:
     """Reads answers to a phase.
 
-    kept_names: sequences that stay at the sites. spaces: length of x (absent where x is private) and of y.
+    kept_names: sequences that stay at the sites. spaces: length of x (absent where x is private)
+    and of y.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ def read_nothing(_answer: Answer, _num: int) -> None:
 
 
 def read_figures(answer: Answer, num: int) -> Figures:
-    """The measurement of `num` clients. Whether its values are finite is checked later, across sites."""
+    """The measurement of `num` clients. Whether its values are finite is checked later, across
+    sites."""
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
     if (
         not isinstance(names, list)
@@ -117,7 +119,8 @@ def are_counts(numbers: Any, num: int, least: int) -> bool:
 
 
 def form_of(rows: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Names, kinds and lengths of an answer's rows. Answers of one version of an algorithm have the same form."""
+    """Names, kinds and lengths of an answer's rows. Answers of one version of an algorithm have the
+    same form."""
     return tuple((name, _form(row)) for name, row in sorted(rows.items()))
 
 

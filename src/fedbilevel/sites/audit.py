@@ -1,4 +1,5 @@
-"""The audit log of a site: one line of JSON for everything that left it, in files that `chain` describes."""
+"""The audit log of a site: one line of JSON for everything that left it, in files that `chain`
+describes."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ SIZE = 2**24  # bytes of a file before the next one is begun
 
 
 class AuditLog:
-    """Appends lines, from several processes if need be: each append takes the lock and reads the head. It reads the log
-    only where the head does not fit its size."""
+    """Appends lines, from several processes if need be: each append takes the lock and reads the
+    head. It reads the log only where the head does not fit its size."""
 
     def __init__(self, folder: Path | str, *, size: int = SIZE) -> None:
         self.folder, self._size = Path(folder), size
@@ -96,8 +97,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass
 class _Place:
-    """Where the next line goes. marks: facts that it must mention; ahead: the head must be written first; unended: the
-    file lacks a line break."""
+    """Where the next line goes. marks: facts that it must mention; ahead: the head must be written
+    first; unended: the file lacks a line break."""
 
     head: Head
     marks: dict[str, str] = field(default_factory=dict)

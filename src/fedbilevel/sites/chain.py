@@ -1,19 +1,22 @@
 """The chain of a site's audit log: its files, its head, and the check that a line continues it.
 
-    left.jsonl                the active file; append only
-    left-0001.jsonl, ...      full files, oldest first; left-0000.jsonl: lines without a chain, of older versions
-    left.head                 the end of the chain: number of lines, last chain value, rounds, bytes
-    left.begun                written with the first line: without lines beside it, or with lines without a chain, the
-                              log was changed
-    left.lock                 held during an append
+    left.jsonl            the active file; append only
+    left-0001.jsonl, ...  full files, oldest first
+    left-0000.jsonl       lines without a chain, of older versions
+    left.head             the end of the chain: number of lines, last chain value, rounds, bytes
+    left.begun            written with the first line; without chained lines beside it, the log was
+                          changed
+    left.lock             held during an append
 
-A line holds its number `n`, `time`, the caller's facts, and at its end
-`chain` = sha256(`chain` of the line before + this line without `chain`). The first line of a file names the file
-before (`before`). A line after a torn line (disk full, power loss) holds the sha256 of the torn part (`torn`): that
-answer never left, because an answer leaves only after its whole line and the head were written.
+A line holds its number `n`, `time`, the caller's facts, and at its end `chain` = sha256(`chain` of
+the line before + this line without `chain`). The first line of a file names the file before
+(`before`). A line after a torn line (disk full, power loss) holds the sha256 of the torn part
+(`torn`): that answer never left, because an answer leaves only after its whole line and the head
+were written.
 
-The chain shows changes by anybody who does not recompute it, remove all files, or restore an old copy. Against an
-intruder with write access, note the last chain value elsewhere, and let `verification.verify` look for it later.
+The chain shows changes by anybody who does not recompute it, remove all files, or restore an old
+copy. Against an intruder with write access, note the last chain value elsewhere, and let
+`verification.verify` look for it later.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _ROTATED = re.compile(r"left-(\d{4,})\.jsonl")
 
 @dataclass(frozen=True)
 class Head:
-    """The end of the chain. bytes: of all answers; size: of the active file; files: number of the last full file."""
+    """The end of the chain. bytes: of all answers; size: of the active file; files: number of the
+    last full file."""
 
     n: int = 0
     chain: str = START
@@ -54,7 +58,8 @@ class Head:
 
 
 class Chain:
-    """Follows lines from a head. `problem`: the first break. After a break it continues from the line that it found."""
+    """Follows lines from a head. `problem`: the first break. After a break it continues from the
+    line that it found."""
 
     def __init__(self, head: Head, old: str | None = None) -> None:
         self.head, self.problem = head, ""
@@ -126,8 +131,8 @@ def _fits(value: Any, example: int | str) -> bool:
 
 
 def chained_files(folder: Path) -> list[tuple[Path, int]]:
-    """Files with a chain, oldest first, each with the number of the full file before it. The last is the active file,
-    even if it does not exist."""
+    """Files with a chain, oldest first, each with the number of the full file before it. The last
+    is the active file, even if it does not exist."""
     numbers = (int(found[1]) for path in folder.iterdir() if (found := _ROTATED.fullmatch(path.name)))
     full = sorted(number for number in numbers if number)
     return [*((folder / rotated(number), number - 1) for number in full), (folder / LEFT, max(full, default=0))]
@@ -146,8 +151,8 @@ def is_unchained(folder: Path) -> bool:
 
 
 def is_round(line: Mapping[str, Any]) -> bool:
-    """Whether a phase or a measurement was computed, even if nothing of it left. Lines of older versions have no
-    "round"."""
+    """Whether a phase or a measurement was computed, even if nothing of it left. Lines of older
+    versions have no "round"."""
     return line.get("round") is True or bool(line.get("arrays"))
 
 

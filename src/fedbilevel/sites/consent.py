@@ -1,4 +1,5 @@
-"""Consent of a site: a plan runs there only if it is the submitted plan, fits the policy and is approved."""
+"""Consent of a site: a plan runs there only if it is the submitted plan, fits the policy and is
+approved."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Submitted(NamedTuple):
 class Consent:
     """Checks the plan that a server sends, and the operator's decision about it.
 
-    submitted: the only plan that this site answers to. None (trials in one process): any plan that is approved.
+    submitted: the only plan that this site answers to. None (trials in one process): any plan that
+    is approved.
     """
 
     def __init__(self, name: str, folder: Path, submitted: Submitted | None, status: StatusFile) -> None:
@@ -45,8 +47,8 @@ class Consent:
         self._run = ""  # name of the plan's run
 
     def admitted(self, header: Mapping[str, Any]) -> tuple[SitePlan, SiteSettings]:
-        """The plan in the message of a server that asks this site to join, after all checks, and the settings that
-        it was checked with."""
+        """The plan in the message of a server that asks this site to join, after all checks, and
+        the settings that it was checked with."""
         _check_version(header.get("version"))
         content, settings = header.get("plan", {}), read_settings(self._folder)
         plan = self._checked(content, settings)
@@ -73,7 +75,8 @@ class Consent:
         return plan
 
     def _ask_operator(self, content: Mapping[str, Any], plan: SitePlan, settings: SiteSettings) -> None:
-        """File a new plan for the operator. An approval by `auto_approve` counts only as long as that is set."""
+        """File a new plan for the operator. An approval by `auto_approve` counts only as long as
+        that is set."""
         if not settings.auto_approve:
             operator.withdraw_automatic(self._folder)
         self._run = plan.name
@@ -113,7 +116,8 @@ class Consent:
         return operator.decision(self._folder, self.digest)
 
     def _approves_itself(self) -> bool:
-        """Whether plans of this run need no operator: never after the operator refused a plan of the run or left it."""
+        """Whether plans of this run need no operator: never after the operator refused a plan of
+        the run or left it."""
         with contextlib.suppress(PlanError, UnknownNameError):
             said = {one["decision"] for one in operator.requests(self._folder) if one["run"] == self._run}
             return read_settings(self._folder).auto_approve and not said & {"refused", "left"}

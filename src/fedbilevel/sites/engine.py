@@ -1,6 +1,8 @@
-"""The engine of a run between sites: a server without data, whose clients are at sites and answer messages.
+"""The engine of a run between sites: a server without data, whose clients are at sites and answer
+messages.
 
-Only the way in which clients are reached differs from a simulation. Means are those of the sites that answered.
+Only the way in which clients are reached differs from a simulation. Means are those of the sites
+that answered.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from fedbilevel.sites.mailbox import Answer, Mailbox
 class Sites(SiteServer):
     """Implements `Federation` and `Engine`. Places are those of clients.
 
-    layouts: names and shapes of x and y. quorum: how many sites must answer, of all. deadline: seconds for an answer.
+    layouts: names and shapes of x and y. quorum: how many sites must answer, of all. deadline:
+    seconds for an answer.
     plan, welcome: the plan that a returning site joins with, and the check of its introduction.
     exclude_outliers: whether a flagged answer is left out of the mean.
     """
@@ -120,7 +123,8 @@ class Sites(SiteServer):
     def _leave_out_odd_ones(
         self, answers: dict[int, tuple[Answer, Any]], form: Callable[[Any], Any], asked: int, what: str
     ) -> None:
-        """Leave out sites whose answers have other names or lengths than most: another version, or an attack."""
+        """Leave out sites whose answers have other names or lengths than most: another version, or
+        an attack."""
         forms = {site: form(read) for site, (_, read) in answers.items()}
         [(usual, _)] = Counter(forms.values()).most_common(1)
         fix = "install the same version of fedbilevel at all sites"
@@ -137,10 +141,11 @@ class Sites(SiteServer):
         asked: int,
         what: str,
     ) -> None:
-        """Flag answers whose norm is far above the others', and leave them out where the run says so.
+        """Flag answers whose norm is far above the others', and leave them out where the run says
+        so.
 
-        With two answers it is unknown which one is odd. Sites are compared, each by its longest row, because the
-        clients of a site are one party.
+        With two answers it is unknown which one is odd. Sites are compared, each by its longest
+        row, because the clients of a site are one party.
         """
         flags = self.suspects.watch.compare(phase, self.iteration, sent_rows(answers), broadcast)
         for site, flag in flags.items():
@@ -176,14 +181,16 @@ class Sites(SiteServer):
     # ---- what the run loop uses ----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration. Missing sites may return here, at the version that was last agreed on."""
+        """Begin an outer iteration. Missing sites may return here, at the version that was last
+        agreed on."""
         super().begin(iteration, algorithm)
         self.seconds = {}
         self.suspects.begin(iteration)
         self.readmit()
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
-        """Losses and metrics over the sites that answer, and the number of these sites. Not charged."""
+        """Losses and metrics over the sites that answer, and the number of these sites. Not
+        charged."""
         here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
         num_sites = len(self.names)
         self._check_quorum(len(here), num_sites, when)
@@ -199,8 +206,8 @@ class Sites(SiteServer):
         return {**figures(self.problem, names, table), "num_sites": float(len(found))}
 
     def _check_losses(self, found: dict[int, tuple[Answer, Figures]], when: str) -> None:
-        """Leave out measurements that are not finite, and flag losses far above the others'. Where most are not
-        finite, the model has diverged, so all stay."""
+        """Leave out measurements that are not finite, and flag losses far above the others'. Where
+        most are not finite, the model has diverged, so all stay."""
         odd = [site for site, (_, (_, table)) in found.items() if not bool(torch.isfinite(table).all())]
         if 2 * len(odd) > len(found):
             return
@@ -213,7 +220,8 @@ class Sites(SiteServer):
             self.suspects.flag(self.names[site], flag)
 
     def trees(self, value: Any, *, upper: bool) -> Any:
-        """x or y in the user's structure. None where it never left the sites: each site writes its own part."""
+        """x or y in the user's structure. None where it never left the sites: each site writes its
+        own part."""
         if isinstance(value, Kept):
             return None
         layout = self.layout_x if upper else self.layout_y
@@ -233,7 +241,8 @@ class Sites(SiteServer):
         return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict()}
 
     def commit(self) -> None:
-        """Let sites with changes write them to disk, before the server writes a checkpoint that relies on them."""
+        """Let sites with changes write them to disk, before the server writes a checkpoint that
+        relies on them."""
         version = self.iteration
         sites = self._whole([site for site in sorted(self.changed) if site not in self.missing])
         head, what = {"kind": "commit", "version": version}, f"saving after outer iteration {version}"

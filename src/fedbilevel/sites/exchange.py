@@ -1,8 +1,9 @@
 """Exchanges of the server with its sites: messages, answers, missing sites and the quorum.
 
-A site that does not answer in time, or answers with an error, is left out for the rest of the outer iteration. Before
-the next outer iteration the server pings it. A site that answers the ping joins again and loads the last version that
-server and site agreed on, so an outer iteration that a site did not finish leaves no trace there.
+A site that does not answer in time, or answers with an error, is left out for the rest of the outer
+iteration. Before the next outer iteration the server pings it. A site that answers the ping joins
+again and loads the last version that server and site agreed on, so an outer iteration that a site
+did not finish leaves no trace there.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Member(NamedTuple):
 
 
 class SiteServer(Server):
-    """A server that reaches its clients through sites. It sets up `Server` with one ledger row for each client.
+    """A server that reaches its clients through sites. It sets up `Server` with one ledger row for
+    each client.
 
-    Sites are numbered by their position among the members. A site hosts clients at consecutive places. It gets one
-    message for all of them, is missing with all of them, and has one version of what they keep.
+    Sites are numbered by their position among the members. A site hosts clients at consecutive
+    places. It gets one message for all of them, is missing with all of them, and has one version of
+    what they keep.
     """
 
     def __init__(
@@ -101,9 +104,9 @@ class SiteServer(Server):
     ) -> dict[int, tuple[Answer, Any]]:
         """Send a message to each of these sites about its clients at these places.
 
-        Returns answers by site, each with the result of `read(answer, number of clients)`. A site without a valid
-        answer is missing from now on. asked: the number of sites of which a quorum must answer. charged: clients pay
-        for arrays that they lack, and hold them afterwards.
+        Returns answers by site, each with the result of `read(answer, number of clients)`. A site
+        without a valid answer is missing from now on. asked: the number of sites of which a quorum
+        must answer. charged: clients pay for arrays that they lack, and hold them afterwards.
         """
         if not sites:
             return {}
@@ -131,7 +134,8 @@ class SiteServer(Server):
     def _longest(self, num: int) -> int:
         """An upper bound on the bytes of an answer for `num` clients.
 
-        It allows every sequence once as values and places, four more sequences, counts, and a megabyte of text.
+        It allows every sequence once as values and places, four more sequences, counts, and a
+        megabyte of text.
         """
         widths = [*self._spaces().values(), *self.algorithm.lengths.values()]
         sequences = len(self.algorithm.upper_space) + len(self.algorithm.lower_space) + 4
@@ -144,8 +148,8 @@ class SiteServer(Server):
     def _messages(
         self, head: Mapping[str, Any], broadcast: Mapping[str, Value], sites: Places, charged: bool
     ) -> dict[str, SiteMessage]:
-        """Every client pays for the arrays that it lacks. An array travels once to a site; of a matrix, the site gets
-        the rows of all its clients."""
+        """Every client pays for the arrays that it lacks. An array travels once to a site; of a
+        matrix, the site gets the rows of all its clients."""
         values: dict[str, Any] = {}
         brings: dict[int, list[tuple[int, Tensor]]] = {site: [] for site in sites}
         for name, value in broadcast.items():
@@ -183,7 +187,8 @@ class SiteServer(Server):
     # ---- missing sites -------------------------------------------------------------------------------------------
 
     def readmit(self) -> None:
-        """Ping missing sites, at growing intervals. A site that answers joins again and loads its last version."""
+        """Ping missing sites, at growing intervals. A site that answers joins again and loads its
+        last version."""
         now = time.monotonic()
         due = [
             site
@@ -258,8 +263,9 @@ class SiteServer(Server):
     # ---- the quorum ----------------------------------------------------------------------------------------------
 
     def _needed(self, asked: int) -> int:
-        """Number of sites that must answer, of those that are asked: the quorum's share, rounded down. All of them
-        before the first outer iteration, because later runs go back to that state of every site."""
+        """Number of sites that must answer, of those that are asked: the quorum's share, rounded
+        down. All of them before the first outer iteration, because later runs go back to that state
+        of every site."""
         return asked if self.iteration == 0 else max(min(1, asked), self.quorum * asked // len(self.names))
 
     def _check_quorum(self, num: int, asked: int, when: str) -> None:
@@ -267,8 +273,9 @@ class SiteServer(Server):
             raise self._too_few(num, self._needed(asked), when)
 
     def _too_few(self, num: int, needed: int, when: str) -> FedBilevelError:
-        """A QuorumError, which is tried again, where a silent site may still answer. Another error where all missing
-        sites answered with errors: a repetition would end the same way. It names a suspect site, if there is one."""
+        """A QuorumError, which is tried again, where a silent site may still answer. Another error
+        where all missing sites answered with errors: a repetition would end the same way. It names
+        a suspect site, if there is one."""
         if self._at_fault & self.missing.keys() and (blame := self.suspects.blame(self.iteration)):
             return FedBilevelError(blame)
         named = "; ".join(f"{self.names[site]} ({why})" for site, why in sorted(self.missing.items()))

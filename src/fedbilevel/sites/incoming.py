@@ -86,8 +86,8 @@ class Incoming:
         return torch.tensor([self.numbers.index(number) for number in clients])
 
     def values(self, header: Mapping[str, Any], arrays: list[Tensor], rows: Tensor) -> dict[str, Any]:
-        """Values of a message by name, for the clients of these rows. Arrays that the server has released are
-        dropped."""
+        """Values of a message by name, for the clients of these rows. Arrays that the server has
+        released are dropped."""
         for name, how in (header.get("place") or {}).items():
             if name in self.computed or not self.order.at_start(header["iteration"]):
                 raise WireError(
@@ -113,8 +113,8 @@ class Incoming:
         return found
 
     def _value(self, name: str, entry: Any, rows: Tensor, measuring: bool) -> Any:
-        """A kept value may only stand for a kept name, or a phase would send it under another name. A measurement may
-        name it as x or y, because only figures leave."""
+        """A kept value may only stand for a kept name, or a phase would send it under another name.
+        A measurement may name it as x or y, because only figures leave."""
         if name in self.kept_names and not (
             isinstance(entry, dict) and (isinstance(entry.get("kept"), str) or entry == {"value": None})
         ):

@@ -1,4 +1,5 @@
-"""How a run between sites begins: the server asks the sites to join, and checks that they fit together."""
+"""How a run between sites begins: the server asks the sites to join, and checks that they fit
+together."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Weights(NamedTuple):
 
 
 def joined(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], *, everyone: bool) -> tuple[Sites, Weights]:
-    """Ask these sites to join. everyone: a new run needs all sites and no refusal; a resumed run needs a quorum."""
+    """Ask these sites to join. everyone: a new run needs all sites and no refusal; a resumed run
+    needs a quorum."""
     join = SiteMessage({"kind": "join", "plan": plan.asdict(), "version": __version__})
     answers, failures = mailbox.exchange({name: join for name in there}, deadline=plan.join_deadline)
     why = {name: "it is not connected" for name in plan.sites if name not in there} | {
@@ -104,7 +106,8 @@ def waiting_sentence(waits: Mapping[str, str]) -> str:
 def _weights(plan: SitePlan, stated: Mapping[str, list[int]]) -> Weights:
     most = _caps(plan, stated)
     cut = {
-        name: f"it states a weight of {max(weights)}, and counts with {most[name]}: set max_weight if that is too little"
+        name: f"it states a weight of {max(weights)}, and counts with {most[name]}: "
+        "set max_weight if that is too little"
         for name, weights in stated.items()
         if max(weights) > most[name]
     }
@@ -114,8 +117,8 @@ def _weights(plan: SitePlan, stated: Mapping[str, list[int]]) -> Weights:
 
 
 def _caps(plan: SitePlan, stated: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The largest weight for the clients of each site: that of the plan, or 10 times the median over the clients of
-    the other sites, so that a site does not influence its own limit."""
+    """The largest weight for the clients of each site: that of the plan, or 10 times the median
+    over the clients of the other sites, so that a site does not influence its own limit."""
     if plan.max_weight:
         return dict.fromkeys(stated, plan.max_weight)
     others = {site: [weight for name, some in stated.items() if name != site for weight in some] for site in stated}
@@ -123,7 +126,8 @@ def _caps(plan: SitePlan, stated: Mapping[str, Sequence[int]]) -> dict[str, int]
 
 
 def _welcome(plan: SitePlan, usual: str, about: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], None]:
-    """The check of a site that joins again: it must be like the site `usual`, which introduced itself by `about`."""
+    """The check of a site that joins again: it must be like the site `usual`, which introduced
+    itself by `about`."""
 
     def welcome(name: str, header: Mapping[str, Any]) -> None:
         _check_introduction(plan, name, header)
@@ -156,8 +160,8 @@ def _check_introduction(plan: SitePlan, name: str, header: Mapping[str, Any]) ->
 
 
 def _agreed(plan: SitePlan, headers: Mapping[str, Mapping[str, Any]]) -> str:
-    """A site that agrees with all others on what a run needs. Where they disagree, the error names the odd site, or
-    two sites if there is no majority."""
+    """A site that agrees with all others on what a run needs. Where they disagree, the error names
+    the odd site, or two sites if there is no majority."""
     like = {
         one: [other for other in headers if _difference(one, headers[one], other, headers[other]) is None]
         for one in headers
@@ -186,6 +190,7 @@ def _difference(one: str, about: Mapping[str, Any], other: str, others: Mapping[
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(0, 2, 0) for 0.2.0 and for 0.2.0.dev1. Empty, which sorts first, where the text is no version."""
+    """(0, 2, 0) for 0.2.0 and for 0.2.0.dev1. Empty, which sorts first, where the text is no
+    version."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,4 +1,5 @@
-"""The server's mailbox: it writes and numbers messages, reads answers, and turns unusable answers into failures."""
+"""The server's mailbox: it writes and numbers messages, reads answers, and turns unusable answers
+into failures."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class SiteMessage(NamedTuple):
 class Mailbox:
     """Exchanges messages with sites. Each message carries a turn: (attempt, epoch, step).
 
-    Steps count messages. A new epoch begins after a missed deadline, so that a site refuses the late message. An
-    attempt is a run or its resumption, numbered by the clock.
+    Steps count messages. A new epoch begins after a missed deadline, so that a site refuses the
+    late message. An attempt is a run or its resumption, numbered by the clock.
     """
 
     _attempt = 0
@@ -56,7 +57,8 @@ class Mailbox:
     def exchange(
         self, messages: Mapping[str, SiteMessage], *, deadline: float, longest: Mapping[str, int] | None = None
     ) -> tuple[dict[str, Answer], dict[str, Failure]]:
-        """Readable answers, and failures, both by site in the order of names. Equal messages share their bytes.
+        """Readable answers, and failures, both by site in the order of names. Equal messages share
+        their bytes.
 
         longest: the maximal size in bytes of each site's answer.
         """

@@ -1,23 +1,27 @@
-"""A run between sites as a file: what everybody agrees on before it begins. Nothing in it is a path, and nothing is code.
+"""The plan of a run between sites, as a file: everything that server and sites agree on before it
+begins. It holds no paths and no code.
 
-    name = "cleaning"                 # also that of its folder at the server and at every site
-    sites = ["north", "south"]        # nothing: all of the federation
-    num_iterations = 50               # nothing: what the task suggests
-    measure_every = 5                 # outer iterations between measurements
-    quorum = 2                        # sites that must answer, or the outer iteration is tried again; nothing: more than half
-    deadline = 60.0                   # seconds that a site has for one answer
-    join_deadline = 300.0             # seconds that a site has to read its data, before the first
-    patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
-    num_classes = 10                  # where labels are classes: a site may lack some
-    max_weight = 5000                 # most that one client counts in a mean; nothing: 10 times the median of the other sites' clients
-    exclude_outliers = true           # leave out answers whose norm is far from the others'; nothing: name them only
-    approval_wait = 86400.0           # seconds to wait for the operators of the sites
-    clients = {north = 2}             # clients that a site hosts; nothing: 1
-    [task]                            # name and settings; those of the data do not matter, as every site has its own
-    [algorithm]                       # name and settings
-    [options]                         # seed, batch_size, dtype, fraction ..., as of a run in one process
+    name = "cleaning"           # also that of its folder at the server and at every site
+    sites = ["north", "south"]  # omitted: all of the federation
+    num_iterations = 50         # omitted: the task's suggestion
+    measure_every = 5           # outer iterations between measurements
+    quorum = 2                  # sites that must answer, or the outer iteration is repeated;
+                                # omitted: more than half
+    deadline = 60.0             # seconds that a site has for one answer
+    join_deadline = 300.0       # seconds that a site has to read its data and join
+    patience = 30.0             # seconds to wait for a quorum before another job follows
+    num_classes = 10            # number of classes, because a site may lack some
+    max_weight = 5000           # largest weight of a client in a mean;
+                                # omitted: 10 times the median at the other sites
+    exclude_outliers = true     # leave out answers whose norm is far from the others';
+                                # omitted: only report them
+    approval_wait = 86400.0     # seconds to wait for the operators of the sites
+    clients = {north = 2}       # clients that a site hosts; omitted: 1
+    [task]                      # name and settings; every site has its own data
+    [algorithm]                 # name and settings
+    [options]                   # seed, batch_size, dtype, fraction ..., as of a run in one process
 
-What is left out of `options` has the same default as in a run in one process.
+Omitted `options` have the same defaults as in a run in one process.
 """
 
 from __future__ import annotations
@@ -56,11 +60,13 @@ _KINDS = {
     "clients": "table",
 }
 SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
-_NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site computes where and how it likes
+_NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site chooses these itself
 
 
 @dataclass(frozen=True)
 class SitePlan:
+    """A run between sites."""
+
     name: str
     sites: tuple[str, ...]
     num_iterations: int
@@ -83,7 +89,8 @@ class SitePlan:
         return sum(self.clients.get(site, 1) for site in self.sites)
 
     def numbers(self, site: str) -> range:
-        """Numbers of the clients that `site` hosts: they run through the sites in the order of the plan."""
+        """Numbers of the clients that `site` hosts: they run through the sites in the order of the
+        plan."""
         first = sum(self.clients.get(other, 1) for other in self.sites[: self.sites.index(site)])
         return range(first, first + self.clients.get(site, 1))
 
@@ -97,7 +104,8 @@ class SitePlan:
         algorithm = made(discovery.algorithm(self.algorithm["name"]), without_name(self.algorithm))
         if not isinstance(algorithm, ServerAlgorithm):
             raise PlanError(
-                f"{algorithm.name()} runs between peers without a server, so there is nothing for sites to answer: choose another algorithm."
+                f"{algorithm.name()} runs between peers without a server, so sites cannot answer: "
+                "choose another algorithm."
             )
         return algorithm
 
@@ -106,12 +114,13 @@ class SitePlan:
 
 
 def plan_digest(plan: Mapping[str, Any]) -> str:
-    """Name a plan by its content: any other plan has another digest."""
+    """The digest of a plan's content."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> SitePlan:
-    """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
+    """A checked plan from a file or a message, with defaults filled in. known: the sites of the
+    federation."""
     parts = parts_of(content, _KINDS, _NOT_AT_SITES)
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
@@ -159,5 +168,6 @@ def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
             raise PlanError(
-                f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: give one number, or one per client."
+                f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: "
+                "give one number, or one per client."
             )

@@ -1,4 +1,5 @@
-"""The server's side of a run between sites: start or resume it, and wait for sites when too few of them answer."""
+"""The server's side of a run between sites: start or resume it, and wait for sites when too few of
+them answer."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def serve(plan: Mapping[str, Any], transport: SiteTransport, folder: Path, say: Say) -> str:
-    """Run or resume the plan; `folder` is its record. Returns "finished", or "stopped" if a stop was requested."""
+    """Run or resume the plan; `folder` is its record. Returns "finished", or "stopped" if a stop
+    was requested."""
     ours, record = plan_of(plan), Record(folder)
     with Pulse() as pulse:
         waiting = _Waiting(ours, transport, record, say, pulse)
@@ -79,7 +81,8 @@ def _attempt(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Rec
 
 
 class _Diary:
-    """sites.jsonl in the record: a line for each outer iteration, about sites, times, bytes and refusals."""
+    """sites.jsonl in the record: a line for each outer iteration, about sites, times, bytes and
+    refusals."""
 
     def __init__(self, path: Path, plan: SitePlan, fed: Sites, mailbox: Mailbox, say: Say) -> None:
         self._path, self._plan, self._fed, self._mailbox, self._say = path, plan, fed, mailbox, say
@@ -123,8 +126,9 @@ class _Diary:
 
 
 class _Waiting:
-    """Waits for enough sites: `patience` seconds for silent sites, anew for every outer iteration, and `approval_wait`
-    seconds for operators. Time in which the server itself was suspended does not count."""
+    """Waits for enough sites: `patience` seconds for silent sites, anew for every outer iteration,
+    and `approval_wait` seconds for operators. Time in which the server itself was suspended does
+    not count."""
 
     def __init__(self, plan: SitePlan, transport: SiteTransport, record: Record, say: Say, pulse: Pulse) -> None:
         self.plan, self.transport, self.record, self.say, self.pulse = plan, transport, record, say, pulse
@@ -133,8 +137,8 @@ class _Waiting:
         self._said = ""
 
     def until_enough(self, error: QuorumError) -> list[str]:
-        """Sites that answer a ping, once they are enough for the plan. Raises the error again when patience ends.
-        Empty when the run should stop."""
+        """Sites that answer a ping, once they are enough for the plan. Raises the error again when
+        patience ends. Empty when the run should stop."""
         begun = self.record.checkpoint.exists()
         now, done = self.pulse.awake(), self.record.load()[1]["iteration"] if begun else 0
         if done != self._stuck or isinstance(error, SuspendedError):  # then only the server was late

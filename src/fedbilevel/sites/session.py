@@ -1,4 +1,5 @@
-"""A run that a site takes part in: its data, memory and private values, and the answers it computes."""
+"""A run that a site takes part in: its data, memory and private values, and the answers it
+computes."""
 
 from __future__ import annotations
 
@@ -107,8 +108,8 @@ class Session:
     # ---- answers -------------------------------------------------------------------------------------------------
 
     def introduce(self) -> Content:
-        """What the server must know before it begins: nothing about single samples, and their number only where it
-        is a client's weight."""
+        """What the server must know before it begins: nothing about single samples, and their
+        number only where it is a client's weight."""
         host = self.host
         shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
         content = b"".join(vector.cpu().numpy().tobytes() for vector in shared)
@@ -174,8 +175,8 @@ class Session:
         return head, {"figures": [table]}, {"kind": "measure", "iteration": header["iteration"], "round": True}
 
     def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
-        """Write memory and private values to disk, before the server writes a checkpoint that relies on them. The
-        version that it relied on before stays beside them."""
+        """Write memory and private values to disk, before the server writes a checkpoint that
+        relies on them. The version that it relied on before stays beside them."""
         version = header.get("version")
         if type(version) is not int or version < 0:
             raise WireError(f"a message asks to save version {version!r:.40}, expected a whole number.")

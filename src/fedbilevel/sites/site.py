@@ -1,16 +1,20 @@
-"""A site: its own data, memory and disk. It answers messages about phases that its installed version knows.
+"""A site: its own data, memory and disk. It answers messages about phases that its installed
+version knows.
 
-Files in its folder:  site.toml              settings and policy, never sent
-                      left.jsonl             audit log: one line for everything that left, see `audit`
-                      requests, approvals    submitted plans, and the operator's decisions, see `operator`
-                      status.json            the site's state now, for `fedbilevel federation watch`
-                      log.txt                errors in full
-                      runs/NAME/version-K    memory and private values after outer iteration K, the last two
-                      runs/NAME/order.json   the latest outer iteration, and how many were repeated, see `order`
-                      runs/NAME/solution     private parts of the solution
+Files in its folder:
 
-An answer carries the turn of its message. A site refuses a message of an earlier turn than the last one answered: the
-server has given up on it, and carrying it out now would spoil what has been agreed since.
+    site.toml             settings and policy, never sent
+    left.jsonl            audit log: one line for everything that left, see `chain`
+    requests, approvals   submitted plans, and the operator's decisions, see `operator`
+    status.json           the site's state now, for `fedbilevel federation watch`
+    log.txt               errors in full
+    runs/NAME/version-K   memory and private values after outer iteration K, the last two
+    runs/NAME/order.json  the latest outer iteration, and how many were repeated, see `order`
+    runs/NAME/solution    private parts of the solution
+
+An answer carries the turn of its message. A site refuses a message of an earlier turn than the last
+one answered: the server has given up on it, and carrying it out now would spoil what has been
+agreed since.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class Site:
-    """submitted: the only plan that this site answers to. None (trials in one process): any plan that is approved."""
+    """submitted: the only plan that this site answers to. None (trials in one process): any plan
+    that is approved."""
 
     def __init__(self, name: str, folder: Path | str, submitted: Submitted | None = None) -> None:
         self.name, self.folder = name, Path(folder)
@@ -66,8 +71,8 @@ class Site:
         self._consent = Consent(name, self.folder, submitted, self._status)
 
     def handle(self, message: bytes) -> bytes:
-        """Answer every message, with the result or with one sentence that says why there is none. Details of a
-        failure, such as paths and values, stay in this site's own log."""
+        """Answer every message, with the result or with one sentence that says why there is none.
+        Details of a failure, such as paths and values, stay in this site's own log."""
         if full := self._disk_full():
             return wire.pack({"error": full})
         try:
@@ -85,7 +90,8 @@ class Site:
             return self._failed(error)
 
     def refuse_caller(self, caller: str, reason: str) -> str:
-        """Log a call that is not from the server of the run, and report it to the server with the next answer."""
+        """Log a call that is not from the server of the run, and report it to the server with the
+        next answer."""
         caller, times = self._refused.add(printable(caller)[:100])
         self._strangers[caller] += 1
         if is_due(times) and not self._full:
@@ -144,7 +150,8 @@ class Site:
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
     def _joined(self, before: Session | None, header: Mapping[str, Any]) -> Session:
-        """Admit a plan. The same session as before where it is the same run, so that data are read once."""
+        """Admit a plan. The same session as before where it is the same run, so that data are read
+        once."""
         if before is not None:
             before.leave()
         plan, settings = self._consent.admitted(header)
@@ -238,7 +245,8 @@ class Site:
         return message
 
     def _disk_full(self) -> str:
-        """Why nothing may be written, logs included; then nothing may leave either. Checked every few messages."""
+        """Why nothing may be written, logs included; then nothing may leave either. Checked every
+        few messages."""
         self._handled += 1
         if self._full or self._handled % _BETWEEN == 1:
             try:

@@ -1,4 +1,5 @@
-"""Sites whose answers were far from the others': what the diary says of them, and which of them explains a failure."""
+"""Sites whose answers were far from the others': what the diary says of them, and which of them
+explains a failure."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Suspects:
         return found
 
     def blame(self, iteration: int) -> str:
-        """The first site whose outlying answer went into a mean: it explains what others refuse later. Empty: none."""
+        """The first site whose outlying answer went into a mean: it explains what others refuse
+        later. Empty: none."""
         if not self._averaged:
             return ""
         site, flag = min(self._averaged.items(), key=lambda entry: entry[1].iteration)

@@ -1,4 +1,5 @@
-"""Counts of repeated refusals, written down after 1, 2, 4, 8, ... repetitions, so that repetitions fill no disk.
+"""Counts of repeated refusals, written down after 1, 2, 4, 8, ... repetitions, so that repetitions
+fill no disk.
 
 Imports nothing heavy: the guard of FLARE's processes uses it, too.
 """

@@ -1,4 +1,5 @@
-"""Transport of messages between a server and its sites. Algorithms and sites do not depend on which one is used."""
+"""Transport of messages between a server and its sites. Algorithms and sites do not depend on which
+one is used."""
 
 from __future__ import annotations
 
@@ -27,17 +28,20 @@ class SiteTransport(Protocol):
     def exchange(
         self, messages: Mapping[str, bytes], *, deadline: float
     ) -> tuple[dict[str, Reply], dict[str, Failure]]:
-        """Send each site its message and wait up to `deadline` seconds for the answers. Both in the order of names."""
+        """Send each site its message and wait up to `deadline` seconds for the answers. Both in the
+        order of names."""
 
     def stop_asked(self) -> bool:
         """Whether the run should end after this outer iteration."""
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Senders whose messages were refused on the way since the last call: how often, by place and by name."""
+        """Senders whose messages were refused on the way since the last call: how often, by place
+        and by name."""
 
 
 class InProcess:
-    """Sites as functions in this process, called one after the other. For learning, and for tests without FLARE."""
+    """Sites as functions in this process, called one after the other. For learning, and for tests
+    without FLARE."""
 
     def __init__(self, sites: Mapping[str, Callable[[bytes], bytes]]) -> None:
         self.sites: Sequence[str] = sorted(sites)

@@ -1,4 +1,5 @@
-"""Verification of a site's audit log: does every line continue the chain, and is the end the one that the head names?"""
+"""Verification of a site's audit log: does every line continue the chain, and is the end the one
+that the head names?"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ TORN = "the disk was full or the power went, and that answer never left."
 
 
 def verify(folder: Path | str, contains: str = "") -> AuditReport:
-    """Check the whole log and summarise it. The site can append meanwhile. contains: the beginning of a chain value
-    noted earlier, which a line must have."""
+    """Check the whole log and summarise it. The site can append meanwhile. contains: the beginning
+    of a chain value noted earlier, which a line must have."""
     report, chain, before, is_there = AuditReport(), Chain(Head(), old=""), Head(), not contains
     with _Snapshot.of(Path(folder)) as log:
         _check_files(log, chain)
@@ -105,7 +106,8 @@ class _Snapshot:
             yield found
 
     def contents(self) -> Iterator[tuple[str, int, list[bytes]]]:
-        """Name, number of the full file before, and lines. The last line has no line break: it is empty or torn."""
+        """Name, number of the full file before, and lines. The last line has no line break: it is
+        empty or torn."""
         for name, before, file, size in self.files:
             yield name, before, file.read(size).split(b"\n")
 

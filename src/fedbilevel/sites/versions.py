@@ -1,4 +1,5 @@
-"""Versions of a site's memory and private values on its disk: the last two that the server may go back to."""
+"""Versions of a site's memory and private values on its disk: the last two that the server may go
+back to."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Versions:
         return save(tensors, {"data": self._data, "run": self._run})
 
     def write(self, version: int, content: bytes) -> None:
-        """Write a version, and delete those before it except the last one that the server relied on."""
+        """Write a version, and delete those before it except the last one that the server relied
+        on."""
         write_whole(self._place(version), content)
         for old in self.stored():
             if old not in (version, self.base):

@@ -1,4 +1,5 @@
-"""What crosses the wire: a header of plain values as JSON, and arrays as bytes with their type and shape. Nothing that is read here is ever executed.
+"""The format of messages: a header of plain values as JSON, and arrays as bytes with their type and
+shape. Reading a message executes nothing.
 
     fedbilevel-1\\n | length of the header, 4 bytes | header | arrays, one after the other
 
@@ -44,7 +45,8 @@ def pack(header: Mapping[str, Any], arrays: Sequence[Tensor] = ()) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Raises WireError for anything but what `pack` writes, before memory is taken for it."""
+    """Read a message. Raises WireError, before memory is allocated, for anything that `pack` does
+    not write."""
     if not isinstance(message, bytes) or not message.startswith(MAGIC) or len(message) < len(MAGIC) + 4:
         raise WireError(
             "a message does not begin as one of this version: install the same version of fedbilevel at all sites."
@@ -69,7 +71,7 @@ def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
     arrays = []
     for dtype, shape, size in sizes:
         flat = np.frombuffer(message, DTYPES[dtype], count=math.prod(shape), offset=end)
-        arrays.append(torch.from_numpy(flat.astype(dtype)).view(shape))  # a copy, in the order of bytes of this machine
+        arrays.append(torch.from_numpy(flat.astype(dtype)).view(shape))  # a copy, in this machine's byte order
         end += size
     return header, arrays
 

@@ -1,4 +1,5 @@
-"""Federations on NVIDIA FLARE. Only this package imports nvflare, which the extra `federation` installs."""
+"""Federations on NVIDIA FLARE. Only this package imports nvflare, which the extra `federation`
+installs."""
 
 import os
 

@@ -1,8 +1,9 @@
 """Certificates of kits: when they end, and how they are renewed for the same keys.
 
-A kit's private key is with its owner only. The authority keeps a copy of every certificate, which holds the public
-key, and renews that copy, so the file that travels to the owner is not secret. FLARE signs no files of such kits
-(there is no startup/signature.json), so nothing else has to change.
+A kit's private key is with its owner only. The authority keeps a copy of every certificate, which
+holds the public key, and renews that copy, so the file that travels to the owner is not secret.
+FLARE signs no files of such kits (there is no startup/signature.json), so nothing else has to
+change.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def notice(certificate: x509.Certificate) -> str | None:
 
 
 def notices(kit: Path) -> list[str]:
-    """Sentences about the certificate of this kit, or about all kits if the authority's folder is beside it."""
+    """Sentences about the certificate of this kit, or about all kits if the authority's folder is
+    beside it."""
     paths = {path for path in (kit.resolve().parent / AUTHORITY / COPIES).glob("*.crt")} or {own(kit)}
     return [text for path in sorted(paths) if (text := notice(read(path)))]
 
@@ -123,7 +125,8 @@ class Authority(NamedTuple):
         return found
 
     def renewed(self, old: x509.Certificate) -> x509.Certificate:
-        """A certificate for the same owner, key and extensions, valid for another year or until the root ends."""
+        """A certificate for the same owner, key and extensions, valid for another year or until the
+        root ends."""
         now = datetime.now(UTC)
         end = min(now + LIFE, self.root.not_valid_after_utc)
         if end <= old.not_valid_after_utc:
@@ -155,7 +158,8 @@ def _root(place: Path) -> tuple[x509.Certificate, RSAPrivateKey]:
 
 
 def root_days(place: Path) -> int:
-    """Days for which the authority's own certificate is valid. FLARE needs the same number at each provision."""
+    """Days for which the authority's own certificate is valid. FLARE needs the same number at each
+    provision."""
     if not (place / "state" / "cert.json").is_file():
         return ROOT_DAYS
     root, _ = _root(place)
@@ -163,7 +167,8 @@ def root_days(place: Path) -> int:
 
 
 def renew(kits: Path, names: Sequence[str], to: Path) -> dict[str, Path]:
-    """Write a new certificate for each of these kits, or for all if none is named. The files hold no secret."""
+    """Write a new certificate for each of these kits, or for all if none is named. The files hold
+    no secret."""
     authority = Authority.of(kits)
     for name in names:
         if name not in authority.names:

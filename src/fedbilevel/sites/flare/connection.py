@@ -67,7 +67,8 @@ def _close(opened: Session) -> None:
 
 
 class Link:
-    """A session that is opened again when it is lost: the server may be restarted while a run is followed."""
+    """A session that is opened again when it is lost: the server may be restarted while a run is
+    followed."""
 
     def __init__(self, kit: Path, say: Callable[[str], None]) -> None:
         self._kit, self._say = kit, say
@@ -75,7 +76,8 @@ class Link:
         self._lost = False
 
     def ask(self, question: Callable[..., T], *arguments: Any, quietly: bool = False) -> T | None:
-        """The answer of `question(session, *arguments)`, or None where the server could not be reached.
+        """The answer of `question(session, *arguments)`, or None where the server could not be
+        reached.
 
         quietly: say nothing, because a site may be the reason.
         """

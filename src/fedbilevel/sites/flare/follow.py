@@ -1,4 +1,5 @@
-"""Following a run from the lead: a state machine that waits for sites, starts jobs and watches them until the end."""
+"""Following a run from the lead: a state machine that waits for sites, starts jobs and watches them
+until the end."""
 
 from __future__ import annotations
 
@@ -53,13 +54,15 @@ def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options
 
 
 class Follow:
-    """Follows a run through as many jobs as it needs. It waits for sites, or checks a job: `step` does either once.
+    """Follows a run through as many jobs as it needs. It waits for sites, or checks a job: `step`
+    does either once.
 
     say: receives every line of progress. notice: receives a sentence for every fault.
 
-    Another job resumes the run after a job that failed, that ended with its server, or that left out a site of the
-    plan. After `gather` seconds with a connected quorum it does not wait for more sites. The run is given up if no job
-    starts within `start_timeout` seconds in which the server could have started one.
+    Another job resumes the run after a job that failed, that ended with its server, or that left
+    out a site of the plan. After `gather` seconds with a connected quorum it does not wait for more
+    sites. The run is given up if no job starts within `start_timeout` seconds in which the server
+    could have started one.
     """
 
     def __init__(
@@ -101,8 +104,8 @@ class Follow:
     # ---- without a job ------------------------------------------------------------------------------------------
 
     def _begin(self) -> str | None:
-        """Start the next job once all sites are connected, or a quorum for a while; a run that has not begun needs
-        all. A job that another follower started is followed instead."""
+        """Start the next job once all sites are connected, or a quorum for a while; a run that has
+        not begun needs all. A job that another follower started is followed instead."""
         if self._entry.read().get("stop"):
             return "stopped"
         connected = self._link.ask(_connected, self._plan)
@@ -193,7 +196,8 @@ class Follow:
         return look.status.startswith("FINISHED") or died or is_left
 
     def _count(self, look: Look, now: Current) -> None:
-        """Count a job; give up after too many, or after several in a row without one outer iteration."""
+        """Count a job; give up after too many, or after several in a row without one outer
+        iteration."""
         self._restarts, self._fruitless = self._restarts + 1, 0 if now.seen else self._fruitless + 1
         if look.progress.get("outcome") == "stopped":
             return
@@ -217,7 +221,8 @@ class Follow:
             self._give_up(f"{late}: see log.txt in the kits there, or leave a site out of `sites`.")
 
     def _take_in(self, look: Look, now: Current) -> None:
-        """Where a connected site is not part of the job, ask the job to stop for another one with all sites."""
+        """Where a connected site is not part of the job, ask the job to stop for another one with
+        all sites."""
         is_running = look.progress.get("outcome", "running") == "running" and look.progress
         if not is_running or time.monotonic() - now.checked <= self._check_every:
             return
@@ -288,7 +293,8 @@ class Look(NamedTuple):
 
 
 def _left_out(opened: Session, look: Look, job: str) -> list[str]:
-    """Sites of the plan that are connected but do not work on the job: restarted since, or too late for its start."""
+    """Sites of the plan that are connected but do not work on the job: restarted since, or too late
+    for its start."""
     if not look.connected:
         return []
     replies = opened.get_client_job_status(look.connected) or []

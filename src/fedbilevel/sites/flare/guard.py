@@ -1,14 +1,17 @@
-"""A guard for FLARE's processes of a kit. FLARE's own commands would let any participant run a shell at a site.
+"""A guard for FLARE's processes of a kit. FLARE's own commands would let any participant run a
+shell at a site.
 
-`Guard` is a component of `local/resources.json`. FLARE builds it in every process of a kit before that process opens a
-connection: the parent of a server or site, and the processes of their jobs. From then on a message passes only if
+`Guard` is a component of `local/resources.json`. FLARE builds it in every process of a kit (the
+parent of a server or site, and the processes of their jobs) before that process opens a
+connection. From then on a message passes only if
 
-- its sender matches the certificate of its connection (at the server, through which all messages go);
+- at the server, through which all messages go, its sender matches the certificate of its connection;
 - it does not go from one site to another;
 - a run needs its channel and topic, and the process that sent it sends them in a run.
 
-`Validator` checks a job's configuration before it is used: it must be the one that `jobs.job_folder` writes, with a
-plan that a lead has signed. A site trusts neither its server nor other sites here.
+`Validator` checks a job's configuration before it is used: it must be the one that
+`jobs.job_folder` writes, with a plan that a lead has signed. A site trusts neither its server nor
+other sites here.
 """
 
 from __future__ import annotations
@@ -70,14 +73,16 @@ class Guard(FLComponent):  # type: ignore[misc]
 
 
 class CellFilters:
-    """The filters of one cell. me: the name of the cell, as `north`, or `north.JOB` for a job's process."""
+    """The filters of one cell. me: the name of the cell, as `north`, or `north.JOB` for a job's
+    process."""
 
     def __init__(self, cell: Any) -> None:
         self.me: str = cell.my_info.fqcn
         self._refused: Tally[tuple[str, ...]] = Tally(_MOST, ("others",))
 
     def passing(self, message: Message) -> Message | None:
-        """Check every message that this cell receives, for itself or for forwarding. None: it may pass."""
+        """Check every message that this cell receives, for itself or for forwarding. None: it may
+        pass."""
         origin, destination = (
             str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION)
         )
@@ -90,7 +95,8 @@ class CellFilters:
         return self._answer(message, reason, known)
 
     def arriving(self, message: Message) -> Message | None:
-        """Check every request for this cell, including those that arrived in one message. None: it may pass."""
+        """Check every request for this cell, including those that arrived in one message. None: it
+        may pass."""
         origin, (channel, topic, streamed) = str(message.get_header(MessageHeaderKey.ORIGIN, "")), _meant(message)
         if channel != CellChannel.CLIENT_MAIN or streamed:
             return self._answer(message, why_not_accepted(self.me, origin, channel, topic, streamed=streamed))
@@ -100,7 +106,8 @@ class CellFilters:
         return self._answer(message, why_not_commanded(self.me, origin, str(command), job))
 
     def _answer(self, message: Message, reason: str, sender: str = "") -> Message | None:
-        """Refuse with this reason, if there is one. sender: the sender's name, if known better than from the message."""
+        """Refuse with this reason, if there is one. sender: the sender's name, if known better than
+        from the message."""
         if not reason:
             return None
         keys = (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
@@ -149,7 +156,8 @@ def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None)
 
 
 def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
-    """Why a site's parent process refuses a command; empty if it obeys. job: FLARE uses it as the name of a folder."""
+    """Why a site's parent process refuses a command; empty if it obeys. job: FLARE uses it as the
+    name of a folder."""
     if origin.split(".")[0] == me and command == _FROM_JOB:
         return ""
     if origin != SERVER:
@@ -162,7 +170,8 @@ def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
 
 
 def _meant(message: Message) -> tuple[str, str, bool]:
-    """Channel and topic of a request, and whether it is a stream, which carries them inside a channel of its own."""
+    """Channel and topic of a request, and whether it is a stream, which carries them inside a
+    channel of its own."""
     inner = message.get_header(StreamHeaderKey.CHANNEL)
     keys = (
         (StreamHeaderKey.CHANNEL, StreamHeaderKey.TOPIC)
@@ -204,7 +213,8 @@ _NEVER = {
 
 
 class Validator(AppValidator):  # type: ignore[misc]
-    """Admits a job's configuration only as `jobs.job_folder` writes it. FLARE calls it before it deploys a job."""
+    """Admits a job's configuration only as `jobs.job_folder` writes it. FLARE calls it before it
+    deploys a job."""
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         try:

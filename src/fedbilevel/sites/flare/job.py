@@ -1,4 +1,5 @@
-"""Code that runs inside the job processes of FLARE: a Server at the server, and a Client at each site."""
+"""Code that runs inside the job processes of FLARE: a Server at the server, and a Client at each
+site."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Client:
 
     @collab.publish
     def handle(self, message: bytes, signature: bytes, certificate: bytes) -> dict[str, Any]:
-        """Answer the server. Of an unexpected error only the type leaves the site, because its text may quote data."""
+        """Answer the server. Of an unexpected error only the type leaves the site, because its text
+        may quote data."""
         try:
             kit, job = Path(collab.workspace.get_root_dir()), str(collab.fl_ctx.get_job_id())
             with self._lock:  # at the first message: FLARE allows a minute for initialisation, and data may take longer
@@ -90,8 +92,8 @@ class Client:
             return {"refusal": f"the site failed with {type(error).__name__}; its own log says more."}
 
     def _stranger(self, kit: Path, job: str, message: bytes, signature: bytes, certificate: bytes) -> str:
-        """Why a call is not from the server of this job; empty where it is. The name by FLARE is checked first, but the
-        signature decides: a routing header can be forged."""
+        """Why a call is not from the server of this job; empty where it is. The name by FLARE is
+        checked first, but the signature decides: a routing header can be forged."""
         if collab.caller != SERVER:
             return f"this site answers the server of the run only, and not {collab.caller}."
         if certificate:
@@ -114,7 +116,8 @@ def submitted(kit: Path, plan: str, seal: str, job: str) -> Submitted:
 
 
 class Rejections(logging.Handler):
-    """Reports calls that FLARE itself refused, from other jobs and from strangers. FLARE only logs them."""
+    """Reports calls that FLARE itself refused, from other jobs and from strangers. FLARE only logs
+    them."""
 
     _CALL = re.compile(r"rejected Collab call from (\S+): (.*)")
 

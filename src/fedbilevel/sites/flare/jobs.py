@@ -21,8 +21,8 @@ from fedbilevel.sites.flare.transport import ASKED
 
 
 class RunEntry:
-    """The lead's own file about a run, in the lead's kit. FLARE lists a job that died with its server as running
-    forever."""
+    """The lead's own file about a run, in the lead's kit. FLARE lists a job that died with its
+    server as running forever."""
 
     def __init__(self, kit: Path, run: str) -> None:
         if not NAME.fullmatch(run):
@@ -74,9 +74,8 @@ def check_free(kit: Path, plan: dict[str, Any]) -> None:
     """Raise where the run is running already, or is finished."""
     with session(kit) as opened:
         if active_job(opened, kit, plan["name"]):
-            raise SettingError(
-                f"the run {plan['name']!r} is running already: `fedbilevel federation resume` follows it, `stop` ends it."
-            )
+            ways = "`fedbilevel federation resume` follows it, `stop` ends it"
+            raise SettingError(f"the run {plan['name']!r} is running already: {ways}.")
     entry = RunEntry(kit, plan["name"])
     before = entry.read() if entry.path.is_file() else {}
     if before.get("outcome") == "finished" and before["plan"].get("num_iterations", 0) >= plan.get("num_iterations", 0):
@@ -131,7 +130,8 @@ def progress_of(opened: Session, run: str) -> dict[str, Any]:
 
 
 def status(kit: Path) -> dict[str, Any]:
-    """The server, the sites connected to it, and every run submitted with this kit, with its last progress."""
+    """The server, the sites connected to it, and every run submitted with this kit, with its last
+    progress."""
     with session(kit) as opened:
         info = opened.get_system_info()
         runs = {}

@@ -146,7 +146,8 @@ def _text(
 
 
 def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[str, Path]:
-    """Make the kits that are not in `out` yet, with one authority. Existing kits stay as they are. All kits by name.
+    """Make the kits that are not in `out` yet, with one authority. Existing kits stay as they are.
+    All kits by name.
 
     allow: further classes on the allow-list of every kit, for tests.
     """
@@ -209,7 +210,8 @@ def _issued(federation: FederationFile, toml: Path, out: Path) -> Path:
 
 
 def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
-    """Make a kit beside its place and rename it at the end, so that an interruption leaves no part of a kit."""
+    """Make a kit beside its place and rename it at the end, so that an interruption leaves no part
+    of a kit."""
     unfinished = kit.with_name(f".{kit.name}.unfinished")
     try:
         if unfinished.exists():

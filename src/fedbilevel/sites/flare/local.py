@@ -1,4 +1,5 @@
-"""A whole federation on this machine, over loopback, with the same kits and certificates as between organisations."""
+"""A whole federation on this machine, over loopback, with the same kits and certificates as between
+organisations."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def free_port() -> int:
 
 
 class Loopback:
-    """Server and sites as supervised processes below `folder`; leaving the context leaves no process behind.
+    """Server and sites as supervised processes below `folder`; leaving the context leaves no
+    process behind.
 
     auto_approve: plans run without an operator, for trials with data that are not confidential.
     """
@@ -113,7 +115,8 @@ class Loopback:
         return found
 
     def kill(self, name: str, which: str = "all", *, number: int = signal.SIGKILL) -> list[int]:
-        """Send a signal to the `job` processes, the `parent` or `all` processes of the server or a site."""
+        """Send a signal to the `job` processes, the `parent` or `all` processes of the server or a
+        site."""
         pids = [pid for kind, some in self.pids(name).items() if which in (kind, "all") for pid in some]
         for pid in pids:
             os.kill(pid, number)

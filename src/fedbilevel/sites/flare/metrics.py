@@ -1,8 +1,9 @@
 """Health and metrics of a server or a site over HTTP, for Prometheus and for service managers.
 
-GET /healthz answers 200 while the supervised process runs and its certificate is valid, otherwise 503.
-GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each request.
-Both need a Host header with a name of this endpoint, so that no foreign page can read them (DNS rebinding).
+GET /healthz answers 200 while the supervised process runs and its certificate is valid, otherwise
+503. GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each
+request. Both need a Host header with a name of this endpoint, so that no foreign page can read them
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str], **labels: str) -> Iterator[Sample]:
-    """Samples of numbers. names: family by key of `values`. Other values, and integers too large, are skipped."""
+    """Samples of numbers. names: family by key of `values`. Other values, and integers too large,
+    are skipped."""
     for key, family in names.items():
         if isinstance(value := values.get(key), int | float):
             with contextlib.suppress(OverflowError):
@@ -209,7 +211,8 @@ class _Server(ThreadingHTTPServer):
 
 
 def _name_in(host: str | None) -> str | None:
-    """The name or address in a Host header, without the port, because a tunnel may have another port."""
+    """The name or address in a Host header, without the port, because a tunnel may have another
+    port."""
     try:
         return urlsplit(f"//{host or ''}").hostname
     except ValueError:
@@ -232,7 +235,8 @@ def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
                 self._answer(404, "there are /healthz and /metrics\n")
 
         def _is_for_us(self) -> bool:
-            """Whether the Host header is ours. With 0.0.0.0, the address that the client connected to is ours."""
+            """Whether the Host header is ours. With 0.0.0.0, the address that the client connected
+            to is ours."""
             return _name_in(self.headers.get("Host")) in (*LOOPBACK, host.lower(), self.connection.getsockname()[0])
 
         def _answer(self, code: int, content: str) -> None:

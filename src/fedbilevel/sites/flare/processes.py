@@ -71,7 +71,8 @@ def _kind(words: list[str]) -> str:
 
 
 def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
-    """End all processes of this kit. Job processes outlive a killed parent, and would interfere with the next one's."""
+    """End all processes of this kit. Job processes outlive a killed parent, and would interfere
+    with the next one's."""
     processes = []
     for pid in running(kit):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -86,7 +87,8 @@ def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
 
 
 class Supervised:
-    """The server or site of one kit: started, restarted when it dies, and stopped with all its job processes."""
+    """The server or site of one kit: started, restarted when it dies, and stopped with all its job
+    processes."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Production settings of a kit: its processes run installed classes only, behind a guard, and its logs stay there."""
+"""Production settings of a kit: its processes run installed classes only, behind a guard, and its
+logs stay there."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ BEAT_TIMEOUT = 30  # seconds without a heartbeat after which the server drops a 
 
 
 def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
-    """Write settings to local/, which is the organisation's own; startup/ is signed and stays as it is."""
+    """Write settings to local/, which is the organisation's own; startup/ is signed and stays as it
+    is."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": allow, "allow_log_streaming": False}
@@ -69,12 +71,12 @@ def check_guarded(kit: Path) -> None:
     resources = json.loads((kit / "local" / "resources.json").read_text())
     if GUARD not in resources.get("components", []) or resources.get("app_validator") != VALIDATOR:
         fix = "make it anew with `provision`"
-        raise SettingError(f"the kit {kit} has no guard in local/resources.json, as kits of earlier versions: {fix}.")
+        raise SettingError(f"the kit {kit} has no guard in local/resources.json, like older kits: {fix}.")
 
 
 def settle(kit: Path, place: Path | None = None) -> None:
-    """Keep a server's jobs in its kit, at its present or future `place`. FLARE's default is /tmp, which two servers on a
-    machine would share and a reboot empties."""
+    """Keep a server's jobs in its kit, at its present or future `place`. FLARE's default is /tmp,
+    which two servers on a machine would share and a reboot empties."""
     path = kit / "local" / "resources.json"
     if not (kit / "startup" / "fed_server.json").is_file() or not path.is_file():
         return

@@ -1,4 +1,5 @@
-"""The server's transport over FLARE: signed calls to the sites of a running job, with checked answers."""
+"""The server's transport over FLARE: signed calls to the sites of a running job, with checked
+answers."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ CALL, ANSWER = "call", "answer"  # purposes of signatures
 class Tidy:
     """Collects garbage after many bytes of messages.
 
-    FLARE leaves every sent message in a cycle of references (TxTask and its StreamFuture). Only a full collection
-    frees it, and Python collects too seldom: without this, a site's process grew by 50 MB in 1000 rounds.
+    FLARE leaves every sent message in a cycle of references (TxTask and its StreamFuture). Only a
+    full collection frees it, and Python collects too seldom: without this, a site's process grew by
+    50 MB in 1000 rounds.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,8 @@ class Tidy:
 
 
 class FlareTransport:
-    """Sends to the sites of the running job. To be made in the thread in which FLARE runs the server."""
+    """Sends to the sites of the running job. To be made in the thread in which FLARE runs the
+    server."""
 
     def __init__(self) -> None:
         self._context = collab.context
@@ -154,7 +157,8 @@ def outcome_of(name: str, answer: Any, seconds: float) -> Reply | Failure:
 
 
 def failure_of(name: str, error: CollabCallError, seconds: float) -> Failure:
-    """A failure with a remote traceback comes from a site that answered. Any other failure is an unreachable site."""
+    """A failure with a remote traceback comes from a site that answered. Any other failure is an
+    unreachable site."""
     if error.remote_traceback is not None:
         return Failure(False, f"{name} failed with {error.cause_type}; its own log says more.", seconds)
     if isinstance(error.cause, TimeoutError):
