@@ -1,4 +1,5 @@
-"""A plan runs at a site after its operator has approved it; the operator may pause the site or leave the run."""
+"""A plan runs at a site after its operator has approved it; the operator may pause the site or
+leave the run."""
 
 import json
 
@@ -88,7 +89,7 @@ def test_a_new_plan_waits_for_the_operator_and_nothing_leaves_meanwhile(caller):
     assert (caller.status()["state"], caller.status()["run"], caller.status()["answers"]) == ("idle", "trial", 2)
 
 
-def test_the_operator_is_told_how_much_would_leave_and_how_often(caller):
+def test_the_preview_counts_how_much_would_leave_and_how_often(caller):
     caller.join()
     [request] = operator.pending(caller.folder)
     assert (request["digest"], request["run"], request["plan"]) == (DIGEST, "trial", PLAN)
@@ -121,7 +122,7 @@ def test_a_refused_plan_and_a_run_that_was_left_get_no_answer(caller):
     assert "wait" not in caller.join()
 
 
-def test_a_paused_site_waits_and_goes_on_where_it_was(caller):
+def test_a_paused_site_waits_and_resumes_where_it_was(caller):
     caller.join()
     operator.approve(caller.folder, DIGEST, "me")
     caller.join()

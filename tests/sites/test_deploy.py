@@ -1,4 +1,5 @@
-"""deploy/: docker starts the compose file, or its commands run as plain processes; systemd reads the units."""
+"""deploy/: docker starts the compose file, or its commands run as plain processes; systemd reads
+the units."""
 
 import configparser
 import os
@@ -72,7 +73,8 @@ def prepared(folder, host, port):
 
 
 class Plain:
-    """The services of the compose file as processes of this machine, with their volumes where `folder` has them."""
+    """The services of the compose file as processes of this machine, with their volumes where
+    `folder` has them."""
 
     def __init__(self, folder):
         self.folder, self.started, self.ports = folder, {}, {name: str(free_port()) for name in services()}
@@ -209,7 +211,7 @@ def unit(path):
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_a_unit_starts_a_command_that_there_is_and_is_confined_to_its_kit(path):
+def test_a_unit_starts_an_existing_command_and_is_confined_to_its_kit(path):
     service = unit(path)["Service"]
     program, *words = shlex.split(service["ExecStart"])
     assert program.endswith("/bin/fedbilevel")

@@ -1,4 +1,5 @@
-"""Attacks on a federation with real FLARE processes. Each one succeeded on an earlier version, and must fail now."""
+"""Attacks on a federation with real FLARE processes. Each one succeeded on an earlier version, and
+must fail now."""
 
 import json
 import os
@@ -59,7 +60,7 @@ def diary(federation, run):
     ]
 
 
-# ---- 1: a site that asks another site ----------------------------------------------------------------------------------------
+# ---- 1: a site that asks another site ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
     assert not proof.exists()
 
 
-# ---- 2: a server or lead that asks for too much --------------------------------------------------------------------------------
+# ---- 2: a server or lead that asks for too much --------------------------------------------------
 
 
 def test_attack_by_batches_of_one_sample_is_refused_by_the_policy(federation):
@@ -188,7 +189,8 @@ def bound(federation):
 
 def test_attack_by_another_plan_than_the_submitted_one_is_refused(federation, bound):
     greedy = {**bound.plan, "options": {**bound.plan["options"], "batch_size": 1}}
-    wanted = f"the message has the plan {plan_digest(greedy)[:12]}, but the plan {plan_digest(bound.plan)[:12]} was submitted"
+    sent, submitted = plan_digest(greedy)[:12], plan_digest(bound.plan)[:12]
+    wanted = f"the message has the plan {sent}, but the plan {submitted} was submitted"
     assert wanted in bound.join(greedy)["error"]
     assert "takes no part" in bound.phase(1)[0]["error"]
     assert "error" not in bound.join()
@@ -216,11 +218,12 @@ def test_attack_by_a_plan_that_nobody_approved_gets_no_answer(federation, bound)
         settings(federation, "north", STRICT)
 
 
-# ---- 3: a site whose answers ruin the run ---------------------------------------------------------------------------------------
+# ---- 3: a site whose answers ruin the run --------------------------------------------------------
 
 
 def test_attack_by_scaled_answers_is_named_and_excluded(federation, tmp_path):
-    """The end is that of a run without west in the outer iterations in which its answers were multiplied."""
+    """The run ends like one without west in the outer iterations in which its answers were
+    multiplied."""
     factors = {2: 1e6, 3: -10.0, 4: 1e38}
     (federation.kits["west"] / job.SITE / "factors.json").write_text(json.dumps(factors))
     task = {"name": "hyper_representation", "num_clients": 3, "num_hidden": 20}
@@ -241,15 +244,17 @@ def test_attack_by_scaled_answers_is_named_and_excluded(federation, tmp_path):
     assert Record(federation.kits["server"] / job.RUNS / "scaled").rows()[-1]["upper_loss"] < 2.5
 
 
-# ---- 4: a plan that uses a site up ----------------------------------------------------------------------------------------------
+# ---- 4: a plan that uses a site up ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def unbound(federation):
-    """Sites that take part in every plan of the job, so that one job is enough to try many; a budget of 4 answers beyond what was used, and 4 more runs."""
+    """Sites that take part in every plan of a job, so that one job can try many. The budget allows
+    4 more answers and 4 more runs."""
     used = audit.AuditLog(federation.kits["north"] / job.SITE).rounds
     held = len(list((federation.kits["north"] / job.SITE / "runs").iterdir()))
-    limits = f"max_rounds = {used + 4}\nmax_runs = {held + 4}\nmax_memory_megabytes = 2000\n[policy.settings]\nnum_hidden = [1, 1000000]\n"
+    limits = f"max_rounds = {used + 4}\nmax_runs = {held + 4}\nmax_memory_megabytes = 2000\n"
+    limits += "[policy.settings]\nnum_hidden = [1, 1000000]\n"
     settings(federation, "north", f"{STRICT}[policy]\n{limits}")
     plan = cleaning("unbound")
     yield Server(
@@ -313,13 +318,14 @@ def test_attack_by_garbage_is_refused_and_leaves_few_bytes(federation, unbound):
     assert verification.verify(place).ok
 
 
-# ---- 5: words that a terminal would obey ------------------------------------------------------------------------------------------
+# ---- 5: words that a terminal would obey ---------------------------------------------------------
 
 
 def test_attack_by_escape_sequences_does_not_reach_the_terminal_of_the_lead(federation, tmp_path):
     code = (
         "import sys; from fedbilevel.sites.flare import follow; from fedbilevel import cli; watch = follow.watch;"
-        "follow.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'}); cli.main()"
+        "follow.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'});"
+        "cli.main()"
     )
     plan = {name: value for name, value in cleaning("escapes").items() if value is not None}
     (tmp_path / "run.toml").write_text(

@@ -1,5 +1,6 @@
-"""A real federation over loopback: who gets nowhere (without our certificate, with another authority's, without TLS; with code in the job, or with a class
-that a site does not list), and the transport's contract."""
+"""A real federation over loopback: refused parties (without our certificate, with another
+authority's, without TLS; with code in the job, or with a class that a site does not list), and the
+transport's contract."""
 
 import json
 import shutil
@@ -35,7 +36,7 @@ def federation(tmp_path_factory):
         yield running
 
 
-# ---- who gets nowhere --------------------------------------------------------------------------------------------------------
+# ---- refused parties ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def first_words(federation, kit, *, tls=True):
             return b""
 
 
-def test_our_certificate_is_let_in(federation):
+def test_a_valid_certificate_is_accepted(federation):
     assert first_words(federation, federation.kits["site-1"])[3:4] == b"\x04"  # settings of HTTP/2
 
 
@@ -80,7 +81,8 @@ def test_a_client_without_certificate_without_tls_or_of_another_authority_hears_
 
 @pytest.fixture(scope="module")
 def refused(federation, tmp_path_factory):
-    """Two jobs that the site does not run, handed in together: what others ask the server meanwhile need not wait for their ends."""
+    """Two jobs that the site does not run, submitted together, so that other tests do not wait for
+    their ends one by one."""
     folder = tmp_path_factory.mktemp("refused")
     sealed = lambda plan: {"plan": plan, "seal": configuration.sealed(federation.lead, configuration.packed(plan))}
     code = jobs.job_folder(folder, **sealed({"name": "code", "sites": ["site-1"]}))
@@ -116,7 +118,7 @@ def test_all_ports_are_on_loopback(federation):
             assert listening or name != "server"
 
 
-def test_a_whole_site_of_another_authority_is_never_connected_and_its_lead_not_heard(federation, foreign, refused):
+def test_a_site_and_a_lead_of_another_authority_are_never_connected(federation, foreign, refused):
     intruder = processes.Supervised(foreign["site-9"], environment=HERE)
     intruder.start()
     try:
@@ -159,7 +161,7 @@ def test_a_class_that_the_site_does_not_list_does_not_run_there(federation, refu
     assert "it names support.sites.flare_standins.MoodyClient" in detail
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +242,7 @@ def test_a_round_of_160k_floats_is_fast(driver):
     assert statistics.median(seconds) < 0.2
 
 
-def test_the_same_run_is_not_submitted_twice_and_status_tells_of_it(driver):
+def test_the_same_run_is_not_submitted_twice_and_status_shows_it(driver):
     with pytest.raises(SettingError, match="'driven' is running already"):
         driver.federation.submit({"name": "driven", "sites": SITES}, **DRIVEN)
     found = jobs.status(driver.federation.lead)
@@ -249,7 +251,7 @@ def test_the_same_run_is_not_submitted_twice_and_status_tells_of_it(driver):
     assert found["runs"]["driven"]["latest"] == {"iteration": 0, "sites": SITES}
 
 
-def test_a_second_follower_takes_the_job_that_is_there(driver):
+def test_a_second_follower_follows_the_existing_job(driver):
     before = jobs.RunEntry(driver.federation.lead, "driven").read()["jobs"]
     plan = {"name": "driven", "sites": SITES, "quorum": 2}
     following = follow.Follow(driver.federation.lead, plan, print, **DRIVEN)

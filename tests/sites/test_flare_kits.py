@@ -325,7 +325,7 @@ def test_a_job_names_installed_classes_and_holds_no_code(tmp_path):
         ),
     ],
 )
-def test_what_a_failed_call_means(error, silent, words):
+def test_a_failed_call_is_an_error_of_the_site_or_an_unreachable_site(error, silent, words):
     failure = transport.failure_of("a", error, 2.0)
     assert (failure.silent, failure.seconds) == (silent, 2.0)
     assert words in failure.reason
@@ -335,14 +335,14 @@ def test_what_a_failed_call_means(error, silent, words):
 @pytest.mark.parametrize(
     "answer", [None, 3, b"x", {}, {"content": "text"}, {"content": bytearray(b"x")}, {"refusal": 3}, [b"x"]]
 )
-def test_an_answer_that_is_no_message_is_a_failure_and_no_crash(answer):
+def test_an_answer_that_is_not_a_message_is_a_failure(answer):
     failure = transport.outcome_of("a", answer, 1.0)
     assert failure == transport.Failure(False, failure.reason, 1.0)
     assert "a answered with something that is no message" in failure.reason
 
 
 @pytest.mark.parametrize("order", [("asked", "rejoin"), ("rejoin", "asked")])
-def test_what_a_person_asked_for_is_not_overruled(order):
+def test_a_persons_request_to_stop_is_not_overruled(order):
     made = object.__new__(transport.FlareTransport)
     made.stopping = ""
     for why in order:
@@ -350,7 +350,7 @@ def test_what_a_person_asked_for_is_not_overruled(order):
     assert made.stopping == "asked"
 
 
-def test_answers_that_are_messages():
+def test_valid_answers_are_read_as_replies_and_refusals():
     assert transport.outcome_of("a", {"content": b""}, 1.0) == transport.Reply(b"", 1.0)
     assert transport.outcome_of("a", {"refusal": "no" * 1000}, 1.0) == transport.Failure(False, "no" * 250, 1.0)
 

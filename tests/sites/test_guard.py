@@ -1,4 +1,5 @@
-"""The guard in front of FLARE's own channels, as a table: which messages pass, and which jobs are admitted."""
+"""The guard in front of FLARE's own channels, as a table: which messages pass, and which jobs are
+admitted."""
 
 import json
 import shutil

@@ -89,7 +89,7 @@ def value(samples, name, **labels):
     return samples[name, frozenset(labels.items())]
 
 
-def test_a_server_tells_of_its_runs_and_names_are_escaped(made, asked):
+def test_metrics_of_a_server_list_its_runs_with_escaped_names(made, asked):
     latest = {
         "iteration": 7, "num_iterations": 20, "rounds": 49, "megabytes": 1.5, "sites": {"north": 0.25},
         "missing": {'so"u\\t\nh': "late"}, "figures": {"test_accuracy": 0.75, "f1": None},
@@ -120,7 +120,7 @@ def test_a_server_tells_of_its_runs_and_names_are_escaped(made, asked):
     assert 300 * 86400 < value(samples, "certificate_remaining_seconds") < 400 * 86400
 
 
-def test_a_site_tells_what_it_does_and_what_left(made, asked):
+def test_metrics_of_a_site_show_its_state_and_what_left(made, asked):
     before = parsed(asked("north", "/metrics")[2])
     assert value(before, "site_state", state="idle") == 1
     status = {
@@ -172,7 +172,7 @@ def test_progress_of_a_run_that_is_damaged_is_left_out(made, asked, latest):
     assert {name for name, labels in parsed(text) if ("run", "odd") in labels} == {"run_waits", "run_outcome"}
 
 
-def test_names_of_elsewhere_in_the_host_header_are_refused(made):
+def test_foreign_names_in_the_host_header_are_refused(made):
     endpoint = metrics.Endpoint(processes.Supervised(made["north"]))
     try:
         for path in ("/metrics", "/healthz", "/other"):
@@ -227,7 +227,7 @@ def test_a_certificate_that_ended_meanwhile_is_not_healthy(made, monkeypatch):
     assert {one.name for one in metrics.of_process(supervised)} == {"up", "starts_total"}
 
 
-def test_a_client_that_goes_away_is_no_news(made, capfd):
+def test_a_client_that_disconnects_prints_nothing(made, capfd):
     """Reset while the answer is on its way."""
     endpoint = metrics.Endpoint(processes.Supervised(made["north"]))
     host, port = endpoint.url.removeprefix("http://").split(":")

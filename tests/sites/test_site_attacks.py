@@ -75,7 +75,7 @@ def attacker(tmp_path):
     made.site.close()
 
 
-# ---- points --------------------------------------------------------------------------------------------------------
+# ---- points --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [{"array": 2}, {"value": 800.0}, {"value": 1}, {"kept": 3}, "x"])
@@ -96,7 +96,7 @@ def test_attack_a_refusal_does_not_tell_how_long_a_private_x_is(attacker):
     assert not any(letter.isdigit() for letter in answer["error"])
 
 
-# ---- order ---------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
 
 
 def test_a_site_follows_iterations_and_calls_in_order_with_gaps(attacker):
@@ -117,7 +117,8 @@ def test_a_site_follows_iterations_and_calls_in_order_with_gaps(attacker):
     ],
 )
 def test_attack_a_call_again_or_an_earlier_iteration_is_refused(attacker, iteration, call, says):
-    """Two answers about the same batch at points that the server chooses are equations about samples."""
+    """Two answers about the same batch at points that the server chooses are equations about
+    samples."""
     attacker.phase(3, 2)
     assert says in attacker.phase(iteration, call)["error"]
     assert "error" not in attacker.phase(3, 3)
@@ -185,7 +186,7 @@ def test_another_plan_of_the_same_name_is_counted_anew(attacker):
     other.site.close()
 
 
-# ---- limits --------------------------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
 
 def test_attack_answers_that_stay_and_failures_use_up_rounds(tmp_path, monkeypatch):
@@ -323,7 +324,7 @@ def test_attack_a_message_with_very_many_arrays_is_refused(attacker):
     assert "a message says that it brings 1001 arrays, expected at most 1000" in answer["error"]
 
 
-# ---- the operator --------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decide", ["leave", "refuse"])

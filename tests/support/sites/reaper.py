@@ -1,7 +1,8 @@
 """Ends the processes of a test's folder when the test process ends, even by SIGKILL.
 
-Processes of FLARE have sessions of their own and outlive whoever started them. A watching process holds one end of a
-pipe; when pytest closes the other end or dies, it ends every process group whose command names the folder.
+Processes of FLARE have sessions of their own and outlive whoever started them. A watching process
+holds one end of a pipe; when pytest closes the other end or dies, it ends every process group whose
+command names the folder.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ shell at a site.
 parent of a server or site, and the processes of their jobs) before that process opens a
 connection. From then on a message passes only if
 
-- at the server, through which all messages go, its sender matches the certificate of its connection;
+- its sender matches the certificate of its connection (checked at the server);
 - it does not go from one site to another;
 - a run needs its channel and topic, and the process that sent it sends them in a run.
 
