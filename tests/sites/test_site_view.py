@@ -119,7 +119,7 @@ def test_an_unknown_connection_state_is_reported_as_unknown(tmp_path, folder):
     ended.wait()
     now = look(folder, {ended.pid: "parent"})
     assert (now.running, now.connected) == (True, None)
-    assert "cannot be told" in telling.connection(now)
+    assert "is unknown on this machine" in telling.connection(now)
     elsewhere = make_kit(tmp_path / "other", "nowhere") / "site"
     assert look(elsewhere, PARENT).connected is None
 
@@ -274,7 +274,7 @@ def test_beginning_and_end_of_a_run_are_reported(folder, said):
 
 def test_a_run_that_ends_between_two_views_is_reported(folder, said):
     write_status(folder, iteration=10, state="finished", answers=1, bytes=900)
-    assert said() == ["cleaning: goes on with outer iteration 10 of 10", "cleaning: finished after 1 answer, 0.9 kB"]
+    assert said() == ["cleaning: resumes with outer iteration 10 of 10", "cleaning: finished after 1 answer, 0.9 kB"]
 
 
 def test_another_job_resumes_a_run(folder, said, monkeypatch):
@@ -289,7 +289,7 @@ def test_another_job_resumes_a_run(folder, said, monkeypatch):
     why = "not finished (stopped, or a fault)"
     assert line == f"cleaning: ended at outer iteration 4 of 10, {why}, after 31 answers, 0.3 MB"
     write_status(folder, job="job-2", iteration=5)
-    assert said() == ["cleaning: goes on with outer iteration 5 of 10"]
+    assert said() == ["cleaning: resumes with outer iteration 5 of 10"]
     write_status(folder, job="job-3", state="idle", iteration=None)
     assert said() == ["cleaning: goes on"]
 
@@ -317,7 +317,7 @@ def test_a_pause_and_its_end_are_reported(folder, said):
     operator.pause(folder)
     assert said() == ["paused: this site answers nothing until `federation unpause`"]
     operator.unpause(folder)
-    assert said() == ["goes on after a pause"]
+    assert said() == ["answers again after a pause"]
 
 
 def test_refusals_are_reported_and_many_at_once_are_counted(folder, said):
@@ -346,7 +346,7 @@ def test_watch_without_a_terminal_shows_it_once(kit, folder):
 def test_watch_needs_no_flare(kit, monkeypatch):
     monkeypatch.setitem(sys.modules, "fedbilevel.sites.flare", None)
     done = CliRunner().invoke(cli, ["federation", "watch", "--kit", str(kit), "--once"])
-    assert "not known: nobody looked at the processes" in done.output
+    assert "unknown: the processes of this machine were not checked" in done.output
 
 
 def test_watch_on_a_terminal_is_drawn_until_ctrl_c(kit, folder, monkeypatch):

@@ -97,8 +97,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass
 class _Place:
-    """Where the next line goes. marks: facts that it must mention; ahead: the head must be written
-    first; unended: the file lacks a line break."""
+    """The place of the next line. marks: facts that it must mention; ahead: the head must be
+    written first; unended: the file lacks a line break."""
 
     head: Head
     marks: dict[str, str] = field(default_factory=dict)

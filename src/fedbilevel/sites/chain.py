@@ -14,8 +14,8 @@ the line before + this line without `chain`). The first line of a file names the
 (`torn`): that answer never left, because an answer leaves only after its whole line and the head
 were written.
 
-The chain shows changes by anybody who does not recompute it, remove all files, or restore an old
-copy. Against an intruder with write access, note the last chain value elsewhere, and let
+The chain reveals every change, except a recomputed chain, a removal of all files, or an old copy in
+their place. Against an intruder with write access, note the last chain value elsewhere, and let
 `verification.verify` look for it later.
 """
 
@@ -112,7 +112,7 @@ class Chain:
         if line.get("before") == OLD and self.old is not None and line.get("sha256") != self.old:
             return f"names {OLD} as the file before it, which is missing or was changed."
         if line.get("head") == "lost":
-            how = "lost or set back, by a power loss or by somebody"
+            how = "lost or set back, by a power loss or by a person"
             return f"was written after {HEAD} was {how}: lines before it may have been removed."
         return ""
 

@@ -1,4 +1,4 @@
-"""How a run between sites begins: the server asks the sites to join, and checks that they fit
+"""The beginning of a run between sites: the server asks the sites to join, and checks that they fit
 together."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def joined(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], *, everyone: 
     newer = [name for name, answer in answers.items() if everyone and max([0, *answer.header["stored"]]) > 0]
     if newer:
         raise PlanError(
-            f"{newer[0]} already holds a run named {plan.name}, of which this server knows nothing: "
+            f"{newer[0]} already holds a run named {plan.name}, which this server does not know: "
             "give the run another name."
         )
     usual = _agreed(plan, {name: answer.header for name, answer in answers.items()})

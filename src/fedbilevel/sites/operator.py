@@ -113,7 +113,9 @@ def request(folder: Path, digest: str) -> Request:
     if not fitting:
         raise UnknownNameError("plan at this site", digest[:64], [name[:SHOWN] for name in known])
     if len(fitting) > 1:
-        raise SettingError(f"{len(fitting)} plans have a digest that begins with {digest}: give more of its letters.")
+        raise SettingError(
+            f"{len(fitting)} plans have a digest that begins with {digest}: give more of its characters."
+        )
     return known[fitting[0]]
 
 

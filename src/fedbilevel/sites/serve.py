@@ -100,7 +100,7 @@ class _Diary:
                 self._fed.suspects.watch.remember(site, line["iteration"])
 
     def add(self, now: Progress) -> bool:
-        """Write the line of an outer iteration. False: the run goes on."""
+        """Write the line of an outer iteration. False: the run continues."""
         fed, mailbox = self._fed, self._mailbox
         fed.commit()  # before the line is written, so that the line names sites that could not save
         line: dict[str, Any] = {

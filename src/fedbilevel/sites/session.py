@@ -108,7 +108,7 @@ class Session:
     # ---- answers -------------------------------------------------------------------------------------------------
 
     def introduce(self) -> Content:
-        """What the server must know before it begins: nothing about single samples, and their
+        """Facts that the server needs before it begins: nothing about single samples, and their
         number only where it is a client's weight."""
         host = self.host
         shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]

@@ -51,13 +51,13 @@ def _printable(rows: Rows) -> Rows:
 
 def connection(view: View) -> str:
     if view.running is None:
-        return "not known: nobody looked at the processes of this machine"
+        return "unknown: the processes of this machine were not checked"
     if not view.running:
         return "the site is not running: start it with start-site"
     server = {
         True: f"connected to the server at {view.server} (an open TCP connection; a server that hangs looks the same)",
         False: f"NOT connected to the server at {view.server}; it tries again by itself",
-        None: f"whether it is connected to the server at {view.server} cannot be told on this machine",
+        None: f"its connection to the server at {view.server} is unknown on this machine",
     }[view.connected]
     return f"running as process {view.pid}, {server}"
 

@@ -136,7 +136,7 @@ def _check_end(log: _Snapshot, chain: Chain, before: Head, report: AuditReport) 
         if log.begun and not found.n:
             chain.say(f"no line has a chain, but {BEGUN} says that lines had one: they were removed.")
         if log.damaged or found.n > 1 or found.files:
-            chain.say(f"{HEAD} is missing or damaged: whether lines at the end were removed cannot be told.")
+            chain.say(f"{HEAD} is missing or damaged: lines at the end may have been removed.")
     elif head.n > found.n:
         counts = f"{HEAD} counts {head.n} lines, the log has {found.n}"
         chain.say(f"the end is missing ({counts}): it was cut off, or the power went before the disk had it.")

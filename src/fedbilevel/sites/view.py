@@ -277,13 +277,15 @@ def _beginning(now: View) -> str:
     iteration, num_iterations = now.iterations
     if (iteration or 0) <= 1 and (iteration is not None or not count(now.status, "rounds_run")):
         return f"begins{by}, {num_iterations} outer iterations"
-    return f"goes on{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
+    return f"resumes{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
 
 
 def _of_pause(before: View, now: View) -> list[str]:
     if before.paused == now.paused:
         return []
-    return ["paused: this site answers nothing until `federation unpause`" if now.paused else "goes on after a pause"]
+    return [
+        "paused: this site answers nothing until `federation unpause`" if now.paused else "answers again after a pause"
+    ]
 
 
 def _of_refusals(before: View, now: View) -> list[str]:

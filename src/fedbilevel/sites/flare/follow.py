@@ -312,7 +312,7 @@ def _connected(opened: Session, plan: dict[str, Any]) -> list[str]:
 
 
 def _fault(link: Link, look: Look, job: str) -> str:
-    """What ended a job, and at which site if the server knows it."""
+    """The reason why a job ended, and the site if the server knows it."""
     if not look.status.startswith("FINISHED"):
         return "the server was started anew and the job went down with it"
     if look.progress.get("outcome") == "interrupted":
