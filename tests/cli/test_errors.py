@@ -531,7 +531,7 @@ CRAFTED = {
     "measure": {
         "without names": (
             lambda header, arrays: ({**header, "names": 3}, arrays),
-            "its measurement does not say what it is",
+            "its measurement lacks names or changed",
         ),
         "of two rows": (
             lambda header, arrays: (header, [torch.cat([array, array]) for array in arrays]),
@@ -539,7 +539,7 @@ CRAFTED = {
         ),
         "of nothing": (
             lambda header, arrays: (header, [array * 0 for array in arrays]),
-            "its measurement has no weight",
+            "its measurement has an invalid weight",
         ),
     },
     "phase": {

@@ -115,7 +115,7 @@ def test_two_simultaneous_decisions_are_both_kept(folder):
 
 def test_a_digest_is_found_by_its_beginning_if_only_one_fits(folder):
     twin = ONE[:10] + TWO[10:]
-    with pytest.raises(SettingError, match="no plan has come"):
+    with pytest.raises(SettingError, match="no plan was submitted"):
         operator.approve(folder, ONE, "ada")
     ask(folder)
     with pytest.raises(SettingError, match="at least its first 8 characters"):
@@ -130,7 +130,7 @@ def test_a_digest_is_found_by_its_beginning_if_only_one_fits(folder):
 
 
 def test_only_a_submitted_run_can_be_left(folder):
-    with pytest.raises(SettingError, match="no run has come"):
+    with pytest.raises(SettingError, match="no run was submitted"):
         operator.leave(folder, "cleaning", "ada")
     ask(folder)
     with pytest.raises(UnknownNameError, match="Did you mean 'cleaning'"):

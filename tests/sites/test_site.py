@@ -116,7 +116,7 @@ REFUSED = {
         lambda c: c.phase(values={"x": {"array": 7}}),
         "refers to array 7 for x, which this site does not hold",
     ),
-    "arrays without numbers": (lambda c: c.phase(new=[0]), "does not say which arrays it brings"),
+    "arrays without numbers": (lambda c: c.phase(new=[0]), "does not name the arrays that it brings"),
     "an undeclared name": (
         lambda c: c.phase(values={"secret": {"array": 0}}),
         "an array named secret, which fedbio does not declare",

@@ -321,7 +321,7 @@ def test_attack_a_measurement_that_takes_too_long_is_stopped(tmp_path):
 
 def test_attack_a_message_with_very_many_arrays_is_refused(attacker):
     answer, _ = attacker.say("phase", [torch.zeros(0)] * 1001)
-    assert "a message says that it brings 1001 arrays, expected at most 1000" in answer["error"]
+    assert "a message announces 1001 arrays, expected at most 1000" in answer["error"]
 
 
 # ---- the operator --------------------------------------------------------------------------------

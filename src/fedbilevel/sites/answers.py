@@ -38,9 +38,9 @@ class PhaseReader:
             or not isinstance(calls, dict)
             or not isinstance(answer.header.get("changed"), bool)
         ):
-            raise WireError("its answer does not say what it is.")
+            raise WireError("its answer lacks results, calls or changed.")
         if not all(name in CALLS and are_counts(numbers, num, least=0) for name, numbers in calls.items()):
-            raise WireError("its answer does not say what it computed.")
+            raise WireError("its answer has invalid counts of derivatives or samples.")
         return {name: self._rows(name, kind, answer.arrays.get(name, []), num) for name, kind in results.items()}
 
     def _rows(self, name: str, kind: Any, arrays: list[Tensor], num: int) -> Any:
@@ -91,7 +91,7 @@ def read_figures(answer: Answer, num: int) -> Figures:
         or not all(isinstance(name, str) for name in names)
         or not isinstance(answer.header.get("changed"), bool)
     ):
-        raise WireError("its measurement does not say what it is.")
+        raise WireError("its measurement lacks names or changed.")
     if (
         len(tables) != 1
         or tables[0].shape != (num, len(names))
@@ -100,7 +100,7 @@ def read_figures(answer: Answer, num: int) -> Figures:
     ):
         raise WireError("its measurement is not a row of figures for each client.")
     if not bool(((tables[0][:, 2] > 0) & (tables[0][:, 2] < 2**40)).all()):
-        raise WireError("its measurement has no weight.")
+        raise WireError("its measurement has an invalid weight.")
     return names, tables[0]
 
 

@@ -102,7 +102,7 @@ class Incoming:
             or not isinstance(live, list)
             or not isinstance(values, dict)
         ):
-            raise WireError("a message does not say which arrays it brings.")
+            raise WireError("a message does not name the arrays that it brings.")
         self._arrays = {number: self._arrays[number] for number in live if number in self._arrays}
         self._arrays.update({number: array.to(self.host.device) for number, array in zip(numbers, arrays, strict=True)})
         measuring = header["kind"] == "measure"

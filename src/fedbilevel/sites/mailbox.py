@@ -141,7 +141,7 @@ def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> A
         or not all(isinstance(many, int) and many >= 0 for many in order.values())
         or sum(order.values()) != len(arrays)
     ):
-        raise WireError("its answer does not say which arrays it brings.")
+        raise WireError("its answer does not name the arrays that it brings.")
     named, start = {}, 0
     for name, many in order.items():
         named[name] = list(arrays[start : start + many])

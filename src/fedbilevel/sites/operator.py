@@ -106,7 +106,7 @@ def request(folder: Path, digest: str) -> Request:
     """The plan with this digest, or the only plan whose digest begins with it."""
     known = {one["digest"]: one for one in requests(folder)}
     if not known:
-        raise SettingError(f"no plan has come to this site yet: there is nothing to decide on for {digest!r:.80}.")
+        raise SettingError(f"no plan was submitted to this site yet: there is nothing to decide about {digest!r:.80}.")
     if len(digest) < SHORTEST:
         raise SettingError(f"the digest is given as {digest!r}, expected at least its first {SHORTEST} characters.")
     fitting = [name for name in known if name.startswith(digest.lower())]
@@ -135,7 +135,7 @@ def leave(folder: Path, run: str, by: str) -> list[Request]:
     known = requests(folder)
     found = [one for one in known if one["run"] == run]
     if not known:
-        raise SettingError(f"no run has come to this site yet: there is nothing to leave for {run!r:.80}.")
+        raise SettingError(f"no run was submitted to this site yet: there is no run {run!r:.80} to leave.")
     if not found:
         raise UnknownNameError("run at this site", run, {one["run"] for one in known})
     return _decide(folder, found, "left", by)
