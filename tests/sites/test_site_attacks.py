@@ -160,7 +160,7 @@ def test_attack_going_back_again_and_again_is_bounded_also_by_new_processes(tmp_
         attacker.site.close()
     assert again[:5] == [""] * 5
     assert all(
-        "to do 4 outer iterations of a plan again, and they are used up: raise its line 'max_repeats'" in text
+        "to repeat 4 outer iterations of a plan, and they are used up: raise its line 'max_repeats'" in text
         for text in again[5:]
     )
     assert json.loads((tmp_path / "site" / "runs" / "trial" / "order.json").read_text())["repeats"] == 4
