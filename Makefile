@@ -1,15 +1,25 @@
-# Two commands: `make demo` and `make test`. Both build .venv on the first call and nothing else on the machine.
+# `make demo` and `make test` build .venv on the first call, and change nothing else on the machine.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test smoke docs bench lint types check-format install clean
+.PHONY: demo test test-slow test-all smoke docs bench lint types check-format install clean
 
 demo: $(VENV)/.run
 	$(BIN)/fedbilevel demo
 
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+NOTED := $(VENV)/noted
+
 test: install lint types
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	rm -rf $(NOTED)
+	$(PYTEST) -n 3 -m "not slow" --noted $(NOTED)
+
+test-slow: install # after `make test`, whose notes of provoked errors it completes
+	$(PYTEST) -n 3 -m slow --noted $(NOTED) --all-noted
+
+test-all: test
+	$(MAKE) test-slow
 
 smoke: $(VENV)/.run
 	OMP_NUM_THREADS=1 $(BIN)/python tests/smoke.py

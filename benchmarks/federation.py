@@ -241,17 +241,18 @@ def iteration_rows(
 
 
 def _simulated(real: Real, record: Path) -> list[float]:
-    from fedbilevel import run
+    from fedbilevel import solve
     from fedbilevel.data.folders import read_folder
     from fedbilevel.sites.plan import plan_of
 
     plan = plan_of(real.plan)
     clients = [read_folder(place, num_classes=plan.num_classes) for place in real.data.values()]
     times: list[float] = []
-    run(
-        plan.built_algorithm(),
+    solve(
         plan.built_task().build().problem,
         clients,
+        plan.built_algorithm(),
+        residuals=False,
         num_iterations=plan.num_iterations,
         measure_every=plan.num_iterations,
         checkpoint_every=1,

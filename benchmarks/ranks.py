@@ -51,7 +51,7 @@ def measure(ranks: int, **work: Any) -> float:
 def _rank(work: dict[str, Any]) -> None:
     import torch
 
-    from fedbilevel import discovery, run
+    from fedbilevel import discovery, solve
 
     torch.set_num_threads(1)
     task = discovery.task(work["task"])(**work["task_settings"])
@@ -62,9 +62,10 @@ def _rank(work: dict[str, Any]) -> None:
         if name in algorithm.__dataclass_fields__
     }
     times: list[float] = []
-    run(
-        algorithm(**settings),
+    solve(
         *task.build(),
+        algorithm(**settings),
+        residuals=False,
         num_iterations=work["num_iterations"],
         measure_every=10**6,
         batch_size=work["batch_size"],

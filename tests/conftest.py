@@ -18,6 +18,12 @@ settings.register_profile(
 settings.load_profile("project")
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the files that wait, so that the others compute beside them."""
+    waiting = {item.path for item in items if item.get_closest_marker("wait")}
+    items.sort(key=lambda item: item.path not in waiting)
+
+
 def pytest_runtest_setup(item):
     """A shell that starts the tests in the background lets them ignore Ctrl-C, and what a test called may have left a handler of its own."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-RUN = ["run", "data_cleaning", "--algorithm", "fedbio", "--iterations", "2"]
+RUN = ["run", "data_cleaning", "--algorithm", "fedbio", "--num-iterations", "2"]
 
 
 def fedbilevel(*arguments: str) -> str:

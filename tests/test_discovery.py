@@ -70,7 +70,8 @@ def test_tasks_and_algorithms_of_an_installed_package_are_like_our_own(install):
     problem, clients = task(num_clients=2).build()
     given = {name: 0.05 for name in ("lr_upper", "lr_lower", "lr_system")}
     mine, theirs = (
-        fb.run(kind(**given), problem, clients, num_iterations=2) for kind in (algorithm, discovery.algorithm("fedbio"))
+        fb.solve(problem, clients, kind(**given), residuals=False, num_iterations=2)
+        for kind in (algorithm, discovery.algorithm("fedbio"))
     )
     assert mine.rows[-1]["upper_loss"] == theirs.rows[-1]["upper_loss"]
     assert [field.name for field in dataclasses.fields(algorithm)] == [

@@ -362,7 +362,7 @@ def test_what_is_said_of_all_algorithms(site):
     """How many there are of each kind, and that each file says what it follows and how closely."""
     ways = sum(algorithm_pages.about(name).uses_upper for name in NAMES)
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{ways} ways to the hypergradient across clients and {len(NAMES) - ways} baselines" in readme
+    assert f"{ways} federated hypergradient methods and {len(NAMES) - ways} baselines" in readme
     assert (
         f"{ways} ways to get the gradient of x across clients, and {len(NAMES) - ways} baselines that use the lower loss alone"
         in site[1]["index.html"].text

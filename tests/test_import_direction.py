@@ -3,28 +3,11 @@
 import subprocess
 import sys
 
-from support.imports import MODULES, imports
+import pytest
 
-ROOMS = (  # a module imports from its own room and from rooms before it
-    "leaves",
-    "problem",
-    "data",
-    "oracle",
-    "federation",
-    "algorithms",
-    "tasks",
-    "discovery",
-    "engines",
-    "runs",
-    "checks",
-    "sites",
-    "peers",
-    "studies",
-    "report",
-    "cli",
-    "root",
-)
-LEAVES = ("_version", "errors", "escapes", "settings", "columns", "plots")  # modules of the root that import no room
+from website.imports import MODULES, ROOMS, imports, room
+from website.walks import COMMANDS, walk
+
 NEVER = {  # edges between rooms in the right direction that are wrong all the same
     ("tasks", "algorithms"),
     ("tasks", "federation"),
@@ -37,14 +20,6 @@ NEVER = {  # edges between rooms in the right direction that are wrong all the s
     ("sites", "algorithms"),
     ("peers", "algorithms"),
 }
-
-
-def room(name: str) -> str:
-    """The room of a dotted name below the package."""
-    parts = name.split(".")
-    if len(parts) == 1 or parts[1] == "__main__":
-        return "root"
-    return "leaves" if parts[1] in LEAVES else parts[1] if parts[1] in ROOMS else "root"
 
 
 def edges() -> set[tuple[str, str]]:
@@ -70,13 +45,20 @@ def test_the_reader_sees_plain_lazy_relative_and_dynamic_imports(tmp_path, monke
     place = tmp_path / "fedbilevel" / "algorithms" / "new.py"
     place.parent.mkdir(parents=True)
     place.write_text(source)
-    monkeypatch.setattr("support.imports.ROOT", tmp_path / "fedbilevel")
+    monkeypatch.setattr("website.imports.ROOT", tmp_path / "fedbilevel")
     assert imports(place) == {"os", "fedbilevel.algorithms.engines", "fedbilevel.run.go", "fedbilevel.cli"}
 
 
 def test_rooms_are_entered_downwards_only():
     upwards = [(one, other) for one, other in edges() if ROOMS.index(room(other)) > ROOMS.index(room(one))]
     assert upwards == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_walks_through_the_rooms_in_one_direction(command):
+    found = walk(COMMANDS[command])
+    assert len(found) > 20
+    assert [(one, other) for one, other in found if ROOMS.index(other) > ROOMS.index(one)] == []
 
 
 def test_rooms_that_have_nothing_to_do_with_each_other():

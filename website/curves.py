@@ -71,7 +71,10 @@ class Case(NamedTuple):
         ]
         for prefix, values in self.options.items():
             words += [_flag(prefix if name == "kind" else f"{prefix}_{name}", value) for name, value in values.items()]
-        words += [f"--iterations {self.iterations}", *([f"--dtype {self.dtype}"] if self.dtype != "float32" else [])]
+        words += [
+            f"--num-iterations {self.iterations}",
+            *([f"--dtype {self.dtype}"] if self.dtype != "float32" else []),
+        ]
         return " ".join(words)
 
 

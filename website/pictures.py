@@ -1,4 +1,4 @@
-"""The pictures of the pages: python -m website.pictures draws docs/pictures/*.svg from what is recorded in facts.json and curves.json."""
+"""The pictures of the pages: python -m website.pictures draws docs/pictures/*.svg from facts.json, curves.json and the import graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from website import curves, facts
+from website import curves, facts, walks
 from website.charts import Line, Scale, chart
 from website.svg import Picture, Point
 
@@ -302,6 +302,7 @@ ALL: dict[str, Callable[[], Picture]] = {
     "push-sum": push_sum,
     "ledger": ledger,
     "records": records,
+    "walks": walks.picture,
 }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fedbilevel._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fedbilevel import tasks
     from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
     from fedbilevel.data.folders import read_folders
     from fedbilevel.errors import FedBilevelError
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from fedbilevel.federation.network import Network
     from fedbilevel.federation.schedule import Schedule
     from fedbilevel.problem.problem import Problem, Scopes
+    from fedbilevel.report.page import write_report
     from fedbilevel.runs.callbacks import EarlyStopping
-    from fedbilevel.runs.loop import run, solve
     from fedbilevel.runs.result import Progress, Result
-    from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest
+    from fedbilevel.runs.solve import solve
+    from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest_steps
+    from fedbilevel.studies.compare import compare
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
     "checks": ["check_algorithm", "check_hypergradient", "check_problem"],
@@ -35,11 +38,15 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "federation.schedule": ["Schedule"],
     "problem.problem": ["Problem", "Scopes"],
     "runs.callbacks": ["EarlyStopping"],
-    "runs.loop": ["run", "solve"],
     "runs.result": ["Progress", "Result"],
-    "runs.step_sizes": ["check_timescales", "curvature", "projection_radius", "suggest"],
+    "runs.solve": ["solve"],
+    "report.page": ["write_report"],
+    "runs.step_sizes": ["check_timescales", "curvature", "projection_radius", "suggest_steps"],
+    "studies.compare": ["compare"],
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+_NAMESPACES = ("algorithms", "tasks")  # fb.tasks.DataCleaning, fb.algorithms.FedBiO
 
 __all__ = [
     "Averaging",
@@ -56,16 +63,20 @@ __all__ = [
     "check_hypergradient",
     "check_problem",
     "check_timescales",
+    "compare",
     "curvature",
     "projection_radius",
     "read_folders",
-    "run",
     "solve",
-    "suggest",
+    "suggest_steps",
+    "tasks",
+    "write_report",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return import_module(f"fedbilevel.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'fedbilevel' has no attribute {name!r}")
     globals()[name] = found = getattr(import_module(f"fedbilevel.{_MODULES[name]}"), name)

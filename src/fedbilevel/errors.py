@@ -50,6 +50,10 @@ class ScopeWarning(UserWarning):
     """An algorithm runs outside the problems it is exact for; the message names the bias."""
 
 
+class IgnoredWarning(UserWarning):
+    """A run file sets something that has no meaning where the file is used."""
+
+
 class NetworkError(FedBilevelError, ValueError):
     """A network that is not one, or that never connects its peers."""
 

@@ -16,7 +16,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.errors import ScopeError, SettingError
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.problem.problem import Scopes
-from fedbilevel.runs.loop import run
+from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 from support.numeric.by_hand import Samples, gy, states
@@ -222,9 +222,11 @@ def test_a_recorded_run_resumes_and_gives_one_y_per_client(tmp_path: Any) -> Non
         groups([0, 1, 1, 0]),
         ClusteredFL(lr_lower=0.3, tolerance_mean=0.1, tolerance_max=0.5, tolerance_unit="first"),
     )
-    whole = run(algorithm, *built, num_iterations=12, dtype=torch.float64)
-    run(algorithm, *built, num_iterations=2, dtype=torch.float64, record=tmp_path / "run")
-    again = run(algorithm, *built, num_iterations=12, dtype=torch.float64, record=tmp_path / "run", resume=True)
+    whole = solve(*built, algorithm, residuals=False, num_iterations=12, dtype=torch.float64)
+    solve(*built, algorithm, residuals=False, num_iterations=2, dtype=torch.float64, record=tmp_path / "run")
+    again = solve(
+        *built, algorithm, residuals=False, num_iterations=12, dtype=torch.float64, record=tmp_path / "run", resume=True
+    )
     assert whole.state.cluster.tolist() == again.state.cluster.tolist() == [0, 1, 1, 0]
     assert all(torch.equal(a["y"], b["y"]) for a, b in zip(whole.y, again.y, strict=True))
     assert again.ledger == whole.ledger
@@ -236,11 +238,13 @@ def test_a_cohort_is_refused_before_anything_runs(cohort: Cohort) -> None:
         SettingError,
         match=r"clustered_fl needs every client in every round, but the cohort is .*: run it with all clients",
     ):
-        run(ClusteredFL(), *groups([0, 1, 0]), num_iterations=1, cohort=cohort)
+        solve(*groups([0, 1, 0]), ClusteredFL(), residuals=False, num_iterations=1, cohort=cohort)
 
 
 def test_a_cohort_that_rounds_to_everybody_is_accepted() -> None:
-    assert run(ClusteredFL(), *groups([0, 1, 0]), num_iterations=1, cohort=Cohort(0.95)).iteration == 1
+    assert (
+        solve(*groups([0, 1, 0]), ClusteredFL(), residuals=False, num_iterations=1, cohort=Cohort(0.95)).iteration == 1
+    )
 
 
 def test_a_local_lower_level_is_refused() -> None:

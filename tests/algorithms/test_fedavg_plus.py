@@ -11,7 +11,7 @@ import torch
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedavg_plus import FedAvgPlus
 from fedbilevel.federation.algorithm import Cohort, Kept
-from fedbilevel.runs.loop import run
+from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.by_hand import Samples, gy, states
 from support.numeric.yardstick import X0, Y0, check_continues, drive, relative, small, start_at
@@ -126,9 +126,11 @@ def test_continues_from_a_checkpoint_bit_by_bit(lower: Any) -> None:
 
 def test_a_recorded_run_resumes_with_the_copies_at_their_clients(tmp_path: Any) -> None:
     built, options = start_at(small(), X0, Y0), {"cohort": Cohort(0.34), "dtype": torch.float64}
-    whole = run(FedAvgPlus(), *built, num_iterations=4, **options)
-    run(FedAvgPlus(), *built, num_iterations=1, record=tmp_path / "run", **options)
-    again = run(FedAvgPlus(), *built, num_iterations=4, record=tmp_path / "run", resume=True, **options)
+    whole = solve(*built, FedAvgPlus(), residuals=False, num_iterations=4, **options)
+    solve(*built, FedAvgPlus(), residuals=False, num_iterations=1, record=tmp_path / "run", **options)
+    again = solve(
+        *built, FedAvgPlus(), residuals=False, num_iterations=4, record=tmp_path / "run", resume=True, **options
+    )
     assert len(whole.y) == 3
     assert all(torch.equal(a["y"], b["y"]) for a, b in zip(whole.y, again.y, strict=True))
     assert again.rows[-1]["lower_loss"] == whole.rows[-1]["lower_loss"]

@@ -56,11 +56,11 @@ def test_run_resume_and_the_record(tmp_path):
         "--fraction",
         "0.7",
     ]
-    whole = call("run", *flags, "--iterations", 6, "--out", "whole", cwd=tmp_path)
+    whole = call("run", *flags, "--num-iterations", 6, "--out", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     assert "Saved in whole" in whole.stdout
-    call("run", *flags, "--iterations", 3, "--out", "half", cwd=tmp_path)
-    again = call("resume", "half", "--iterations", 6, cwd=tmp_path)
+    call("run", *flags, "--num-iterations", 3, "--out", "half", cwd=tmp_path)
+    again = call("resume", "half", "--num-iterations", 6, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     last = lambda name: {
         key: value
@@ -87,17 +87,17 @@ def test_run_resume_and_the_record(tmp_path):
         (["run", "quadratic", "-a", "fedbio", "--lr-upper", "-1"], "lr_upper is -1.0, expected a value greater than 0"),
         (["run", "quadratic", "-a", "fedbio", "--num-local-steps", "a,b"], "neither a whole number nor several"),
         (
-            ["run", "quadratic", "-a", "fedbio", "--num-local-steps", "1,2", "--iterations", "1"],
+            ["run", "quadratic", "-a", "fedbio", "--num-local-steps", "1,2", "--num-iterations", "1"],
             "2 numbers of local steps for 5 clients",
         ),
-        (["run", "quadratic", "-a", "fedbio", "--iterations", "-5"], "num_iterations is -5"),
+        (["run", "quadratic", "-a", "fedbio", "--num-iterations", "-5"], "num_iterations is -5"),
         (["run", "quadratic", "-a", "fedbio", "--device", "tpu9"], "device is 'tpu9'"),
         (["run", "data_cleaning", "-a", "fedavg", "--noise", "1.5"], "noise is 1.5, expected a value at most 1"),
         (["run", "data_cleaning", "-a", "fedavg", "--num-clean", "500"], "500 were asked for"),
         (["resume", "nowhere"], "there is no run in nowhere"),
         (["compare", "quadratic", "--algorithms", "fedbio", "--target", "distance"], "expected METRIC=VALUE"),
         (
-            ["compare", "quadratic", "--algorithms", "fedbio", "--target", "distanz=1", "--iterations", "1"],
+            ["compare", "quadratic", "--algorithms", "fedbio", "--target", "distanz=1", "--num-iterations", "1"],
             "there is no metric named 'distanz'",
         ),
         (["compare", "quadratic", "--algorithms", "fedbio", "--set", "fedbio.lr_uper=1"], "Did you mean 'lr_upper'?"),
@@ -205,9 +205,9 @@ def test_a_run_between_peers_is_recorded_and_resumed(tmp_path, monkeypatch):
         "--optimiser",
         "adam",
     ]
-    invoke("run", *flags, "--iterations", 4, "--out", "whole")
-    invoke("run", *flags, "--iterations", 2, "--out", "half")
-    invoke("resume", "half", "--iterations", 4)
+    invoke("run", *flags, "--num-iterations", 4, "--out", "whole")
+    invoke("run", *flags, "--num-iterations", 2, "--out", "half")
+    invoke("resume", "half", "--num-iterations", 4)
     last = lambda name: {
         key: value
         for key, value in json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]).items()
@@ -245,7 +245,7 @@ def test_a_bad_network_file_gets_one_sentence(tmp_path, monkeypatch, capsys, con
     monkeypatch.setattr(
         sys,
         "argv",
-        ["fedbilevel", "run", *PEERS, "--network", "file", "--network-file", "net.json", "--iterations", "1"],
+        ["fedbilevel", "run", *PEERS, "--network", "file", "--network-file", "net.json", "--num-iterations", "1"],
     )
     with pytest.raises(SystemExit) as end:
         main()
@@ -274,21 +274,23 @@ def test_a_network_file_is_followed(tmp_path, monkeypatch):
         "--network-file",
         "net.json",
     ]
-    invoke("run", *flags, "--iterations", 2, "--out", "run")
+    invoke("run", *flags, "--num-iterations", 2, "--out", "run")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["messages"] == 5 * 2 + 5 * 1
 
 
 def test_an_existing_folder_is_kept(tmp_path):
-    assert call("run", "quadratic", "-a", "fedavg", "--iterations", 1, "--out", "here", cwd=tmp_path).returncode == 0
+    assert (
+        call("run", "quadratic", "-a", "fedavg", "--num-iterations", 1, "--out", "here", cwd=tmp_path).returncode == 0
+    )
     before = {place.name: place.read_bytes() for place in (tmp_path / "here").iterdir()}
-    again = call("run", "quadratic", "-a", "fedavg", "--iterations", 2, "--out", "here", cwd=tmp_path)
+    again = call("run", "quadratic", "-a", "fedavg", "--num-iterations", 2, "--out", "here", cwd=tmp_path)
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
     assert before == {place.name: place.read_bytes() for place in (tmp_path / "here").iterdir()}
 
 
 def test_ctrl_c_says_how_to_go_on_and_that_works(tmp_path):
-    args = ["run", "quadratic", "-a", "fedbio", "--iterations", "100000", "--measure-every", "1", "--out", "run"]
+    args = ["run", "quadratic", "-a", "fedbio", "--num-iterations", "100000", "--measure-every", "1", "--out", "run"]
     process = subprocess.Popen(
         [sys.executable, "-c", CALL, *args], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -302,7 +304,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(tmp_path):
     assert "To go on: fedbilevel resume run" in out
     assert "Traceback" not in err
     done = json.loads(metrics.read_text().splitlines()[-1])["iteration"]
-    again = call("resume", "run", "--iterations", done + 1, cwd=tmp_path)
+    again = call("resume", "run", "--num-iterations", done + 1, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
 
 
@@ -347,12 +349,12 @@ def test_compare_reports_cost_to_target_and_saves_one_record(tmp_path):
         "fedavg",
         "--target",
         "distance=1.0",
-        "--iterations",
+        "--num-iterations",
         40,
         "--repetitions",
         2,
     ]
-    args += ["--set", "task.num_clients=3", "--set", "fedbio.lr_upper=0.04", "--max-rounds", 30, "--out", "cmp"]
+    args += ["--set", "task.num_clients=3", "--set", "fedbio.lr_upper=0.04", "--num-rounds", 30, "--out", "cmp"]
     result = call(*args, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     saved = json.loads((tmp_path / "cmp" / "comparison.json").read_text())
@@ -374,7 +376,7 @@ def test_a_comparison_survives_a_run_that_diverges_and_is_never_overwritten(tmp_
         "--algorithms",
         "fedbio",
         "fedavg",
-        "--iterations",
+        "--num-iterations",
         20,
         "--repetitions",
         1,
@@ -398,7 +400,17 @@ def test_a_comparison_survives_a_run_that_diverges_and_is_never_overwritten(tmp_
 
 def test_the_task_may_stand_after_the_flags(tmp_path):
     result = call(
-        "run", "--algorithm", "fedavg", "quadratic", "--lr-lower", "0.1", "--iterations", 1, "--out", "r", cwd=tmp_path
+        "run",
+        "--algorithm",
+        "fedavg",
+        "quadratic",
+        "--lr-lower",
+        "0.1",
+        "--num-iterations",
+        1,
+        "--out",
+        "r",
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
 
@@ -421,7 +433,7 @@ def test_compare_and_influence_average_robustly_where_messages_are_lost(tmp_path
         "quadratic",
         "--algorithms",
         "hgp",
-        "--iterations",
+        "--num-iterations",
         "1",
         "--repetitions",
         "1",
@@ -477,7 +489,7 @@ def test_progress_on_a_terminal_shows_what_people_care_about(tmp_path, monkeypat
     screen = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=screen, force_terminal=True, width=200))
     result = CliRunner().invoke(
-        cli, ["run", "quadratic", "-a", "fedbio", "--rounds", "8", "--out", str(tmp_path / "run")]
+        cli, ["run", "quadratic", "-a", "fedbio", "--num-rounds", "8", "--out", str(tmp_path / "run")]
     )
     assert result.exit_code == 0, result.exception
     rows = Record(tmp_path / "run").rows()

@@ -29,8 +29,8 @@ from fedbilevel.peers.roster import assemble, keygen
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.report import write_report
 from fedbilevel.runs.callbacks import EarlyStopping
-from fedbilevel.runs.loop import run
 from fedbilevel.runs.record import FORMAT, Record
+from fedbilevel.runs.solve import solve
 from fedbilevel.settings import made
 from fedbilevel.sites import policy
 from fedbilevel.studies import experiment
@@ -154,7 +154,7 @@ AT_THE_START = {
 def test_the_users_own_functions_are_named_when_they_fail(what):
     problem, sentence = AT_THE_START[what]
     with pytest.raises(ProblemError, match=sentence):
-        run("fedbio", problem, two(), num_iterations=1)
+        solve(problem, two(), "fedbio", residuals=False, num_iterations=1)
 
 
 def test_modules_that_are_none():
@@ -181,7 +181,7 @@ def test_modules_that_are_none():
 )
 def test_clients_that_are_none(clients, sentence):
     with pytest.raises(ProblemError, match=sentence):
-        run("fedbio", losses(), clients, num_iterations=1)
+        solve(losses(), clients, "fedbio", residuals=False, num_iterations=1)
 
 
 CALLS = {
@@ -229,7 +229,7 @@ CALLS = {
 def test_arguments_of_run(what):
     given, sentence = CALLS[what]
     with pytest.raises(FedBilevelError, match=sentence):
-        run(**{"algorithm": "fedbio", "problem": losses(), "clients": two(), "num_iterations": 1, **given})
+        solve(**{"algorithm": "fedbio", "problem": losses(), "clients": two(), "num_iterations": 1, **given})
 
 
 FEDBIO = {"fedbio": FedBiO()}
@@ -297,11 +297,11 @@ def test_arguments_of_compare(what, tmp_path):
 LOOKS = {
     "check_problem": fb.check_problem,
     "check_hypergradient": fb.check_hypergradient,
-    "suggest": fb.suggest,
+    "suggest_steps": fb.suggest_steps,
     "curvature": fb.curvature,
     "projection_radius": fb.projection_radius,
     "check_timescales": lambda *given: fb.check_timescales(FedBiO(), *given),
-    "run": lambda *given: fb.run("fedbio", *given, num_iterations=1),
+    "run": lambda *given: fb.solve(*given, "fedbio", residuals=False, num_iterations=1),
     "solve": lambda *given: fb.solve(*given, "hgp", num_iterations=1),
 }
 
@@ -336,7 +336,13 @@ def test_steps_that_are_too_long_for_the_server(tmp_path):
         NonFiniteError,
         match=r"the server's '.' is not finite after outer iteration \d: .*; the last good checkpoint, of outer iteration \d, is",
     ):
-        run(AdaSimFBO(server_lr_upper=1e60), *Quadratic().build(), num_iterations=3, record=tmp_path / "r")
+        solve(
+            *Quadratic().build(),
+            AdaSimFBO(server_lr_upper=1e60),
+            residuals=False,
+            num_iterations=3,
+            record=tmp_path / "r",
+        )
 
 
 def test_ranks_that_cannot_be(monkeypatch):
@@ -422,14 +428,14 @@ def test_a_record_that_cannot_be_gone_on_with(tmp_path, what):
 
 
 def test_files_of_a_record_that_are_not_what_they_should_be(tmp_path):
-    whole = ["run", "quadratic", "-a", "fedbio", "--iterations", 1, "--out", tmp_path / "r"]
+    whole = ["run", "quadratic", "-a", "fedbio", "--num-iterations", 1, "--out", tmp_path / "r"]
     assert CliRunner().invoke(cli, [str(word) for word in whole]).exit_code == 0
     assert "already holds a run: resume it" in said(*whole)
     book = Record(tmp_path / "r")
     book.metrics.unlink()
     book.metrics.mkdir()
     assert "metrics.jsonl cannot be read (Is a directory): restore it from a copy or remove it" in said(
-        "resume", book.path, "--iterations", 2
+        "resume", book.path, "--num-iterations", 2
     )
     with pytest.raises(
         CheckpointError, match=r"metrics\.jsonl cannot be written \(Is a directory\): make room and resume"

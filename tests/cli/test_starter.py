@@ -99,7 +99,7 @@ def found(project, tmp_path, monkeypatch):
 
 def test_its_run_runs_under_its_name(found, project, tmp_path):
     assert found.name() in discovery.tasks()
-    words = ["run", "--config", str(project / "run.toml"), "--iterations", "3", "--out", str(tmp_path / "run")]
+    words = ["run", "--config", str(project / "run.toml"), "--num-iterations", "3", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "run" / "config.json").read_text())

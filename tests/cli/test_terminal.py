@@ -161,7 +161,7 @@ def test_warnings_of_the_command_line_are_text(tmp_path, monkeypatch):
         "new_folder",
         lambda name: warnings.warn(f"{name}{EVIL}\nError: none", stacklevel=1) or tmp_path / "run",
     )
-    done = call("run", "quadratic", "-a", "fedbio", "--iterations", "1", cwd=tmp_path)
+    done = call("run", "quadratic", "-a", "fedbio", "--num-iterations", "1", cwd=tmp_path)
     assert done.returncode == 0
     assert rf"{SHOWN}\nError: none" in done.stderr
     assert "\x1b" not in done.stderr

@@ -120,7 +120,9 @@ def problem() -> fb.Problem:
 
 
 def rows(clients) -> list:
-    result = fb.run("fedbio", problem(), clients, num_iterations=3, seed=1, batch_size=2, dtype=torch.float64)
+    result = fb.solve(
+        problem(), clients, "fedbio", residuals=False, num_iterations=3, seed=1, batch_size=2, dtype=torch.float64
+    )
     return [{name: value for name, value in row.items() if name != "seconds"} for row in result.rows]
 
 

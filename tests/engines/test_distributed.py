@@ -311,8 +311,8 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     ]
     flags += ["--measure-every", 50_000]
     monkeypatch.chdir(tmp_path)
-    command("run", *flags, "--iterations", 2, "--out", "run")
-    process = torchrun("resume", "run", "--iterations", 100_000, cwd=tmp_path)
+    command("run", *flags, "--num-iterations", 2, "--out", "run")
+    process = torchrun("resume", "run", "--num-iterations", 100_000, cwd=tmp_path)
     try:
         limit = time.monotonic() + 120
         while stored(Path("run")) < 6:
@@ -337,8 +337,8 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     assert "fedbilevel/engines" not in complaints  # no traceback of ours; torchrun has one of its own
     assert "fedbilevel/cli" not in complaints
     assert Record("run").read_config()["ranks"] == 2
-    command("resume", "run", "--iterations", reached + 3)
-    command("run", *flags, "--iterations", reached + 3, "--out", "whole")
+    command("resume", "run", "--num-iterations", reached + 3)
+    command("run", *flags, "--num-iterations", reached + 3, "--out", "whole")
     assert Path("run/solution.safetensors").read_bytes() == Path("whole/solution.safetensors").read_bytes()
 
 
@@ -391,7 +391,7 @@ def test_rank_0_speaks_for_all(worlds, tmp_path):
         3,
         "--strategy",
         "loop",
-        "--iterations",
+        "--num-iterations",
         3,
         "--out",
         tmp_path / "alone",

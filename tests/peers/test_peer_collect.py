@@ -23,9 +23,9 @@ from fedbilevel.peers.plan import plan_of
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.report import tables
-from fedbilevel.runs.loop import run
 from fedbilevel.runs.record import Record, read_tensors
 from fedbilevel.runs.result import Result
+from fedbilevel.runs.solve import solve
 from fedbilevel.studies import influence
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
@@ -60,10 +60,11 @@ def both(folder: Path, clients: list[Holdings], plan: dict[str, Any]) -> Both:
     collected = collect([folders[-1], *folders[:-1]], folder / "all")  # the order of folders means nothing
     ours = threads.plan
     problem = ours.built_task().problem(Shapes.of(clients[0], ours.num_classes))
-    result = run(
-        ours.built_algorithm(),
+    result = solve(
         problem,
         clients,
+        ours.built_algorithm(),
+        residuals=False,
         num_iterations=ours.num_iterations,
         measure_every=ours.measure_every,
         record=folder / "simulated",
@@ -341,7 +342,7 @@ def test_a_peer_whose_record_ends_earlier(quadratic: Both, copied: Copied, tmp_p
 def test_the_last_measurement_may_be_older_than_the_solution(quadratic: Both, copied: Copied, tmp_path: Path) -> None:
     folders = copied(quadratic)
     for folder in folders:
-        Record(folder).go_on_from(2)
+        Record(folder).cut_after(2)
     some = collect(folders, tmp_path / "all")
     assert [row["iteration"] for row in some.rows] == [0, 2]
     assert "disagreement" not in some.rows[-1]
@@ -460,7 +461,7 @@ def _no_checkpoint(folders: list[Path]) -> list[Path]:
 
 
 def _never_together(folders: list[Path]) -> list[Path]:
-    Record(folders[0]).go_on_from(0)
+    Record(folders[0]).cut_after(0)
     change_rows(folders[1], lambda row: row.update(iteration=max(2, row["iteration"])))
     return folders
 
@@ -549,10 +550,11 @@ def test_to_go_on_with_it_is_refused(quadratic: Both) -> None:
     with pytest.raises(
         CheckpointError, match=r"there is no checkpoint in .*all: give the folder of a run that wrote one"
     ):
-        run(
-            ours.built_algorithm(),
+        solve(
             quadratic.problem,
             quadratic.clients,
+            ours.built_algorithm(),
+            residuals=False,
             record=quadratic.collected.path,
             resume=True,
             num_iterations=5,

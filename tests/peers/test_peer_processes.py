@@ -15,7 +15,7 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.hypergradient import hypergradient, lower_solution
 from fedbilevel.oracle.population import Population
-from fedbilevel.runs.loop import run
+from fedbilevel.runs.solve import solve
 from support.numeric.yardstick import relative
 from support.peers.processes import Processes, own_rows, wide_clients, wide_plan, wide_problem
 
@@ -46,7 +46,9 @@ def test_synchronous_peers_are_the_simulator_bit_for_bit_and_send_what_the_ledge
         states = peers.join()
         sent = sum(peers.sent(number) for number in range(num))
     own = {name: value for name, value in plan.keywords().items() if value is not None}
-    simulated = run(plan.built_algorithm(), wide_problem(WIDTH), wide_clients(num, WIDTH), num_iterations=2, **own)
+    simulated = solve(
+        wide_problem(WIDTH), wide_clients(num, WIDTH), plan.built_algorithm(), residuals=False, num_iterations=2, **own
+    )
     for number, state in enumerate(states):
         for name, rows in simulated.state._asdict().items():
             assert torch.equal(state[name][0], rows[number]), name
@@ -137,10 +139,11 @@ def test_after_a_kill_the_hypergradient_is_that_of_the_survivors(tmp_path, avera
         states = peers.join(survivors)
     built = plan.built_task().build()
     left = [built.clients[number] for number in survivors]
-    simulated = run(
-        plan.built_algorithm(),
+    simulated = solve(
         built.problem,
         left,
+        plan.built_algorithm(),
+        residuals=False,
         num_iterations=1,
         averaging=Averaging(kind="exact"),
         network=Network(),
@@ -175,6 +178,6 @@ def test_a_peer_that_is_killed_and_started_again_goes_on_from_its_own_disk_as_if
         assert not any("of 4 peers begin" in line and "4 of 4" not in line for line in peers.log(0).splitlines())
     own = {name: value for name, value in plan.keywords().items() if value is not None}
     built = plan.built_task().build()
-    simulated = run(plan.built_algorithm(), built.problem, built.clients, num_iterations=40, **own)
+    simulated = solve(built.problem, built.clients, plan.built_algorithm(), residuals=False, num_iterations=40, **own)
     for number, state in enumerate(states):
         assert torch.equal(state["z"][0], simulated.state.z[number])

@@ -27,9 +27,9 @@ from fedbilevel.peers.office import Office, Status
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.peers.transport import Faults, MemoryNetwork
 from fedbilevel.peers.wire import SKETCH
-from fedbilevel.runs.loop import run
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
+from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic
@@ -61,10 +61,11 @@ def content(algorithm: dict[str, Any], task: Task | None = None, **more: Any) ->
 
 def simulated(threads: Threads, built: Any) -> Result:
     own = {name: value for name, value in threads.plan.keywords().items() if value is not None}
-    return run(
-        threads.plan.built_algorithm(),
+    return solve(
         built.problem,
         built.clients,
+        threads.plan.built_algorithm(),
+        residuals=False,
         num_iterations=threads.plan.num_iterations,
         measure_every=1,
         **own,
@@ -164,7 +165,9 @@ def test_robust_averages_end_when_all_agree_whatever_is_lost(tmp_path):
     results = threads.run()
     exact = {**plan, "options": {**plan["options"], "averaging": {"kind": "exact"}}}
     own = {name: value for name, value in plan_of(exact, 4).keywords().items() if value is not None}
-    reference = run(threads.plan.built_algorithm(), built.problem, built.clients, num_iterations=1, **own)
+    reference = solve(
+        built.problem, built.clients, threads.plan.built_algorithm(), residuals=False, num_iterations=1, **own
+    )
     for number, result in enumerate(results):
         assert relative(result.state.h[0], reference.state.h[number]) < 1e-10
 
@@ -289,7 +292,9 @@ def test_survivors_find_the_solution_of_their_own_problem_only_as_a_new_group(ag
     built = Quadratic(**SMALL).build()
     sparkle = Sparkle(exchange="push", lr_upper=0.05, lr_lower=0.1, lr_system=0.1)
     directed = Network(**DIRECTED)
-    all_four = run(sparkle, built.problem, built.clients, num_iterations=30, network=directed, dtype=torch.float64)
+    all_four = solve(
+        built.problem, built.clients, sparkle, residuals=False, num_iterations=30, network=directed, dtype=torch.float64
+    )
     left = built.clients[:3]
     peers = PeerSimulation(sparkle, built.problem, left, network=directed, dtype=torch.float64)
     state = sparkle.State(*(rows[:3] for rows in all_four.state))
@@ -426,7 +431,14 @@ def test_the_record_of_somebody_else_is_refused_before_anybody_counts_on_it(tmp_
     assert {path: path.read_bytes() for path in (tmp_path / "p0").iterdir()} == before
     shutil.rmtree(tmp_path / "p0")
     built = Quadratic(**SMALL).build()
-    run(threads.plan.built_algorithm(), built.problem, built.clients, num_iterations=1, record=tmp_path / "p0")
+    solve(
+        built.problem,
+        built.clients,
+        threads.plan.built_algorithm(),
+        residuals=False,
+        num_iterations=1,
+        record=tmp_path / "p0",
+    )
     threads.start(0)
     with pytest.raises(CheckpointError, match="holds a run that was not between peers"):
         threads.join([0])

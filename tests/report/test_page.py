@@ -594,7 +594,18 @@ def test_the_command_prints_where_the_page_is(tmp_path):
 
 
 def test_a_run_from_the_command_line_has_a_whole_page(tmp_path):
-    flags = ["run", "data_cleaning", "-a", "fedbio", "--num-clients", "3", "--iterations", "4", "--measure-every", "1"]
+    flags = [
+        "run",
+        "data_cleaning",
+        "-a",
+        "fedbio",
+        "--num-clients",
+        "3",
+        "--num-iterations",
+        "4",
+        "--measure-every",
+        "1",
+    ]
     assert CliRunner().invoke(cli, [*flags, "--out", str(tmp_path / "run")], catch_exceptions=False).exit_code == 0
     found = page_data.read([tmp_path / "run"])
     [run] = found["runs"]

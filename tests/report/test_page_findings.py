@@ -10,7 +10,7 @@ import torch
 
 from fedbilevel import discovery
 from fedbilevel.report.page_data import _are_findings
-from fedbilevel.runs.loop import run
+from fedbilevel.runs.solve import solve
 from fedbilevel.studies import influence
 from fedbilevel.studies.personalisation import Plan, personalise
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -175,7 +175,7 @@ def test_accuracies_of_clients_add_up_to_the_figure_of_all(task, algorithm, name
         for key, value in task.suggestions(algorithm).items()
         if key in discovery.algorithm(algorithm).__dataclass_fields__
     }
-    result = run(discovery.algorithm(algorithm)(**settings), problem, clients, num_iterations=2)
+    result = solve(problem, clients, discovery.algorithm(algorithm)(**settings), residuals=False, num_iterations=2)
     [found] = task.findings(problem, clients, result)
     assert found["kind"] == "by_client"
     sizes = (

@@ -41,10 +41,11 @@ def go(folder, log, *, num_iterations=6, lr_upper=0.05, **options):
     algorithm = fb.discovery.algorithm("fedbio")(lr_upper=lr_upper, lr_lower=0.2, lr_system=0.2)
     before = [] if log is None else [log]
     given = {"measure_every": 2, "checkpoint_every": 4, "record": folder, "dtype": torch.float64, **options}
-    return fb.run(
-        algorithm,
+    return fb.solve(
         problem,
         clients,
+        algorithm,
+        residuals=False,
         num_iterations=num_iterations,
         callbacks=[*before, *given.pop("callbacks", ())],
         **given,
@@ -298,11 +299,11 @@ def test_logs_by_flags_go_on_when_the_run_is_resumed(tmp_path):
     flags = [word for name in NAMES for word in ("--log", name)]
     first = runner.invoke(
         cli,
-        ["run", "quadratic", "-a", "fedbio", "--iterations", "3", "--out", str(folder), *flags],
+        ["run", "quadratic", "-a", "fedbio", "--num-iterations", "3", "--out", str(folder), *flags],
         catch_exceptions=False,
     )
     assert first.exit_code == 0, first.output
-    again = runner.invoke(cli, ["resume", str(folder), "--iterations", "5"], catch_exceptions=False)
+    again = runner.invoke(cli, ["resume", str(folder), "--num-iterations", "5"], catch_exceptions=False)
     assert again.exit_code == 0, again.output
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -310,7 +311,7 @@ def test_logs_by_flags_go_on_when_the_run_is_resumed(tmp_path):
         check(name, folder, rows)
     assert "mlflow.store" not in first.output  # what it has to say about its tables
     assert "Saved in" in again.output
-    runner.invoke(cli, ["resume", str(folder), "--iterations", "6", "--log", "jsonl"], catch_exceptions=False)
+    runner.invoke(cli, ["resume", str(folder), "--num-iterations", "6", "--log", "jsonl"], catch_exceptions=False)
     assert [len(READERS[name](folder)) for name in NAMES] == [7, 6, 6]  # that one alone
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from matplotlib import pyplot
 
-from fedbilevel import Cohort, run, solve
+from fedbilevel import Cohort, solve
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
@@ -50,9 +50,9 @@ def same(first, second):
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_a_resumed_run_is_bit_identical_in_solution_ledger_and_metrics(tmp_path, cleaning, stop):
-    whole = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "whole", **NOISY)
-    run(AGGITD, *cleaning, num_iterations=stop, record=tmp_path / "half", **NOISY)
-    again = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "half", resume=True, **NOISY)
+    whole = solve(*cleaning, AGGITD, residuals=False, num_iterations=6, record=tmp_path / "whole", **NOISY)
+    solve(*cleaning, AGGITD, residuals=False, num_iterations=stop, record=tmp_path / "half", **NOISY)
+    again = solve(*cleaning, AGGITD, residuals=False, num_iterations=6, record=tmp_path / "half", resume=True, **NOISY)
     assert same(whole, again)
     assert whole.ledger == again.ledger
     untimed = lambda rows: [
@@ -63,45 +63,48 @@ def test_a_resumed_run_is_bit_identical_in_solution_ledger_and_metrics(tmp_path,
 
 
 def test_a_crash_between_checkpoints_repeats_the_lost_iterations_and_forgets_their_metrics(tmp_path, cleaning):
-    run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "run", **NOISY)
+    solve(*cleaning, AGGITD, residuals=False, num_iterations=3, record=tmp_path / "run", **NOISY)
     with open(
         tmp_path / "run" / "metrics.jsonl", "a"
     ) as file:  # measured after the checkpoint, then cut off in the middle of a line
         file.write(json.dumps({"iteration": 4, "upper_loss": 123.0}) + "\n" + '{"iteration": 5, "upp')
-    again = run(AGGITD, *cleaning, num_iterations=6, record=tmp_path / "run", resume=True, **NOISY)
+    again = solve(*cleaning, AGGITD, residuals=False, num_iterations=6, record=tmp_path / "run", resume=True, **NOISY)
     assert [row["iteration"] for row in again.rows] == [0, 2, 3, 4, 6]
     assert all(row["upper_loss"] != 123.0 for row in again.rows)
 
 
 def test_a_record_alone_does_not_change_the_run(tmp_path, cleaning):
     assert same(
-        run(AGGITD, *cleaning, num_iterations=3, **NOISY),
-        run(AGGITD, *cleaning, num_iterations=3, record=tmp_path / "r", **NOISY),
+        solve(*cleaning, AGGITD, residuals=False, num_iterations=3, **NOISY),
+        solve(*cleaning, AGGITD, residuals=False, num_iterations=3, record=tmp_path / "r", **NOISY),
     )
 
 
 def test_measuring_more_often_does_not_change_the_run(cleaning):
     often = {**NOISY, "measure_every": 1}
-    assert same(run(AGGITD, *cleaning, num_iterations=3, **NOISY), run(AGGITD, *cleaning, num_iterations=3, **often))
+    assert same(
+        solve(*cleaning, AGGITD, residuals=False, num_iterations=3, **NOISY),
+        solve(*cleaning, AGGITD, residuals=False, num_iterations=3, **often),
+    )
 
 
 def test_measurements_may_grow_further_apart_and_a_resumed_run_takes_the_same(tmp_path):
     built, options = Quadratic().build(), {"measure_every": 2, "measure_growth": 0.5, "checkpoint_every": 1}
-    whole = run(FedAvg(), *built, num_iterations=40, **options)
+    whole = solve(*built, FedAvg(), residuals=False, num_iterations=40, **options)
     taken = [row["iteration"] for row in whole.rows]
     assert taken == [0, 2, 4, 6, 10, 16, 24, 36, 40]
-    run(FedAvg(), *built, num_iterations=17, record=tmp_path / "r", **options)
-    resumed = run(FedAvg(), *built, num_iterations=40, record=tmp_path / "r", resume=True, **options)
+    solve(*built, FedAvg(), residuals=False, num_iterations=17, record=tmp_path / "r", **options)
+    resumed = solve(*built, FedAvg(), residuals=False, num_iterations=40, record=tmp_path / "r", resume=True, **options)
     assert [row["iteration"] for row in resumed.rows] == sorted(
         {*taken, 17}
     )  # the last of the first part is measured because it was the last
 
 
 def test_a_folder_that_holds_a_run_is_never_overwritten(tmp_path, cleaning):
-    run(FedAvg(), *cleaning, num_iterations=1, record=tmp_path / "run")
+    solve(*cleaning, FedAvg(), residuals=False, num_iterations=1, record=tmp_path / "run")
     before = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="already holds a run"):
-        run(FedAvg(), *cleaning, num_iterations=2, record=tmp_path / "run")
+        solve(*cleaning, FedAvg(), residuals=False, num_iterations=2, record=tmp_path / "run")
     assert (tmp_path / "run" / "checkpoint.safetensors").read_bytes() == before
 
 
@@ -121,13 +124,21 @@ def test_a_folder_that_holds_a_run_is_never_overwritten(tmp_path, cleaning):
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_the_difference_is_named(tmp_path, change, named):
-    run(FedAvg(), *Quadratic().build(), num_iterations=1, record=tmp_path / "run")
+    solve(*Quadratic().build(), FedAvg(), residuals=False, num_iterations=1, record=tmp_path / "run")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"iteration": 2}) + "\n")  # measured after the checkpoint
     files = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
     built = change.pop("task", Quadratic()).build()
     with pytest.raises(CheckpointError, match=named):
-        run(change.pop("algorithm", FedAvg()), *built, num_iterations=2, record=tmp_path / "run", resume=True, **change)
+        solve(
+            *built,
+            change.pop("algorithm", FedAvg()),
+            residuals=False,
+            num_iterations=2,
+            record=tmp_path / "run",
+            resume=True,
+            **change,
+        )
     assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
 
 
@@ -135,25 +146,28 @@ def test_a_checkpoint_of_another_run_is_refused_and_the_difference_is_named(tmp_
     "damage", [lambda content: content[: len(content) // 2], lambda content: b"\x80\x04pickle", lambda content: b""]
 )
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
-    run(FedAvg(), *Quadratic().build(), num_iterations=1, record=tmp_path / "run")
+    solve(*Quadratic().build(), FedAvg(), residuals=False, num_iterations=1, record=tmp_path / "run")
     place = tmp_path / "run" / "checkpoint.safetensors"
     place.write_bytes(damage(place.read_bytes()))
     with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors is damaged"):
-        run(FedAvg(), *Quadratic().build(), num_iterations=2, record=tmp_path / "run", resume=True)
+        solve(*Quadratic().build(), FedAvg(), residuals=False, num_iterations=2, record=tmp_path / "run", resume=True)
 
 
 def test_a_missing_checkpoint_is_an_error_that_says_so(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        run(FedAvg(), *Quadratic().build(), num_iterations=2, record=tmp_path / "nothing", resume=True)
+        solve(
+            *Quadratic().build(), FedAvg(), residuals=False, num_iterations=2, record=tmp_path / "nothing", resume=True
+        )
 
 
 def test_non_finite_values_name_iteration_phase_and_client_and_keep_the_last_good_checkpoint(tmp_path):
     built = Quadratic().build()
     where = r"client \d+ returned a value of '[xyu]' that is not finite in phase 'local_steps' of outer iteration \d+"
     with pytest.raises(NonFiniteError, match=where + ".*last good checkpoint, of outer iteration"):
-        run(
-            FedBiO(lr_upper=3.0, lr_lower=3.0, lr_system=3.0),
+        solve(
             *built,
+            FedBiO(lr_upper=3.0, lr_lower=3.0, lr_system=3.0),
+            residuals=False,
             num_iterations=200,
             record=tmp_path / "run",
             checkpoint_every=1,
@@ -165,9 +179,10 @@ def test_non_finite_values_name_iteration_phase_and_client_and_keep_the_last_goo
 
 def test_callbacks_see_every_iteration_and_can_stop_the_run(tmp_path):
     seen = []
-    result = run(
-        FedAvg(),
+    result = solve(
         *Quadratic().build(),
+        FedAvg(),
+        residuals=False,
         num_iterations=50,
         measure_every=4,
         callbacks=[lambda now: seen.append(now.iteration) or now.iteration == 6],
@@ -184,10 +199,10 @@ def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
         """
         import sys, torch
         torch.set_num_threads(1)
-        from fedbilevel import run
+        from fedbilevel import solve
         from fedbilevel.algorithms.fedbio import FedBiO
         from fedbilevel.tasks.quadratic import Quadratic
-        result = run(FedBiO(), *Quadratic().build(), num_iterations=100000, batch_size=2, record=sys.argv[1], measure_every=1)
+        result = solve(*Quadratic().build(), FedBiO(), num_iterations=100000, batch_size=2, record=sys.argv[1], measure_every=1, residuals=False)
         print(result.stopped, result.iteration)
         """
     )
@@ -209,15 +224,16 @@ def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
     stopped, iteration = out.split()
     assert stopped == "interrupted"
     options = {"batch_size": 2, "measure_every": 1}
-    again = run(
-        FedBiO(),
+    again = solve(
         *Quadratic().build(),
+        FedBiO(),
+        residuals=False,
         num_iterations=int(iteration) + 2,
         record=tmp_path / "run",
         resume=True,
         **options,
     )
-    whole = run(FedBiO(), *Quadratic().build(), num_iterations=int(iteration) + 2, **options)
+    whole = solve(*Quadratic().build(), FedBiO(), residuals=False, num_iterations=int(iteration) + 2, **options)
     assert same(again, whole)
 
 
@@ -229,10 +245,10 @@ def test_a_schedule_scales_the_steps_it_should_and_no_others():
 def test_a_decaying_schedule_removes_the_drift_of_local_steps():
     options = {"num_iterations": 300, "dtype": torch.float64, "measure_every": 300}
     method = FedBiO(lr_upper=0.05, lr_lower=0.2, lr_system=0.2, num_local_steps=3)
-    constant = run(method, *Quadratic().build(), **options).rows[-1]["distance"]
-    falling = run(method, *Quadratic().build(), schedule=Schedule(power=0.7, offset=10.0), **options).rows[-1][
-        "distance"
-    ]
+    constant = solve(*Quadratic().build(), method, residuals=False, **options).rows[-1]["distance"]
+    falling = solve(
+        *Quadratic().build(), method, residuals=False, schedule=Schedule(power=0.7, offset=10.0), **options
+    ).rows[-1]["distance"]
     assert constant > 1e-2
     assert falling < 0.35 * constant
 
@@ -244,7 +260,7 @@ def test_a_decaying_schedule_removes_the_drift_of_local_steps():
         ({"checkpoint_every": 0}, "checkpoint_every is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"cohort": Cohort(0.0)}, "fraction is 0"),
-        ({"resume": True}, "resume was asked for without a record"),
+        ({"resume": True}, "resume needs a record"),
         ({"strategy": "magic"}, "strategy is 'magic'"),
         ({"seed": -4}, "seed must lie between"),
         ({"schedule": Schedule(power=-1)}, "power is -1"),
@@ -258,15 +274,16 @@ def test_a_decaying_schedule_removes_the_drift_of_local_steps():
 )
 def test_bad_settings_get_one_sentence(options, named):
     with pytest.raises(SettingError, match=named):
-        run(FedAvg(), *Quadratic().build(), **{"num_iterations": 1, **options})
+        solve(*Quadratic().build(), FedAvg(), residuals=False, **{"num_iterations": 1, **options})
 
 
 def test_whole_numbers_of_numpy_count_as_whole_numbers(tmp_path):
     whole = {"num_iterations": 6, "num_rounds": 4, "measure_every": 2, "checkpoint_every": 3}
     ours, theirs = (
-        run(
-            FedAvg(),
+        solve(
             *Quadratic().build(),
+            FedAvg(),
+            residuals=False,
             record=tmp_path / kind.__name__,
             **{name: kind(value) for name, value in whole.items()},
         )
@@ -279,13 +296,13 @@ def test_whole_numbers_of_numpy_count_as_whole_numbers(tmp_path):
     assert {name: plans[1][name] for name in whole} == whole
     for wrong in (True, numpy.True_, numpy.float64(3.0), numpy.int64(-1)):
         with pytest.raises(SettingError, match=r"num_iterations is .*, expected a whole number, at least 0"):
-            run(FedAvg(), *Quadratic().build(), num_iterations=wrong)
+            solve(*Quadratic().build(), FedAvg(), residuals=False, num_iterations=wrong)
 
 
 def test_the_solution_is_stored_by_the_users_names(tmp_path, cleaning):
     from safetensors.torch import load_file
 
-    result = run(AGGITD, *cleaning, num_iterations=1, record=tmp_path / "run")
+    result = solve(*cleaning, AGGITD, residuals=False, num_iterations=1, record=tmp_path / "run")
     stored = load_file(tmp_path / "run" / "solution.safetensors")
     assert torch.equal(stored["y.weight"], result.y["weight"])
     assert all(torch.equal(stored[f"x.client{i}.logit"], tree["logit"]) for i, tree in enumerate(result.x))
@@ -293,27 +310,27 @@ def test_the_solution_is_stored_by_the_users_names(tmp_path, cleaning):
 
 
 def test_an_algorithm_may_be_given_by_name_and_scopes_are_checked(cleaning):
-    assert run("fedavg", *Quadratic().build(), num_iterations=1).iteration == 1
+    assert solve(*Quadratic().build(), "fedavg", residuals=False, num_iterations=1).iteration == 1
     refuses = type(
         "Refuses", (FedAvg,), {"refuses": {"private": "it has no use for one"}, "__module__": "somewhere.refuses"}
     )
     with pytest.raises(
         ScopeError, match="refuses cannot solve a problem with a private upper variable: it has no use for one"
     ):
-        run(refuses(), *cleaning, num_iterations=1)
+        solve(*cleaning, refuses(), residuals=False, num_iterations=1)
 
 
 def test_fewer_iterations_than_are_done_are_refused_and_nothing_changes(tmp_path):
-    run(FedAvg(), *Quadratic().build(), num_iterations=3, record=tmp_path / "run")
+    solve(*Quadratic().build(), FedAvg(), residuals=False, num_iterations=3, record=tmp_path / "run")
     before = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
     with pytest.raises(SettingError, match=r"num_iterations is 2, but the run in .* has already done 3"):
-        run(FedAvg(), *Quadratic().build(), num_iterations=2, record=tmp_path / "run", resume=True)
+        solve(*Quadratic().build(), FedAvg(), residuals=False, num_iterations=2, record=tmp_path / "run", resume=True)
     assert before == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
 
 
 def test_a_class_instead_of_an_algorithm_is_a_clear_error():
-    with pytest.raises(SettingError, match="expected an algorithm with its settings"):
-        run(FedBiO, *Quadratic().build(), num_iterations=1)
+    with pytest.raises(SettingError, match="or an algorithm with its settings"):
+        solve(*Quadratic().build(), FedBiO, residuals=False, num_iterations=1)
 
 
 # ---- between peers ------------------------------------------------------------------------------------------------------------
@@ -331,9 +348,9 @@ PUSH = HGP(num_terms=2, num_lower_steps=2, lr_system=0.01, lr_upper=0.01, optimi
 @pytest.mark.parametrize("upper", ["shared", "private"])
 def test_a_resumed_run_between_peers_is_bit_identical_with_its_network_weights_and_ledger(tmp_path, upper):
     built = Quadratic(num_clients=3, upper=upper, weights="by_samples").build()
-    whole = run(PUSH, *built, num_iterations=5, record=tmp_path / "whole", **PEERS)
-    run(PUSH, *built, num_iterations=2, record=tmp_path / "half", **PEERS)
-    again = run(PUSH, *built, num_iterations=5, record=tmp_path / "half", resume=True, **PEERS)
+    whole = solve(*built, PUSH, residuals=False, num_iterations=5, record=tmp_path / "whole", **PEERS)
+    solve(*built, PUSH, residuals=False, num_iterations=2, record=tmp_path / "half", **PEERS)
+    again = solve(*built, PUSH, residuals=False, num_iterations=5, record=tmp_path / "half", resume=True, **PEERS)
     assert same(whole, again)
     assert whole.ledger == again.ledger
     assert [len(value) for value in (whole.x, whole.y)] == [3, 3]  # one point per peer, whoever owns it
@@ -364,27 +381,46 @@ def test_a_resumed_run_between_peers_is_bit_identical_with_its_network_weights_a
 )
 def test_a_checkpoint_of_another_network_or_averaging_is_refused(tmp_path, change, named):
     built = Quadratic(num_clients=3).build()
-    run(PUSH, *built, num_iterations=1, record=tmp_path / "run", **PEERS)
+    solve(*built, PUSH, residuals=False, num_iterations=1, record=tmp_path / "run", **PEERS)
     files = {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
     with pytest.raises(CheckpointError, match=named):
-        run(PUSH, *built, num_iterations=2, record=tmp_path / "run", resume=True, **{**PEERS, **change})
+        solve(
+            *built, PUSH, residuals=False, num_iterations=2, record=tmp_path / "run", resume=True, **{**PEERS, **change}
+        )
     assert files == {place.name: place.read_bytes() for place in (tmp_path / "run").iterdir()}
 
 
 def test_a_network_that_was_given_as_a_function_is_recorded_by_its_first_steps(tmp_path):
     built = Quadratic(num_clients=3).build()
     ring, other = given(3, lambda step: torch.eye(3).roll(1, 1)), given(3, lambda step: torch.eye(3).roll(2, 1))
-    whole = run(SGP(num_lower_steps=2), *built, num_iterations=2, network=ring)
-    run(SGP(num_lower_steps=2), *built, num_iterations=1, network=ring, record=tmp_path / "run")
+    whole = solve(*built, SGP(num_lower_steps=2), residuals=False, num_iterations=2, network=ring)
+    solve(*built, SGP(num_lower_steps=2), residuals=False, num_iterations=1, network=ring, record=tmp_path / "run")
     with pytest.raises(CheckpointError, match="its network is"):
-        run(SGP(num_lower_steps=2), *built, num_iterations=2, network=other, record=tmp_path / "run", resume=True)
+        solve(
+            *built,
+            SGP(num_lower_steps=2),
+            residuals=False,
+            num_iterations=2,
+            network=other,
+            record=tmp_path / "run",
+            resume=True,
+        )
     assert same(
-        whole, run(SGP(num_lower_steps=2), *built, num_iterations=2, network=ring, record=tmp_path / "run", resume=True)
+        whole,
+        solve(
+            *built,
+            SGP(num_lower_steps=2),
+            residuals=False,
+            num_iterations=2,
+            network=ring,
+            record=tmp_path / "run",
+            resume=True,
+        ),
     )
 
 
 def test_peers_need_no_network_to_be_named_and_then_everybody_hears_everybody():
-    result = run("sgp", *Quadratic(num_clients=3).build(), num_iterations=2, measure_every=1)
+    result = solve(*Quadratic(num_clients=3).build(), "sgp", residuals=False, num_iterations=2, measure_every=1)
     assert result.ledger["messages"] == 2 * 10 * 3 * 2
     assert [row["disagreement"] < 1e-6 for row in result.rows] == [True] * 3
 
@@ -407,16 +443,24 @@ def test_options_for_the_other_kind_of_algorithm_get_one_sentence_and_leave_no_f
     tmp_path, algorithm, options, named
 ):
     with pytest.raises(SettingError, match=named):
-        run(algorithm, *Quadratic(num_clients=3).build(), num_iterations=1, record=tmp_path / "run", **options)
+        solve(
+            *Quadratic(num_clients=3).build(),
+            algorithm,
+            residuals=False,
+            num_iterations=1,
+            record=tmp_path / "run",
+            **options,
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_peers_that_explode_name_the_client_and_the_last_good_checkpoint(tmp_path):
     where = r"client \d has a value of 'y' that is not finite in outer iteration \d+: .*; the last good checkpoint, of outer iteration"
     with pytest.raises(NonFiniteError, match=where):
-        run(
-            SGP(lr_lower=50.0, num_lower_steps=5),
+        solve(
             *Quadratic(num_clients=3).build(),
+            SGP(lr_lower=50.0, num_lower_steps=5),
+            residuals=False,
             num_iterations=50,
             record=tmp_path / "run",
             checkpoint_every=1,
@@ -432,35 +476,49 @@ def test_a_model_inside_a_loss_does_not_make_peers_remember_every_step():
     problem = dataclasses.replace(
         built.problem, lower=lambda x, y, batch: lower(x, y, batch) + 0.1 * (y["y"] * model(x["x"])).sum()
     )
-    state = run(SGP(num_lower_steps=2), problem, built.clients, num_iterations=2).state
+    state = solve(problem, built.clients, SGP(num_lower_steps=2), residuals=False, num_iterations=2).state
     assert not any(value.requires_grad for value in state)
 
 
 def test_the_length_of_a_private_x_does_not_change_what_a_run_costs():
     costs = [
-        run(PUSH, *Quadratic(num_clients=3, upper="private", dim_upper=dim).build(), num_iterations=2, **PEERS).ledger
+        solve(
+            *Quadratic(num_clients=3, upper="private", dim_upper=dim).build(),
+            PUSH,
+            residuals=False,
+            num_iterations=2,
+            **PEERS,
+        ).ledger
         for dim in (2, 6)
     ]
     assert costs[0] == costs[1]
-    alone = run(PUSH, *Quadratic(num_clients=3, upper="private", lower="local").build(), num_iterations=2, **PEERS)
+    alone = solve(
+        *Quadratic(num_clients=3, upper="private", lower="local").build(),
+        PUSH,
+        residuals=False,
+        num_iterations=2,
+        **PEERS,
+    )
     assert {alone.ledger[name] for name in ("rounds", "floats_up", "bytes_up", "floats_down")} == {0}
 
 
 def test_a_run_that_ends_by_rounds_and_one_that_is_gone_on_with_are_the_same(tmp_path, cleaning):
     """FBO-AggITD with a private x needs 2N + 1 = 5 rounds and a few more in the first; it ends at the first outer iteration beyond."""
-    whole = run(AGGITD, *cleaning, num_rounds=42, record=tmp_path / "whole", checkpoint_every=1)
+    whole = solve(*cleaning, AGGITD, residuals=False, num_rounds=42, record=tmp_path / "whole", checkpoint_every=1)
     assert 42 <= whole.ledger["rounds"] < 47
     assert whole.stopped == "finished"
     assert [row["iteration"] for row in whole.rows] == list(range(whole.iteration + 1))
-    run(AGGITD, *cleaning, num_rounds=18, record=tmp_path / "half", checkpoint_every=1)
-    again = run(AGGITD, *cleaning, num_rounds=42, record=tmp_path / "half", resume=True)
+    solve(*cleaning, AGGITD, residuals=False, num_rounds=18, record=tmp_path / "half", checkpoint_every=1)
+    again = solve(*cleaning, AGGITD, residuals=False, num_rounds=42, record=tmp_path / "half", resume=True)
     assert same(whole, again)
     assert again.iteration == whole.iteration
-    done = run(AGGITD, *cleaning, num_rounds=42, record=tmp_path / "half", resume=True)  # nothing is left to do
+    done = solve(
+        *cleaning, AGGITD, residuals=False, num_rounds=42, record=tmp_path / "half", resume=True
+    )  # nothing is left to do
     assert (done.iteration, len(done.rows)) == (whole.iteration, len(whole.rows))
-    few = run(FedBiO(), *Quadratic().build(), num_rounds=100)
+    few = solve(*Quadratic().build(), FedBiO(), residuals=False, num_rounds=100)
     assert [row["rounds"] for row in few.rows] == list(range(0, 101, 5))
-    both = run(FedBiO(), *Quadratic().build(), num_rounds=100_000, num_iterations=40)
+    both = solve(*Quadratic().build(), FedBiO(), residuals=False, num_rounds=100_000, num_iterations=40)
     assert [row["iteration"] for row in both.rows] == list(range(0, 41, 2))
     for option, sentence in {
         "residuals": ("yes", "residuals is 'yes', expected True or False"),
@@ -469,21 +527,22 @@ def test_a_run_that_ends_by_rounds_and_one_that_is_gone_on_with_are_the_same(tmp
         "describe": ({"a": object()}, "describe cannot be written as JSON"),
     }.items():
         with pytest.raises(SettingError, match=sentence[1]):
-            run(FedBiO(), *Quadratic().build(), num_rounds=3, **{option: sentence[0]})
+            solve(*Quadratic().build(), FedBiO(), num_rounds=3, **{option: sentence[0]})
 
 
 def test_looking_at_residuals_does_not_change_the_run(tmp_path, cleaning):
-    plain = run(
-        FedBiO(),
+    plain = solve(
         *cleaning,
+        FedBiO(),
+        residuals=False,
         num_iterations=4,
         measure_every=1,
         **{name: NOISY[name] for name in ("cohort", "batch_size")},
     )
     looks = {"residuals": True, "stationarity": True}
-    looked = run(
-        FedBiO(),
+    looked = solve(
         *cleaning,
+        FedBiO(),
         num_iterations=4,
         measure_every=1,
         **looks,
@@ -531,7 +590,7 @@ def test_what_is_not_finite_is_null_in_the_record_and_nan_in_python(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines] == [1.0, None, None]
     assert [str(row["loss"]) for row in book.rows()] == ["1.0", "nan", "nan"]
-    assert [str(row["loss"]) for row in book.go_on_from(1)] == ["1.0", "nan"]
+    assert [str(row["loss"]) for row in book.cut_after(1)] == ["1.0", "nan"]
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
 
 
@@ -552,11 +611,16 @@ def test_who_looks_longer_or_saves_more_often_is_not_slower(tmp_path, monkeypatc
     problem, clients = Quadratic(num_clients=2).build()
     later = lambda _now: setattr(clock, "now", clock.now + 1.0)
     options = {"num_iterations": 4, "measure_every": 1, "checkpoint_every": 2, "record": tmp_path, "callbacks": [later]}
-    found = run(FedBiO(), dataclasses.replace(problem, metrics=slow), clients, **options)
+    found = solve(dataclasses.replace(problem, metrics=slow), clients, FedBiO(), residuals=False, **options)
     assert [row["seconds"] for row in found.rows] == [0, 0, 1, 2, 3]
     assert Record(tmp_path).load()[1]["seconds"] == 4
-    again = run(
-        FedBiO(), dataclasses.replace(problem, metrics=slow), clients, **{**options, "num_iterations": 6}, resume=True
+    again = solve(
+        dataclasses.replace(problem, metrics=slow),
+        clients,
+        FedBiO(),
+        residuals=False,
+        **{**options, "num_iterations": 6},
+        resume=True,
     )
     assert [row["seconds"] for row in again.rows] == [0, 0, 1, 2, 3, 4, 5]
 
@@ -564,12 +628,13 @@ def test_who_looks_longer_or_saves_more_often_is_not_slower(tmp_path, monkeypatc
 def test_a_record_says_how_its_run_ended_until_it_is_gone_on_with(tmp_path):
     built = Quadratic(num_clients=2).build()
     end = lambda name: json.loads((tmp_path / name / "end.json").read_text())
-    run(FedBiO(), *built, num_iterations=3, record=tmp_path / "a")
+    solve(*built, FedBiO(), residuals=False, num_iterations=3, record=tmp_path / "a")
     assert end("a") == {"stopped": "finished", "iteration": 3}
     seen = []
-    run(
-        FedBiO(),
+    solve(
         *built,
+        FedBiO(),
+        residuals=False,
         num_iterations=5,
         record=tmp_path / "a",
         resume=True,
@@ -577,10 +642,17 @@ def test_a_record_says_how_its_run_ended_until_it_is_gone_on_with(tmp_path):
     )
     assert seen == [False, False]
     assert end("a") == {"stopped": "finished", "iteration": 5}
-    run(FedBiO(), *built, num_iterations=5, record=tmp_path / "b", callbacks=[lambda now: now.iteration == 2])
+    solve(
+        *built,
+        FedBiO(),
+        residuals=False,
+        num_iterations=5,
+        record=tmp_path / "b",
+        callbacks=[lambda now: now.iteration == 2],
+    )
     assert end("b") == {"stopped": "callback", "iteration": 2}
     with pytest.raises(NonFiniteError) as caught:
-        run(FedBiO(lr_lower=1e30), *built, num_iterations=50, record=tmp_path / "c")
+        solve(*built, FedBiO(lr_lower=1e30), residuals=False, num_iterations=50, record=tmp_path / "c")
     assert end("c")["stopped"] == "failed"
     assert str(caught.value).startswith(end("c")["why"].removesuffix("."))
     assert "checkpoint" not in end("c")["why"]
@@ -592,10 +664,24 @@ def test_a_record_says_how_its_run_ended_until_it_is_gone_on_with(tmp_path):
         return callback
 
     with pytest.raises(ZeroDivisionError):
-        run(FedBiO(), *built, num_iterations=5, record=tmp_path / "d", callbacks=[spoil(ZeroDivisionError("of mine"))])
+        solve(
+            *built,
+            FedBiO(),
+            residuals=False,
+            num_iterations=5,
+            record=tmp_path / "d",
+            callbacks=[spoil(ZeroDivisionError("of mine"))],
+        )
     assert end("d") == {"stopped": "failed", "iteration": 1, "why": "ZeroDivisionError: of mine"}
     with pytest.raises(KeyboardInterrupt):
-        run(FedBiO(), *built, num_iterations=5, record=tmp_path / "e", callbacks=[spoil(KeyboardInterrupt())])
+        solve(
+            *built,
+            FedBiO(),
+            residuals=False,
+            num_iterations=5,
+            record=tmp_path / "e",
+            callbacks=[spoil(KeyboardInterrupt())],
+        )
     assert end("e") == {"stopped": "interrupted", "iteration": 1}
 
 
@@ -606,10 +692,11 @@ def test_a_figure_of_ones_own_cannot_have_the_name_of_a_column(name):
         ProblemError,
         match=rf"metrics\(\) gives a figure named '{name}', which is the name of a column that every run has: choose another",
     ):
-        run(
-            FedBiO(),
+        solve(
             dataclasses.replace(problem, metrics=lambda sums: {"fine": 1.0, name: 1.0}),
             clients,
+            FedBiO(),
+            residuals=False,
             num_iterations=1,
         )
 
@@ -634,14 +721,14 @@ def test_a_figure_of_ones_own_cannot_have_the_name_of_a_column(name):
 def test_damaged_measurements_are_named_and_left_as_they_are(tmp_path, spoil, named):
     """Only the last line may have been cut off by a crash."""
     built, place = Quadratic(num_clients=2).build(), tmp_path / "metrics.jsonl"
-    run(FedBiO(), *built, num_iterations=3, measure_every=1, record=tmp_path)
+    solve(*built, FedBiO(), residuals=False, num_iterations=3, measure_every=1, record=tmp_path)
     if spoil is None:
         place.unlink()
     else:
         place.write_bytes(b"".join(line + b"\n" for line in spoil(place.read_bytes().splitlines())))
     before = place.read_bytes() if place.exists() else None
     with pytest.raises(CheckpointError, match=named):
-        run(FedBiO(), *built, num_iterations=5, record=tmp_path, resume=True)
+        solve(*built, FedBiO(), residuals=False, num_iterations=5, record=tmp_path, resume=True)
     assert (place.read_bytes() if place.exists() else None) == before
 
 
@@ -672,7 +759,7 @@ def test_the_residual_of_a_solution_is_zero_and_of_anything_else_is_not(name):
 
 
 def test_a_record_says_who_has_what_and_what_every_phase_cost(tmp_path, cleaning):
-    result = run(AGGITD, *cleaning, num_iterations=2, record=tmp_path)
+    result = solve(*cleaning, AGGITD, residuals=False, num_iterations=2, record=tmp_path)
     clients = json.loads((tmp_path / "clients.json").read_text())
     assert clients["num_clients"] == 4
     for role in ("train", "val", "test"):
@@ -690,7 +777,15 @@ def test_a_record_says_who_has_what_and_what_every_phase_cost(tmp_path, cleaning
 def test_solve_takes_settings_and_options_by_name(cleaning):
     problem, clients = cleaning
     one = solve(problem, clients, "fedbio", num_iterations=3, lr_upper=2.0, num_local_steps=2, batch_size=8, seed=5)
-    other = run(FedBiO(lr_upper=2.0, num_local_steps=2), problem, clients, num_iterations=3, batch_size=8, seed=5)
+    other = solve(
+        problem,
+        clients,
+        FedBiO(lr_upper=2.0, num_local_steps=2),
+        residuals=False,
+        num_iterations=3,
+        batch_size=8,
+        seed=5,
+    )
     assert same(one, other)
     given = solve(
         problem,
@@ -706,11 +801,11 @@ def test_solve_takes_settings_and_options_by_name(cleaning):
         solve(problem, clients, "fedbio", num_iterations=3, lr_uper=2.0)
     with pytest.raises(LookupError, match="Did you mean 'num_rounds'"):
         solve(problem, clients, "fedbio", num_round=3)
-    with pytest.raises(SettingError, match="lr_upper would change an algorithm that has its settings already"):
+    with pytest.raises(SettingError, match="lr_upper would change an algorithm that already has its settings"):
         solve(problem, clients, FedBiO(), num_iterations=3, lr_upper=1.0)
-    with pytest.raises(SettingError, match="how long to run is not said"):
+    with pytest.raises(SettingError, match="the length of the run is missing"):
         solve(problem, clients, "fedbio")
-    with pytest.raises(SettingError, match="expected an algorithm with its settings"):
+    with pytest.raises(SettingError, match="or an algorithm with its settings"):
         solve(problem, clients, 3, num_rounds=1)
 
 
@@ -738,7 +833,7 @@ def test_a_result_tells_what_it_is_and_draws_itself(cleaning, monkeypatch):
 
 
 def test_findings_that_no_file_can_hold_are_named_and_the_record_stays(tmp_path):
-    run(FedBiO(), *Quadratic().build(), num_iterations=1, record=tmp_path)
+    solve(*Quadratic().build(), FedBiO(), residuals=False, num_iterations=1, record=tmp_path)
     for content in ([{"kind": "ranking", "value": float("nan")}], [{"kind": object()}]):
         with pytest.raises(
             CheckpointError, match="the run is saved, but the findings of its task cannot be written as JSON"

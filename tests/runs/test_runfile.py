@@ -9,7 +9,7 @@ from fedbilevel import discovery
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.runfile import read_recipe, written
+from fedbilevel.runs.runfile import read_run_file, written
 
 SMALL = ["--num-clients", "3", "--num-samples", "3"]
 
@@ -29,7 +29,7 @@ def invoke(*args):
             "quadratic",
             "-a",
             "fedbio",
-            "--iterations",
+            "--num-iterations",
             "3",
             "--batch-size",
             "2",
@@ -43,7 +43,7 @@ def invoke(*args):
             "quadratic",
             "-a",
             "hgp",
-            "--rounds",
+            "--num-rounds",
             "12",
             "--network",
             "ring",
@@ -58,7 +58,7 @@ def invoke(*args):
             "quadratic",
             "-a",
             "fbo_aggitd",
-            "--iterations=2",
+            "--num-iterations=2",
             "--dtype=float64",
             "--schedule-power=0.5",
             "--measure-every=1",
@@ -85,7 +85,7 @@ def test_the_file_of_a_record_does_the_run_again(tmp_path, flags):
 def test_flags_come_before_the_file_which_comes_before_what_the_task_suggests(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        'iterations = 4\nresiduals = false\n[task]\nname = "quadratic"\nnum_clients = 2\nnum_samples = 3\n'
+        'num_iterations = 4\nresiduals = false\n[task]\nname = "quadratic"\nnum_clients = 2\nnum_samples = 3\n'
         '[algorithm]\nname = "fedbio"\nlr_upper = 0.01\nlr_lower = 0.02\n[options]\nseed = 3\ndtype = "float64"\n'
     )
     invoke(
@@ -128,16 +128,16 @@ def test_flags_come_before_the_file_which_comes_before_what_the_task_suggests(tm
 def test_a_run_that_ended_by_rounds_can_be_made_longer(tmp_path):
     """What is given for a resume is how long it is; what was planned before no longer counts."""
     plan = lambda: Record(tmp_path / "run").read_config()["run"]
-    invoke("run", "quadratic", "-a", "fedbio", "--rounds", 4, *SMALL, "--log", "jsonl", "--out", tmp_path / "run")
+    invoke("run", "quadratic", "-a", "fedbio", "--num-rounds", 4, *SMALL, "--log", "jsonl", "--out", tmp_path / "run")
     assert 'log = ["jsonl"]' in (tmp_path / "run" / "run.toml").read_text()
     invoke("resume", tmp_path / "run")
-    assert (plan()["num_rounds"], "iterations" in (tmp_path / "run" / "run.toml").read_text()) == (4, False)
-    invoke("resume", tmp_path / "run", "--rounds", 8)
+    assert (plan()["num_rounds"], "num_iterations" in (tmp_path / "run" / "run.toml").read_text()) == (4, False)
+    invoke("resume", tmp_path / "run", "--num-rounds", 8)
     assert (plan()["num_rounds"], Record(tmp_path / "run").rows()[-1]["rounds"]) == (8, 8)
-    invoke("resume", tmp_path / "run", "--iterations", 11)
+    invoke("resume", tmp_path / "run", "--num-iterations", 11)
     assert (plan()["num_rounds"], Record(tmp_path / "run").rows()[-1]["iteration"]) == (None, 11)
     with pytest.raises(FedBilevelError, match=r"num_rounds is 5, but the run in .* has already done 11"):
-        invoke("resume", tmp_path / "run", "--rounds", 5)
+        invoke("resume", tmp_path / "run", "--num-rounds", 5)
 
 
 def test_a_task_that_lies_here_but_is_not_installed_is_named(tmp_path, monkeypatch):
@@ -147,12 +147,12 @@ def test_a_task_that_lies_here_but_is_not_installed_is_named(tmp_path, monkeypat
     with pytest.raises(
         FedBilevelError, match=r"the task mine is not installed, but mine\.py is here: run pip install -e \."
     ):
-        read_recipe(tmp_path / "run.toml")
+        read_run_file(tmp_path / "run.toml")
 
 
 def test_a_resumed_run_writes_what_it_has_become(tmp_path):
-    invoke("run", "quadratic", "-a", "fedbio", "--iterations", 2, *SMALL, "--out", tmp_path / "run")
-    invoke("resume", tmp_path / "run", "--iterations", 5)
+    invoke("run", "quadratic", "-a", "fedbio", "--num-iterations", 2, *SMALL, "--out", tmp_path / "run")
+    invoke("resume", tmp_path / "run", "--num-iterations", 5)
     invoke("run", "--config", tmp_path / "run" / "run.toml", "--out", tmp_path / "again")
     assert (tmp_path / "again" / "solution.safetensors").read_bytes() == (
         tmp_path / "run" / "solution.safetensors"
@@ -169,20 +169,25 @@ PAIRS = [
 def test_every_file_that_is_written_is_read_as_it_was_meant(tmp_path, name, task):
     one, other = discovery.task(task)(), discovery.algorithm(name)()
     (tmp_path / "run.toml").write_text(
-        written(one, other, {"iterations": 3, "rounds": None, "checkpoint_every": 10, "residuals": True}, {"seed": 2})
+        written(
+            one,
+            other,
+            {"num_iterations": 3, "num_rounds": None, "checkpoint_every": 10, "residuals": True},
+            {"seed": 2},
+        )
     )
-    read = read_recipe(tmp_path / "run.toml")
+    read = read_run_file(tmp_path / "run.toml")
     assert type(one)(**read.task_settings) == one
     assert type(other)(**read.algorithm_settings) == other
-    assert (read.plan, read.options) == ({"iterations": 3, "checkpoint_every": 10, "residuals": True}, {"seed": 2})
+    assert (read.plan, read.options) == ({"num_iterations": 3, "checkpoint_every": 10, "residuals": True}, {"seed": 2})
 
 
 TASK = '[task]\nname = "quadratic"\n'
 WRONG = {
     "misspelt": (TASK + "[algoritm]\n", "Did you mean 'algorithm'"),
-    "half a number": ("iterations = 2.5\n" + TASK, "iterations of .* is 2.5, expected a whole number, at least 0"),
+    "half a number": ("num_iterations = 2.5\n" + TASK, "iterations of .* is 2.5, expected a whole number, at least 0"),
     "no such log": ('log = ["paper"]\n' + TASK + '[algorithm]\nname = "fedbio"\n', "There is no log named 'paper'"),
-    "nameless": ("[task]\nnum_clients = 3\n", "the table task of .* does not say which one"),
+    "nameless": ("[task]\nnum_clients = 3\n", "the table task of .* has no name"),
     "no such task": ('[task]\nname = "quadratik"\n', "Did you mean 'quadratic'"),
     "no such algorithm": (TASK + '[algorithm]\nname = "fedbioo"\n', "Did you mean 'fedbio'"),
     "no such setting": (TASK + "num_client = 3\n", "Did you mean 'num_clients'"),
@@ -192,7 +197,7 @@ WRONG = {
     ),
     "no such option": (TASK + "[options]\nsed = 1\n", "Did you mean 'seed'"),
     "out of range": (TASK + '[algorithm]\nname = "fedbio"\nlr_upper = -1.0\n', "lr_upper is -1.0, expected a value"),
-    "wrong kind": ('iterations = "many"\n' + TASK, "iterations of .* is 'many', expected a whole number"),
+    "wrong kind": ('num_iterations = "many"\n' + TASK, "iterations of .* is 'many', expected a whole number"),
     "no table": ('task = "quadratic"\n', "task of .* is 'quadratic', expected a table"),
     "network": (
         TASK + '[algorithm]\nname = "fedbio"\n[options.network]\nkind = "ring"\n',
@@ -218,7 +223,7 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_named(tmp_path):
     (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedbio"\n')
     with pytest.raises(FedBilevelError, match="there is no task"):
         invoke("run", "--config", tmp_path / "run.toml")
-    invoke("run", "quadratic", "--config", tmp_path / "run.toml", "--iterations", 0, "--out", tmp_path / "none")
+    invoke("run", "quadratic", "--config", tmp_path / "run.toml", "--num-iterations", 0, "--out", tmp_path / "none")
     invoke("run", "--config", tmp_path / "none" / "run.toml", "--out", tmp_path / "none again")
     with pytest.raises(FedBilevelError, match="there is no task"):
         invoke("run")

@@ -6,7 +6,7 @@ import torch
 
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.federation.schedule import Schedule
-from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest, upper_curvature
+from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest_steps, upper_curvature
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import drive
 
@@ -85,7 +85,7 @@ def test_upper_curvature_agrees_with_the_closed_form(upper):
 
 def test_suggested_steps_are_stable_and_pass_their_own_check():
     task = Quadratic(data_seed=3)
-    steps = suggest(*task.build())
+    steps = suggest_steps(*task.build())
     method = FedBiO(
         num_local_steps=1, lr_upper=steps["lr_upper"], lr_lower=steps["lr_lower"], lr_system=steps["lr_system"]
     )

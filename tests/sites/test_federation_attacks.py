@@ -252,7 +252,7 @@ def unbound(federation):
     """Sites that take part in every plan of a job, so that one job can try many. The budget allows
     4 more answers and 4 more runs."""
     used = audit.AuditLog(federation.kits["north"] / job.SITE).rounds
-    held = len(list((federation.kits["north"] / job.SITE / "runs").iterdir()))
+    held = len(list((federation.kits["north"] / job.SITE / "runs").glob("*")))
     limits = f"max_rounds = {used + 4}\nmax_runs = {held + 4}\nmax_memory_megabytes = 2000\n"
     limits += "[policy.settings]\nnum_hidden = [1, 1000000]\n"
     settings(federation, "north", f"{STRICT}[policy]\n{limits}")

@@ -31,7 +31,7 @@ from fedbilevel.sites.flare import (
     transport,
 )
 from fedbilevel.sites.flare.local import LEAD
-from support.imports import MODULES, imports
+from website.imports import MODULES, imports
 
 SITES = ["north", "south", "south-2"]
 

@@ -105,7 +105,7 @@ def test_plain_values_are_taken_and_the_plan_is_kept(tmp_path):
         target=Target("upper_loss", 3.0),
         repetitions=2,
         seed=5,
-        max_rounds=3,
+        num_rounds=3,
         record=tmp_path / "b",
     )
     assert plain.target == whole.target == Target("upper_loss", 3.0)
@@ -115,7 +115,7 @@ def test_plain_values_are_taken_and_the_plan_is_kept(tmp_path):
     assert pick(plain) == pick(whole)
     kept = [json.loads((tmp_path / folder / "comparison.json").read_text()) for folder in "ab"]
     for saved, rounds in zip(kept, (None, 3), strict=True):
-        assert (saved["num_iterations"], saved["repetitions"], saved["max_rounds"], saved["seed"]) == (
+        assert (saved["num_iterations"], saved["repetitions"], saved["num_rounds"], saved["seed"]) == (
             {"fedbio": 4, "fedavg": 4},
             2,
             rounds,

@@ -16,7 +16,7 @@ from fedbilevel.cli import main
 from fedbilevel.errors import ExperimentError, FedBilevelError, SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.report import tables
-from fedbilevel.runs.loop import run
+from fedbilevel.runs.solve import solve
 from fedbilevel.studies import experiment, reproduce, tune
 from fedbilevel.studies.experiment import Job
 from fedbilevel.studies.kinds import optimise
@@ -38,11 +38,11 @@ x = "rounds"
 y = "upper_loss"
 
 [settings]
-iterations = 12
+num_iterations = 12
 measure_every = 1
 target = "distance=0.5"
 task = {name = "quadratic", num_clients = 4}
-run = {dtype = "float64", batch_size = 2, fraction = 0.5}
+options = {dtype = "float64", batch_size = 2, fraction = 0.5}
 
 [panels.one]
 [panels.two]
@@ -62,7 +62,7 @@ settings.algorithm = {name = "fbo_aggitd"}  # with its defaults
 [quick]
 repetitions = 1
 panels = ["one"]
-settings.iterations = 3
+settings.num_iterations = 3
 
 [tune]
 maximise = "upper_loss"
@@ -83,7 +83,7 @@ def small(tmp_path):
 @functools.cache
 def target():
     """Between the first and the last loss of FedBiO, so that it is reached on the way."""
-    rows = run("fedbio", *Quadratic(num_clients=4).build(), num_iterations=12).rows
+    rows = solve(*Quadratic(num_clients=4).build(), "fedbio", residuals=False, num_iterations=12).rows
     return round((rows[0]["upper_loss"] + rows[-1]["upper_loss"]) / 2, 3)
 
 
@@ -93,7 +93,7 @@ def test_settings_are_merged_from_the_general_to_the_particular(small):
     two = one.settings("two", "fedbio")
     assert two["algorithm"]["lr_lower"] == 0.2
     assert two["task"] == {"name": "quadratic", "num_clients": 4, "upper": "private"}
-    assert one.settings("two", "fedbio", quick=True)["iterations"] == 3
+    assert one.settings("two", "fedbio", quick=True)["num_iterations"] == 3
     assert one.places() == [("one", "fedbio"), ("one", "aggitd"), ("two", "fedbio")]
     assert one.places(quick=True) == [("one", "fedbio"), ("one", "aggitd")]
     assert [job.key for job in one.jobs(rows=["fedbio"], repetitions=2)] == [
@@ -144,18 +144,18 @@ def test_what_is_wrong_in_a_file_is_named(small, old, new, named):
         ({"algorithm": {"name": "fedbia"}}, "Did you mean 'fedbio'"),
         ({"task": {"name": "quadratic", "dims": 3}}, "no setting of Quadratic named 'dims'"),
         ({"task": {}}, "expected .name = ..., and its settings"),
-        ({"run": {"fractoin": 0.1}}, "Did you mean 'fraction'"),
-        ({"run": {"dtype": "half"}}, "dtype is 'half'"),
-        ({"itertions": 3}, "Did you mean 'iterations'"),
-        ({"iterations": "3"}, "iterations is '3', expected a whole number"),
-        ({"run": {"fraction": "0.1"}}, "fraction is '0.1', expected a number"),
-        ({"run": {"device": "cuda"}}, "--device cuda"),
+        ({"options": {"fractoin": 0.1}}, "Did you mean 'fraction'"),
+        ({"options": {"dtype": "half"}}, "dtype is 'half'"),
+        ({"num_itertions": 3}, "Did you mean 'num_iterations'"),
+        ({"num_iterations": "3"}, "num_iterations is '3', expected a whole number"),
+        ({"options": {"fraction": "0.1"}}, "fraction is '0.1', expected a number"),
+        ({"options": {"device": "cuda"}}, "--device cuda"),
         ({"target": 0.9}, "target is 0.9, expected text"),
         ({"target": "loss=1"}, "no metric named 'loss'"),
     ],
 )
 def test_what_is_wrong_in_a_row_is_named(tmp_path, change, named):
-    row = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}, "iterations": 1, **change}
+    row = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}, "num_iterations": 1, **change}
     with pytest.raises(FedBilevelError, match=named):
         optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=print)
     with pytest.raises(ExperimentError, match="so that it ends"):
@@ -173,7 +173,9 @@ def test_a_row_is_the_run_that_its_settings_say(small, tmp_path):
     got = optimise.run(job.settings, repetition=job.repetition, folder=tmp_path / "r", device="cpu", say=lambda _: None)
     task = Quadratic(num_clients=4).repeated(1)
     options = {"seed": 1, "batch_size": 2, "cohort": Cohort(0.5), "measure_every": 1, "dtype": torch.float64}
-    rows = run(FedBiO(lr_lower=0.1, num_local_steps=2), *task.build(), num_iterations=12, **options).rows
+    rows = solve(
+        *task.build(), FedBiO(lr_lower=0.1, num_local_steps=2), residuals=False, num_iterations=12, **options
+    ).rows
     assert [point["upper_loss"] for point in got.curve] == [row["upper_loss"] for row in rows]
     assert got.figures["upper_loss"] == rows[-1]["upper_loss"]
     assert got.figures["rounds"] == rows[-1]["rounds"] == 12
@@ -191,7 +193,7 @@ def test_the_target_is_the_first_measurement_beyond_it_and_may_end_the_run(small
     assert 0 < first["rounds"] < 12
     assert whole.figures["rounds_to_target"] == first["rounds"]
     assert go("short", stop_at_target=True).figures["rounds"] == first["rounds"]
-    assert go("bounded", max_rounds=5).figures["rounds"] == 5
+    assert go("bounded", num_rounds=5).figures["rounds"] == 5
     never = go("never", target="upper_loss=-1e9")
     assert "rounds_to_target" not in never.figures
     assert never.figures["upper_loss"] == whole.figures["upper_loss"]
@@ -201,7 +203,7 @@ def test_a_run_that_explodes_is_an_outcome_without_figures(tmp_path):
     row = {
         "task": {"name": "quadratic"},
         "algorithm": {"name": "fedbio", "lr_lower": 1e6},
-        "iterations": 50,
+        "num_iterations": 50,
         "measure_every": 1,
         "target": "upper_loss=0",
     }
@@ -234,7 +236,7 @@ def test_a_job_that_was_cut_short_after_its_last_measurement_is_not_run_further(
     row = {
         "task": {"name": "quadratic"},
         "algorithm": {"name": "fbo_aggitd"},
-        "max_rounds": 20,
+        "num_rounds": 20,
         "measure_every": 1,
         "target": "upper_loss=0",
         "checkpoint_every": 1,
@@ -251,7 +253,7 @@ def test_the_side_of_a_target_is_that_of_the_start_though_nobody_watched_it(smal
         **settings,
         "measure_every": 10,
         "stop_at_target": True,
-        "iterations": 60,
+        "num_iterations": 60,
     }  # past the target at the first measurement after the start
     assert (
         optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=lambda _: None).figures["rounds"] == 10
@@ -263,7 +265,7 @@ def test_a_misspelt_target_is_found_at_the_first_measurement(tmp_path):
     row = {
         "task": {"name": "quadratic"},
         "algorithm": {"name": "fedbio"},
-        "iterations": 50,
+        "num_iterations": 50,
         "measure_every": 1,
         "target": "los=1",
         "stop_at_target": True,
@@ -285,7 +287,7 @@ def test_a_row_named_twice_counts_once(small, tmp_path):
 def test_quick_changes_of_an_algorithm_hold_for_rows_that_have_the_setting(small):
     small.write_text(
         small.read_text().replace(
-            "settings.iterations = 3", "settings = {iterations = 3, algorithm = {num_local_steps = 1}}"
+            "settings.num_iterations = 3", "settings = {num_iterations = 3, algorithm = {num_local_steps = 1}}"
         )
     )
     one = experiment.read(small)
@@ -437,7 +439,7 @@ def test_an_experiment_may_extend_another_and_borrow_rows(small):
     beside.parent.mkdir()
     beside.write_text(
         'title = "T"\nsource = "S"\nextends = "small"\nselect = {panels = ["two", "three"], rows = ["fedbio", "aggitd", "mine"]}\n'
-        "settings.iterations = 5\n[panels.three]\n[rows.fedbio]\nsettings.algorithm.lr_upper = 0.5\n"
+        "settings.num_iterations = 5\n[panels.three]\n[rows.fedbio]\nsettings.algorithm.lr_upper = 0.5\n"
         '[rows.mine]\nfrom.three = "small.one.aggitd"\nsettings.algorithm.lr_upper = 0.25\n'
     )
     other, one = experiment.read(beside), experiment.read(small)
@@ -455,7 +457,7 @@ def test_an_experiment_may_extend_another_and_borrow_rows(small):
         "num_local_steps": 2,
         "lr_upper": 0.5,
     }
-    assert other.settings("two", "fedbio")["iterations"] == 5
+    assert other.settings("two", "fedbio")["num_iterations"] == 5
     borrowed = other.settings("three", "mine")
     assert borrowed == {**one.settings("one", "aggitd"), "algorithm": {"name": "fbo_aggitd", "lr_upper": 0.25}}
     assert other.paper("two", "fedbio") == {}

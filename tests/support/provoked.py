@@ -157,9 +157,18 @@ def listen() -> None:
 # ---- what pytest calls -------------------------------------------------------------------------------------------------
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--noted", metavar="FOLDER", help="keep notes of errors there for a later part of the suite")
+    parser.addoption("--all-noted", action="store_true", help="this is the last part: every error must be noted")
+
+
 def pytest_configure(config) -> None:
     if FOLDER not in os.environ:  # else this is a process of xdist, or a run within a test
-        os.environ[FOLDER] = config.provoked = tempfile.mkdtemp(prefix="provoked")
+        kept = config.getoption("noted")
+        if kept is not None:
+            Path(kept).mkdir(parents=True, exist_ok=True)
+        config.provoked = str(Path(kept).resolve()) if kept is not None else tempfile.mkdtemp(prefix="provoked")
+        os.environ[FOLDER] = config.provoked
     listen()
 
 
@@ -183,11 +192,13 @@ def pytest_sessionfinish(session) -> None:
 def _whole(session) -> bool:
     """Whether all tests were asked for, and nothing ended the run before they were through."""
     config = session.config
+    through = session.exitstatus in (0, 1) and not session.shouldstop and not session.shouldfail
+    if config.getoption("all_noted"):
+        return through
     part = any(
         getattr(config.option, name, None)
         for name in ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "collectonly")
     )
-    through = session.exitstatus in (0, 1) and not session.shouldstop and not session.shouldfail
     return through and not part and [config.invocation_params.dir / arg for arg in config.args] == [TESTS]
 
 
@@ -200,5 +211,6 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 def pytest_unconfigure(config) -> None:
     if hasattr(config, "provoked"):
-        shutil.rmtree(config.provoked)
+        if config.getoption("noted") is None:
+            shutil.rmtree(config.provoked)
         del os.environ[FOLDER]

@@ -41,7 +41,7 @@ from fedbilevel.errors import FedBilevelError, RankLostError, ScopeWarning
 from fedbilevel.federation.algorithm import Cohort, phase
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
-from fedbilevel.runs.loop import run
+from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
@@ -168,8 +168,13 @@ def compared(size: int) -> list[tuple[str, str, dict[str, Any]]]:
 def go(name: str, kind: dict[str, Any], num_iterations: int, **options: Any) -> Any:
     algorithm, build, given = CASES[name]
     looks = {"measure_every": 2, "residuals": True, "stationarity": name in SOLVED}
-    return run(
-        algorithm, *build(), num_iterations=num_iterations, checkpoint_every=2, **{**looks, **given, **kind, **options}
+    return solve(
+        *build(),
+        algorithm,
+        residuals=False,
+        num_iterations=num_iterations,
+        checkpoint_every=2,
+        **{**looks, **given, **kind, **options},
     )
 
 
@@ -207,21 +212,30 @@ def failing(what: Any) -> list[str]:
 
 
 def spoilt(how: str, **options: Any) -> list[str]:
-    return failing(lambda: run(Spoilt(how=how), *quadratic(), num_iterations=4, checkpoint_every=1, **options))
+    return failing(
+        lambda: solve(*quadratic(), Spoilt(how=how), residuals=False, num_iterations=4, checkpoint_every=1, **options)
+    )
 
 
 def one_rank_starts_elsewhere() -> Any:
     built = quadratic()
     y0 = {"y": torch.full((6,), float(os.environ["RANK"]))}
-    return run(
-        FedBiO(), dataclasses.replace(built.problem, y0=y0), built.clients, num_iterations=1, engine="distributed"
+    return solve(
+        dataclasses.replace(built.problem, y0=y0),
+        built.clients,
+        FedBiO(),
+        residuals=False,
+        num_iterations=1,
+        engine="distributed",
     )
 
 
 def bad_data_of_the_last_client() -> Any:
     built = quadratic()
     spoilt = {**built.clients[-1], "train": {name: value[:0] for name, value in built.clients[-1]["train"].items()}}
-    return run(FedBiO(), built.problem, [*built.clients[:-1], spoilt], num_iterations=1, engine="distributed")
+    return solve(
+        built.problem, [*built.clients[:-1], spoilt], FedBiO(), residuals=False, num_iterations=1, engine="distributed"
+    )
 
 
 def failures(folder: Path, size: int) -> dict[str, Any]:
@@ -236,15 +250,28 @@ def failures(folder: Path, size: int) -> dict[str, Any]:
         "callback": spoilt("", callbacks=[lambda now: now.iteration == 3], record=folder / "callback", **there),
         "callback_bug": spoilt("", callbacks=[lambda now: {}["no"]], **there),
         "unwritable": spoilt("", record=folder / "file" / "under", **there),
-        "few": failing(lambda: run(FedBiO(), *Quadratic(num_clients=size - 1).build(), num_iterations=1, **there))
+        "few": failing(
+            lambda: solve(
+                *Quadratic(num_clients=size - 1).build(), FedBiO(), residuals=False, num_iterations=1, **there
+            )
+        )
         if size > 1
         else None,
         "robust": failing(
-            lambda: run(HGP(lower_solver="mix", lr_system=0.05), *quadratic(), num_iterations=1, **robust, **there)
+            lambda: solve(
+                *quadratic(),
+                HGP(lower_solver="mix", lr_system=0.05),
+                residuals=False,
+                num_iterations=1,
+                **robust,
+                **there,
+            )
         ),
         "elsewhere": failing(one_rank_starts_elsewhere),
         "data": failing(bad_data_of_the_last_client),
-        "timeout": failing(lambda: run(FedBiO(), *quadratic(), num_iterations=1, timeout=0, **there)),
+        "timeout": failing(
+            lambda: solve(*quadratic(), FedBiO(), residuals=False, num_iterations=1, timeout=0, **there)
+        ),
     }
 
 
@@ -305,7 +332,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "run": [
             "run",
             *fedbio,
-            "--iterations",
+            "--num-iterations",
             "2",
             "--engine",
             "distributed",
@@ -317,7 +344,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "resume": [
             "resume",
             str(folder / "command" if os.environ["RANK"] == "0" else folder / "nowhere"),
-            "--iterations",
+            "--num-iterations",
             "3",
         ],
         "misspelt": ["run", "quadratik", "-a", "fedbio"],
@@ -367,9 +394,10 @@ def frozen(folder: Path) -> list[Any]:
     found = []
     for _ in range(2):
         try:
-            run(
-                Spoilt(how="freeze"),
+            solve(
                 *quadratic(),
+                Spoilt(how="freeze"),
+                residuals=False,
                 num_iterations=4,
                 checkpoint_every=1,
                 record=folder / "run",

@@ -17,7 +17,7 @@ from fedbilevel.federation.network import Network
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.report import tables
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES
-from fedbilevel.runs.runfile import read_recipe
+from fedbilevel.runs.runfile import read_run_file
 from fedbilevel.settings import Settings, kinds
 
 
@@ -121,12 +121,12 @@ class TaskCommand(click.Command):
         known = discovery.tasks()
         names = [arg for i, arg in enumerate(args) if not arg.startswith("-") and (i == 0 or arg in known)]
         file = value_of("--config", args) if self.name == "run" else None
-        ctx.meta["recipe"] = recipe = read_recipe(Path(file)) if file is not None else None
-        named = names[0] if names else recipe.task if recipe is not None else None
+        ctx.meta["run_file"] = content = read_run_file(Path(file)) if file is not None else None
+        named = names[0] if names else content.task if content is not None else None
         if named is not None:
             task, found = discovery.task(named), algorithm_named(args)
-            if found is None and recipe is not None and recipe.algorithm is not None:
-                found = discovery.algorithm(recipe.algorithm)
+            if found is None and content is not None and content.algorithm is not None:
+                found = discovery.algorithm(content.algorithm)
             theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
             if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # check has networks of its own
                 theirs += [
@@ -152,7 +152,7 @@ class TaskCommand(click.Command):
 
 
 RUN_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--iterations", type=int, default=None, help="outer iterations (default: what the task suggests)"),
+    click.option("--num-iterations", type=int, default=None, help="outer iterations (default: what the task suggests)"),
     click.option(
         "--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="seed of everything the run draws"
     ),
@@ -214,6 +214,13 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),
     click.option(
+        "--measure-growth",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="let that distance grow to this share of the iterations done",
+    ),
+    click.option(
         "--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"
     ),
     click.option(
@@ -237,11 +244,11 @@ def with_looks(command: Callable[..., Any]) -> Callable[..., Any]:
         "--residuals/--no-residuals",
         default=True,
         show_default=True,
-        help="measure also how far y and u are from solving their parts",
+        help="also measure how far y and u are from solving their equations",
     )
     long = click.option(
         "--stationarity/--no-stationarity",
         default=False,
-        help="measure also how long the hypergradient is, for any algorithm; takes time",
+        help="also measure the norm of the hypergradient (slow)",
     )
     return exact(long(command))

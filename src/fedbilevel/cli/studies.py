@@ -73,7 +73,7 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
     show_default=True,
     help="each with its own run seed and data seed, the same for all algorithms",
 )
-@click.option("--max-rounds", type=int, default=None, help="stop every run at so many communication rounds")
+@click.option("--num-rounds", type=int, default=None, help="end every run at this number of communication rounds")
 @click.option(
     "--set",
     "changes",
@@ -88,7 +88,7 @@ def compare_command(
     algorithms: str,
     target: str | None,
     repetitions: int,
-    max_rounds: int | None,
+    num_rounds: int | None,
     changes: tuple[str, ...],
     **values: Any,
 ) -> None:
@@ -106,7 +106,8 @@ def compare_command(
     }
     settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
     iterations = {
-        name: values["iterations"] if values["iterations"] is not None else kind.iterations(name) for name in names
+        name: values["num_iterations"] if values["num_iterations"] is not None else kind.iterations(name)
+        for name in names
     }
     every = (
         values["measure_every"]
@@ -129,7 +130,7 @@ def compare_command(
                 num_iterations=iterations,
                 target=goal,
                 repetitions=repetitions,
-                max_rounds=max_rounds,
+                num_rounds=num_rounds,
                 record=folder,
                 progress=show,
                 measure_every=every,

@@ -33,25 +33,9 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.peers.engine import OnCrash
 from fedbilevel.runs.options import keywords
-from fedbilevel.runs.runfile import check_options, check_seconds, parts_of, read_toml, without_name
+from fedbilevel.runs.runfile import check_options, check_seconds, parts_of, read_toml, used, without_name
 from fedbilevel.settings import made
 from fedbilevel.tasks.task import Task
-
-_KINDS = {
-    "name": "text",
-    "num_iterations": "whole",
-    "measure_every": "maybe",
-    "num_classes": "maybe",
-    "quorum": "maybe",
-    "suspect": "number",
-    "join_deadline": "number",
-    "on_change": "text",
-    "on_crash": "text",
-    "task": "table",
-    "algorithm": "table",
-    "options": "table",
-}
-_NOT_HERE = ("device", "chunk_size", "fraction", "replacement", "redraw")
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,7 @@ class PeerPlan:
 
 def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
     """Checked, with what is left out filled in."""
-    parts = parts_of(content, _KINDS, _NOT_HERE)
+    parts = parts_of(content, "peers")
     given = {name: value for name in ("on_change", "on_crash") if (value := content.get(name)) is not None}
     seconds: dict[str, Any] = {
         name: float(value) for name in ("suspect", "join_deadline") if (value := content.get(name)) is not None
@@ -103,7 +87,7 @@ def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
 
 
 def read_plan(path: Path, num_peers: int) -> PeerPlan:
-    return plan_of(read_toml(path), num_peers)
+    return plan_of(used(read_toml(path), "peers", str(path)), num_peers)
 
 
 def _check(plan: PeerPlan, num_peers: int) -> None:

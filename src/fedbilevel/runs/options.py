@@ -77,7 +77,7 @@ def batch_size(size: int | Literal["all"] | Mapping[str, Any] | None) -> BatchSi
     return None if size == "all" else size
 
 
-def torch_device(name: str) -> torch.device:
+def torch_device(name: torch.device | str) -> torch.device:
     try:
         found = torch.device(name)
     except (RuntimeError, TypeError) as error:

@@ -142,7 +142,7 @@ class Record:
             ) from error
         write_whole(self.path / "findings.json", f"{text}\n".encode())
 
-    def write_recipe(self, text: str) -> None:
+    def write_run_file(self, text: str) -> None:
         write_whole(self.path / "run.toml", text.encode())
 
     def read_config(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class Record:
                 f"{self.metrics} cannot be read ({error.strerror}): restore it from a copy or remove it."
             ) from error
 
-    def go_on_from(self, iteration: int) -> list[dict[str, Any]]:
+    def cut_after(self, iteration: int) -> list[dict[str, Any]]:
         """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
         rows = [row for row in self.rows() if row["iteration"] <= iteration]
         if not rows and iteration > 0:

@@ -1,17 +1,25 @@
-"""A whole run as a file, for `fedbilevel run --config FILE`; every run from the command line writes its own into its record, as run.toml.
+"""A run as a TOML file: in one process, between sites, between peers, or as a row of an experiment.
 
-iterations = 400             # outer iterations; nothing: what the task suggests
-rounds = 500                 # ends the run at so many communication rounds; nothing: no such end
-measure_every = 20           # outer iterations between measurements; nothing: about twenty in the run
-checkpoint_every = 10
-log = ["tensorboard"]        # logs besides the record
-residuals = true             # measure also how far y and u are from solving their parts
-stationarity = false         # measure also how long the hypergradient is, which takes long
-[task]                       # name and settings; what is left out has its default
-[algorithm]                  # name and settings; what is left out is what the task suggests, or its default
-[options]                    # seed, fraction, replacement, redraw, schedule_power, schedule_offset, batch_size, sampling, dtype, device, strategy, chunk_size
-[options.network]            # between peers: who sends to whom
-[options.averaging]          # and how averages are made
+All of them use the same keys with the same meanings. A file may be used anywhere: keys that have no
+meaning there are ignored with a warning, and unknown keys are refused. Every run from the command line
+writes its own file into its record, as run.toml.
+
+    name = "cleaning"            # name of the run and of its folders (sites, peers)
+    num_iterations = 400         # outer iterations; omit it for what the task suggests
+    num_rounds = 500             # end at this number of communication rounds (not between peers)
+    measure_every = 20           # outer iterations between measurements; omit it for about twenty
+    measure_growth = 0.05        # let that distance grow to this share of the iterations done
+    checkpoint_every = 10
+    log = ["tensorboard"]        # logs besides the record
+    residuals = true             # also measure how far y and u are from solving their equations
+    stationarity = false         # also measure the norm of the hypergradient (slow)
+    [task]                       # name and settings; omitted settings have their defaults
+    [algorithm]                  # name and settings; omitted settings are those that the task suggests
+    [options]                    # seed, fraction, batch_size, dtype, ...: see runs/options.py
+    [options.network]            # links between peers
+    [options.averaging]          # averages between peers
+
+Keys of sites are described in sites/plan.py, keys of peers in peers/plan.py.
 """
 
 from __future__ import annotations
@@ -19,15 +27,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import tomlkit
 
 from fedbilevel import discovery
-from fedbilevel.errors import PlanError, UnknownNameError
+from fedbilevel.errors import IgnoredWarning, PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
 from fedbilevel.federation.clients import Sampling
 from fedbilevel.oracle.oracle import Strategy
@@ -35,20 +44,57 @@ from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, keywords
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
-PLAN = {
-    "iterations": "count",
-    "rounds": "maybe",
-    "measure_every": "maybe",
-    "checkpoint_every": "whole",
-    "residuals": "flag",
-    "stationarity": "flag",
+Place = Literal["process", "sites", "peers"]
+_EVERYWHERE: tuple[Place, ...] = get_args(Place)
+_CALLED = {"process": "a run in one process", "sites": "a run between sites", "peers": "a run between peers"}
+
+
+class Key(NamedTuple):
+    """kind: of the value, see settings.PLAIN. places: where the key has a meaning."""
+
+    kind: str
+    places: tuple[Place, ...]
+
+
+KEYS: dict[str, Key] = {
+    "name": Key("text", ("sites", "peers")),
+    "num_iterations": Key("count", _EVERYWHERE),
+    "num_rounds": Key("maybe", ("process", "sites")),
+    "measure_every": Key("maybe", _EVERYWHERE),
+    "measure_growth": Key("number", ("process",)),
+    "checkpoint_every": Key("whole", ("process",)),
+    "residuals": Key("flag", ("process",)),
+    "stationarity": Key("flag", ("process",)),
+    "log": Key("names", ("process",)),
+    "num_classes": Key("maybe", ("sites", "peers")),
+    "quorum": Key("maybe", ("sites", "peers")),
+    "join_deadline": Key("number", ("sites", "peers")),
+    "sites": Key("names", ("sites",)),
+    "clients": Key("table", ("sites",)),
+    "deadline": Key("number", ("sites",)),
+    "patience": Key("number", ("sites",)),
+    "approval_wait": Key("number", ("sites",)),
+    "max_weight": Key("maybe", ("sites",)),
+    "exclude_outliers": Key("flag", ("sites",)),
+    "suspect": Key("number", ("peers",)),
+    "on_change": Key("text", ("peers",)),
+    "on_crash": Key("text", ("peers",)),
+    "task": Key("table", _EVERYWHERE),
+    "algorithm": Key("table", _EVERYWHERE),
+    "options": Key("table", _EVERYWHERE),
 }
-_KINDS = {**PLAN, "log": "names", "task": "table", "algorithm": "table", "options": "table"}
+LENGTH = ("num_iterations", "num_rounds", "measure_every", "measure_growth", "checkpoint_every")
+PLAN = (*LENGTH, "residuals", "stationarity")  # keys that `solve` takes under the same names
+_OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses where and how it computes
+    "process": (),
+    "sites": ("device", "chunk_size", *BETWEEN_PEERS),
+    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw"),
+}
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a file says, and nothing of what it leaves out. task, algorithm: names, and their settings."""
+class RunFile:
+    """The content of a file, without defaults. task, algorithm: their names; their settings are apart."""
 
     task: str | None = None
     algorithm: str | None = None
@@ -59,31 +105,64 @@ class Recipe:
     log: tuple[str, ...] = ()
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Every name and every value in it is checked here, so that flags can take its place one by one."""
-    content = read_toml(path)
-    where = f"of {path}"
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not readable as TOML ({error}): fix it there.") from error
+
+
+def check_keys(content: Any, where: str) -> None:
+    """Refuse unknown keys, values of another kind, and tables without a name."""
+    if not isinstance(content, Mapping):
+        raise PlanError(f"{where} is not a table, expected name, task and algorithm.")
     for name, value in content.items():
-        if name not in _KINDS:
-            raise UnknownNameError(f"entry of a run in {path}", name, _KINDS)
-        check_plain(f"{name} {where}", value, _KINDS[name], PlanError)
+        if name not in KEYS:
+            raise UnknownNameError(f"key in {where}", name, KEYS)
+        if value is not None:
+            check_plain(f"{name} of {where}", value, KEYS[name].kind, PlanError)
     for part in ("task", "algorithm"):
-        if part in content and not isinstance(content[part].get("name"), str):
-            raise PlanError(f'the table {part} {where} does not say which one: add name = "..." to it.')
+        if content.get(part) is not None and not isinstance(content[part].get("name"), str):
+            raise PlanError(f'the table {part} of {where} has no name: add name = "..." to it.')
+
+
+def used(content: Mapping[str, Any], place: Place, where: str) -> dict[str, Any]:
+    """Drop the entries that have no meaning at `place`, with a warning."""
+    check_keys(content, where)
+    kept = {name: value for name, value in content.items() if place in KEYS[name].places}
+    dropped = [name for name in content if name not in kept]
+    options = content.get("options")
+    if options:
+        kept["options"] = {name: value for name, value in options.items() if name not in _OPTIONS_UNUSED[place]}
+        dropped += [f"options.{name}" for name in options if name not in kept["options"]]
+    if place != "process" and (content.get("task") or {}).get("data_dir"):  # "" says that a task needs no folder
+        kept["task"] = {name: value for name, value in content["task"].items() if name != "data_dir"}
+        dropped.append("task.data_dir")
+    if dropped:
+        warnings.warn(f"{_CALLED[place]} does not use {', '.join(dropped)} of {where}", IgnoredWarning, stacklevel=3)
+    return kept
+
+
+def read_run_file(path: Path) -> RunFile:
+    """Read the file of a run in one process. All names and values are checked, before flags replace any."""
+    where = str(path)
+    content = used(read_toml(path), "process", where)
     task = _task(content["task"]["name"]) if "task" in content else None
-    own = {part: without_name(content.get(part, {})) for part in ("task", "algorithm")}
-    if task is not None:
-        made(task, own["task"])
     algorithm = discovery.algorithm(content["algorithm"]["name"]) if "algorithm" in content else None
-    if algorithm is not None:
-        made(algorithm, own["algorithm"])
+    own = {part: without_name(content.get(part, {})) for part in ("task", "algorithm")}
+    for part, kind in (("task", task), ("algorithm", algorithm)):
+        if kind is not None:
+            made(kind, own[part])
     options = content.get("options", {})
     check_options(keywords(options))
     if algorithm is not None and not issubclass(algorithm, PeerAlgorithm):
         for name in BETWEEN_PEERS:
             if name in options:
                 raise PlanError(
-                    f"options.{name} {where} is for algorithms between peers, and {algorithm.name()} has a server: leave it out."
+                    f"options.{name} in {where} is for algorithms between peers, and {algorithm.name()} has a server: "
+                    "leave it out."
                 )
     tuples = {
         f"{part}_settings": {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -91,7 +170,7 @@ def read_recipe(path: Path) -> Recipe:
     }
     names = [None if kind is None else kind.name() for kind in (task, algorithm)]
     plan = {name: content[name] for name in PLAN if name in content}
-    return Recipe(names[0], names[1], **tuples, plan=plan, options=options, log=tuple(content.get("log", ())))
+    return RunFile(names[0], names[1], **tuples, plan=plan, options=options, log=tuple(content.get("log", ())))
 
 
 def _task(name: str) -> type[Task]:
@@ -100,34 +179,41 @@ def _task(name: str) -> type[Task]:
     except UnknownNameError:
         if Path(f"{name}.py").is_file():
             raise PlanError(
-                f"the task {name} is not installed, but {name}.py is here: run pip install -e . in the folder of its project."
+                f"the task {name} is not installed, but {name}.py is here: run pip install -e . in the folder "
+                "of its project."
             ) from None
         raise
 
 
 def written(
-    task: Task, algorithm: Algorithm, plan: Mapping[str, Any], options: Mapping[str, Any], log: Sequence[str] = ()
+    task: Task,
+    algorithm: Algorithm,
+    plan: Mapping[str, Any],
+    options: Mapping[str, Any],
+    log: Sequence[str] = (),
+    name: str | None = None,
 ) -> str:
-    """The file of a run with these settings: all of them, so that it means the same when defaults and suggestions change. TOML has no word for nothing."""
+    """Write the file of a run with all its settings, so that it keeps its meaning when defaults change."""
     document = tomlkit.document()
     document.add(
-        tomlkit.comment(
-            "fedbilevel run --config THIS_FILE does this run again; flags take the place of what is written here."
-        )
+        tomlkit.comment("fedbilevel run --config THIS_FILE repeats this run; flags replace what is written here.")
     )
-    for name in PLAN:
-        if plan.get(name) is not None:
-            document.add(name, tomlkit.item(plan[name]))
+    if name is not None:
+        document.add("name", tomlkit.item(name))
+    for key in PLAN:
+        if plan.get(key) is not None:
+            document.add(key, tomlkit.item(plan[key]))
     if log:
         document.add("log", tomlkit.item(list(log)))
     for part, owner in (("task", task), ("algorithm", algorithm)):
         document.add(part, tomlkit.item({"name": owner.name(), **_given(owner.asdict())}))
-    among = {name: value for name, value in options.items() if name in DEFAULTS or name in BETWEEN_PEERS}
+    among = {key: value for key, value in options.items() if key in DEFAULTS or key in BETWEEN_PEERS}
     document.add("options", tomlkit.item(_given(among)))
     return tomlkit.dumps(document)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out None, which TOML lacks."""
     plain = {
         name: list(value) if isinstance(value, tuple) else _given(value) if isinstance(value, Mapping) else value
         for name, value in values.items()
@@ -135,65 +221,54 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value is not None}
 
 
-# ---- what the files of runs in one process, between sites and between peers have in common ---------------------------
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # becomes that of a folder
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # becomes the name of a folder
 
 
-def parts_of(content: Mapping[str, Any], kinds: Mapping[str, str], own: Sequence[str]) -> dict[str, Any]:
-    """What a plan says that has nothing to do with who takes part: name, task, algorithm with what the task suggests for it, options and so on. `kinds`: of
-    its entries. `own`: options that are each participant's own affair, or mean nothing here."""
-    if not isinstance(content, Mapping):
-        raise PlanError("this plan is none, expected a table with name, task and algorithm.")
-    for name, value in content.items():
-        if name not in kinds:
-            raise UnknownNameError("entry of a plan", name, kinds)
-        if value is not None:
-            check_plain(f"{name} of the plan", value, kinds[name], PlanError)
-    for name in ("name", "task", "algorithm"):
+def parts_of(content: Any, place: Place) -> dict[str, Any]:
+    """Check what a run between sites or peers shares with any other run, and fill in what is omitted.
+
+    Entries that have no meaning at `place` are refused here; `used` removes them from a file.
+    """
+    check_keys(content, "the plan")
+    for name in content:
+        if place not in KEYS[name].places:
+            raise PlanError(f"the plan sets {name}, which {_CALLED[place]} does not use: leave it out.")
+    for name in ("task", "algorithm"):
         if content.get(name) is None:
             raise PlanError(f"the plan has no {name}: give one.")
-    for part in ("task", "algorithm"):
-        if not isinstance(content[part].get("name"), str):
-            raise PlanError(f'the table {part} of the plan does not say which one: add name = "..." to it.')
-    if not NAME.fullmatch(content["name"]):
-        raise PlanError(
-            f"the name of the run is {content['name']!r}, expected letters, digits, '_' and '-', as it becomes that of a folder."
-        )
     task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(content["algorithm"]["name"])
-    known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
-    suggested = {name: value for name, value in task.suggestions(algorithm.name()).items() if name in known_settings}
-    options = dict(content.get("options") or {})
-    for name in own:
-        if name in options:
-            raise PlanError(
-                f"the plan sets {name}, which is each participant's own affair or means nothing here: leave it out."
-            )
-    if content["task"].get("data_dir"):  # some tasks say "" for nowhere
+    name = content.get("name") or f"{task.name()}-{algorithm.name()}"
+    if not NAME.fullmatch(name):
         raise PlanError(
-            "the plan sets data_dir, but where data lie is each participant's own affair and does not travel: leave it out."
+            f"the name of the run is {name!r}, expected letters, digits, '_' and '-', because it becomes the name "
+            "of a folder."
         )
+    known_settings = {spec.name for spec in dataclasses.fields(algorithm)}
+    suggested = {key: value for key, value in task.suggestions(algorithm.name()).items() if key in known_settings}
+    options = dict(content.get("options") or {})
+    for key in _OPTIONS_UNUSED[place]:
+        if key in options:
+            raise PlanError(f"the plan sets {key}, which is each participant's own choice: leave it out.")
+    if content["task"].get("data_dir"):  # "" says that a task needs no folder
+        raise PlanError("the plan sets data_dir, but each participant chooses where its data are: leave it out.")
+    settings = made(algorithm, {**suggested, **without_name(content["algorithm"])})
     return {
-        "name": content["name"],
-        "num_iterations": content.get("num_iterations") or task.iterations(algorithm.name()),
+        "name": name,
+        "num_iterations": _iterations(content, task, algorithm),
         "task": {"name": task.name(), **_plain(made(task, without_name(content["task"])).asdict())},
-        "algorithm": {
-            "name": algorithm.name(),
-            **_plain(made(algorithm, {**suggested, **without_name(content["algorithm"])}).asdict()),
-        },
+        "algorithm": {"name": algorithm.name(), **_plain(settings.asdict())},
         "options": options,
         "measure_every": content.get("measure_every"),
         "num_classes": content.get("num_classes"),
     }
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}): give the TOML file of a run.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not readable as TOML ({error}): mend it there.") from error
+def _iterations(content: Mapping[str, Any], task: type[Task], algorithm: type[Algorithm]) -> int:
+    """An outer iteration needs at least one round, so the number of rounds bounds the iterations."""
+    if content.get("num_iterations") is not None:
+        check_plain("num_iterations of the plan", content["num_iterations"], "whole", PlanError)
+    rounds = content.get("num_rounds")
+    return content.get("num_iterations") or rounds or task.iterations(algorithm.name())
 
 
 def check_seconds(plan: Any, names: Sequence[str]) -> None:
@@ -203,7 +278,7 @@ def check_seconds(plan: Any, names: Sequence[str]) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """As `run` takes them."""
+    """Check options as `solve` takes them."""
     options["cohort"].checked()
     options["schedule"].checked()
     for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):

@@ -133,14 +133,14 @@ def slow_enough(step: float, found: Curvature, problem: Problem, clients: Sequen
     return 0.5 * step * found.smallest / upper_curvature(problem, clients)
 
 
-def suggest(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
+def suggest_steps(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
     """Step sizes for single-loop methods: lower and system steps 0.8 / L, the upper step at the edge of the two-timescale check.
 
     0.8 / L is longer than the papers' theory allows (1/(2L), 1/(6L)); it is what heterogeneous quadratics bear.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
-    >>> steps = fb.suggest(*Quadratic().build())
+    >>> steps = fb.suggest_steps(*Quadratic().build())
     >>> {name: f"{step:.2g}" for name, step in steps.items()}
     {'lr_lower': '0.18', 'lr_system': '0.18', 'lr_upper': '0.043'}
     """
@@ -156,7 +156,7 @@ def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[H
     >>> from fedbilevel.algorithms.fedbio import FedBiO
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> problem, clients = Quadratic().build()
-    >>> fb.check_timescales(FedBiO(**fb.suggest(problem, clients)), problem, clients) is None
+    >>> fb.check_timescales(FedBiO(**fb.suggest_steps(problem, clients)), problem, clients) is None
     True
     """
     lower = [getattr(algorithm, name) for name in ("lr_lower", "lr_system") if hasattr(algorithm, name)]

@@ -4,6 +4,7 @@ begins. It holds no paths and no code.
     name = "cleaning"           # also that of its folder at the server and at every site
     sites = ["north", "south"]  # omitted: all of the federation
     num_iterations = 50         # omitted: the task's suggestion
+    num_rounds = 100            # end at this number of communication rounds; omitted: no such end
     measure_every = 5           # outer iterations between measurements
     quorum = 2                  # sites that must answer, or the outer iteration is repeated;
                                 # omitted: more than half
@@ -36,31 +37,12 @@ from typing import Any
 from fedbilevel import discovery
 from fedbilevel.errors import PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import ServerAlgorithm
-from fedbilevel.runs.options import BETWEEN_PEERS, keywords
-from fedbilevel.runs.runfile import NAME, check_options, check_seconds, parts_of, read_toml, without_name
+from fedbilevel.runs.options import keywords
+from fedbilevel.runs.runfile import NAME, check_options, check_seconds, parts_of, read_toml, used, without_name
 from fedbilevel.settings import check_plain, made
 from fedbilevel.tasks.task import Task
 
-_KINDS = {
-    "name": "text",
-    "sites": "names",
-    "num_iterations": "whole",
-    "measure_every": "maybe",
-    "quorum": "maybe",
-    "deadline": "number",
-    "join_deadline": "number",
-    "patience": "number",
-    "num_classes": "maybe",
-    "task": "table",
-    "algorithm": "table",
-    "options": "table",
-    "max_weight": "maybe",
-    "exclude_outliers": "flag",
-    "approval_wait": "number",
-    "clients": "table",
-}
 SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
-_NOT_AT_SITES = ("device", "chunk_size", *BETWEEN_PEERS)  # every site chooses these itself
 
 
 @dataclass(frozen=True)
@@ -74,6 +56,7 @@ class SitePlan:
     algorithm: dict[str, Any]
     options: dict[str, Any]
     measure_every: int | None = None
+    num_rounds: int | None = None
     quorum: int = 1
     deadline: float = 60.0
     join_deadline: float = 300.0
@@ -121,11 +104,15 @@ def plan_digest(plan: Mapping[str, Any]) -> str:
 def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> SitePlan:
     """A checked plan from a file or a message, with defaults filled in. known: the sites of the
     federation."""
-    parts = parts_of(content, _KINDS, _NOT_AT_SITES)
+    parts = parts_of(content, "sites")
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
     quorum = content.get("quorum")
-    more = {name: content[name] for name in ("max_weight", "exclude_outliers") if content.get(name) is not None}
+    more = {
+        name: content[name]
+        for name in ("num_rounds", "max_weight", "exclude_outliers")
+        if content.get(name) is not None
+    }
     clients = _clients(content.get("clients") or {}, sites)
     plan = SitePlan(
         **parts,
@@ -148,7 +135,7 @@ def _clients(given: Mapping[str, Any], sites: Sequence[str]) -> dict[str, int]:
 
 
 def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
-    return plan_of(read_toml(path), known)
+    return plan_of(used(read_toml(path), "sites", str(path)), known)
 
 
 def _check(plan: SitePlan, known: Sequence[str] | None) -> None:

@@ -64,6 +64,7 @@ def _attempt(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Rec
         fed,
         engine="federation",
         num_iterations=plan.num_iterations,
+        num_rounds=plan.num_rounds,
         measure_every=plan.measure_every,
         schedule=plan.keywords()["schedule"],
         record=record,

@@ -1,8 +1,9 @@
-"""Several algorithms on the same data with the same seeds: what each needs to reach a target, and where it ends."""
+"""Compare algorithms on the same data with the same seeds: the cost of reaching a target, and the final figures."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -10,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedbilevel import discovery
 from fedbilevel.columns import falls, figures_of, metric_and_value
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import AnyNetwork
-from fedbilevel.runs.loop import run
 from fedbilevel.runs.record import finite, make_folder, write_whole
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.resume import versions
+from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Built, Task
 
 COSTS = ("rounds", "megabytes", "gradients", "products", "seconds")
 
@@ -104,13 +106,13 @@ class Comparison:
 
 def compare(
     task: Task,
-    algorithms: Mapping[str, Algorithm],
+    algorithms: Mapping[str, Algorithm] | Sequence[str],
     *,
-    num_iterations: int | Mapping[str, int],
+    num_iterations: int | Mapping[str, int] | None = None,
+    num_rounds: int | None = None,
     target: Target | str | None = None,
     repetitions: int = 3,
     seed: int = 0,
-    max_rounds: int | None = None,
     record: Path | str | None = None,
     progress: Callable[[str, int, Progress], None] | None = None,
     cohort: Cohort = Cohort(),
@@ -118,19 +120,30 @@ def compare(
     averaging: Averaging | None = None,
     **options: Any,
 ) -> Comparison:
-    """Repetition r uses run seed `seed + r` and, where the task has one, data seed `data_seed + r`, the same for every algorithm.
+    """Run several algorithms on the same data with the same seeds.
 
-    num_iterations: outer iterations of every algorithm by name, or one number for all. target: e.g. "test_accuracy=0.94".
-    cohort is for the algorithms with a server, network and averaging for those between peers.
-    max_rounds ends every run at the first outer iteration that reaches so many communication rounds. options go to `run`.
-    The record is written after every run. A run that diverges is recorded as such and has not reached the target.
+    algorithms: names, with the settings that the task suggests; or algorithms with their settings by name.
+    num_iterations: outer iterations, one number for all or one per name. None: what the task suggests.
+    num_rounds: end every run at the first outer iteration that reaches this number of rounds.
+    target: a figure to reach, e.g. "test_accuracy=0.94".
+    repetitions: repetition r uses the run seed `seed + r` and the data seed `data_seed + r` of the task.
+    record: a folder; comparison.json in it is written after every run.
+    cohort: for algorithms with a server. network, averaging: for algorithms between peers.
+    options: further keywords of `solve`.
+
+    A run that diverges is recorded as diverged and has not reached the target.
+
+    >>> import fedbilevel as fb
+    >>> task = fb.tasks.Quadratic(num_clients=3)
+    >>> found = fb.compare(task, ["fedbio", "fedavg"], num_rounds=5, repetitions=2)
+    >>> [(one.name, one.num_runs, one.total["rounds"].mean) for one in found.outcomes]
+    [('fedbio', 2, 5.0), ('fedavg', 2, 5.0)]
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Quadratic(num_clients=5).")
-    _check_algorithms(algorithms)
+    algorithms = _algorithms(algorithms, task)
     repetitions, seed = whole_number("repetitions", repetitions, 1), whole_number("seed", seed)
-    max_rounds = whole_number("max_rounds", max_rounds, 1) if max_rounds is not None else None
-    iterations = _iterations(num_iterations, algorithms)
+    iterations = _iterations(num_iterations, algorithms, task, num_rounds)
     target = Target.parse(target) if isinstance(target, str) else target
     if not isinstance(target, Target | None):
         raise SettingError(f"target is {target!r:.80}, expected METRIC=VALUE, e.g. 'test_accuracy=0.94', or a Target.")
@@ -138,84 +151,112 @@ def compare(
         raise SettingError(
             f"progress is {progress!r:.80}, expected a function of (name, repetition, Progress), or None."
         )
-    if record is not None:
-        if not isinstance(record, str | Path) or not str(record):
-            raise SettingError(f"record is {record!r:.80}, expected the name of a folder, or None.")
-        record = Path(record)
-        if (record / "comparison.json").exists():
-            raise CheckpointError(f"{record} already holds a comparison: name another folder.")
-        make_folder(record)
-    runs: list[dict[str, Any]] = []
     shown = {"cohort": cohort, "network": network, "averaging": averaging, **options}
     about = {
         "task_settings": task.asdict(),
         "seed": seed,
         "repetitions": repetitions,
         "num_iterations": iterations,
-        "max_rounds": max_rounds,
+        "num_rounds": num_rounds,
         "options": {name: str(value) for name, value in shown.items()},
         "versions": versions(),
     }
+    book = _Book(_folder(record), task, target, list(algorithms), about)
     for r in range(repetitions):
         built = task.repeated(r).build()
         for name, algorithm in algorithms.items():
-            rows: list[Mapping[str, Any]] = []
-            diverged = None
+            peers = isinstance(algorithm, PeerAlgorithm)
+            where = {"network": network, "averaging": averaging} if peers else {"cohort": cohort}
+            given = {"num_iterations": iterations[name], "num_rounds": num_rounds, "seed": seed + r, **where, **options}
+            tell = None if progress is None else functools.partial(progress, name, r)
+            rows, diverged = _one(built, algorithm, target, tell, given)
+            book.add(name, r, algorithm, rows, diverged)
+    return book.comparison()
 
-            def watch(now: Progress, name: str = name, r: int = r, rows: list[Mapping[str, Any]] = rows) -> bool:
-                if now.row is not None:
-                    rows.append(now.row)
-                if target is not None and now.row is not None:
-                    target.check(now.row)
-                if progress is not None:
-                    progress(name, r, now)
-                return max_rounds is not None and now.rounds >= max_rounds
 
-            try:
-                where = (
-                    {"network": network, "averaging": averaging}
-                    if isinstance(algorithm, PeerAlgorithm)
-                    else {"cohort": cohort}
-                )
-                plan: dict[str, Any] = {
-                    "num_iterations": iterations[name],
-                    "seed": seed + r,
-                    "callbacks": [watch],
-                    **where,
-                    **options,
-                }
-                result = run(algorithm, built.problem, built.clients, **plan)
-                if result.stopped == "interrupted":
-                    raise KeyboardInterrupt  # a run cut short is not a result; those before it are on disk
-                rows[:] = result.rows
-            except NonFiniteError as error:
-                diverged = str(error)
-            runs.append(
-                {"algorithm": name, "repetition": r, "settings": algorithm.asdict(), "rows": rows, "diverged": diverged}
-            )
-            done = Comparison(
-                task.name(),
-                target,
-                [_outcome(name, runs, target) for name in algorithms if any(one["algorithm"] == name for one in runs)],
-                runs,
-            )
-            if record is not None:
-                content = {
-                    **about,
-                    **dataclasses.asdict(done),
-                    "target": target._asdict() if target is not None else None,
-                }
-                write_whole(
-                    record / "comparison.json", (json.dumps(finite(content), indent=1, allow_nan=False) + "\n").encode()
-                )
-    return done
+def _one(
+    built: Built,
+    algorithm: Algorithm,
+    target: Target | None,
+    tell: Callable[[Progress], None] | None,
+    options: Mapping[str, Any],
+) -> tuple[list[Mapping[str, Any]], str | None]:
+    """The measurements of one run, and why it diverged, if it did."""
+    rows: list[Mapping[str, Any]] = []
+
+    def watch(now: Progress) -> None:
+        if now.row is not None:
+            rows.append(now.row)
+            if target is not None:
+                target.check(now.row)
+        if tell is not None:
+            tell(now)
+
+    try:
+        result = solve(built.problem, built.clients, algorithm, callbacks=[watch], **options)
+    except NonFiniteError as error:
+        return rows, str(error)
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt  # an incomplete run is not a result; earlier runs are on disk
+    return list(result.rows), None
+
+
+def _folder(record: Path | str | None) -> Path | None:
+    if record is None:
+        return None
+    if not isinstance(record, str | Path) or not str(record):
+        raise SettingError(f"record is {record!r:.80}, expected the name of a folder, or None.")
+    if (Path(record) / "comparison.json").exists():
+        raise CheckpointError(f"{record} already holds a comparison: name another folder.")
+    make_folder(Path(record))
+    return Path(record)
+
+
+@dataclasses.dataclass
+class _Book:
+    """The runs so far, written whole after each of them."""
+
+    folder: Path | None
+    task: Task
+    target: Target | None
+    names: list[str]
+    about: dict[str, Any]
+    runs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def comparison(self) -> Comparison:
+        done = {one["algorithm"] for one in self.runs}
+        outcomes = [_outcome(name, self.runs, self.target) for name in self.names if name in done]
+        return Comparison(self.task.name(), self.target, outcomes, self.runs)
+
+    def add(self, name: str, r: int, algorithm: Algorithm, rows: list[Mapping[str, Any]], diverged: str | None) -> None:
+        self.runs.append(
+            {"algorithm": name, "repetition": r, "settings": algorithm.asdict(), "rows": rows, "diverged": diverged}
+        )
+        if self.folder is not None:
+            target = self.target._asdict() if self.target is not None else None
+            content = {**self.about, **dataclasses.asdict(self.comparison()), "target": target}
+            text = json.dumps(finite(content), indent=1, allow_nan=False) + "\n"
+            write_whole(self.folder / "comparison.json", text.encode())
+
+
+def _algorithms(given: Any, task: Task) -> dict[str, Algorithm]:
+    """Algorithms by name, checked. Names alone get the settings that the task suggests."""
+    if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(name, str) for name in given):
+        kinds = {name: discovery.algorithm(name) for name in given}
+        fields = {name: {spec.name for spec in dataclasses.fields(kind)} for name, kind in kinds.items()}
+        given = {
+            name: kind(**{key: value for key, value in task.suggestions(name).items() if key in fields[name]})
+            for name, kind in kinds.items()
+        }
+    _check_algorithms(given)
+    return dict(given)
 
 
 def _check_algorithms(algorithms: Any) -> None:
     example = "e.g. {'fedbio': FedBiO(lr_upper=0.01)}"
     if not isinstance(algorithms, Mapping) or not all(isinstance(name, str) for name in algorithms):
         raise SettingError(
-            f"algorithms is {algorithms!r:.80}, expected a dict of algorithms with their settings by name, {example}."
+            f"algorithms is {algorithms!r:.80}, expected a list of names, or a dict of algorithms with their settings by name, {example}."
         )
     if not algorithms:
         raise SettingError("there are no algorithms to compare: name at least one.")
@@ -226,16 +267,21 @@ def _check_algorithms(algorithms: Any) -> None:
             )
 
 
-def _iterations(given: Any, names: Mapping[str, Any]) -> dict[str, int]:
-    """By name, whichever way they were given."""
+def _iterations(given: Any, algorithms: Mapping[str, Algorithm], task: Task, rounds: Any) -> dict[str, int]:
+    """Outer iterations by name. An outer iteration needs at least one round, so rounds bound them, too."""
+    if given is None and rounds is not None:
+        given = whole_number("num_rounds", rounds, 1)
+    if given is None:
+        return {name: task.iterations(algorithm.name()) for name, algorithm in algorithms.items()}
     if not isinstance(given, Mapping):
-        return dict.fromkeys(names, whole_number("num_iterations", given, 0, ", or a dict of such by algorithm"))
-    for name in names:
+        return dict.fromkeys(algorithms, whole_number("num_iterations", given, 0, ", or a dict of such by algorithm"))
+    for name in algorithms:
         if name not in given:
             raise SettingError(
-                f"num_iterations says nothing of {name!r}: give one number for all, or one for each of {', '.join(names)}."
+                f"num_iterations has no entry for {name!r}: give one number for all, or one for each of "
+                f"{', '.join(algorithms)}."
             )
-    return {name: whole_number(f"num_iterations of {name!r}", given[name], 0) for name in names}
+    return {name: whole_number(f"num_iterations of {name!r}", given[name], 0) for name in algorithms}
 
 
 def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None) -> Outcome:

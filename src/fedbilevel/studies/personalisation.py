@@ -30,10 +30,10 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.callbacks import EarlyStopping
-from fedbilevel.runs.loop import run
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.resume import versions
+from fedbilevel.runs.solve import solve
 from fedbilevel.settings import Settings, setting
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.task import Built
@@ -254,10 +254,11 @@ def _run(
         every = 1
         where |= {"network": NETWORKS[label[0]], "averaging": Averaging(num_steps=plan.num_pushes, weights="kept")}
     kept = _Best(built.problem, stop)
-    result = run(
-        algorithm,
+    result = solve(
         kept.problem,
         built.clients,
+        algorithm,
+        residuals=False,
         num_iterations=every * plan.num_outer,
         measure_every=every,
         seed=seed,

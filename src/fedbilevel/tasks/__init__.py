@@ -1,1 +1,15 @@
-"""Tasks: a problem with its data, ready to run. One file each, found by discovery."""
+"""Built-in tasks, one module each: `fb.tasks.DataCleaning(noise=0.4).build()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedbilevel.namespaces import class_in, classes_in
+
+
+def __getattr__(name: str) -> Any:
+    return class_in(__name__, __path__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *classes_in(__name__, __path__)})

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from fedbilevel.columns import COLUMNS
-from fedbilevel.runs.loop import run
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
+from fedbilevel.runs.solve import solve
 from fedbilevel.sites import wire
 from fedbilevel.sites.plan import plan_of
 from fedbilevel.sites.serve import serve
@@ -140,9 +140,10 @@ def simulated(plan: Mapping[str, Any], folder: Path, **more: Any) -> tuple[Resul
     """The same plan in the simulator: its result and its last checkpoint."""
     ours = plan_of(plan)
     built = ours.built_task().build()
-    result = run(
-        ours.built_algorithm(),
+    result = solve(
         *built,
+        ours.built_algorithm(),
+        residuals=False,
         num_iterations=ours.num_iterations,
         measure_every=ours.measure_every,
         record=folder,

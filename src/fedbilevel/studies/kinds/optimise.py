@@ -2,9 +2,9 @@
 
 task        {name, settings}; repetition r uses the task's own `repeated(r)`
 algorithm   {name, settings}; what is left out has the algorithm's default, not the task's suggestion
-iterations, max_rounds    whichever comes first ends the run
+num_iterations, num_rounds    the first to be reached ends the run
 target      METRIC=VALUE; stop_at_target ends the run there
-run         options of a run: fraction, batch_size, sampling, ... (runs/options.py)
+options     fraction, batch_size, sampling, ... (runs/options.py)
 measure_every, measure_growth, checkpoint_every
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from fedbilevel.columns import figures_of
 from fedbilevel.errors import ExperimentError, NonFiniteError
-from fedbilevel.runs.loop import run as run_algorithm
 from fedbilevel.runs.options import keywords
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Progress
+from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
 from fedbilevel.studies.compare import Target, costs
 from fedbilevel.studies.outcome import Outcome
@@ -27,11 +27,11 @@ from fedbilevel.studies.outcome import Outcome
 KNOWN = {
     "task": "table",
     "algorithm": "table",
-    "iterations": "whole",
-    "max_rounds": "whole",
+    "num_iterations": "whole",
+    "num_rounds": "whole",
     "target": "text",
     "stop_at_target": "flag",
-    "run": "table",
+    "options": "table",
     "measure_every": "whole",
     "measure_growth": "number",
     "checkpoint_every": "whole",
@@ -42,12 +42,12 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     given.check(row, KNOWN, needs=("task", "algorithm"))
     task, algorithm = given.task(row["task"]), given.algorithm(row["algorithm"])
     target = Target.parse(row["target"]) if "target" in row else None
-    iterations = row.get("iterations", row.get("max_rounds"))  # an outer iteration takes at least one round
+    iterations = row.get("num_iterations", row.get("num_rounds"))  # an outer iteration takes at least one round
     if iterations is None:
-        raise ExperimentError("an optimisation needs iterations or max_rounds, so that it ends.")
-    if "device" in row.get("run", {}):
+        raise ExperimentError("an optimisation needs num_iterations or num_rounds, so that it ends: give one.")
+    if "device" in row.get("options", {}):
         raise ExperimentError("the device is no setting of an experiment: give it to the command, --device cuda.")
-    options = keywords({**row.get("run", {}), "device": device})
+    options = keywords({**row.get("options", {}), "device": device})
     options["seed"] += repetition
     book = Record(folder)
 
@@ -55,7 +55,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         there = (
             row.get("stop_at_target", False) and target is not None and bool(rows) and target.reached(rows) is not None
         )
-        return there or ("max_rounds" in row and rounds >= row["max_rounds"])
+        return there or ("num_rounds" in row and rounds >= row["num_rounds"])
 
     def watch(now: Progress) -> bool:
         rows = (
@@ -72,11 +72,12 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         built = task.repeated(repetition).build()
         plan = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
         try:
-            result = run_algorithm(
-                algorithm,
+            result = solve(
                 built.problem,
                 built.clients,
+                algorithm,
                 num_iterations=iterations,
+                residuals=False,
                 record=folder,
                 resume=book.checkpoint.exists(),
                 callbacks=[watch],

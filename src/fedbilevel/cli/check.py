@@ -1,0 +1,46 @@
+"""`fedbilevel check`: contracts of a task and an algorithm."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from fedbilevel import discovery
+from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
+from fedbilevel.cli import terminal
+from fedbilevel.cli.flags import TaskCommand, chosen
+from fedbilevel.runs.step_sizes import suggest_steps
+
+
+@click.command("check", cls=TaskCommand)
+@click.argument("task")
+@click.option(
+    "--algorithm",
+    "-a",
+    default=None,
+    help="also check the contract of this algorithm, and its estimate of the hypergradient where it has one",
+)
+@click.option(
+    "--steps",
+    is_flag=True,
+    help="also estimate curvatures and say which steps are safe for single-loop methods (slower)",
+)
+def check_command(task: str, algorithm: str | None, steps: bool, **values: Any) -> None:
+    """Compare every way to the hypergradient of a TASK with the exact value and with finite differences, in float64."""
+    kind = discovery.task(task)
+    built = chosen(kind, values, {}).build()
+    reports = [check_problem(built.problem, built.clients, show=False)]
+    estimators: list[Any] = ["cg", "neumann", "fixed_point"]
+    if algorithm is not None:
+        settings = chosen(discovery.algorithm(algorithm), values, kind.suggestions(algorithm))
+        reports.append(check_algorithm(settings, show=False))
+        estimators += [settings] if hasattr(settings, "estimate") else []
+    reports.append(check_hypergradient(built.problem, built.clients, estimators=estimators, show=False))
+    for one in reports:
+        terminal.say(str(one))
+    if steps:
+        found = ", ".join(f"{name} {value:.3g}" for name, value in suggest_steps(built.problem, built.clients).items())
+        terminal.say(f"Safe steps for single-loop methods, from the curvatures at the initial point: {found}.")
+    sys.exit(0 if all(one.ok for one in reports) else 1)

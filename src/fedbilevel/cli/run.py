@@ -1,0 +1,334 @@
+"""`fedbilevel run`, `resume` and `demo`: one run at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from fedbilevel import discovery
+from fedbilevel.cli import terminal
+from fedbilevel.cli.flags import TaskCommand, chosen, fitting, names_of, with_looks, with_run_options
+from fedbilevel.engines import distributed, group_of
+from fedbilevel.engines.ranks import Group
+from fedbilevel.errors import CheckpointError, SettingError
+from fedbilevel.federation.algorithm import PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.network import Network
+from fedbilevel.report import tables
+from fedbilevel.report.page import write_report
+from fedbilevel.runs import logs
+from fedbilevel.runs.options import DEFAULTS, keywords, torch_device
+from fedbilevel.runs.record import Record
+from fedbilevel.runs.result import Result
+from fedbilevel.runs.runfile import PLAN, RunFile, written
+from fedbilevel.runs.solve import solve
+from fedbilevel.runs.step_sizes import check_timescales
+from fedbilevel.tasks.task import Task
+
+ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
+        "--engine",
+        type=click.Choice(["simulation", "distributed"]),
+        default=None,
+        help="all clients in this process, or divided among the processes of torchrun (default: distributed under "
+        "torchrun)",
+    ),
+    click.option(
+        "--timeout",
+        type=float,
+        default=distributed.TIMEOUT,
+        show_default=True,
+        help="seconds after which a silent rank counts as lost",
+    ),
+]
+
+
+def _log_option(help: str) -> Callable[[Any], Any]:
+    return click.option("--log", "log", multiple=True, type=click.Choice(list(logs.LOGS)), help=help)
+
+
+def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(ENGINE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _group(engine: Any, device: str, timeout: float) -> Group:
+    """The processes of this command. Under torchrun all belong to it, or each would write the same record."""
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    if engine == "simulation" and several:
+        raise SettingError(
+            "torchrun started several processes, and the engine 'simulation' needs one: leave out torchrun, "
+            "or use --engine distributed."
+        )
+    return group_of(engine or ("distributed" if several else "simulation"), torch_device(device), timeout)
+
+
+@click.command("run", cls=TaskCommand)
+@click.argument("task", required=False, shell_complete=names_of(discovery.tasks))
+@click.option(
+    "--algorithm",
+    "-a",
+    default=None,
+    help="name of an algorithm (see: fedbilevel list)",
+    shell_complete=names_of(discovery.algorithms),
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="the run as a TOML file, e.g. run.toml of a record; flags replace its values",
+)
+@click.option(
+    "--num-rounds",
+    type=int,
+    default=None,
+    help="end at this number of communication rounds, with --num-iterations or instead of it",
+)
+@with_looks
+@click.option(
+    "--check-steps",
+    is_flag=True,
+    help="estimate curvatures first and warn if lr_upper is too long against lr_lower and lr_system",
+)
+@_log_option("also write every measurement to this log in the folder of the record; may be repeated")
+@with_engine_options
+@with_run_options
+@click.pass_context
+def run_command(
+    ctx: click.Context,
+    /,
+    task: str | None,
+    algorithm: str | None,
+    check_steps: bool,
+    engine: str | None,
+    timeout: float,
+    log: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Run an algorithm on a TASK. Name both and add --help to see their flags, with their symbols."""
+    file: RunFile = ctx.meta["run_file"] or RunFile()
+    task, algorithm = task or file.task, algorithm or file.algorithm
+    if not task or not algorithm:
+        missing = "task, e.g. fedbilevel run data_cleaning" if not task else "algorithm, e.g. --algorithm fedbio"
+        raise SettingError(
+            f"there is no {missing}: name it, or give a file by --config FILE (fedbilevel list shows all names)."
+        )
+    kind, method = discovery.task(task), discovery.algorithm(algorithm)
+    chosen_task = chosen(kind, values, dict(file.task_settings) if task == file.task else {})
+    own = file.algorithm_settings if algorithm == file.algorithm else {}
+    settings = chosen(method, values, {**kind.suggestions(algorithm), **own})
+    if check_steps:
+        check_timescales(settings, *chosen_task.build())
+    in_file = {
+        name: value
+        for name, value in {**file.options, **file.plan}.items()
+        if ctx.get_parameter_source(name) is ParameterSource.DEFAULT
+    }
+    given = {**values, **in_file}
+    options = {name: given[name] for name in DEFAULTS}
+    if isinstance(settings, PeerAlgorithm):
+        options |= _between_peers(kind, values, file)
+    plan = {name: given[name] for name in PLAN}
+    if plan["num_iterations"] is None and plan["num_rounds"] is None:
+        plan["num_iterations"] = kind.iterations(algorithm)
+    group = _group(engine, options["device"], timeout)
+    folder = Path(group.told(lambda: str(values["out"] or terminal.new_folder(f"{task}-{algorithm}"))))
+    _go(chosen_task, settings, plan, options, folder, group=group, timeout=timeout, log=log or file.log)
+
+
+def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> dict[str, Any]:
+    """The network and the averages: from flags, else from the file, else as the task suggests."""
+    links = {**kind.suggestions("network"), **file.options.get("network", {})}
+    network = chosen(Network, values, links, "network")
+    means = {**fitting(network, kind.suggestions("averaging")), **file.options.get("averaging", {})}
+    averaging = chosen(Averaging, values, means, "averaging")
+    return {"network": network.asdict(), "averaging": averaging.asdict()}
+
+
+@click.command("resume")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--num-iterations", type=int, default=None, help="outer iterations in total (default: as planned)")
+@click.option(
+    "--num-rounds",
+    type=int,
+    default=None,
+    help="communication rounds in total; if one of the two is given, the other no longer counts",
+)
+@_log_option("continue these logs (default: the logs of the run)")
+@with_engine_options
+def resume_command(
+    path: Path,
+    num_iterations: int | None,
+    num_rounds: int | None,
+    engine: str | None,
+    timeout: float,
+    log: tuple[str, ...],
+) -> None:
+    """Resume the run in the folder PATH from its last checkpoint, on any engine and any number of ranks."""
+    group = _group(engine, "cpu", timeout)
+    with group.together():
+        config = group.told(Record(path).read_config)
+    _check_whole(path, config)
+    try:
+        task_name, task_settings, recorded = config["task"], config["task_settings"], dict(config["run"])
+        options = {**DEFAULTS, **config["options"]}
+        name, settings = config["identity"]["algorithm"], config["identity"]["settings"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} holds a run that was not started on the command line ({error!r}): resume it from Python "
+            "with solve(..., record=..., resume=True)."
+        ) from None
+    task, algorithm = _rebuilt(discovery.task(task_name), task_settings), _rebuilt(discovery.algorithm(name), settings)
+    plan = {name: recorded[name] for name in PLAN if name in recorded}
+    if num_iterations is not None or num_rounds is not None:
+        plan |= {"num_iterations": num_iterations, "num_rounds": num_rounds}
+    elif plan["num_iterations"] == plan.get("num_rounds"):  # only num_rounds was given
+        plan["num_iterations"] = None
+    _go(
+        task,
+        algorithm,
+        plan,
+        options,
+        path,
+        resume=True,
+        group=_group(engine, options["device"], timeout),
+        timeout=timeout,
+        log=log or tuple(config.get("log", ())),
+    )
+
+
+def _check_whole(path: Path, config: dict[str, Any]) -> None:
+    """Refuse records that hold only a part of a run."""
+    if config.get("engine") == "federation":
+        raise CheckpointError(
+            f"{path} is the server's part of a run between sites: resume it by fedbilevel federation resume "
+            f"{path.name} --kit KIT."
+        )
+    if config.get("engine") == "peers":
+        how = "was collected from several peers" if "collected" in config else "belongs to one of several peers"
+        raise CheckpointError(
+            f"{path} {how} and cannot be resumed alone: start the peers again with fedbilevel peer run PLAN, "
+            "each with its own record."
+        )
+
+
+@click.command("demo")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the split, the noise and the runs")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
+)
+def demo_command(seed: int, out: Path | None) -> None:
+    """Ten clients clean each other's noisy labels without sharing data."""
+    kind = discovery.task("data_cleaning")
+    task: Any = kind(data_seed=seed)  # type: ignore[call-arg]
+    folder = out or terminal.new_folder("demo")
+    terminal.console.print(
+        f"Ten clients hold handwritten digits; {task.noise:.0%} of the training labels are wrong. "
+        f"Each has {task.num_clean} clean images of a single class."
+    )
+    terminal.console.print(
+        "FedAvg trains on the labels as they are. The others learn a weight for every sample; "
+        "the weights never leave their client.\n"
+    )
+    outcomes = {}
+    for name in ("fedavg", "fedbio", "fednest", "fbo_aggitd"):
+        settings = chosen(discovery.algorithm(name), {}, kind.suggestions(name))
+        plan = {"num_iterations": kind.iterations(name), "checkpoint_every": 50, "residuals": True}
+        outcomes[name] = _go(task, settings, plan, DEFAULTS | {"seed": seed}, folder / name, quiet=True)
+        if outcomes[name].stopped == "interrupted":
+            sys.exit(130)
+    title = "Label cleaning on embedded digits"
+    rows = {name: result.rows[-1] for name, result in outcomes.items()}
+    terminal.console.print(tables.outcomes(title, rows, task.headline))
+    plain = rows.pop("fedavg")
+    terminal.console.print(tables.cleaning_sentence(plain, rows))
+    page = write_report([folder / name for name in outcomes], folder / "report.html", title=title)
+    terminal.say(
+        f"\nSaved in {folder} (settings, metrics, checkpoints, solutions). "
+        f"Curves, costs and the labels it found: open {page}"
+    )
+
+
+def _go(
+    task: Task,
+    algorithm: Any,
+    plan: dict[str, Any],
+    options: dict[str, Any],
+    folder: Path,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    group: Group = Group(),
+    timeout: float = distributed.TIMEOUT,
+    log: Sequence[str] = (),
+) -> Result:
+    with group.together():
+        followers = [logs.make(name, folder) for name in dict.fromkeys(log)]
+        problem, clients = task.build()
+        clients = group.only(clients)
+    with terminal.Bar(algorithm.name(), task.headline) as callback:
+        try:
+            result = solve(
+                problem,
+                clients,
+                algorithm,
+                **plan,
+                record=folder,
+                resume=resume,
+                callbacks=[callback, *followers],
+                **keywords(options),
+                engine=group.engine,
+                timeout=timeout,
+                describe={
+                    "task": task.name(),
+                    "task_settings": task.asdict(),
+                    "headline": list(task.headline),
+                    "options": options,
+                    **({"log": list(log)} if log else {}),
+                },
+                run_file=written(task, algorithm, plan, options, log),
+            )
+        except KeyboardInterrupt:
+            terminal.say(
+                f"Stopped at once. The last checkpoint is kept: fedbilevel resume {folder}"
+                if Record(folder).checkpoint.exists()
+                else "Stopped before anything was saved."
+            )
+            sys.exit(130)
+    whole = group.size == 1 and result.stopped != "interrupted"  # a rank has only its own clients
+    found = task.findings(problem, clients, result) if whole else []
+    if found:
+        Record(folder).write_findings(found)
+    _say_end(task, result, folder, quiet)
+    return result
+
+
+def _say_end(task: Task, result: Result, folder: Path, quiet: bool) -> None:
+    if result.stopped == "interrupted":
+        terminal.say(f"Stopped after outer iteration {result.iteration}. To resume: fedbilevel resume {folder}")
+        if not quiet:
+            sys.exit(130)
+    elif not quiet:
+        title = f"{task.name()}, {result.iteration} outer iterations"
+        terminal.console.print(tables.outcomes(title, {result.name: result.rows[-1]}, task.headline))
+        terminal.say(f"Saved in {folder}")
+
+
+def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:
+    """Settings as recorded. A name that no longer exists is an error."""
+    known = {spec.name for spec in dataclasses.fields(kind)}
+    unknown = sorted(set(stored) - known)
+    if unknown:
+        raise CheckpointError(
+            f"the recorded setting {unknown[0]!r} is unknown to this version of {kind.name()}: resume with the "
+            "version that wrote it."
+        )
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()})

@@ -1,0 +1,216 @@
+"""The one way to run an algorithm from Python: `solve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedbilevel import discovery
+from fedbilevel.engines import group_of, simulate
+from fedbilevel.engines.distributed import TIMEOUT
+from fedbilevel.engines.ranks import EngineName
+from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.clients import BatchSize, Sampling
+from fedbilevel.federation.network import AnyNetwork
+from fedbilevel.federation.schedule import Schedule
+from fedbilevel.oracle.oracle import Strategy
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, check_kind
+from fedbilevel.runs.callbacks import Callback, Follower
+from fedbilevel.runs.loop import Loop, configuration
+from fedbilevel.runs.options import torch_device
+from fedbilevel.runs.pace import checked_pace
+from fedbilevel.runs.record import Record
+from fedbilevel.runs.result import Result
+
+
+def solve(  # one explicit keyword per option, so that help() and editors show them all
+    problem: Problem,
+    clients: Sequence[Holdings],
+    algorithm: Algorithm | str,
+    *,
+    num_rounds: int | None = None,
+    num_iterations: int | None = None,
+    seed: int = 0,
+    batch_size: BatchSize = None,
+    sampling: Sampling = "replacement",
+    schedule: Schedule = Schedule(),
+    cohort: Cohort = Cohort(),
+    network: AnyNetwork | None = None,
+    averaging: Averaging | None = None,
+    measure_every: int | None = None,
+    measure_growth: float = 0.0,
+    residuals: bool = True,
+    stationarity: bool = False,
+    record: Path | str | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 10,
+    callbacks: Sequence[Callback] = (),
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    strategy: Strategy = "auto",
+    chunk_size: int | None = None,
+    engine: EngineName = "simulation",
+    timeout: float = TIMEOUT,
+    drops: Callable[[int, int], Collection[int]] | None = None,
+    ids: Sequence[int] | None = None,
+    describe: Mapping[str, Any] | None = None,
+    run_file: str | None = None,
+    **settings: Any,
+) -> Result:
+    """Minimise the upper loss over x, with y at the minimum of the lower loss, across all clients.
+
+    algorithm: a name (`fedbilevel list` shows all), whose settings are further keywords, such as
+        lr_upper=0.1; or an algorithm with its settings, such as FedBiO(lr_upper=0.1).
+
+    Length. Give at least one.
+        num_rounds: end at the first outer iteration that reaches this number of communication rounds.
+        num_iterations: end after this number of outer iterations.
+
+    Randomness and data.
+        seed: seed of everything that the run draws. The same seed gives the same run on any engine.
+        batch_size: samples per minibatch, one number or one per role, {"train": 64, "val": None}.
+            None: all samples of the client.
+        sampling: "replacement" draws each sample from all; "epochs" passes through a shuffled order.
+        schedule: Schedule(power, offset) lets step sizes fall over the outer iterations.
+
+    Participation.
+        cohort: Cohort(fraction) lets a part of the clients take part in a round (with a server).
+        network, averaging: links between peers and the kind of average (without a server).
+
+    Measurements.
+        measure_every: outer iterations between measurements. None: about twenty in the run.
+        measure_growth: 0.05 lets this distance grow to a twentieth of the iterations done.
+        residuals: also measure how far y and u are from solving their equations.
+        stationarity: also measure the norm of the hypergradient (slow: hundreds of products each).
+
+    Records.
+        record: a folder for the configuration, measurements, checkpoints and the solution.
+        resume: continue from the last checkpoint in that folder.
+        checkpoint_every: outer iterations between checkpoints.
+        callbacks: functions of a `Progress`, called after every outer iteration; True stops the run.
+        describe: further entries of the recorded configuration, as plain JSON values.
+        run_file: the run as TOML text, kept in the record.
+
+    Computing.
+        device, dtype: "cpu", "cuda" or "cuda:1", and the type of x and y.
+        strategy, chunk_size: how the clients are evaluated together. The defaults choose by measurement.
+        engine: "simulation", or "distributed" under torchrun, where every rank makes the same call. All
+            ranks return the result; rank 0 writes the record and calls the callbacks.
+        timeout: seconds after which a silent rank counts as lost.
+        drops: a function (outer iteration, call) -> clients that fail to answer, to test algorithms.
+        ids: numbers of the clients, if they are not 0, 1, 2, ...
+
+    Ctrl-C finishes the outer iteration, saves a checkpoint and returns. A second Ctrl-C stops at once.
+
+    >>> import torch
+    >>> import fedbilevel as fb
+    >>> def squared(y, batch):
+    ...     return (batch["a"] @ y["w"] - batch["b"]) ** 2  # one loss per sample
+    >>> problem = fb.Problem(
+    ...     upper=lambda x, y, batch: squared(y, batch),
+    ...     lower=lambda x, y, batch: squared(y, batch) + (x["log_penalty"].exp() * y["w"] ** 2).sum(),
+    ...     x0={"log_penalty": torch.zeros(2)},
+    ...     y0={"w": torch.zeros(2)},
+    ... )
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> data = [{"a": a, "b": a @ torch.tensor([1.0 + i, -1.0])} for i in range(3)]
+    >>> clients = [{"train": one, "val": one} for one in data]
+    >>> fb.solve(problem, clients, "fedbio", num_rounds=50, lr_upper=0.5, lr_lower=0.2, lr_system=0.2)
+    <fedbio: 50 outer iterations, 50 rounds, 0.0072 MB; upper_loss 0..., lower_loss 0..., lower_gradient ...>
+    """
+    chosen = _algorithm(algorithm, settings)
+    check_kind(problem)
+    _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops)
+    pace = checked_pace(
+        num_iterations, num_rounds, measure_every, measure_growth, checkpoint_every, residuals, stationarity
+    )
+    if resume and record is None:
+        raise SettingError("resume needs a record: give the folder of the run to resume.")
+    for warning in chosen.check_scopes(problem.scopes):
+        warnings.warn(warning, stacklevel=2)
+    place = torch_device(device)
+    group = group_of(engine, place, timeout)
+    with group.together():
+        fed = simulate(
+            chosen, problem, clients, seed=seed, cohort=cohort, network=network, averaging=averaging,
+            batch_size=batch_size, sampling=sampling, dtype=dtype, group=group, device=group.device(place),
+            strategy=strategy, chunk_size=chunk_size, drops=drops, ids=ids,
+        )  # fmt: skip
+        kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
+        return Loop(
+            chosen,
+            fed,
+            Record(record) if record is not None else None,
+            configuration(fed, pace, schedule, engine=group.engine, describe=describe, identified=kept),
+            pace,
+            schedule,
+            callbacks,
+            overview=fed.overview,
+            more_figures=[one for one, on in ((fed.residuals, residuals), (fed.stationarity, stationarity)) if on],
+            run_file=run_file,
+        ).go(resume=resume)
+
+
+_OPTIONS = [name for name, one in inspect.signature(solve).parameters.items() if one.kind is one.KEYWORD_ONLY]
+
+
+def _algorithm(given: Any, settings: Mapping[str, Any]) -> Algorithm:
+    """The algorithm with its settings, from an instance, or from a name and the remaining keywords."""
+    kind = discovery.algorithm(given) if isinstance(given, str) else type(given)
+    if not isinstance(given, str | ServerAlgorithm | PeerAlgorithm):
+        raise SettingError(
+            f"algorithm is {given!r:.80}, expected a name such as 'fedbio', "
+            "or an algorithm with its settings, e.g. FedBiO(lr_upper=0.01)."
+        )
+    fields = {spec.name for spec in dataclasses.fields(kind)}
+    for name in settings:
+        if name not in fields:
+            raise UnknownNameError(f"option of solve() or setting of {kind.name()}", name, [*_OPTIONS, *fields])
+    if isinstance(given, str):
+        return kind(**settings)
+    if settings:
+        raise SettingError(
+            f"{', '.join(sorted(settings))} would change an algorithm that already has its settings: "
+            "give the algorithm by name, or put the settings into it."
+        )
+    return given
+
+
+def _check_types(
+    cohort: Any, schedule: Any, network: Any, averaging: Any, callbacks: Any, describe: Any, record: Any, drops: Any
+) -> None:
+    for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule)):
+        if not isinstance(given, kind):
+            raise SettingError(f"{label} is {given!r}, expected a {kind.__name__}, e.g. {kind()!r}.")
+    if not isinstance(network, AnyNetwork | None) or not isinstance(averaging, Averaging | None):
+        raise SettingError(
+            f"network is {network!r} and averaging {averaging!r}, expected e.g. Network(kind='ring') and "
+            "Averaging(num_steps=20), or None."
+        )
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise SettingError(f"callbacks is {callbacks!r:.80}, expected a list of functions that take a Progress.")
+    if not isinstance(describe, Mapping | None):
+        raise SettingError(f"describe is {describe!r:.80}, expected a dict to add to the recorded configuration.")
+    try:
+        json.dumps(describe)
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            f"describe cannot be written as JSON ({error}): use plain numbers, strings, lists and dicts."
+        ) from error
+    if record is not None and (not isinstance(record, str | Path) or not str(record)):
+        raise SettingError(f"record is {record!r}, expected the name of a folder, or None.")
+    if drops is not None and not callable(drops):
+        raise SettingError(
+            f"drops is {drops!r}, expected a function (outer iteration, call) that returns the clients "
+            "that do not answer."
+        )
