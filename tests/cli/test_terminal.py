@@ -104,7 +104,9 @@ def test_the_reason_of_a_site_reaches_logs_and_diaries_as_text():
             replies, _ = super().exchange({"north": messages["north"]}, deadline=deadline)
             return replies, {"south": Failure(False, f"no{EVIL}\nway.", 0.0)}
 
-    mailbox = Mailbox(Refused({"north": lambda _: wire.pack({"error": f"not{EVIL}\ntoday"}), "south": lambda _: b""}), "r")
+    mailbox = Mailbox(
+        Refused({"north": lambda _: wire.pack({"error": f"not{EVIL}\ntoday"}), "south": lambda _: b""}), "r"
+    )
     _, failures = mailbox.exchange({"north": SiteMessage({}), "south": SiteMessage({})}, deadline=1.0)
     assert failures["north"].reason == f"not{SHOWN} today."
     assert failures["south"].reason == f"no{SHOWN}\\nway."
