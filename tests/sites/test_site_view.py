@@ -291,7 +291,7 @@ def test_another_job_resumes_a_run(folder, said, monkeypatch):
     write_status(folder, job="job-2", iteration=5)
     assert said() == ["cleaning: resumes with outer iteration 5 of 10"]
     write_status(folder, job="job-3", state="idle", iteration=None)
-    assert said() == ["cleaning: goes on"]
+    assert said() == ["cleaning: resumes"]
 
 
 def test_a_run_that_ended_before_the_start_is_not_reported(kit, folder):
