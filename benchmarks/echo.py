@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.sockets import Lines, papers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.sites.flare.job import Client, Handler, Server
-from fedbilevel.sites.transport import Transport
+from fedbilevel.sites.transport import SiteTransport
 
 ROUNDS = "rounds.json"  # in the folder of the run: seconds of every round by contestant, for each part of the plan
 WARM = 5  # rounds that are not counted
@@ -35,7 +35,7 @@ class EchoServer(Server):
     """The plan names `parts`, each [number of float32, number of rounds], and the `ports` of processes that answer without FLARE. All take turns here."""
 
     def serve(
-        self, plan: dict[str, Any], transport: Transport, folder: Path, say: Callable[[dict[str, Any]], None]
+        self, plan: dict[str, Any], transport: SiteTransport, folder: Path, say: Callable[[dict[str, Any]], None]
     ) -> str:
         kit = folder.parents[1]
         lines = {

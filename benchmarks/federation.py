@@ -185,7 +185,7 @@ def second_half(values: Sequence[float]) -> list[float]:
 
 
 def real_rows(number: int, num_iterations: int) -> list[Row]:
-    from fedbilevel.sites.audit import LEFT
+    from fedbilevel.sites.chain import LEFT
     from fedbilevel.sites.flare.job import RUNS, SITE
     from fedbilevel.sites.flare.local import Loopback
 

@@ -231,9 +231,9 @@ def soak(
     folder: Path, number: int, num_iterations: int, limit: float, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Sections of a page of results."""
-    from fedbilevel.sites.audit import LEFT
-    from fedbilevel.sites.flare import control
+    from fedbilevel.sites.chain import LEFT
     from fedbilevel.sites.flare.job import RUNS, SITE
+    from fedbilevel.sites.flare.jobs import RunEntry, stop
     from fedbilevel.sites.flare.local import Loopback
 
     begun, before, notices = datetime.now(UTC), os.getloadavg()[0], []  # type: datetime, float, list[str]
@@ -252,7 +252,7 @@ def soak(
         say=fault,
     ) as federation:
         watch = Watch(federation, EVERY, say)
-        timer = threading.Timer(limit, lambda: control.stop(federation.lead, RUN))
+        timer = threading.Timer(limit, lambda: stop(federation.lead, RUN))
         timer.start()
         try:
             outcome = federation.watch(real.plan, watch, notice=fault)
@@ -260,7 +260,7 @@ def soak(
             timer.cancel()
         diary = lines(federation.kits["server"] / RUNS / RUN / "sites.jsonl")
         left = {site: lines(federation.kits[site] / SITE / LEFT) for site in federation.sites}
-        jobs = len(control.Entry(federation.lead, RUN).read()["jobs"])
+        jobs = len(RunEntry(federation.lead, RUN).read()["jobs"])
         replaced = [name for name in watch.replaced() if name.endswith("parent")]  # job processes end with the run
     if not watch.looks:
         raise FedBilevelError(

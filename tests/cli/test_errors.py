@@ -527,7 +527,7 @@ def test_rows_of_studies_that_lack_something(tmp_path):
 
 @pytest.fixture
 def sites(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
     monkeypatch.setattr("fedbilevel.sites.serve._BETWEEN", 0.0)
     yield Loopback(tmp_path)
     Loopback.close_all()
@@ -537,7 +537,7 @@ CRAFTED = {
     "measure": {
         "without names": (
             lambda header, arrays: ({**header, "names": 3}, arrays),
-            "its measurement does not say what it is",
+            "its measurement lacks names or changed",
         ),
         "of two rows": (
             lambda header, arrays: (header, [torch.cat([array, array]) for array in arrays]),
@@ -545,13 +545,13 @@ CRAFTED = {
         ),
         "of nothing": (
             lambda header, arrays: (header, [array * 0 for array in arrays]),
-            "its measurement has no weight",
+            "its measurement has an invalid weight",
         ),
     },
     "phase": {
         "of another form": (
             lambda header, arrays: ({**header, "results": {**header["results"], "x": "gift"}}, arrays),
-            "its answer has x in a form that was not asked for",
+            "its answer has x in a form that was not requested",
         )
     },
 }
@@ -614,7 +614,7 @@ def test_a_run_belongs_to_its_sites_and_its_numbers_are_finite(sites, monkeypatc
     assert sites.serve(plan) == "finished"
     with pytest.raises(
         FedBilevelError,
-        match="the run trial began with the sites site-0, site-1, site-2: use another name for one with others",
+        match="the run trial began with the sites site-0, site-1, site-2: use another name for a run with others",
     ):
         sites.serve({**plan, "sites": sites.names[:2]})
     monkeypatch.setattr("fedbilevel.algorithms.penalty.Penalty.weight", lambda self, t: math.inf)
@@ -660,18 +660,20 @@ PLAN = {"name": "r", "sites": ["a"], "num_iterations": 1}
 @pytest.fixture
 def lead(tmp_path, monkeypatch):
     """A kit of a lead with one run, and what its server answers."""
-    control = pytest.importorskip("fedbilevel.sites.flare.control")
+    connection = pytest.importorskip("fedbilevel.sites.flare.connection")
+    from fedbilevel.sites.flare import follow, jobs
+
     (tmp_path / "startup").mkdir()
     (tmp_path / "startup" / "fed_admin.json").write_text("{}")
-    control.Entry(tmp_path, "r").write(plan=PLAN, jobs=["j"], outcome="finished", server="s", client="c")
+    jobs.RunEntry(tmp_path, "r").write(plan=PLAN, jobs=["j"], outcome="finished", server="s", client="c")
     server = Answers(
         get_system_info=INFO,
         get_job_status="RUNNING",
         cat_target="no such file",
         get_connected_client_list=[SimpleNamespace(name="a")],
     )
-    monkeypatch.setattr(control, "_opened", lambda kit, timeout=0: server)
-    return SimpleNamespace(control=control, kit=tmp_path, answers=server.given)
+    monkeypatch.setattr(connection, "_opened", lambda kit, timeout=0: server)
+    return SimpleNamespace(server=server, jobs=jobs, follow=follow, kit=tmp_path, answers=server.given)
 
 
 def progress(**more):
@@ -692,43 +694,43 @@ def site_a():
 
 LEADS = {
     "a run that is no name": (
-        lambda c, kit: c.stop(kit, "../x"),
+        lambda lead, kit: lead.jobs.stop(kit, "../x"),
         {},
         "'../x' is not the name of a run: use letters, digits, - and _",
     ),
-    "a run that is over": (lambda c, kit: c.stop(kit, "r"), gone(), "the run 'r' is not running"),
+    "a run that is over": (lambda lead, kit: lead.jobs.stop(kit, "r"), gone(), "the run 'r' is not running"),
     "a run that has just ended": (
-        lambda c, kit: c.stop(kit, "r"),
+        lambda lead, kit: lead.jobs.stop(kit, "r"),
         {"do_app_command": TimeoutError(), "cat_target": progress(outcome="stopped")},
         "'r' is not running: it is stopped",
     ),
     "a run that has not begun": (
-        lambda c, kit: c.stop(kit, "r"),
+        lambda lead, kit: lead.jobs.stop(kit, "r"),
         {"do_app_command": TimeoutError("no app")},
         r"'r' could not be asked to stop \(no app\): try again in a few seconds",
     ),
     "a run that is finished": (
-        lambda c, kit: c.check_free(kit, PLAN),
+        lambda lead, kit: lead.jobs.check_free(kit, PLAN),
         gone(),
         "the run 'r' is finished: give the new one another name",
     ),
     "a run that failed": (
-        lambda c, kit: c.watch(kit, PLAN, print, job="j"),
+        lambda lead, kit: lead.follow.watch(kit, PLAN, print, job="j"),
         {"cat_target": progress(outcome="failed", why="no data: add some.")},
         "^no data: add some.$",
     ),
     "a run that always fails": (
-        lambda c, kit: c.watch(kit, PLAN, print, job="j", max_restarts=0),
+        lambda lead, kit: lead.follow.watch(kit, PLAN, print, job="j", max_restarts=0),
         {**gone(), "cat_target": progress(outcome="interrupted", why="the server was stopped")},
         "the run 'r' was given up after it had been started 1 times: the server was stopped",
     ),
     "a site that does not connect": (
-        lambda c, kit: c.watch(kit, PLAN, print, start_timeout=0.2, poll=0.01),
+        lambda lead, kit: lead.follow.watch(kit, PLAN, print, start_timeout=0.2, poll=0.01),
         {"get_connected_client_list": []},
         "^a did not connect within 0 s: start it there, or leave it out of `sites`.$",
     ),
     "a job that no site starts": (
-        lambda c, kit: c.watch(kit, PLAN, print, job="j", start_timeout=0.2, poll=0.01),
+        lambda lead, kit: lead.follow.watch(kit, PLAN, print, job="j", start_timeout=0.2, poll=0.01),
         {"get_client_job_status": [{"client_name": "a", "status": "no_jobs"}], "abort_job": None, **site_a()},
         r"^the run 'r' did not start within 0 s \(a started no process for it\): see log.txt in the kits there",
     ),
@@ -740,7 +742,7 @@ def test_what_the_lead_asks_for(lead, what):
     ask, answers, sentence = LEADS[what]
     lead.answers.update(answers)
     with pytest.raises(FedBilevelError, match=sentence):
-        ask(lead.control, lead.kit)
+        ask(lead, lead.kit)
 
 
 WAITING = {
@@ -759,7 +761,7 @@ WAITING = {
 def test_the_time_for_the_start_does_not_run_while_a_run_waits(lead, what):
     """A run that looked late a moment ago would be given up here."""
     lead.answers.update(WAITING[what])
-    follow = lead.control.Follow(lead.kit, PLAN, print, job="j", start_timeout=0.2, poll=0.15)
+    follow = lead.follow.Follow(lead.kit, PLAN, print, job="j", start_timeout=0.2, poll=0.15)
     for _ in range(3):
         assert follow.step() is None
 
@@ -767,10 +769,10 @@ def test_the_time_for_the_start_does_not_run_while_a_run_waits(lead, what):
 def test_a_run_that_was_given_up_is_not_running(lead):
     lead.answers["get_connected_client_list"] = []
     with pytest.raises(FedBilevelError, match="did not connect"):
-        lead.control.watch(lead.kit, PLAN, print, start_timeout=0.0, poll=0.01)
+        lead.follow.watch(lead.kit, PLAN, print, start_timeout=0.0, poll=0.01)
     lead.answers.update(gone())
     with pytest.raises(FedBilevelError, match="the run 'r' is not running"):
-        lead.control.stop(lead.kit, "r")
+        lead.jobs.stop(lead.kit, "r")
 
 
 @pytest.mark.parametrize("ask", ["status", "watch"])
@@ -779,7 +781,7 @@ def test_a_server_that_refuses(lead, ask):
 
     lead.answers["get_system_info"] = AuthorizationError("not allowed")
     with pytest.raises(FedBilevelError, match="the server refused: not allowed"):
-        lead.control.status(lead.kit) if ask == "status" else lead.control.watch(lead.kit, PLAN, print, job="j")
+        lead.jobs.status(lead.kit) if ask == "status" else lead.follow.watch(lead.kit, PLAN, print, job="j")
 
 
 def test_sites_that_never_come(lead):

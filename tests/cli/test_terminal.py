@@ -16,7 +16,7 @@ from fedbilevel.escapes import printable
 from fedbilevel.peers.collect import Removal
 from fedbilevel.report import tables
 from fedbilevel.sites import wire
-from fedbilevel.sites.mailbox import Desk, Message
+from fedbilevel.sites.mailbox import Mailbox, SiteMessage
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Failure, InProcess
 
@@ -104,8 +104,10 @@ def test_the_reason_of_a_site_reaches_logs_and_diaries_as_text():
             replies, _ = super().exchange({"north": messages["north"]}, deadline=deadline)
             return replies, {"south": Failure(False, f"no{EVIL}\nway.", 0.0)}
 
-    desk = Desk(Refused({"north": lambda _: wire.pack({"error": f"not{EVIL}\ntoday"}), "south": lambda _: b""}), "r")
-    _, failures = desk.exchange({"north": Message({}), "south": Message({})}, deadline=1.0)
+    mailbox = Mailbox(
+        Refused({"north": lambda _: wire.pack({"error": f"not{EVIL}\ntoday"}), "south": lambda _: b""}), "r"
+    )
+    _, failures = mailbox.exchange({"north": SiteMessage({}), "south": SiteMessage({})}, deadline=1.0)
     assert failures["north"].reason == f"not{SHOWN} today."
     assert failures["south"].reason == f"no{SHOWN}\\nway."
 
@@ -142,7 +144,7 @@ def test_followers_and_errors_of_the_command_line_show_refusals_as_text(lead, tm
     latest = [{"iteration": 1, "missing": {"south": refusal}}]
     told = {"why": refusal, "waiting": refusal, "count": 1, "latest": latest}
     texts = [progress(outcome=outcome, **told) for outcome in ("running", "running", "failed")]
-    lead.control._opened(lead.kit).cat_target = lambda *_, **__: texts.pop(0) if len(texts) > 1 else texts[0]
+    lead.server.cat_target = lambda *_, **__: texts.pop(0) if len(texts) > 1 else texts[0]
     followed = call("federation", "resume", "r", "--kit", lead.kit, cwd=tmp_path)
     assert followed.returncode == 2
     assert followed.stderr == f"Error: {shown}\n"

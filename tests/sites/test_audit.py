@@ -1,4 +1,5 @@
-"""The audit log of a site: what is appended is found again, and what is changed afterwards is named."""
+"""The audit log of a site: what is appended is found again, and what is changed afterwards is
+named."""
 
 import dataclasses
 import hashlib
@@ -15,8 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedbilevel.sites import audit
-from fedbilevel.sites.audit import BEGUN, HEAD, LEFT, OLD, AuditLog, Head, lines, verify
+from fedbilevel.sites import audit, chain
+from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.chain import BEGUN, HEAD, LEFT, OLD, Head, read_head
+from fedbilevel.sites.verification import TORN, lines, verify
 
 ARRAY = {"name": "y", "shape": [3], "dtype": "float64", "norm": 2.5}
 SMALL = 400  # bytes of a file: two lines
@@ -100,11 +103,12 @@ def test_rounds_count_answers_with_arrays_over_all_runs_and_survive_a_restart(tm
     for line in (answer(0), answer(0, run="other"), {"run": "other", "kind": "commit", "bytes": 7, "arrays": []}):
         log.append(line)
     assert AuditLog(tmp_path).rounds == 2
-    assert audit.read_head(tmp_path).bytes == 207
+    assert read_head(tmp_path).bytes == 207
 
 
 def test_rounds_need_no_reading_of_the_log(log, monkeypatch):
-    monkeypatch.setattr(audit, "parsed", lambda _: pytest.fail("a line was read"))
+    for module in (audit, chain):
+        monkeypatch.setattr(module, "parsed", lambda _: pytest.fail("a line was read"))
     assert AuditLog(log).rounds == 8
     AuditLog(log).append(answer(8))
 
@@ -157,7 +161,7 @@ def test_any_changed_byte_of_any_line_is_named(example, data):
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_removed_line_is_missed(log, number):
+def test_a_removed_line_is_reported(log, number):
     path, place = raw_lines(log)[number]
     rewrite(path, lambda content: content[:place] + content[place + 1 :])
     report = verify(log)
@@ -187,7 +191,7 @@ def test_swapped_lines_are_named(log):
 
 
 @given(st.integers(1, 1000))
-def test_an_end_that_was_cut_off_is_missed(example, num_bytes):
+def test_a_cut_off_end_is_reported(example, num_bytes):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "log"
         shutil.copytree(example, folder)
@@ -202,18 +206,18 @@ def test_an_end_that_was_cut_off_is_missed(example, num_bytes):
 
 
 @pytest.mark.parametrize("name", ["left-0001.jsonl", "left-0002.jsonl", "left-0003.jsonl"])
-def test_a_full_file_that_is_gone_is_named(log, name):
+def test_a_missing_full_file_is_named(log, name):
     (log / name).unlink()
     assert verify(log).problem.startswith(f"{name} is missing")
 
 
-def test_an_active_file_that_is_gone_is_missed(log):
+def test_a_missing_active_file_is_reported(log):
     (log / LEFT).unlink()
     assert "left.head counts 8 lines, the log has 6" in verify(log).problem
     assert AuditLog(log).rounds == 8
 
 
-def test_full_files_that_exchanged_their_names_are_missed(log):
+def test_full_files_with_swapped_names_are_reported(log):
     one, two, _, _ = files(log)
     one.rename(log / "aside")
     two.rename(one)
@@ -222,14 +226,14 @@ def test_full_files_that_exchanged_their_names_are_missed(log):
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Head)])
-def test_a_changed_head_is_missed(log, name):
+def test_a_changed_head_is_reported(log, name):
     content = json.loads((log / HEAD).read_text())
     content[name] = "1" * 64 if name == "chain" else content[name] + 1
     (log / HEAD).write_text(json.dumps(content))
     assert not verify(log).ok
 
 
-def test_a_head_that_is_gone_or_damaged_is_missed_also_after_more_lines(log):
+def test_a_missing_or_damaged_head_is_reported_even_after_more_lines(log):
     (log / HEAD).write_text("{")
     assert "left.head is missing or damaged" in verify(log).problem
     (log / HEAD).unlink()
@@ -241,7 +245,7 @@ def test_a_head_that_is_gone_or_damaged_is_missed_also_after_more_lines(log):
     assert AuditLog(log).rounds == 9
 
 
-def test_a_head_that_was_set_back_is_missed_also_after_more_lines(tmp_path):
+def test_a_head_that_was_set_back_is_reported_even_after_more_lines(tmp_path):
     log = filled(tmp_path, 3, size=10**6)
     kept = (tmp_path / HEAD).read_bytes()
     log.append(answer(3))
@@ -270,7 +274,7 @@ def strip(folder, name=LEFT, num_lines=2):
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in bare))
 
 
-def test_a_log_stripped_of_its_chain_is_named_also_after_more_lines_and_its_rounds_count(log):
+def test_a_log_stripped_of_its_chain_is_reported_even_after_more_lines_and_its_rounds_count(log):
     strip(log)
     report = verify(log)
     assert (report.num_lines, report.num_unchained) == (2, 0)
@@ -282,7 +286,7 @@ def test_a_log_stripped_of_its_chain_is_named_also_after_more_lines_and_its_roun
     assert (AuditLog(log).rounds, len(list(lines(log)))) == (5, 5)
 
 
-def test_a_log_stripped_of_its_chain_and_called_old_is_named_also_after_more_lines(log):
+def test_a_log_stripped_of_its_chain_and_renamed_as_old_is_reported_even_after_more_lines(log):
     strip(log, OLD)
     assert verify(log).problem == "no line has a chain, but left.begun says that lines had one: they were removed."
     AuditLog(log).append(answer(9))
@@ -290,7 +294,7 @@ def test_a_log_stripped_of_its_chain_and_called_old_is_named_also_after_more_lin
     assert AuditLog(log).rounds == 3
 
 
-def test_a_log_of_which_only_the_marker_is_left_is_named_also_after_more_lines(log):
+def test_a_log_with_only_its_marker_left_is_reported_even_after_more_lines(log):
     for path in (*files(log), log / HEAD):
         path.unlink()
     assert verify(log).problem == "no line has a chain, but left.begun says that lines had one: they were removed."
@@ -299,7 +303,7 @@ def test_a_log_of_which_only_the_marker_is_left_is_named_also_after_more_lines(l
         assert verify(log).problem.startswith("line 1 of left.jsonl was written after left.head was lost")
 
 
-def test_a_marker_that_is_gone_comes_back_with_the_next_line(log):
+def test_a_missing_marker_is_rewritten_with_the_next_line(log):
     (log / BEGUN).unlink()
     assert verify(log).ok
     AuditLog(log).append(answer(8))
@@ -329,7 +333,7 @@ def test_a_chain_value_in_a_line_from_before_the_chain_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("part", [{"norm": 10**400}, {"norm": "x"}, {}])
-def test_odd_values_in_a_line_break_nothing(log, part):
+def test_values_of_wrong_types_in_a_line_are_ignored(log, part):
     AuditLog(log).append({**answer(8), "bytes": 10**400, "times": 10**400, "arrays": [part, 3], "time": 10**400})
     report = verify(log)
     assert (report.ok, report.num_lines, report.runs["cleaning"].bytes) == (True, 9, 800)
@@ -353,7 +357,7 @@ def test_a_crash_between_line_and_head_is_no_tampering(tmp_path):
         assert (report.ok, report.num_lines, log.rounds) == (True, num_lines + 1, num_lines + 1)
 
 
-def test_a_crash_between_line_and_head_is_said(tmp_path):
+def test_a_crash_between_line_and_head_is_reported_in_a_note(tmp_path):
     log = filled(tmp_path, 2)
     kept = (tmp_path / HEAD).read_bytes()
     log.append(answer(3))
@@ -364,7 +368,7 @@ def test_a_crash_between_line_and_head_is_said(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 40, 200])
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_torn_line_is_repaired_and_said(tmp_path, num_bytes, before):
+def test_a_torn_line_is_repaired_and_noted(tmp_path, num_bytes, before):
     """num_bytes that are missing: 1 is the line break alone, then the line is whole."""
     log = filled(tmp_path, before, size=10**6)
     kept, size = ((tmp_path / HEAD).read_bytes(), (tmp_path / LEFT).stat().st_size) if before else (None, 0)
@@ -378,16 +382,16 @@ def test_a_torn_line_is_repaired_and_said(tmp_path, num_bytes, before):
             (tmp_path / name).unlink()
     report = verify(tmp_path)
     assert (report.ok, report.num_lines) == (True, before)
-    assert report.notes == [f"the end of left.jsonl is torn: {audit.TORN}"]
+    assert report.notes == [f"the end of left.jsonl is torn: {TORN}"]
     log.append(answer(before))
     report = verify(tmp_path)
     whole = num_bytes == 1
     assert (report.ok, report.num_lines, log.rounds) == (True, before + 1 + whole, before + 1 + whole)
-    note = f"line {before + 2} of left.jsonl comes after a torn part: {audit.TORN}"
+    note = f"line {before + 2} of left.jsonl comes after a torn part: {TORN}"
     assert report.notes == ([] if whole else [note])
 
 
-def test_a_torn_part_that_is_changed_or_removed_later_is_missed(tmp_path):
+def test_a_torn_part_that_is_changed_or_removed_later_is_reported(tmp_path):
     log = filled(tmp_path, 2)
     with open(tmp_path / LEFT, "a") as file:
         file.write('{"n": 3, "ti')
@@ -428,7 +432,7 @@ def test_a_line_torn_at_the_start_of_a_file_is_repaired(tmp_path):
     assert (report.ok, log.rounds, len(report.notes)) == (True, 3, 1)
 
 
-def test_a_full_disk_is_an_error_and_the_log_goes_on_when_there_is_room(tmp_path):
+def test_a_full_disk_raises_and_the_log_continues_when_there_is_room(tmp_path):
     log = filled(tmp_path, 2, size=10**6)
     kept = (tmp_path / LEFT).rename(tmp_path / "aside")
     (tmp_path / LEFT).symlink_to("/dev/full")
@@ -493,7 +497,7 @@ def test_a_crash_while_an_old_log_is_set_aside_loses_nothing(tmp_path):
     assert (verify(tmp_path).ok, log.rounds) == (True, 4)
 
 
-def test_an_old_log_that_is_changed_or_removed_after_the_chain_began_is_missed(tmp_path):
+def test_an_old_log_that_is_changed_or_removed_after_the_chain_began_is_reported(tmp_path):
     log = old(tmp_path)
     log.append(answer(3))
     whole = (tmp_path / OLD).read_bytes()

@@ -1,4 +1,5 @@
-"""Certificates of kits: renewed for the same key, refused where they do not fit, announced before they end."""
+"""Certificates of kits: renewed for the same key, refused where they do not fit, announced before
+they end."""
 
 import shutil
 import subprocess
@@ -165,7 +166,7 @@ def test_a_renewal_that_does_not_fit_changes_nothing(made, tmp_path, what):
     assert certificates.own(made["north"]).read_bytes() == before
 
 
-def test_what_cannot_be_renewed_is_named(made, tmp_path):
+def test_a_kit_that_cannot_be_renewed_is_named(made, tmp_path):
     out = made["server"].parent
     assert "There is no kit named 'nort'. Did you mean 'north'?" in said("renew", "nort", "--kits", out)
     assert "there is no authority in" in said("renew", "--kits", made["north"])
@@ -201,7 +202,8 @@ def test_an_end_within_a_month_is_announced_and_an_end_in_the_past_refuses_the_s
 
 
 def test_a_site_connects_with_a_renewed_certificate_and_not_with_one_that_has_ended(tmp_path):
-    """Real processes of which each has never seen the renewed certificates of the others, the server's among them."""
+    """Real processes, none of which has seen the renewed certificates of the others or of the
+    server."""
     kits.init(tmp_path / "federation.toml", sites=SITES, port=free_port(), lead=LEAD)
     made = kits.provision(tmp_path / "federation.toml", tmp_path / "kits")
     for kit in made.values():

@@ -1,4 +1,5 @@
-"""A plan runs at a site after its operator has approved it; the operator may pause the site or leave the run."""
+"""A plan runs at a site after its operator has approved it; the operator may pause the site or
+leave the run."""
 
 import json
 
@@ -6,9 +7,10 @@ import pytest
 import torch
 
 import fedbilevel
-from fedbilevel.sites import audit, operator, wire
+from fedbilevel.sites import operator, verification, wire
+from fedbilevel.sites.consent import PAUSED, Submitted
 from fedbilevel.sites.plan import plan_digest, plan_of
-from fedbilevel.sites.site import PAUSED, Site, Submitted
+from fedbilevel.sites.site import Site
 
 ASKING = 'loader = "simulated"\n[policy]\nmin_batch = 1\n'
 PLAN = plan_of(
@@ -79,7 +81,7 @@ def test_a_new_plan_waits_for_the_operator_and_nothing_leaves_meanwhile(caller):
     }
     assert "takes no part" in caller.phase()["error"]
     assert caller.status()["state"] == "waiting for approval"
-    assert not any(line["arrays"] for line in audit.lines(caller.folder))
+    assert not any(line["arrays"] for line in verification.lines(caller.folder))
     operator.approve(caller.folder, DIGEST[:8], "me")
     assert caller.ping() == {"busy": False}
     assert "error" not in caller.join()
@@ -87,7 +89,7 @@ def test_a_new_plan_waits_for_the_operator_and_nothing_leaves_meanwhile(caller):
     assert (caller.status()["state"], caller.status()["run"], caller.status()["answers"]) == ("idle", "trial", 2)
 
 
-def test_the_operator_is_told_how_much_would_leave_and_how_often(caller):
+def test_the_preview_counts_how_much_would_leave_and_how_often(caller):
     caller.join()
     [request] = operator.pending(caller.folder)
     assert (request["digest"], request["run"], request["plan"]) == (DIGEST, "trial", PLAN)
@@ -120,7 +122,7 @@ def test_a_refused_plan_and_a_run_that_was_left_get_no_answer(caller):
     assert "wait" not in caller.join()
 
 
-def test_a_paused_site_waits_and_goes_on_where_it_was(caller):
+def test_a_paused_site_waits_and_resumes_where_it_was(caller):
     caller.join()
     operator.approve(caller.folder, DIGEST, "me")
     caller.join()
@@ -170,7 +172,7 @@ def test_refused_callers_are_written_down_and_reported_once(caller):
     operator.approve(caller.folder, DIGEST, "me")
     assert caller.join()["strangers"] == {"west": 5}
     assert "strangers" not in caller.phase()
-    report = audit.verify(caller.folder)
+    report = verification.verify(caller.folder)
     assert (report.ok, report.callers) == (
         True,
         {"west": 4},

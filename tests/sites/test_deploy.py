@@ -1,4 +1,5 @@
-"""deploy/: docker starts the compose file, or its commands run as plain processes; systemd reads the units."""
+"""deploy/: docker starts the compose file, or its commands run as plain processes; systemd reads
+the units."""
 
 import configparser
 import os
@@ -14,7 +15,6 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-import psutil
 import yaml
 from click.testing import CliRunner
 
@@ -25,6 +25,7 @@ from fedbilevel.sites.flare import job, kits
 from fedbilevel.sites.flare.local import free_port
 from fedbilevel.sites.trial import prepare
 from support.sites.real_loopback import HERE
+from support.sites.reaper import processes_of, reaped
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "docker-compose.yml"
@@ -72,7 +73,8 @@ def prepared(folder, host, port):
 
 
 class Plain:
-    """The services of the compose file as processes of this machine, with their volumes where `folder` has them."""
+    """The services of the compose file as processes of this machine, with their volumes where
+    `folder` has them."""
 
     def __init__(self, folder):
         self.folder, self.started, self.ports = folder, {}, {name: str(free_port()) for name in services()}
@@ -103,6 +105,9 @@ class Plain:
         return self
 
     def __exit__(self, *_):
+        self.stop()
+
+    def stop(self):
         for one in self.started.values():
             one.send_signal(signal.SIGTERM)
         for one in self.started.values():
@@ -111,7 +116,7 @@ class Plain:
 
 def played_plain(folder):
     made = prepared(folder, "localhost", free_port())
-    with Plain(folder) as plain:
+    with reaped(folder), Plain(folder) as plain:
         for name, service in services().items():
             if "profiles" not in service:
                 for other in service.get("depends_on", {}):
@@ -125,8 +130,8 @@ def played_plain(folder):
         os.killpg(plain.started["north"].pid, signal.SIGSTOP)  # the health check is one: it does not pass by itself
         assert not plain.is_healthy("north")
         os.killpg(plain.started["north"].pid, signal.SIGCONT)
-    commands = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
-    assert [words for words in commands if any(str(folder) in word for word in words)] == []
+        plain.stop()
+        assert processes_of(folder) == []
     return made
 
 
@@ -206,7 +211,7 @@ def unit(path):
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_a_unit_starts_a_command_that_there_is_and_is_confined_to_its_kit(path):
+def test_a_unit_starts_an_existing_command_and_is_confined_to_its_kit(path):
     service = unit(path)["Service"]
     program, *words = shlex.split(service["ExecStart"])
     assert program.endswith("/bin/fedbilevel")

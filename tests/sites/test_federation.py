@@ -1,4 +1,5 @@
-"""Three sites with mutual TLS on loopback: the simulator's trajectory and ledger, and bytes on the sockets that are those of the ledger."""
+"""Three sites with mutual TLS on loopback have the simulator's trajectory and ledger, and the bytes
+on the sockets are those of the ledger."""
 
 import json
 import shutil
@@ -145,7 +146,7 @@ def test_private_values_and_paths_did_not_leave(finished):
         assert str(where[site].parent) not in (where[site] / job.SITE / "left.jsonl").read_text()
 
 
-def test_the_tasks_have_what_they_are_here_for():
+def test_the_tasks_of_these_tests_have_all_scopes():
     scopes = {name: plan_of(plan(name, "float64")).built_task().build().problem.scopes for name in TASKS}
     assert {scopes["fbo_aggitd"].upper, scopes["fedbio"].upper} == {"private", "shared"}
     assert {scopes["adafbio"].lower, scopes["fedbio"].lower} == {"local", "global"}

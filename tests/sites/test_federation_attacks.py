@@ -1,4 +1,5 @@
-"""Attacks on a federation with real FLARE processes. Each one succeeded on an earlier version, and must fail now."""
+"""Attacks on a federation with real FLARE processes. Each one succeeded on an earlier version, and
+must fail now."""
 
 import json
 import os
@@ -15,8 +16,8 @@ from tomlkit import dumps
 import fedbilevel
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.runs.record import Record
-from fedbilevel.sites import audit, operator, wire
-from fedbilevel.sites.flare import configuration, control, guard, job
+from fedbilevel.sites import audit, operator, verification, wire
+from fedbilevel.sites.flare import configuration, connection, guard, job, jobs
 from fedbilevel.sites.plan import plan_digest, plan_of
 from support.sites.driven import Driver, contents, until
 from support.sites.loopback import differences, simulated
@@ -49,7 +50,7 @@ def cleaning(name, batch_size=16, **more):
 
 
 def lines(federation, site, run=None):
-    return [line for line in audit.lines(federation.kits[site] / job.SITE) if run is None or line["run"] == run]
+    return [line for line in verification.lines(federation.kits[site] / job.SITE) if run is None or line["run"] == run]
 
 
 def diary(federation, run):
@@ -59,7 +60,7 @@ def diary(federation, run):
     ]
 
 
-# ---- 1: a site that asks another site ----------------------------------------------------------------------------------------
+# ---- 1: a site that asks another site ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_attack_by_a_command_of_the_servers_own_job_is_refused(federation):
 def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
     """A module in the configuration, and a component that imports it."""
     plan, proof = cleaning("coded"), tmp_path / "proof"
-    folder = control.job_folder(tmp_path, plan, seal=configuration.sealed(federation.lead, configuration.packed(plan)))
+    folder = jobs.job_folder(tmp_path, plan, seal=configuration.sealed(federation.lead, configuration.packed(plan)))
     (folder / "at_site/config/evil.py").write_text(f"import pathlib; pathlib.Path({str(proof)!r}).touch()\n")
     place = folder / "at_site/config/config_fed_client.json"
     content = json.loads(place.read_text())
@@ -128,7 +129,7 @@ def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
         "args": {"module": "{JOB_ID}.app_{SITE_NAME}.config.evil"},
     }
     place.write_text(json.dumps({**content, "components": [*content["components"], importing]}))
-    with control.session(federation.lead) as opened:
+    with connection.session(federation.lead) as opened:
         number = opened.submit_job(str(folder))
         until(lambda: str(opened.get_job_status(number)).startswith("FINISHED"))
         assert "COMPLETED" not in str(opened.get_job_status(number))
@@ -137,7 +138,7 @@ def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
     assert not proof.exists()
 
 
-# ---- 2: a server or lead that asks for too much --------------------------------------------------------------------------------
+# ---- 2: a server or lead that asks for too much --------------------------------------------------
 
 
 def test_attack_by_batches_of_one_sample_is_refused_by_the_policy(federation):
@@ -183,12 +184,13 @@ class Server:
 def bound(federation):
     plan = cleaning("bound")
     yield Server(Driver(federation, plan, server="support.sites.flare_standins.Driven"), plan)
-    control.stop(federation.lead, "bound")
+    jobs.stop(federation.lead, "bound")
 
 
 def test_attack_by_another_plan_than_the_submitted_one_is_refused(federation, bound):
     greedy = {**bound.plan, "options": {**bound.plan["options"], "batch_size": 1}}
-    wanted = f"the message has the plan {plan_digest(greedy)[:12]}, but the plan {plan_digest(bound.plan)[:12]} was submitted"
+    sent, submitted = plan_digest(greedy)[:12], plan_digest(bound.plan)[:12]
+    wanted = f"the message has the plan {sent}, but the plan {submitted} was submitted"
     assert wanted in bound.join(greedy)["error"]
     assert "takes no part" in bound.phase(1)[0]["error"]
     assert "error" not in bound.join()
@@ -216,11 +218,12 @@ def test_attack_by_a_plan_that_nobody_approved_gets_no_answer(federation, bound)
         settings(federation, "north", STRICT)
 
 
-# ---- 3: a site whose answers ruin the run ---------------------------------------------------------------------------------------
+# ---- 3: a site whose answers ruin the run --------------------------------------------------------
 
 
 def test_attack_by_scaled_answers_is_named_and_excluded(federation, tmp_path):
-    """The end is that of a run without west in the outer iterations in which its answers were multiplied."""
+    """The run ends like one without west in the outer iterations in which its answers were
+    multiplied."""
     factors = {2: 1e6, 3: -10.0, 4: 1e38}
     (federation.kits["west"] / job.SITE / "factors.json").write_text(json.dumps(factors))
     task = {"name": "hyper_representation", "num_clients": 3, "num_hidden": 20}
@@ -241,15 +244,17 @@ def test_attack_by_scaled_answers_is_named_and_excluded(federation, tmp_path):
     assert Record(federation.kits["server"] / job.RUNS / "scaled").rows()[-1]["upper_loss"] < 2.5
 
 
-# ---- 4: a plan that uses a site up ----------------------------------------------------------------------------------------------
+# ---- 4: a plan that uses a site up ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def unbound(federation):
-    """Sites that take part in every plan of the job, so that one job is enough to try many; a budget of 4 answers beyond what was used, and 4 more runs."""
+    """Sites that take part in every plan of a job, so that one job can try many. The budget allows
+    4 more answers and 4 more runs."""
     used = audit.AuditLog(federation.kits["north"] / job.SITE).rounds
-    held = len(list((federation.kits["north"] / job.SITE / "runs").iterdir()))
-    limits = f"max_rounds = {used + 4}\nmax_runs = {held + 4}\nmax_memory_megabytes = 2000\n[policy.settings]\nnum_hidden = [1, 1000000]\n"
+    held = len(list((federation.kits["north"] / job.SITE / "runs").glob("*")))
+    limits = f"max_rounds = {used + 4}\nmax_runs = {held + 4}\nmax_memory_megabytes = 2000\n"
+    limits += "[policy.settings]\nnum_hidden = [1, 1000000]\n"
     settings(federation, "north", f"{STRICT}[policy]\n{limits}")
     plan = cleaning("unbound")
     yield Server(
@@ -262,7 +267,7 @@ def unbound(federation):
         plan,
     )
     settings(federation, "north", STRICT)
-    control.stop(federation.lead, "unbound")
+    jobs.stop(federation.lead, "unbound")
 
 
 @pytest.mark.parametrize(
@@ -310,16 +315,17 @@ def test_attack_by_garbage_is_refused_and_leaves_few_bytes(federation, unbound):
     for _ in range(20):
         assert "error" in unbound.send(garbage)[0]
     assert size() - before < 20 * 1000
-    assert audit.verify(place).ok
+    assert verification.verify(place).ok
 
 
-# ---- 5: words that a terminal would obey ------------------------------------------------------------------------------------------
+# ---- 5: words that a terminal would obey ---------------------------------------------------------
 
 
 def test_attack_by_escape_sequences_does_not_reach_the_terminal_of_the_lead(federation, tmp_path):
     code = (
-        "import sys; from fedbilevel.sites.flare import control; from fedbilevel import cli; watch = control.watch;"
-        "control.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'}); cli.main()"
+        "import sys; from fedbilevel.sites.flare import follow; from fedbilevel.cli.main import main; watch = follow.watch;"
+        "follow.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'});"
+        "main()"
     )
     plan = {name: value for name, value in cleaning("escapes").items() if value is not None}
     (tmp_path / "run.toml").write_text(

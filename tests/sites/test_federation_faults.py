@@ -1,4 +1,5 @@
-"""Processes that are really killed and frozen, and sites that fail: the run goes on by itself, every outer iteration counts once, the culprit is named."""
+"""Processes are killed and frozen, and sites fail. The run continues by itself, every outer
+iteration counts once, and the failing party is named."""
 
 import json
 import re
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
 from fedbilevel.runs.record import Record
-from fedbilevel.sites.flare import control, job
+from fedbilevel.sites.flare import follow, job, jobs
 from fedbilevel.sites.plan import plan_of
 from support.sites.loopback import Loopback, differences, simulated
 from support.sites.real_loopback import federation_of
@@ -47,8 +48,9 @@ def plan(name, sites, num_iterations, quorum):
 
 
 class Story:
-    """Faults one after the other from an outer iteration on, each once the one before was named in a notice and all sites take part again. Until all is over
-    the sites take their time: so a short run does not end before its story, on a fast machine or a slow one."""
+    """Causes faults one after the other from an outer iteration on. Each follows once the one
+    before was named in a notice and all sites take part again. Until the last one the sites answer
+    slowly, so that a short run does not end before, on a fast machine or a slow one."""
 
     def __init__(self, federation, sites, begin, moods=None):
         self.federation, self.sites, self.begin, self.happened, self.notices = federation, sites, begin, [], []
@@ -86,7 +88,8 @@ class Story:
         return lambda: self.federation.kill(name, which)
 
     def freeze(self, name):
-        """Until the run is heard to wait for it, for longer than the deadline and for less than its patience."""
+        """Wait until the run reports that it waits for the site: longer than the deadline, shorter
+        than its patience."""
 
         def frozen():
             self.federation.kill(name, "job", number=signal.SIGSTOP)
@@ -106,7 +109,8 @@ def diary(federation, name):
 
 
 def test_where_all_sites_are_needed_killed_and_frozen_processes_change_nothing(federation, tmp_path):
-    """The job process of a site, a frozen site, the server with its job: the end is that of the simulator."""
+    """The job process of a site is killed, a site is frozen, and the server is killed with its job.
+    The run ends like the simulator."""
     ours = plan("all", SITES[1:], 32, 2)
     story = Story(federation, SITES[1:], 3)
     story.faults = {
@@ -143,8 +147,9 @@ def test_where_all_sites_are_needed_killed_and_frozen_processes_change_nothing(f
     assert "server was started anew" in told
 
 
-def test_where_a_quorum_is_enough_the_survivors_go_on_and_everybody_comes_back(federation, tmp_path):
-    """A site that raises, one that answers NaN, one that is slow, one that is killed as a whole, and the server's job process."""
+def test_with_a_quorum_the_run_continues_without_failed_sites_and_all_return(federation, tmp_path):
+    """A site raises, one answers NaN, one is slow, one is killed with all its processes, and so is
+    the server's job process."""
     ours = plan("quorum", SITES, 60, 2)
     story = Story(federation, SITES, 12, {"site-0": {"5": "raise"}, "site-1": {"8": "nan"}, "site-2": {"11": 3.0}})
     story.faults = {
@@ -191,7 +196,7 @@ def test_where_a_quorum_is_enough_the_survivors_go_on_and_everybody_comes_back(f
         return "silent" if header["kind"] == "commit" and (name, header["version"]) in unsaved else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
+        patch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
         replayed.serve({**ours, "name": "trial"}, fault)
     Loopback.close_all()
     found, _ = Record(federation.kits["server"] / job.RUNS / "quorum").load()
@@ -201,7 +206,8 @@ def test_where_a_quorum_is_enough_the_survivors_go_on_and_everybody_comes_back(f
 
 
 def test_a_server_that_is_suspended_names_no_site_and_changes_nothing(federation, tmp_path):
-    """Its job process stands still for longer than the deadline while the sites answer: nobody is left out, and the end is that of the simulator."""
+    """Its job process is stopped for longer than the deadline while the sites answer. No site is
+    left out, and the run ends like the simulator."""
     ours = plan("suspended", SITES, 24, 2)
     story = Story(federation, SITES, 3)
 
@@ -235,11 +241,11 @@ def test_a_server_that_is_suspended_names_no_site_and_changes_nothing(federation
 
 
 def test_status_knows_all_runs_and_a_finished_one_is_not_run_again(federation):
-    found = control.status(federation.lead)
+    found = jobs.status(federation.lead)
     assert {name: run["outcome"] for name, run in found["runs"].items()} == {
         "all": "finished",
         "quorum": "finished",
         "suspended": "finished",
     }
     assert set(found["sites"]) == set(SITES)
-    assert control.resume(federation.lead, "all", print) == "finished"
+    assert follow.resume(federation.lead, "all", print) == "finished"

@@ -1,5 +1,6 @@
-"""A real federation over loopback: who gets nowhere (without our certificate, with another authority's, without TLS; with code in the job, or with a class
-that a site does not list), and the transport's contract."""
+"""A real federation over loopback: refused parties (without our certificate, with another
+authority's, without TLS; with code in the job, or with a class that a site does not list), and the
+transport's contract."""
 
 import json
 import shutil
@@ -19,7 +20,7 @@ import psutil
 from nvflare.fuel.flare_api.api_spec import AuthorizationError, InternalError
 
 from fedbilevel.errors import FedBilevelError, SettingError, UnknownNameError
-from fedbilevel.sites.flare import configuration, control, kits, processes
+from fedbilevel.sites.flare import configuration, connection, follow, jobs, kits, processes
 from fedbilevel.sites.flare.local import LEAD
 from support.sites.driven import Driver, contents, until
 from support.sites.real_loopback import HERE, federation_of
@@ -35,7 +36,7 @@ def federation(tmp_path_factory):
         yield running
 
 
-# ---- who gets nowhere --------------------------------------------------------------------------------------------------------
+# ---- refused parties ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def first_words(federation, kit, *, tls=True):
             return b""
 
 
-def test_our_certificate_is_let_in(federation):
+def test_a_valid_certificate_is_accepted(federation):
     assert first_words(federation, federation.kits["site-1"])[3:4] == b"\x04"  # settings of HTTP/2
 
 
@@ -80,23 +81,24 @@ def test_a_client_without_certificate_without_tls_or_of_another_authority_hears_
 
 @pytest.fixture(scope="module")
 def refused(federation, tmp_path_factory):
-    """Two jobs that the site does not run, handed in together: what others ask the server meanwhile need not wait for their ends."""
+    """Two jobs that the site does not run, submitted together, so that other tests do not wait for
+    their ends one by one."""
     folder = tmp_path_factory.mktemp("refused")
     sealed = lambda plan: {"plan": plan, "seal": configuration.sealed(federation.lead, configuration.packed(plan))}
-    code = control.job_folder(folder, **sealed({"name": "code", "sites": ["site-1"]}))
+    code = jobs.job_folder(folder, **sealed({"name": "code", "sites": ["site-1"]}))
     (code / "at_site" / "custom").mkdir()
     (code / "at_site" / "custom" / "ours.py").write_text("import os\n")
-    other = control.job_folder(
+    other = jobs.job_folder(
         folder,
         **sealed({"name": "other-class", "sites": ["site-1"]}),
         client="support.sites.flare_standins.MoodyClient",
     )
-    with control.session(federation.lead) as opened:
+    with connection.session(federation.lead) as opened:
         return {one.name: opened.submit_job(str(one)) for one in (code, other)}
 
 
 def ended(federation, submitted):
-    with control.session(federation.lead) as opened:
+    with connection.session(federation.lead) as opened:
         end = time.monotonic() + 60
         while time.monotonic() < end:
             status = opened.get_job_status(submitted)
@@ -116,24 +118,24 @@ def test_all_ports_are_on_loopback(federation):
             assert listening or name != "server"
 
 
-def test_a_whole_site_of_another_authority_is_never_connected_and_its_lead_not_heard(federation, foreign, refused):
+def test_a_site_and_a_lead_of_another_authority_are_never_connected(federation, foreign, refused):
     intruder = processes.Supervised(foreign["site-9"], environment=HERE)
     intruder.start()
     try:
-        with pytest.raises(FedBilevelError, match="cannot be reached"), control.session(foreign[LEAD], timeout=2.0):
+        with pytest.raises(FedBilevelError, match="cannot be reached"), connection.session(foreign[LEAD], timeout=2.0):
             pass
         log = foreign["site-9"] / "log.txt"
         until(
             lambda: log.exists() and log.read_text().count("finished connection") >= 2, 20
         )  # it was turned away, tried again and was turned away again
         assert intruder.pid is not None
-        assert set(control.status(federation.lead)["sites"]) == set(SITES)
+        assert set(jobs.status(federation.lead)["sites"]) == set(SITES)
     finally:
         intruder.stop()
 
 
 def test_the_lead_reads_no_files_at_a_site_and_cannot_end_it(federation):
-    with control.session(federation.lead) as opened:
+    with connection.session(federation.lead) as opened:
         with pytest.raises((AuthorizationError, InternalError)):
             opened.ls_target("site-1")
         with pytest.raises((AuthorizationError, InternalError)):
@@ -159,7 +161,7 @@ def test_a_class_that_the_site_does_not_list_does_not_run_there(federation, refu
     assert "it names support.sites.flare_standins.MoodyClient" in detail
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -240,23 +242,23 @@ def test_a_round_of_160k_floats_is_fast(driver):
     assert statistics.median(seconds) < 0.2
 
 
-def test_the_same_run_is_not_submitted_twice_and_status_tells_of_it(driver):
+def test_the_same_run_is_not_submitted_twice_and_status_shows_it(driver):
     with pytest.raises(SettingError, match="'driven' is running already"):
         driver.federation.submit({"name": "driven", "sites": SITES}, **DRIVEN)
-    found = control.status(driver.federation.lead)
+    found = jobs.status(driver.federation.lead)
     assert set(found["sites"]) == set(SITES)
     assert found["runs"]["driven"]["outcome"] == "running"
     assert found["runs"]["driven"]["latest"] == {"iteration": 0, "sites": SITES}
 
 
-def test_a_second_follower_takes_the_job_that_is_there(driver):
-    jobs = control.Entry(driver.federation.lead, "driven").read()["jobs"]
+def test_a_second_follower_follows_the_existing_job(driver):
+    before = jobs.RunEntry(driver.federation.lead, "driven").read()["jobs"]
     plan = {"name": "driven", "sites": SITES, "quorum": 2}
-    follow = control.Follow(driver.federation.lead, plan, print, **DRIVEN)
-    assert follow.step() is None
-    assert follow.current.job == jobs[-1]
-    assert control.Entry(driver.federation.lead, "driven").read()["jobs"] == jobs
-    follow.close()
+    following = follow.Follow(driver.federation.lead, plan, print, **DRIVEN)
+    assert following.step() is None
+    assert following.current.job == before[-1]
+    assert jobs.RunEntry(driver.federation.lead, "driven").read()["jobs"] == before
+    following.close()
 
 
 def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
@@ -264,7 +266,7 @@ def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
     plan = {"name": "waiting", "sites": [*SITES, "site-9"], "quorum": 2}
     follower = threading.Thread(
         target=lambda: outcomes.append(
-            control.watch(driver.federation.lead, plan, print, notice=notices.append, **DRIVEN)
+            follow.watch(driver.federation.lead, plan, print, notice=notices.append, **DRIVEN)
         )
     )
     follower.start()
@@ -272,7 +274,7 @@ def test_a_run_that_waits_for_a_site_can_be_stopped(driver):
     assert notices == [
         "waiting for sites: 3 are needed, site-9 is not connected."
     ]  # a run that has not begun needs all
-    control.stop(driver.federation.lead, "waiting")
+    jobs.stop(driver.federation.lead, "waiting")
     follower.join(20)
     assert outcomes == ["stopped"]
 
@@ -281,16 +283,16 @@ def test_a_site_that_cannot_start_is_named_and_the_follower_does_not_wait_for_ev
     lead = driver.federation.lead
     absent = {"name": "absent", "sites": [*SITES, "site-9"], "quorum": 2}
     with pytest.raises(FedBilevelError, match=r"^site-9 did not connect within 1 s: start it there"):
-        control.watch(lead, absent, print, start_timeout=1.0, **DRIVEN)
+        follow.watch(lead, absent, print, start_timeout=1.0, **DRIVEN)
 
     driver.federation.kill("site-1", "parent", number=signal.SIGSTOP)  # still connected, and starts nothing
     try:
         with pytest.raises(FedBilevelError, match=r"the run 'frozen' did not start within 4 s \(.*\): see log.txt"):
-            control.watch(lead, {"name": "frozen", "sites": SITES, "quorum": 2}, print, start_timeout=4.0, **DRIVEN)
+            follow.watch(lead, {"name": "frozen", "sites": SITES, "quorum": 2}, print, start_timeout=4.0, **DRIVEN)
     finally:
         driver.federation.kill("site-1", "parent", number=signal.SIGCONT)
-    given_up = control.Entry(lead, "frozen").read()["jobs"][0]
-    with control.session(lead) as opened:
+    given_up = jobs.RunEntry(lead, "frozen").read()["jobs"][0]
+    with connection.session(lead) as opened:
         until(lambda: str(opened.get_job_status(given_up)).startswith("FINISHED"))  # and does not begin unfollowed
     driver.federation.wait_for(SITES)
 
@@ -308,9 +310,9 @@ def test_logs_do_not_grow_with_messages(driver):
 
 
 def test_a_run_stops_when_it_is_asked_to_and_resuming_it_starts_another_job(driver, monkeypatch):
-    control.stop(driver.federation.lead, "driven")
-    until(lambda: control.status(driver.federation.lead)["runs"]["driven"]["outcome"] == "stopped", 20)
+    jobs.stop(driver.federation.lead, "driven")
+    until(lambda: jobs.status(driver.federation.lead)["runs"]["driven"]["outcome"] == "stopped", 20)
     with pytest.raises(UnknownNameError, match="Did you mean 'driven'"):
-        control.stop(driver.federation.lead, "drivn")
-    monkeypatch.setattr(control, "watch", lambda _kit, _plan, _say, *, job, **_: job)
-    assert control.resume(driver.federation.lead, "driven", print) is None  # not the one that is still ending
+        jobs.stop(driver.federation.lead, "drivn")
+    monkeypatch.setattr(follow, "watch", lambda _kit, _plan, _say, *, job, **_: job)
+    assert follow.resume(driver.federation.lead, "driven", print) is None  # not the one that is still ending

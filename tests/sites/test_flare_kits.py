@@ -19,7 +19,17 @@ from nvflare.collab import CollabCallError
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import SettingError
 from fedbilevel.sites import policy
-from fedbilevel.sites.flare import configuration, control, job, kits, processes
+from fedbilevel.sites.flare import (
+    configuration,
+    connection,
+    job,
+    jobs,
+    kits,
+    processes,
+    production,
+    progress,
+    transport,
+)
 from fedbilevel.sites.flare.local import LEAD
 from website.imports import MODULES, imports
 
@@ -78,8 +88,8 @@ def test_only_installed_classes_of_ours_run_and_logs_stay_small(made, name):
     local = made[name] / "local"
     resources = load(local / "resources.json")
     assert resources["class_list_enforcement_mode"] == "enforce"
-    assert resources["class_allow_list"] == kits.ALLOWED
-    assert not any(name.endswith(".") for name in kits.ALLOWED)  # a prefix admits functions, too
+    assert resources["class_allow_list"] == production.ALLOWED
+    assert not any(name.endswith(".") for name in production.ALLOWED)  # a prefix admits functions, too
     assert resources["allow_log_streaming"] is False
     assert not {"site_log_streamer", "log_receiver"} & {part["id"] for part in resources["components"]}
     logs = load(local / "log_config.json")
@@ -121,10 +131,10 @@ def test_jobs_are_kept_in_the_kit_also_where_it_is_moved(made, tmp_path):
     assert places(made["server"]) == (str(made["server"] / "jobs"), str(made["server"] / "snapshots"))
     moved = tmp_path / "elsewhere"
     shutil.copytree(made["server"], moved)
-    kits.settle(moved)
+    production.settle(moved)
     assert places(moved) == (str(moved / "jobs"), str(moved / "snapshots"))
     before = (made["north"] / "local" / "resources.json").read_bytes()
-    kits.settle(made["north"])
+    production.settle(made["north"])
     assert (made["north"] / "local" / "resources.json").read_bytes() == before
 
 
@@ -164,14 +174,14 @@ def test_an_interrupted_provision_leaves_no_half_of_a_kit_and_the_next_one_makes
     toml, out = tmp_path / "federation.toml", tmp_path / "out"
     kits.init(toml, sites=["a", "b"])
     with monkeypatch.context() as patch:
-        settled = kits._production
+        settled = production.write_settings
 
         def interrupted(kit, **how):
             if kit.name == ".b.unfinished":
                 raise KeyboardInterrupt
             settled(kit, **how)
 
-        patch.setattr(kits, "_production", interrupted)
+        patch.setattr(production, "write_settings", interrupted)
         with pytest.raises(KeyboardInterrupt):
             kits.provision(toml, out)
     assert sorted(path.name for path in out.iterdir()) == [".b.unfinished", "a", "authority", "server"]
@@ -254,7 +264,7 @@ def test_init_writes_a_file_that_provision_reads_and_never_over_another(tmp_path
         cli, ["federation", "init", str(path), "--sites", "a,b", "--host", "fed.example.org"], catch_exceptions=False
     )
     assert done.exit_code == 0
-    assert kits.read(path) == kits.Federation(
+    assert kits.read(path) == kits.FederationFile(
         "federation", "lead@example.org", "fed.example.org", kits.PORT, {"a": "a", "b": "b"}
     )
     with pytest.raises(SettingError, match="exists"):
@@ -265,7 +275,7 @@ def test_init_writes_a_file_that_provision_reads_and_never_over_another(tmp_path
 
 def test_a_job_names_installed_classes_and_holds_no_code(tmp_path):
     plan = {"name": "run-1", "sites": ["a", "b", "c"], "quorum": 2, "text": "{name} $HOME {{x}} \u00e4"}
-    folder = control.job_folder(tmp_path, plan, seal="s")
+    folder = jobs.job_folder(tmp_path, plan, seal="s")
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         "at_server/config/config_fed_server.json",
         "at_site/config/config_fed_client.json",
@@ -283,7 +293,7 @@ def test_a_job_names_installed_classes_and_holds_no_code(tmp_path):
         site["executors"][0]["executor"]["path"],
         site["components"][0]["path"],
     ]
-    assert all(any(path.startswith(allowed) for allowed in kits.ALLOWED) for path in named)
+    assert all(any(path.startswith(allowed) for allowed in production.ALLOWED) for path in named)
     packed = server["components"][0]["args"]["plan"]
     assert configuration.unpacked(packed) == plan
     assert not set(packed) & set("{}$")  # which FLARE would replace
@@ -315,8 +325,8 @@ def test_a_job_names_installed_classes_and_holds_no_code(tmp_path):
         ),
     ],
 )
-def test_what_a_failed_call_means(error, silent, words):
-    failure = job.failure_of("a", error, 2.0)
+def test_a_failed_call_is_an_error_of_the_site_or_an_unreachable_site(error, silent, words):
+    failure = transport.failure_of("a", error, 2.0)
     assert (failure.silent, failure.seconds) == (silent, 2.0)
     assert words in failure.reason
     assert "4711" not in failure.reason
@@ -325,29 +335,29 @@ def test_what_a_failed_call_means(error, silent, words):
 @pytest.mark.parametrize(
     "answer", [None, 3, b"x", {}, {"content": "text"}, {"content": bytearray(b"x")}, {"refusal": 3}, [b"x"]]
 )
-def test_an_answer_that_is_no_message_is_a_failure_and_no_crash(answer):
-    failure = job.outcome_of("a", answer, 1.0)
-    assert failure == job.Failure(False, failure.reason, 1.0)
+def test_an_answer_that_is_not_a_message_is_a_failure(answer):
+    failure = transport.outcome_of("a", answer, 1.0)
+    assert failure == transport.Failure(False, failure.reason, 1.0)
     assert "a answered with something that is no message" in failure.reason
 
 
 @pytest.mark.parametrize("order", [("asked", "rejoin"), ("rejoin", "asked")])
-def test_what_a_person_asked_for_is_not_overruled(order):
-    transport = object.__new__(job.FlareTransport)
-    transport.stopping = ""
+def test_a_persons_request_to_stop_is_not_overruled(order):
+    made = object.__new__(transport.FlareTransport)
+    made.stopping = ""
     for why in order:
-        transport.ask_to_stop(why)
-    assert transport.stopping == "asked"
+        made.ask_to_stop(why)
+    assert made.stopping == "asked"
 
 
-def test_answers_that_are_messages():
-    assert job.outcome_of("a", {"content": b""}, 1.0) == job.Reply(b"", 1.0)
-    assert job.outcome_of("a", {"refusal": "no" * 1000}, 1.0) == job.Failure(False, "no" * 250, 1.0)
+def test_valid_answers_are_read_as_replies_and_refusals():
+    assert transport.outcome_of("a", {"content": b""}, 1.0) == transport.Reply(b"", 1.0)
+    assert transport.outcome_of("a", {"refusal": "no" * 1000}, 1.0) == transport.Failure(False, "no" * 250, 1.0)
 
 
 def test_progress_is_whole_at_every_moment_and_keeps_the_last(tmp_path):
     (tmp_path / "run").mkdir()
-    progress = job.Progress(tmp_path / "run", "job-1", ["a"])
+    written = progress.ProgressFile(tmp_path / "run" / job.PROGRESS, "job-1", ["a"])
     read = lambda: load(tmp_path / "run" / job.PROGRESS)
     assert read() == {
         "job": "job-1",
@@ -359,15 +369,15 @@ def test_progress_is_whole_at_every_moment_and_keeps_the_last(tmp_path):
         "count": 0,
         "latest": [],
     }
-    for iteration in range(job.KEPT + 5):
-        progress.say({"iteration": iteration})
-    assert read()["count"] == job.KEPT + 5
-    assert [one["iteration"] for one in read()["latest"]] == list(range(5, job.KEPT + 5))
-    progress.say({"waiting": "for b"})
-    assert (read()["waiting"], read()["count"]) == ("for b", job.KEPT + 5)  # that is no outer iteration
-    progress.say({"iteration": 99})
+    for iteration in range(progress.KEPT + 5):
+        written.say({"iteration": iteration})
+    assert read()["count"] == progress.KEPT + 5
+    assert [one["iteration"] for one in read()["latest"]] == list(range(5, progress.KEPT + 5))
+    written.say({"waiting": "for b"})
+    assert (read()["waiting"], read()["count"]) == ("for b", progress.KEPT + 5)  # that is no outer iteration
+    written.say({"iteration": 99})
     assert read()["waiting"] == ""
-    progress.end("stopped", "asked")
+    written.end("stopped", "asked")
     assert (read()["outcome"], read()["why"]) == ("stopped", "asked")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [job.PROGRESS]
 
@@ -381,7 +391,7 @@ def test_commands_of_kits(made):
     assert processes.running(made["north"]) == {}
     with pytest.raises(SettingError, match="not the whole kit of a server or a site"):
         processes.command_of(made["lead@hospital.org"])
-    with pytest.raises(SettingError, match="not the kit of a lead"), control.session(made["north"]):
+    with pytest.raises(SettingError, match="not the kit of a lead"), connection.session(made["north"]):
         pass
 
 

@@ -1,4 +1,5 @@
-"""The guard in front of FLARE's own channels, as a table: which messages pass, and which jobs are admitted."""
+"""The guard in front of FLARE's own channels, as a table: which messages pass, and which jobs are
+admitted."""
 
 import json
 import shutil
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-from fedbilevel.sites.flare import configuration, control, guard, kits
+from fedbilevel.sites.flare import configuration, guard, jobs, kits
 
 JOB = "32a4a932-10c0-4cbb-958a-c14840b3f356"
 PLAN = {"name": "cleaning", "sites": ["north", "west"]}
@@ -92,7 +93,7 @@ def test_a_stream_is_judged_by_the_channel_that_it_carries():
 
 def job_of(tmp_path, kit, plan=PLAN, **more):
     packed = configuration.packed(plan)
-    return control.job_folder(tmp_path, plan, seal=configuration.sealed(kit, packed), **more)
+    return jobs.job_folder(tmp_path, plan, seal=configuration.sealed(kit, packed), **more)
 
 
 def test_the_jobs_of_submit_are_admitted(made, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_a_signature_covers_purpose_job_site_and_message(made):
     assert not party.signed(b"", "call", "job-1", "north", b"message")
 
 
-def test_a_signature_of_another_kit_is_told_apart(made):
+def test_a_signature_of_another_kit_is_not_accepted(made):
     party = Party(Signer(made["server"]).certificate, root_of(made["north"]))
     assert not party.signed(Signer(made["west"]).sign("call", "job-1", "north", b"m"), "call", "job-1", "north", b"m")
     assert Party(Signer(made["west"]).certificate, root_of(made["north"])).name == "west"

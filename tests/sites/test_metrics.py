@@ -24,11 +24,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_certificates import age
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites.audit import HEAD, AuditLog
+from fedbilevel.sites.audit import AuditLog
+from fedbilevel.sites.chain import HEAD
 from fedbilevel.sites.flare import certificates, job, kits, metrics, processes
 from fedbilevel.sites.flare.local import free_port
-from fedbilevel.sites.site import STATUS
+from fedbilevel.sites.status import STATUS
 from support.sites.real_loopback import HERE
+from support.sites.reaper import reaped
 
 REFUSED = "Ask under this machine's address, or under the name that --metrics-host gives.\n"
 
@@ -87,7 +89,7 @@ def value(samples, name, **labels):
     return samples[name, frozenset(labels.items())]
 
 
-def test_a_server_tells_of_its_runs_and_names_are_escaped(made, asked):
+def test_metrics_of_a_server_list_its_runs_with_escaped_names(made, asked):
     latest = {
         "iteration": 7, "num_iterations": 20, "rounds": 49, "megabytes": 1.5, "sites": {"north": 0.25},
         "missing": {'so"u\\t\nh': "late"}, "figures": {"test_accuracy": 0.75, "f1": None},
@@ -118,7 +120,7 @@ def test_a_server_tells_of_its_runs_and_names_are_escaped(made, asked):
     assert 300 * 86400 < value(samples, "certificate_remaining_seconds") < 400 * 86400
 
 
-def test_a_site_tells_what_it_does_and_what_left(made, asked):
+def test_metrics_of_a_site_show_its_state_and_what_left(made, asked):
     before = parsed(asked("north", "/metrics")[2])
     assert value(before, "site_state", state="idle") == 1
     status = {
@@ -170,7 +172,7 @@ def test_progress_of_a_run_that_is_damaged_is_left_out(made, asked, latest):
     assert {name for name, labels in parsed(text) if ("run", "odd") in labels} == {"run_waits", "run_outcome"}
 
 
-def test_names_of_elsewhere_in_the_host_header_are_refused(made):
+def test_foreign_names_in_the_host_header_are_refused(made):
     endpoint = metrics.Endpoint(processes.Supervised(made["north"]))
     try:
         for path in ("/metrics", "/healthz", "/other"):
@@ -225,7 +227,7 @@ def test_a_certificate_that_ended_meanwhile_is_not_healthy(made, monkeypatch):
     assert {one.name for one in metrics.of_process(supervised)} == {"up", "starts_total"}
 
 
-def test_a_client_that_goes_away_is_no_news(made, capfd):
+def test_a_client_that_disconnects_prints_nothing(made, capfd):
     """Reset while the answer is on its way."""
     endpoint = metrics.Endpoint(processes.Supervised(made["north"]))
     host, port = endpoint.url.removeprefix("http://").split(":")
@@ -245,22 +247,25 @@ def test_start_site_serves_both_while_it_runs_and_counts_restarts(made, tmp_path
     with said.open("wb") as file:
         command, environment = [sys.executable, "-m", "fedbilevel", *words], {**os.environ, **HERE}
         started = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-    try:
-        until(lambda: "/metrics" in said.read_text(), said)
-        url = re.search(r"serves (\S+)/metrics", said.read_text())[1]
-        until(lambda: get(url + "/healthz") == (200, metrics.TEXT, "ok\n"), said)
-        first = parsed(get(url + "/metrics")[2])
-        assert (value(first, "up"), value(first, "starts_total")) == (1, 1)
-        for pid in processes.running(made["north"]):
-            psutil.Process(pid).kill()
-        until(lambda: value(parsed(get(url + "/metrics")[2]), "starts_total") == 2, said)
-        listening = [one for one in psutil.Process(started.pid).net_connections() if one.status == psutil.CONN_LISTEN]
-        assert {one.laddr.ip for one in listening} == {"127.0.0.1"}
-    finally:
-        started.send_signal(signal.SIGTERM)
-        started.wait(60)
-    assert started.returncode == 0, said.read_text()
-    assert processes.running(made["north"]) == {}
+    with reaped(made["north"]):
+        try:
+            until(lambda: "/metrics" in said.read_text(), said)
+            url = re.search(r"serves (\S+)/metrics", said.read_text())[1]
+            until(lambda: get(url + "/healthz") == (200, metrics.TEXT, "ok\n"), said)
+            first = parsed(get(url + "/metrics")[2])
+            assert (value(first, "up"), value(first, "starts_total")) == (1, 1)
+            for pid in processes.running(made["north"]):
+                psutil.Process(pid).kill()
+            until(lambda: value(parsed(get(url + "/metrics")[2]), "starts_total") == 2, said)
+            listening = [
+                one for one in psutil.Process(started.pid).net_connections() if one.status == psutil.CONN_LISTEN
+            ]
+            assert {one.laddr.ip for one in listening} == {"127.0.0.1"}
+        finally:
+            started.send_signal(signal.SIGTERM)
+            started.wait(60)
+        assert started.returncode == 0, said.read_text()
+        assert processes.running(made["north"]) == {}
 
 
 def until(condition, said, seconds=90.0):

@@ -11,23 +11,13 @@ from click.testing import CliRunner
 
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import PlanError, PolicyError, SettingError, UnknownNameError
-from fedbilevel.sites import audit, operator
-from fedbilevel.sites.audit import LEFT
-from support.sites.operator_kits import LEAVES, ONE, PLAN, TWO, ask, digest_of, log_answers, log_refusal, make_kit
+from fedbilevel.sites import operator, verification
+from fedbilevel.sites.chain import LEFT
+from support.sites.operator_kits import LEAVES, ONE, PLAN, TWO, ask, digest_of, log_answers, log_refusal
 
 
 def type_(*words):
     return CliRunner().invoke(cli, ["federation", *map(str, words)])
-
-
-@pytest.fixture
-def kit(tmp_path):
-    return make_kit(tmp_path / "kit")
-
-
-@pytest.fixture
-def folder(kit):
-    return kit / "site"
 
 
 def test_a_plan_waits_until_somebody_decides(folder):
@@ -103,7 +93,7 @@ def test_names_of_other_parties_are_kept_without_control_characters(folder):
     assert (one["who"], one["run"]) == ("\\x1b[2Jlead\\n", "clean\\u202eing")
 
 
-def test_decisions_of_two_at_once_are_both_kept(folder):
+def test_two_simultaneous_decisions_are_both_kept(folder):
     ask(folder)
     ask(folder, TWO)
 
@@ -125,10 +115,10 @@ def test_decisions_of_two_at_once_are_both_kept(folder):
 
 def test_a_digest_is_found_by_its_beginning_if_only_one_fits(folder):
     twin = ONE[:10] + TWO[10:]
-    with pytest.raises(SettingError, match="no plan has come"):
+    with pytest.raises(SettingError, match="no plan was submitted"):
         operator.approve(folder, ONE, "ada")
     ask(folder)
-    with pytest.raises(SettingError, match="at least its first 8 letters"):
+    with pytest.raises(SettingError, match="at least its first 8 characters"):
         operator.approve(folder, ONE[:7], "ada")
     with pytest.raises(UnknownNameError, match=f"Did you mean '{ONE[:12]}'"):
         operator.approve(folder, ONE[:11] + "x", "ada")
@@ -139,8 +129,8 @@ def test_a_digest_is_found_by_its_beginning_if_only_one_fits(folder):
     assert [operator.decision(folder, one) for one in (ONE, twin)] == ["approved", None]
 
 
-def test_only_a_run_that_came_can_be_left(folder):
-    with pytest.raises(SettingError, match="no run has come"):
+def test_only_a_submitted_run_can_be_left(folder):
+    with pytest.raises(SettingError, match="no run was submitted"):
         operator.leave(folder, "cleaning", "ada")
     ask(folder)
     with pytest.raises(UnknownNameError, match="Did you mean 'cleaning'"):
@@ -148,7 +138,7 @@ def test_only_a_run_that_came_can_be_left(folder):
 
 
 @pytest.mark.parametrize("digest", ["../../approvals", "", ONE[:63], ONE.upper()])
-def test_what_is_no_digest_becomes_no_file(folder, digest):
+def test_an_invalid_digest_makes_no_file(folder, digest):
     with pytest.raises(PlanError, match="expected 64 hexadecimal digits"):
         ask(folder, digest)
     with pytest.raises(PlanError, match="expected 64 hexadecimal digits"):
@@ -180,7 +170,7 @@ def test_a_damaged_file_is_never_a_permission(folder, content):
 
 
 @pytest.mark.parametrize("entry", ['{"paused": 0}', '{"paused": null}', '{"paused": "no"}'])
-def test_a_pause_that_is_written_otherwise_is_a_pause(folder, entry):
+def test_any_other_value_of_paused_counts_as_a_pause(folder, entry):
     (folder / operator.CONTROL).write_text(entry)
     assert operator.is_paused(folder) is True
 
@@ -229,7 +219,7 @@ def test_audit_looks_for_a_chain_value_that_was_noted(kit, folder):
 
 
 @pytest.mark.parametrize("value", ["abcdef", "x" * 64, "0" * 15, "0" * 65])
-def test_audit_refuses_what_is_no_chain_value(kit, value):
+def test_audit_refuses_an_invalid_chain_value(kit, value):
     done = type_("audit", "--kit", kit, "--contains", value)
     assert isinstance(done.exception, SettingError)
     assert f"--contains is '{value}', expected the last chain value of an earlier audit" in str(done.exception)
@@ -237,7 +227,7 @@ def test_audit_refuses_what_is_no_chain_value(kit, value):
 
 def test_audit_counts_lines_from_before_the_chain_and_callers_beyond_the_first(kit, folder, monkeypatch):
     (folder / LEFT).write_text('{"run": "old", "arrays": []}\n')
-    monkeypatch.setattr(audit, "CALLERS", 1)
+    monkeypatch.setattr(verification, "CALLERS", 1)
     for caller in ("west", "west", "east", "south"):
         log_refusal(folder, caller=caller)
     said = type_("audit", "--kit", kit).output
@@ -258,7 +248,7 @@ def test_audit_as_json_has_all_of_the_report(kit, folder):
     assert "left.head counts 4 lines, the log has 3" in report["problem"]
 
 
-def test_a_kit_that_is_no_sites_is_refused(tmp_path):
+def test_a_kit_that_is_not_a_sites_kit_is_refused(tmp_path):
     done = type_("audit", "--kit", tmp_path)
     assert isinstance(done.exception, SettingError)
     assert "is not the kit of a site" in str(done.exception)
@@ -288,7 +278,7 @@ def test_approve_shows_the_whole_plan_before_it_decides(kit, folder):
     assert operator.decision(folder, ONE) == "approved"
 
 
-def test_approve_asks_a_person_and_takes_no_for_an_answer(kit, folder, monkeypatch):
+def test_approve_asks_a_person_and_obeys_a_no(kit, folder, monkeypatch):
     ask(folder)
     done = type_("approve", ONE, "--kit", kit)
     assert "add --yes" in str(done.exception)
@@ -313,7 +303,7 @@ def test_refuse_leave_pause_and_unpause_say_what_they_did(kit, folder):
     assert not operator.is_paused(folder)
 
 
-def test_who_decided_is_written_down_also_where_a_user_has_no_name(kit, folder, monkeypatch):
+def test_a_decision_names_its_user_even_if_the_user_has_no_name(kit, folder, monkeypatch):
     def nameless():
         raise KeyError("no such user")
 
@@ -323,7 +313,7 @@ def test_who_decided_is_written_down_also_where_a_user_has_no_name(kit, folder, 
     assert operator.requests(folder)[0]["by"] == f"user {os.getuid()}"
 
 
-def test_a_file_among_the_requests_that_is_none_is_named(folder):
+def test_a_file_among_the_requests_that_is_not_a_request_is_named(folder):
     ask(folder)
     whole = json.loads((folder / operator.REQUESTS / f"{ONE}.json").read_text())
     for content in ({}, {**whole, "digest": TWO, "time": "x"}):

@@ -1,4 +1,5 @@
-"""The page of a site's operator: what it shows and does, whom it refuses, and how it looks and works in a Chromium."""
+"""The page of a site's operator: what it shows and does, whom it refuses, and how it looks and
+works in a Chromium."""
 
 import json
 import os
@@ -15,19 +16,9 @@ from fedbilevel.report.operating import LONGEST, OperatorPage, act, content, ser
 from fedbilevel.sites import operator
 from fedbilevel.sites.view import look
 from support.browser import browser
-from support.sites.operator_kits import ONE, TWO, ask, log_answers, log_refusal, make_kit, write_status
+from support.sites.operator_kits import ONE, TWO, ask, log_answers, log_refusal, write_status
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
-
-
-@pytest.fixture
-def kit(tmp_path):
-    return make_kit(tmp_path / "kit")
-
-
-@pytest.fixture
-def folder(kit):
-    return kit / "site"
 
 
 @contextmanager
@@ -67,7 +58,7 @@ def pressed(page, **body):
     return status, json.loads(text)
 
 
-# ---- what it does ----------------------------------------------------------------------------------
+# ---- what it does --------------------------------------------------------------------------------
 
 
 def test_the_buttons_decide_as_the_commands_do(page, folder):
@@ -84,7 +75,7 @@ def test_the_buttons_decide_as_the_commands_do(page, folder):
     assert not operator.is_paused(folder)
 
 
-def test_what_is_no_action_is_refused_with_a_sentence(page, folder):
+def test_an_unknown_action_is_refused_with_a_sentence(page, folder):
     with pytest.raises(SettingError, match="no action of this page"):
         act(folder, "ada", {"action": "approve"})
     for body in ({"action": "approve", "digest": ONE}, {"action": "stop"}, {"action": 3}, [], "null"):
@@ -105,7 +96,7 @@ def test_the_content_has_the_facts_and_whole_plans(page, folder):
     assert "token" not in found
 
 
-def test_what_keeps_a_site_from_answering_is_named_first(kit, folder):
+def test_the_reason_why_a_site_cannot_answer_is_named_first(kit, folder):
     def trouble(processes):
         return content(look(folder, processes), kit)["trouble"]
 
@@ -116,7 +107,7 @@ def test_what_keeps_a_site_from_answering_is_named_first(kit, folder):
     assert trouble(None) == "A file of this site cannot be read; see below."
 
 
-def test_a_damaged_status_is_said_and_the_page_goes_on(page, folder):
+def test_a_damaged_status_is_reported_and_the_page_still_works(page, folder):
     damaged = '{"run":"r","state":"computing","iteration":NaN,"norms":{"a":1e999},"last_error":{"time":"x","text":1}}'
     for text, said in ((damaged, "iteration, last_error is not"), ("{", "Expecting"), ("[" * 10**5, "recursion")):
         (folder / "status.json").write_text(text)
@@ -125,7 +116,7 @@ def test_a_damaged_status_is_said_and_the_page_goes_on(page, folder):
             assert (status, "status.json cannot be read" in answer, said in answer) == (200, True, True)
 
 
-# ---- whom it refuses -------------------------------------------------------------------------------
+# ---- whom it refuses -----------------------------------------------------------------------------
 
 
 def test_without_the_token_there_is_no_page_no_content_and_no_action(page, folder):
@@ -188,7 +179,7 @@ def test_it_is_served_until_ctrl_c(kit):
     assert told == [page.address]
 
 
-def test_the_file_that_leads_a_browser_to_the_page_is_gone_after_the_first_visit(page, kit):
+def test_the_file_that_opens_the_page_is_deleted_after_the_first_visit(page, kit):
     way = page.make_way()
     assert ask_page(page, "/")[0] == 403
     assert way.exists()
@@ -196,7 +187,7 @@ def test_the_file_that_leads_a_browser_to_the_page_is_gone_after_the_first_visit
     assert list(kit.glob("open-*")) == []
 
 
-# ---- in a browser ----------------------------------------------------------------------------------
+# ---- in a browser --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +241,7 @@ def test_an_operator_approves_pauses_resumes_and_leaves_on_the_page(chromium, pa
         tab.close()
 
 
-def test_a_refusal_of_the_server_and_its_end_are_said_on_the_page(chromium, kit, folder):
+def test_the_page_reports_a_refusal_by_the_server_and_the_servers_end(chromium, kit, folder):
     ask(folder)
     with served(kit) as page:
         tab = chromium.page().open(page.address)
@@ -263,7 +254,7 @@ def test_a_refusal_of_the_server_and_its_end_are_said_on_the_page(chromium, kit,
     tab.close()
 
 
-def test_the_file_that_leads_to_the_page_brings_a_browser_there(chromium, page, folder):
+def test_the_file_that_opens_the_page_leads_a_browser_there(chromium, page, folder):
     way = page.make_way()
     tab = chromium.page().open(way.as_uri())
     assert text_of(tab, "h1") == "north"

@@ -1,4 +1,5 @@
-"""Answers far outside the others', weights that a site makes up, and the failures that follow: the site that caused them is named, and nobody else."""
+"""Outlying answers, false weights, and the failures that follow: only the site that caused them is
+named."""
 
 import math
 
@@ -7,20 +8,14 @@ import torch
 
 from fedbilevel.cli.federation import line
 from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError
-from fedbilevel.sites import serve as serving
 from fedbilevel.sites.outliers import Flag, log_norm, outliers, shown
 from support.sites.loopback import Loopback, differences
 
-pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("short_waits"),
+    pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"),
+]
 CLEANING = {"name": "data_cleaning", "num_clients": 3, "num_clean": 12, "test_share": 0.8}
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
-    monkeypatch.setattr(serving, "_BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
 
 
 def scaled(factor, who="site-1", since=2, until=math.inf):
@@ -48,7 +43,7 @@ def plan(federation, name="fbo_aggitd", task=CLEANING, **more):
     )
 
 
-# ---- the score -------------------------------------------------------------------------------------------------------------
+# ---- the score -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_a_norm_that_overflows_has_a_logarithm():
     )
 
 
-# ---- honest runs -------------------------------------------------------------------------------------------------------------
+# ---- honest runs ---------------------------------------------------------------------------------
 
 HONEST = [(name, CLEANING, {}) for name in ("fbo_aggitd", "fedbio", "simfbo", "fednest", "commfedbio")]
 HONEST += [
@@ -118,7 +113,7 @@ def test_honest_sites_that_differ_are_not_flagged(tmp_path, name, task, settings
     assert [line["flagged"] for line in federation.diary()] == [{}] * 12
 
 
-# ---- dishonest ones ----------------------------------------------------------------------------------------------------------
+# ---- dishonest ones ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [1e6, -10.0])
@@ -137,7 +132,7 @@ def test_a_scaled_answer_is_named_in_the_diary_and_on_the_terminal(tmp_path, nam
 
 
 def test_a_scaled_answer_is_left_out_where_the_run_says_so(tmp_path):
-    """As if it had not come: the mean is that of the others, and the site goes back to its last version."""
+    """The mean is that of the other sites, and the site goes back to its last version."""
     states = []
     for place, fault in (("scaled", scaled(-10.0, since=2, until=3)), ("silent", None)):
         federation = Loopback(tmp_path / place)
@@ -167,7 +162,7 @@ def test_a_scaled_answer_is_left_out_where_the_run_says_so(tmp_path):
     assert states[1][1]["flagged"] == {}
 
 
-def test_where_all_are_needed_an_answer_that_is_left_out_ends_the_run_by_name(tmp_path):
+def test_where_all_sites_are_needed_a_left_out_answer_ends_the_run_with_the_sites_name(tmp_path):
     federation = Loopback(tmp_path)
     with pytest.raises(
         FedBilevelError, match=r"missing: site-1 \(aggregate of outer iteration 2: its answer .* so it was left out"
@@ -176,7 +171,7 @@ def test_where_all_are_needed_an_answer_that_is_left_out_ends_the_run_by_name(tm
     assert not isinstance(caught.value, QuorumError)
 
 
-def test_of_two_sites_both_are_said_to_differ_and_none_is_left_out(tmp_path):
+def test_two_differing_sites_are_both_flagged_and_none_is_left_out(tmp_path):
     federation = Loopback(tmp_path, 2)
     task = {"name": "quadratic", "num_clients": 2}
     assert federation.serve(plan(federation, "fedbio", task, exclude_outliers=True), scaled(-10.0)) == "finished"
@@ -188,7 +183,7 @@ def test_of_two_sites_both_are_said_to_differ_and_none_is_left_out(tmp_path):
     assert all(line["missing"] == {} for line in federation.diary())
 
 
-# ---- whose fault it is -------------------------------------------------------------------------------------------------------
+# ---- whose fault it is ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fbo_aggitd", "fedbio", "simfbo"])
@@ -204,7 +199,7 @@ def test_a_run_that_one_answer_ruined_fails_with_the_name_of_that_site(tmp_path,
     assert not any(honest in str(caught.value) for honest in ("site-0", "site-2"))
 
 
-def test_a_mean_that_overflows_is_laid_to_the_answer_that_made_it_do_so(tmp_path):
+def test_an_overflowing_mean_names_the_site_whose_answer_caused_it(tmp_path):
     federation = Loopback(tmp_path)
     ours = plan(
         federation,
@@ -226,13 +221,14 @@ def test_a_mean_that_overflows_is_laid_to_the_answer_that_made_it_do_so(tmp_path
     assert "the last good checkpoint, of outer iteration 1" in str(caught.value)
 
 
-def test_where_all_answers_are_huge_the_steps_are_too_long(tmp_path):
+def test_where_all_answers_are_huge_the_error_names_the_step_sizes(tmp_path):
     federation = Loopback(tmp_path)
     ours = plan(federation, "fedbio", {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}, dtype="float64")
     huge = lambda answer, arrays: (answer, [torch.full_like(array, 1.7e308) for array in arrays])
     with pytest.raises(
         NonFiniteError,
-        match=r"the mean of the sites' '\w' overflows in outer iteration 2: the steps are too long; lower the step sizes",
+        match=r"the mean of the sites' '\w' overflows in outer iteration 2: "
+        "the steps are too long; lower the step sizes",
     ):
         federation.serve(
             ours, lambda name, header: huge if header["kind"] == "phase" and header["iteration"] == 2 else None
@@ -251,13 +247,14 @@ def test_an_honest_site_that_fails_long_after_a_flag_is_named_itself(tmp_path):
 
     with pytest.raises(
         FedBilevelError,
-        match=r"2 of the 3 sites that are needed .* site-2 \(.*site-1 was flagged in 1 of 4 outer iterations, last in 1\.$",
+        match=r"2 of the 3 sites that are needed .* site-2 \(.*"
+        r"site-1 was flagged in 1 of 4 outer iterations, last in 1\.$",
     ):
         federation.serve(ours, fault)
     assert set(federation.diary()[0]["flagged"]) == {"site-1"}
 
 
-# ---- weights -----------------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def boasting(weight):
@@ -277,7 +274,7 @@ def boasting(weight):
 @pytest.mark.parametrize(
     ("more", "most"), [({}, 50), ({"max_weight": 7}, 7)], ids=["10 times the others", "of the plan"]
 )
-def test_a_weight_that_a_site_makes_up_is_capped_and_said(tmp_path, more, most):
+def test_a_false_weight_is_capped_and_reported(tmp_path, more, most):
     federation, said = Loopback(tmp_path), []
     task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}  # 4, 5 and 6 samples
     ours = plan(federation, "fedbio", task, dtype="float64", **more)
@@ -285,7 +282,7 @@ def test_a_weight_that_a_site_makes_up_is_capped_and_said(tmp_path, more, most):
     tensors, _ = federation.record.load()
     assert tensors["sites.weight"].tolist() == [4, most, 6]
     assert federation.record.read_config()["max_weight"]["site-1"] == most
-    text = f"it says that its weight is {2**39}, and counts with {most}: set max_weight if that is too little"
+    text = f"it states a weight of {2**39}, and counts with {most}: set max_weight if that is too little"
     assert [line["capped"] for line in federation.diary()] == [{"site-1": text}, {}, {}, {}]
     assert f"capped site-1 ({text})" in line(said[0])
     losses = [row["upper_loss"] for row in federation.record.rows()]

@@ -12,7 +12,7 @@ from fedbilevel.tasks.quadratic import Quadratic
 GOOD = {"name": "trial", "sites": ["a", "b", "c"], "task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}}
 
 
-def test_what_is_left_out_is_filled_in_from_the_task():
+def test_omitted_keys_are_filled_in_from_the_task():
     plan = plan_of(GOOD)
     suggested = Quadratic.suggestions("fedbio")
     assert plan.num_iterations == Quadratic.iterations("fedbio")
@@ -78,7 +78,7 @@ def test_all_sites_of_the_federation_unless_some_are_named():
         ({"num_iterations": 0}, "num_iterations of the plan is 0"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(change, says):
+def test_an_impossible_plan_is_refused_in_one_sentence(change, says):
     if says is None:
         assert plan_of({**GOOD, **change}).name == "trial"  # refused when the run begins, by the engine
         return
@@ -88,7 +88,7 @@ def test_what_cannot_be_meant_is_one_sentence(change, says):
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_an_unreadable_plan_is_refused_and_a_good_one_is_read(tmp_path):
     with pytest.raises(PlanError, match="cannot be read"):
         read_plan(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("name = ")

@@ -114,7 +114,7 @@ def test_limits_of_samples_answers_time_and_disk(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", "[2, 1]", '["a", 2]', "3", "[1, true]"])
-def test_a_range_that_is_none_is_refused(tmp_path, text):
+def test_a_value_that_is_not_a_range_is_refused(tmp_path, text):
     with pytest.raises(
         PlanError, match=r"num_terms in \[policy.settings\] of site.toml is .*, expected a range such as \[1, 100\]"
     ):

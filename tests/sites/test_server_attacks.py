@@ -1,4 +1,5 @@
-"""Attacks of one site on the server, in one process: the site is named, and what it says does not count for more than it should."""
+"""Attacks of one site on the server, in one process: the site is named, and its statements do not
+count for more than they should."""
 
 import re
 
@@ -7,17 +8,10 @@ import torch
 
 from fedbilevel.cli.federation import line
 from fedbilevel.errors import FedBilevelError, PlanError
-from fedbilevel.sites import serve as serving
-from fedbilevel.sites.outliers import Watch
+from fedbilevel.sites.outliers import OutlierWatch
 from support.sites.loopback import Loopback
 
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
-    monkeypatch.setattr(serving, "_BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def at(kind, change, who="site-1"):
@@ -25,7 +19,7 @@ def at(kind, change, who="site-1"):
     return lambda name, header: change if name == who and header["kind"] == kind else None
 
 
-# ---- weights ------------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num", "counted"), [(2, [4, 40]), (3, [4, 50, 6])])
@@ -42,13 +36,13 @@ def test_attack_by_a_false_weight_is_cut_by_what_the_others_say_and_told(tmp_pat
     assert not any("weights" in later or later["capped"] for later in said[1:])
 
 
-def test_equal_weights_are_not_told(tmp_path):
+def test_equal_weights_are_not_reported(tmp_path):
     federation, said = Loopback(tmp_path), []
     federation.serve(federation.plan({"name": "fedavg"}), say=said.append)
     assert not any("weights" in one for one in said)
 
 
-# ---- outliers -----------------------------------------------------------------------------------------------------------
+# ---- outliers ------------------------------------------------------------------------------------
 
 CLEANING = {"name": "data_cleaning", "num_clients": 3}
 
@@ -65,7 +59,8 @@ def cleaning(federation, **more):
 
 
 def pushing(header, arrays):
-    """The lower variable grows within the limit on norms, and whatever could give the site away is small."""
+    """The lower variable grows within the limit on norms, and everything that could reveal the site
+    is small."""
     names, out = [name for name, count in header["order"].items() for _ in range(count)], []
     for name, array in zip(names, arrays, strict=True):
         if name == "y":
@@ -121,14 +116,14 @@ def test_four_sites_leave_out_an_answer_that_three_would_only_flag(tmp_path):
     logs = [1.0, 1.0, 1.0, 8.0]
     for num, sure in ((3, False), (4, True)):
         rows = {site: torch.full((1, 1), value) for site, value in enumerate(logs[-num:])}
-        [(site, flag)] = Watch().compare("steps", 1, {"z": rows}, {}).items()
+        [(site, flag)] = OutlierWatch().compare("steps", 1, {"z": rows}, {}).items()
         assert (site, flag.sure) == (num - 1, sure)
     rows = {site: torch.full((1, 1), value) for site, value in enumerate(logs[1:])}
-    assert Watch().compare("steps", 1, {"z": rows, "q": rows}, {})[2].sure  # two sequences at once
+    assert OutlierWatch().compare("steps", 1, {"z": rows, "q": rows}, {})[2].sure  # two sequences at once
 
 
 def test_answers_near_zero_are_not_flagged_after_larger_ones():
-    watch, rows = Watch(), {site: torch.full((1, 2), value) for site, value in enumerate((1.0, 1.0, 50.0))}
+    watch, rows = OutlierWatch(), {site: torch.full((1, 2), value) for site, value in enumerate((1.0, 1.0, 50.0))}
     assert set(watch.compare("steps", 1, {"z": rows}, {})) == {2}
     assert watch.compare("steps", 2, {"z": {site: row * 1e-5 for site, row in rows.items()}}, {}) == {}
     assert set(watch.compare("steps", 3, {"z": {**rows, 2: rows[2] * 1e9}}, {})) == {2}
@@ -155,7 +150,7 @@ def test_attack_by_scaled_answers_to_three_sites_is_left_out(tmp_path, factor):
     assert [set(one["missing"]) for one in federation.diary()] == [set(), {"site-1"}, set()]
 
 
-# ---- measurements ---------------------------------------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 
 
 def test_attack_by_a_measurement_that_is_not_finite_is_named_and_does_not_count(tmp_path):
@@ -173,7 +168,7 @@ def test_attack_by_a_measurement_that_is_not_finite_is_named_and_does_not_count(
     assert all(torch.isfinite(torch.tensor(row["upper_loss"])) for row in federation.record.rows())
 
 
-def test_measurements_of_a_model_that_has_diverged_are_told_as_they_are(tmp_path):
+def test_measurements_of_a_diverged_model_are_reported_unchanged(tmp_path):
     federation = Loopback(tmp_path)
     spoil = lambda header, arrays: (header, [torch.cat([arrays[0][:, :1] * float("inf"), arrays[0][:, 1:]], dim=1)])
     assert (
@@ -205,7 +200,7 @@ def test_attack_by_a_huge_measured_loss_is_flagged(tmp_path):
     assert all(one["missing"] == {} for one in federation.diary())
 
 
-# ---- introductions ----------------------------------------------------------------------------------------------------------
+# ---- introductions -------------------------------------------------------------------------------
 
 
 def more_data(header, arrays):
@@ -256,7 +251,7 @@ def test_attack_by_malformed_shapes_is_named_in_few_words(tmp_path):
     assert len(str(caught.value)) < 400
 
 
-# ---- size -------------------------------------------------------------------------------------------------------------------
+# ---- size ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["phase", "measure"])

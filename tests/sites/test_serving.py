@@ -1,4 +1,5 @@
-"""How a server waits: for operators without using up its patience, and for itself, when its own process was suspended."""
+"""A server waits for operators without using up its patience, and does not count time in which its
+own process was suspended."""
 
 import itertools
 import os
@@ -16,18 +17,13 @@ from fedbilevel.sites.mailbox import Answer, _read
 from fedbilevel.sites.pulse import Pulse
 from support.sites.loopback import Loopback, differences, simulated
 
-pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("short_waits"),
+    pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"),
+]
 ADAFBIO = {"name": "adafbio", "num_local_steps": 2, "num_terms": 2}
 PRIVATE = {"name": "quadratic", "num_clients": 3, "upper": "private"}
 REASON = "the plan 4f1a is new: approve it with fedbilevel federation approve 4f1a"
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.engine._APART", (0.0, 0.0))
-    monkeypatch.setattr(serving, "_BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
 
 
 def in_bits(federation, plan, folder):
@@ -40,11 +36,12 @@ def waiting(said):
     return [progress["waiting"] for progress in said if "waiting" in progress]
 
 
-# ---- operators ---------------------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 class Operated:
-    """Sites whose operators are asked: they answer as a site does that is not approved yet, or paused, until `pings` questions were asked."""
+    """Sites that wait for their operators: they answer like a site without approval, or a paused
+    site, until `pings` pings were sent."""
 
     def __init__(self, pings, who=("site-1",), since=None, busy=False):
         self.left, self.who, self.since, self.busy, self.joins = pings, who, since, busy, 0
@@ -73,7 +70,7 @@ def test_a_new_run_waits_for_operators_without_using_up_its_patience(tmp_path):
     assert in_bits(federation, plan, tmp_path / "simulated")
 
 
-def test_the_sentence_is_said_whenever_it_changes(tmp_path):
+def test_the_reason_for_waiting_is_reported_whenever_it_changes(tmp_path):
     federation, said, reasons = (
         Loopback(tmp_path),
         [],
@@ -106,7 +103,7 @@ def test_operators_that_never_decide_end_the_run_with_a_sentence(tmp_path):
     assert federation.serve(plan) == "finished"
 
 
-def test_a_stop_is_heard_while_operators_are_waited_for(tmp_path):
+def test_a_stop_is_obeyed_while_the_run_waits_for_operators(tmp_path):
     federation, operators = Loopback(tmp_path), Operated(10**9)
 
     def say(line):
@@ -134,7 +131,7 @@ def test_a_site_that_pauses_is_waited_for_where_it_is_needed(tmp_path):
     assert in_bits(federation, plan, tmp_path / "simulated")
 
 
-def test_a_refusal_is_no_wait(tmp_path):
+def test_a_refusal_does_not_count_as_waiting(tmp_path):
     federation = Loopback(tmp_path)
     refused = lambda name, header: (
         (lambda *_: ({"error": "the operator refused", "wait": False}, [])) if name == "site-1" else None
@@ -143,7 +140,7 @@ def test_a_refusal_is_no_wait(tmp_path):
         federation.serve(federation.plan(ADAFBIO, PRIVATE), refused)
 
 
-# ---- suspended ---------------------------------------------------------------------------------------------------------------
+# ---- suspended -----------------------------------------------------------------------------------
 
 
 class Asleep(Pulse):
@@ -164,7 +161,7 @@ def asleep(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["join", "phase", "measure", "commit", "load"])
 @pytest.mark.parametrize("how", ["silent", "deaf"])
-def test_a_suspended_server_blames_nobody_and_does_the_outer_iteration_again(tmp_path, asleep, kind, how):
+def test_a_suspended_server_blames_no_site_and_repeats_the_outer_iteration(tmp_path, asleep, kind, how):
     """Whatever it had asked, and whether or not the sites had carried it out."""
     federation, said, slept = Loopback(tmp_path), [], []
     plan = federation.plan(ADAFBIO, PRIVATE, quorum=2, patience=1e-6, measure_every=1)
@@ -188,7 +185,7 @@ def test_a_suspended_server_blames_nobody_and_does_the_outer_iteration_again(tmp
     assert in_bits(federation, plan, tmp_path / "simulated")
 
 
-def test_a_site_that_had_its_time_is_missing_although_the_server_slept_a_little(tmp_path, asleep):
+def test_a_site_that_used_up_its_deadline_is_missing_even_if_the_server_was_suspended_briefly(tmp_path, asleep):
     federation = Loopback(tmp_path)
     plan = federation.plan(ADAFBIO, PRIVATE, quorum=2)
     exchange = federation.serve.__globals__["Faulty"].exchange
@@ -207,7 +204,7 @@ def test_a_site_that_had_its_time_is_missing_although_the_server_slept_a_little(
     assert [set(line["missing"]) for line in federation.diary()] == [set(), {"site-1"}, set(), set()]
 
 
-def test_time_asleep_is_not_taken_from_the_patience(tmp_path, asleep):
+def test_suspended_time_does_not_count_as_patience(tmp_path, asleep):
     federation, pings = Loopback(tmp_path), itertools.count(1)
     plan = federation.plan(ADAFBIO, PRIVATE, quorum=3, patience=30.0)
     missed = []
@@ -226,10 +223,12 @@ def test_time_asleep_is_not_taken_from_the_patience(tmp_path, asleep):
 
 
 def test_a_pulse_tells_how_long_its_process_was_stopped():
-    """A process of its own is stopped and continued; what it reports is what passed meanwhile, and little before."""
+    """A process is stopped and continued. It reports the time that passed meanwhile, and little
+    before."""
     code = (
         "import sys, time\nfrom fedbilevel.sites.pulse import Pulse\n"
-        "with Pulse() as pulse:\n    print('ready', flush=True)\n    sys.stdin.readline()\n    print(pulse.lost(), flush=True)\n"
+        "with Pulse() as pulse:\n    print('ready', flush=True)\n    sys.stdin.readline()\n"
+        "    print(pulse.lost(), flush=True)\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
@@ -245,7 +244,7 @@ def test_a_pulse_tells_how_long_its_process_was_stopped():
         assert 2.0 < lost < time.monotonic() - began + 1.0
 
 
-def test_the_desk_cleans_what_a_site_says_about_waiting():
+def test_the_mailbox_escapes_a_sites_reason_for_waiting():
     answer = _read({"busy": False, "wait": "a\nlong\t" + "x" * 1000}, [], 0.1)
     assert isinstance(answer, Answer)
     assert len(answer.header["wait"]) <= 501

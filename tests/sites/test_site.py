@@ -1,4 +1,5 @@
-"""A site answers what its own version knows, refuses everything else in one sentence, and writes down what leaves it."""
+"""A site answers messages that its own version knows, refuses all others in one sentence, and logs
+what leaves it."""
 
 import json
 import threading
@@ -115,7 +116,7 @@ REFUSED = {
         lambda c: c.phase(values={"x": {"array": 7}}),
         "refers to array 7 for x, which this site does not hold",
     ),
-    "arrays without numbers": (lambda c: c.phase(new=[0]), "does not say which arrays it brings"),
+    "arrays without numbers": (lambda c: c.phase(new=[0]), "does not name the arrays that it brings"),
     "an undeclared name": (
         lambda c: c.phase(values={"secret": {"array": 0}}),
         "an array named secret, which fedbio does not declare",
@@ -151,7 +152,7 @@ REFUSED = {
     "a step size that is no number": (lambda c: c.phase(scaled={"lr_upper": "big"}), "a message changes 'lr_upper'"),
     "no iteration": (lambda c: c.phase(iteration=None), "does not say in which outer iteration"),
     "another run": (lambda c: c.say("commit", run="other", version=1), "takes no part in the run 'other'"),
-    "an unknown kind": (lambda c: c.say("shell"), "does not know what to do with a message of kind 'shell'"),
+    "an unknown kind": (lambda c: c.say("shell"), "a message has kind 'shell'"),
     "a version that is none": (lambda c: c.say("commit", version="../../x"), r"asks to save version '../../x'"),
     "a version it does not have": (lambda c: c.say("load", version=7), r"has no version 7 of the run \(it has none\)"),
     "no turn": (lambda c: c.phase(turn="now"), "expected three whole numbers"),
@@ -173,7 +174,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_in_one_sentence_and_changes_nothing(caller, what):
+def test_an_invalid_message_is_refused_in_one_sentence_and_changes_nothing(caller, what):
     before = caller.phase()[1]
     ask, says = REFUSED[what]
     header, arrays = ask(caller)
@@ -190,7 +191,7 @@ def test_what_is_refused_in_one_sentence_and_changes_nothing(caller, what):
 
 
 @pytest.mark.parametrize("noise", [b"", b"\x80\x04\x95", b"fedbilevel-1\n", b"x" * 1000])
-def test_noise_gets_a_sentence_too(caller, noise):
+def test_noise_is_answered_with_a_sentence(caller, noise):
     assert set(wire.unpack(caller.site.handle(noise))[0]) == {"error"}
 
 
@@ -204,11 +205,11 @@ def test_a_message_of_an_earlier_turn_is_refused(caller):
         "live": [0, 1, 2],
     }
     for turn in ([1, 0, 2], [1, 0, 1], [0, 9, 9]):
-        assert "so it is too late for it" in caller.say("phase", **message, turn=turn)[0]["error"]
+        assert "so it is too late" in caller.say("phase", **message, turn=turn)[0]["error"]
     assert "error" not in caller.say("phase", **message, turn=[1, 1, 0])[0]
 
 
-def test_arrays_that_the_server_has_let_go_are_let_go(caller):
+def test_arrays_that_the_server_has_released_are_dropped(caller):
     caller.phase()
     values = {name: {"array": number} for number, name in enumerate("xyu")}
     again = {"phase": "local_steps", "iteration": 1, "call": 2, "values": values}
@@ -216,7 +217,7 @@ def test_arrays_that_the_server_has_let_go_are_let_go(caller):
     assert "does not hold" in caller.say("phase", **{**again, "call": 3}, live=[1, 2])[0]["error"]
 
 
-def test_a_site_says_that_it_is_there_while_it_computes(caller, monkeypatch):
+def test_a_site_answers_a_ping_while_it_computes(caller, monkeypatch):
     inside, go_on = threading.Event(), threading.Event()
 
     def slow(*args, **kwargs):
@@ -234,7 +235,7 @@ def test_a_site_says_that_it_is_there_while_it_computes(caller, monkeypatch):
     assert wire.unpack(caller.site.handle(wire.pack({"kind": "ping"})))[0]["busy"] is False
 
 
-# ---- policy ------------------------------------------------------------------------------------------------------------------
+# ---- policy --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,20 +246,20 @@ def test_a_site_says_that_it_is_there_while_it_computes(caller, monkeypatch):
         ("min_samples = 6", "fewer than the 6 training samples"),
     ],
 )
-def test_a_policy_keeps_a_site_out(tmp_path, policy, says):
+def test_a_plan_that_violates_the_policy_is_refused_at_joining(tmp_path, policy, says):
     caller = Caller(tmp_path / "site", f"{TRIAL}{policy}\n")
     assert says in caller.join()["error"]
     assert "takes no part" in caller.phase()[0]["error"]
     caller.site.close()
 
 
-def test_a_policy_that_is_met_keeps_nobody_out(tmp_path):
+def test_a_plan_within_the_policy_is_admitted(tmp_path):
     caller = Caller(tmp_path / "site", TRIAL + 'min_samples = 5\ntasks = ["quadratic"]\nalgorithms = ["fedbio"]\n')
     assert "error" not in caller.join()
     caller.site.close()
 
 
-def test_rounds_are_counted_for_good(tmp_path):
+def test_rounds_stay_counted_after_going_back_and_after_a_restart(tmp_path):
     settings = TRIAL + "max_rounds = 3\n"
     caller = Caller(tmp_path / "site", settings)
     caller.join()
@@ -286,7 +287,7 @@ SECRET = "4815162342"
         'data = "DATA/SECRET"',
     ],
 )
-def test_nothing_about_paths_settings_or_data_is_said(tmp_path, settings):
+def test_errors_reveal_no_paths_settings_or_data(tmp_path, settings):
     folder = tmp_path / SECRET
     clients = Quadratic(num_clients=2).build().clients
     broken = {
@@ -310,12 +311,12 @@ def test_nothing_about_paths_settings_or_data_is_said(tmp_path, settings):
     caller.site.close()
 
 
-# ---- versions ----------------------------------------------------------------------------------------------------------------
+# ---- versions ------------------------------------------------------------------------------------
 
 
 def test_two_versions_are_kept_those_that_the_server_may_ask_for(tmp_path):
     caller = Caller(tmp_path / "site", algorithm="adafbio")
-    stored = lambda: caller.site._session._stored()
+    stored = lambda: caller.site._session.versions.stored()
     caller.join()
     caller.say("load", version=None)
     for version in range(4):
@@ -346,17 +347,17 @@ def test_two_processes_of_a_site_do_not_share_a_run(tmp_path, monkeypatch):
     two.site.close()
 
 
-def test_a_disk_that_is_full_lets_nothing_out(caller, monkeypatch):
+def test_with_a_full_disk_no_answer_leaves_the_site(caller, monkeypatch):
     def full(line):
         raise OSError(28, "No space left")
 
     monkeypatch.setattr(caller.site.audit, "append", full)
     header, arrays = caller.phase()
-    assert header == {"error": "it cannot write down what leaves it, so nothing does."}
+    assert header == {"error": "it cannot write to its audit log, so nothing leaves it."}
     assert arrays == []
 
 
-# ---- own data ----------------------------------------------------------------------------------------------------------------
+# ---- own data ------------------------------------------------------------------------------------
 
 
 def test_sites_with_folders_of_their_own_do_what_the_simulator_does(tmp_path):
@@ -377,7 +378,7 @@ def test_sites_with_folders_of_their_own_do_what_the_simulator_does(tmp_path):
     Loopback.close_all()
 
 
-def test_the_environment_says_where_data_lie(tmp_path, monkeypatch):
+def test_an_environment_variable_sets_the_place_of_the_data(tmp_path, monkeypatch):
     write_folder(tmp_path / "data", Quadratic(num_clients=2).build().clients[1])
     monkeypatch.setenv("FEDBILEVEL_SITE_DATA", str(tmp_path / "data"))
     caller = Caller(tmp_path / "site", 'data = "/nowhere"\nauto_approve = true\n[policy]\nmin_batch = 1\n')
@@ -387,7 +388,8 @@ def test_the_environment_says_where_data_lie(tmp_path, monkeypatch):
 
 def test_a_loader_of_the_sites_own(tmp_path, monkeypatch):
     (tmp_path / "hospital_loader.py").write_text(
-        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    assert path == 'here'\n    return Quadratic(num_clients=2).build().clients[1]\n"
+        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    assert path == 'here'\n"
+        "    return Quadratic(num_clients=2).build().clients[1]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     caller = Caller(
@@ -398,7 +400,7 @@ def test_a_loader_of_the_sites_own(tmp_path, monkeypatch):
     caller.site.close()
 
 
-def test_sites_whose_data_look_different_are_told_apart_and_named(tmp_path):
+def test_sites_whose_data_look_different_are_named(tmp_path):
     clients = Quadratic(num_clients=3).build().clients
     federation = Loopback(tmp_path)
     for number, name in enumerate(federation.names):
@@ -423,7 +425,7 @@ def test_sites_whose_data_look_different_are_told_apart_and_named(tmp_path):
     Loopback.close_all()
 
 
-def test_what_is_private_cannot_be_sent_away_under_another_name(tmp_path):
+def test_a_private_value_cannot_be_sent_under_another_name(tmp_path):
     caller = Caller(tmp_path / "site", task={"name": "quadratic", "num_clients": 2, "upper": "private", "dim_upper": 6})
     caller.join()
     values = {"x": {"kept": "x"}, "y": {"kept": "x"}, "u": {"array": 0}}
@@ -458,7 +460,7 @@ def test_measurements_count_as_rounds(tmp_path):
     caller.site.close()
 
 
-def test_a_torn_line_in_the_log_is_passed_over(tmp_path):
+def test_a_torn_line_in_the_log_is_skipped(tmp_path):
     caller = Caller(tmp_path / "site", TRIAL + "max_rounds = 2\n")
     caller.join()
     caller.phase()
@@ -473,7 +475,7 @@ def test_a_torn_line_in_the_log_is_passed_over(tmp_path):
     again.site.close()
 
 
-def test_what_goes_wrong_is_written_down_at_the_site(tmp_path):
+def test_an_unexpected_error_is_logged_at_the_site(tmp_path):
     caller = Caller(tmp_path / "site", 'data = "/nowhere/at/all"\nauto_approve = true\n')
     assert caller.join()["error"] == "it failed with DataError; its own log says more."
     assert "/nowhere/at/all" in (caller.folder / "log.txt").read_text()
@@ -497,13 +499,13 @@ def test_a_package_that_cannot_be_imported_is_not_quoted(tmp_path, monkeypatch):
     caller.site.close()
 
 
-def test_a_plan_without_the_number_of_classes_is_told_so(tmp_path):
+def test_a_plan_without_the_number_of_classes_is_refused(tmp_path):
     caller = Caller(tmp_path / "site", task={"name": "data_cleaning", "num_clients": 2})
     assert "num_classes is not given, but labels are classes" in caller.join()["error"]
     caller.site.close()
 
 
-def test_what_a_given_up_phase_computed_is_not_on_the_next_bill(caller, monkeypatch):
+def test_costs_of_an_abandoned_phase_are_not_charged_to_the_next(caller, monkeypatch):
     wanted = caller.phase()[0]["calls"]
     host = caller.site._session.host
 
@@ -518,7 +520,7 @@ def test_what_a_given_up_phase_computed_is_not_on_the_next_bill(caller, monkeypa
     assert caller.phase()[0]["calls"] == wanted
 
 
-# ---- several clients -----------------------------------------------------------------------------------------------------------
+# ---- several clients -----------------------------------------------------------------------------
 
 
 def hosting(tmp_path, settings, count=2):
@@ -567,7 +569,8 @@ def test_a_folder_for_each_client_below_the_sites(tmp_path):
 
 def test_a_loader_may_give_a_list_of_clients(tmp_path, monkeypatch):
     (tmp_path / "group_loader.py").write_text(
-        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    return list(Quadratic(num_clients=3).build().clients[1:])\n"
+        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n"
+        "    return list(Quadratic(num_clients=3).build().clients[1:])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     caller = hosting(tmp_path, TRIAL.replace('loader = "simulated"', 'data = "here"\nloader = "group_loader:load"'))
@@ -582,15 +585,18 @@ def test_a_plan_with_another_number_of_clients_is_refused(tmp_path, here, plan):
     for number in range(here):
         write_folder(tmp_path / "data" / (f"client{number}" if here > 1 else ""), clients[number])
     caller = hosting(tmp_path, TRIAL.replace('loader = "simulated"', f'data = "{tmp_path / "data"}"'), plan)
-    wanted = f"this site has the data of {here} clients, and the plan expects {plan}: set clients = {{site-1 = {here}}} in the run file"
+    fix = f"set clients = {{site-1 = {here}}} in the run file"
+    wanted = f"this site has the data of {here} clients, and the plan expects {plan}: {fix}"
     assert wanted in caller.join()["error"]
     caller.site.close()
 
 
 def test_clients_of_a_site_whose_data_look_different_are_named(tmp_path, monkeypatch):
     (tmp_path / "odd_loader.py").write_text(
-        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n    one, two = Quadratic(num_clients=2).build().clients\n"
-        "    two = {role: dict(fields) for role, fields in two.items()}\n    two['val']['extra'] = two['val']['t']\n    return [two, one]\n"
+        "from fedbilevel.tasks.quadratic import Quadratic\ndef load(path):\n"
+        "    one, two = Quadratic(num_clients=2).build().clients\n"
+        "    two = {role: dict(fields) for role, fields in two.items()}\n"
+        "    two['val']['extra'] = two['val']['t']\n    return [two, one]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     caller = hosting(tmp_path, TRIAL.replace('loader = "simulated"', 'data = "here"\nloader = "odd_loader:load"'))

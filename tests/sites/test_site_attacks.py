@@ -7,10 +7,11 @@ import torch
 
 import fedbilevel
 from fedbilevel.errors import WireError
-from fedbilevel.sites import audit, operator, wire
+from fedbilevel.sites import chain, operator, verification, wire
 from fedbilevel.sites import preview as preview_module
+from fedbilevel.sites.consent import Submitted
 from fedbilevel.sites.plan import plan_digest, plan_of
-from fedbilevel.sites.site import Site, Submitted
+from fedbilevel.sites.site import Site
 
 FREE = 'loader = "simulated"\nauto_approve = true\n[policy]\nmin_batch = 1\n'
 ASKING = FREE.replace("auto_approve = true\n", "")
@@ -63,7 +64,7 @@ class Attacker:
         )[0]
 
     def lines(self):
-        return list(audit.lines(self.folder))
+        return list(verification.lines(self.folder))
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def attacker(tmp_path):
     made.site.close()
 
 
-# ---- points --------------------------------------------------------------------------------------------------------
+# ---- points --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [{"array": 2}, {"value": 800.0}, {"value": 1}, {"kept": 3}, "x"])
@@ -87,7 +88,7 @@ def test_attack_a_private_x_that_the_server_chooses_is_refused(attacker, kind, v
     answer, sent = attacker.say(kind, arrays, **header)
     assert answer == {"error": "a message brings a value of x, which stays at this site: it may only be named as kept."}
     assert sent == []
-    assert not any(audit.is_round(line) for line in attacker.lines())
+    assert not any(chain.is_round(line) for line in attacker.lines())
 
 
 def test_attack_a_refusal_does_not_tell_how_long_a_private_x_is(attacker):
@@ -95,7 +96,7 @@ def test_attack_a_refusal_does_not_tell_how_long_a_private_x_is(attacker):
     assert not any(letter.isdigit() for letter in answer["error"])
 
 
-# ---- order ---------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
 
 
 def test_a_site_follows_iterations_and_calls_in_order_with_gaps(attacker):
@@ -107,8 +108,8 @@ def test_a_site_follows_iterations_and_calls_in_order_with_gaps(attacker):
 @pytest.mark.parametrize(
     ("iteration", "call", "says"),
     [
-        (3, 2, "about call 2 of outer iteration 3, expected one after call 2"),
-        (3, 1, "about call 1 of outer iteration 3, expected one after call 2"),
+        (3, 2, "about call 2 of outer iteration 3, expected a call after 2"),
+        (3, 1, "about call 1 of outer iteration 3, expected a call after 2"),
         (2, 9, "about outer iteration 2, expected 3 to 7"),
         (8, 1, "about outer iteration 8, expected 3 to 7"),
         (-1, 1, "about outer iteration -1, expected 3 to 7"),
@@ -116,7 +117,8 @@ def test_a_site_follows_iterations_and_calls_in_order_with_gaps(attacker):
     ],
 )
 def test_attack_a_call_again_or_an_earlier_iteration_is_refused(attacker, iteration, call, says):
-    """Two answers about the same batch at points that the server chooses are equations about samples."""
+    """Two answers about the same batch at points that the server chooses are equations about
+    samples."""
     attacker.phase(3, 2)
     assert says in attacker.phase(iteration, call)["error"]
     assert "error" not in attacker.phase(3, 3)
@@ -158,7 +160,7 @@ def test_attack_going_back_again_and_again_is_bounded_also_by_new_processes(tmp_
         attacker.site.close()
     assert again[:5] == [""] * 5
     assert all(
-        "to do 4 outer iterations of a plan again, and they are used up: raise its line 'max_repeats'" in text
+        "to repeat 4 outer iterations of a plan, and they are used up: raise its line 'max_repeats'" in text
         for text in again[5:]
     )
     assert json.loads((tmp_path / "site" / "runs" / "trial" / "order.json").read_text())["repeats"] == 4
@@ -184,7 +186,7 @@ def test_another_plan_of_the_same_name_is_counted_anew(attacker):
     other.site.close()
 
 
-# ---- limits --------------------------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
 
 def test_attack_answers_that_stay_and_failures_use_up_rounds(tmp_path, monkeypatch):
@@ -206,13 +208,13 @@ def test_attack_answers_that_stay_and_failures_use_up_rounds(tmp_path, monkeypat
     assert "it failed with RuntimeError" in answers[1]["error"]
     assert "and they are used up: raise its line 'max_rounds'" in answers[3]["error"]
     assert len(ran) == attacker.site.audit.rounds == 3
-    report = audit.verify(attacker.folder)
+    report = verification.verify(attacker.folder)
     assert (report.ok, report.runs["trial"].rounds) == (True, 3)
     attacker.site.close()
 
 
 def test_rounds_of_an_older_log_count(tmp_path):
-    assert [audit.is_round(line) for line in ({"arrays": [{}]}, {"arrays": []}, {"round": True, "arrays": []}, {})] == [
+    assert [chain.is_round(line) for line in ({"arrays": [{}]}, {"arrays": []}, {"round": True, "arrays": []}, {})] == [
         True,
         False,
         True,
@@ -243,7 +245,7 @@ def test_attack_repeated_refusals_are_merged_in_the_log(attacker):
     for number in range(1200):  # each of them another: what is remembered has an end
         attacker.say(f"kind{number}")
     assert len(attacker.site._refusals) <= 1000
-    assert audit.verify(attacker.folder).ok
+    assert verification.verify(attacker.folder).ok
 
 
 def test_attack_a_full_folder_is_written_to_no_more_and_answers_nothing(attacker):
@@ -319,10 +321,10 @@ def test_attack_a_measurement_that_takes_too_long_is_stopped(tmp_path):
 
 def test_attack_a_message_with_very_many_arrays_is_refused(attacker):
     answer, _ = attacker.say("phase", [torch.zeros(0)] * 1001)
-    assert "a message says that it brings 1001 arrays, expected at most 1000" in answer["error"]
+    assert "a message announces 1001 arrays, expected at most 1000" in answer["error"]
 
 
-# ---- the operator --------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decide", ["leave", "refuse"])
@@ -352,7 +354,7 @@ def test_nothing_leaves_once_the_operator_has_decided_during_a_phase(attacker, m
     monkeypatch.setattr(host, "run_phase", meanwhile)
     answer = attacker.phase(1, 1)
     assert ("the site is paused" if decide == "pause" else "has left the run") in answer["error"]
-    assert [line["arrays"] for line in attacker.lines() if audit.is_round(line)] == [[]]  # it counts, and nothing left
+    assert [line["arrays"] for line in attacker.lines() if chain.is_round(line)] == [[]]  # it counts, and nothing left
 
 
 @pytest.mark.parametrize(

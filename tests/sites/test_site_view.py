@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from fedbilevel.cli.main import cli
-from fedbilevel.sites import audit, operator, summary, telling, view
+from fedbilevel.sites import audit, chain, operator, status, summary, telling, verification, view
 from fedbilevel.sites.view import Follower, look
 from support.sites.operator_kits import ONE, SERVER, TWO, ask, log_answers, log_refusal, make_kit, write_status
 
@@ -26,21 +26,11 @@ PARENT = {ME: "parent"}
 ODD = {"iteration": "x", "norms": 3, "pid": "y", "max_rounds": -1, "run": 5, "last_error": 1}
 
 
-@pytest.fixture
-def kit(tmp_path):
-    return make_kit(tmp_path / "kit")
-
-
-@pytest.fixture
-def folder(kit):
-    return kit / "site"
-
-
 def row(rows, heading):
     return dict(rows)[heading]
 
 
-# ---- facts -----------------------------------------------------------------------------------------
+# ---- facts ---------------------------------------------------------------------------------------
 
 
 def test_a_site_before_its_first_run_has_nothing_to_show_and_nothing_fails(kit, folder):
@@ -124,12 +114,12 @@ def test_a_connection_is_an_open_socket_of_the_parent_to_the_servers_port(tmp_pa
             other.communicate(b"\n")
 
 
-def test_a_connection_that_cannot_be_told_is_said(tmp_path, folder):
+def test_an_unknown_connection_state_is_reported_as_unknown(tmp_path, folder):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     now = look(folder, {ended.pid: "parent"})
     assert (now.running, now.connected) == (True, None)
-    assert "cannot be told" in telling.connection(now)
+    assert "is unknown on this machine" in telling.connection(now)
     elsewhere = make_kit(tmp_path / "other", "nowhere") / "site"
     assert look(elsewhere, PARENT).connected is None
 
@@ -143,7 +133,7 @@ def test_a_damaged_file_is_named_and_counts_as_a_pause(kit, folder):
 
 
 @pytest.mark.parametrize("content", [[], ODD])
-def test_a_status_of_odd_kinds_breaks_nothing_and_is_said(kit, folder, content):
+def test_a_status_with_values_of_wrong_types_is_reported(kit, folder, content):
     (folder / view.STATUS).write_text(json.dumps(content))
     rows = telling.rows(look(folder), kit)
     assert row(rows, "Budget") == ["0 rounds; the limit is max_rounds in site.toml"]
@@ -167,7 +157,7 @@ def test_any_damaged_part_of_a_status_is_left_out_and_the_rest_is_shown(kit, fol
 
 
 @pytest.mark.parametrize("moment", ["x", 10**400, 1e300, [1]])
-def test_a_time_that_is_none_is_said(kit, folder, moment):
+def test_an_invalid_time_is_shown_as_no_time(kit, folder, moment):
     assert telling.clock(moment) == "(no time)"
     log_refusal(folder, time=moment)
     assert row(telling.rows(look(folder), kit), "Last refusals")[0].startswith("(no time)")
@@ -176,8 +166,8 @@ def test_a_time_that_is_none_is_said(kit, folder, moment):
 @pytest.mark.parametrize("changes", [{"n": 10**400}, {"bytes": 10**400}, {"rounds": -1}, {"rounds": "x"}])
 def test_totals_of_a_damaged_head_are_not_shown(kit, folder, changes):
     log_answers(folder)
-    head = json.loads((folder / audit.HEAD).read_text())
-    (folder / audit.HEAD).write_text(json.dumps({**head, **changes}))
+    head = json.loads((folder / chain.HEAD).read_text())
+    (folder / chain.HEAD).write_text(json.dumps({**head, **changes}))
     assert row(telling.rows(look(folder), kit), "What left") == [
         "in all: 0 lines in the log, 0 of them phases and measurements, 0.0 kB"
     ]
@@ -210,7 +200,7 @@ def test_text_of_other_parties_has_no_control_characters(kit, folder):
     assert all(line.isprintable() for line in [*lines, *follower.lines(now)])
 
 
-def test_a_plan_says_what_is_not_known(folder):
+def test_a_plan_without_a_preview_is_shown_as_not_counted(folder):
     operator.ask(folder, ONE, "lead", "cleaning", {"num_iterations": 3, "deadline": 60.0}, {})
     rows = telling.plan_rows(operator.pending(folder)[0])
     assert row(rows, "Leaves")[0].startswith("not counted: ")
@@ -218,17 +208,20 @@ def test_a_plan_says_what_is_not_known(folder):
     assert row(rows, "Otherwise") == ["deadline = 60.0"]
 
 
-@pytest.mark.parametrize("module", [audit, operator, summary, telling, view], ids=lambda module: module.__name__)
-def test_what_a_metrics_endpoint_reads_needs_no_torch_and_no_flare(module):
+@pytest.mark.parametrize(
+    "module", [audit, chain, operator, status, summary, telling, verification, view], ids=lambda module: module.__name__
+)
+def test_modules_that_read_a_sites_folder_import_neither_torch_nor_flare(module):
     tree = ast.parse(Path(module.__file__).read_text())
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top}
     ours = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-    free = {"sites", "sites.operator", "sites.summary", "sites.view", "errors", "escapes"}
+    rooms = ("chain", "operator", "status", "summary", "view")
+    free = {"sites", *(f"sites.{name}" for name in rooms), "errors", "escapes"}
     assert ours <= {f"fedbilevel.{name}" for name in free}
 
 
-# ---- one line per change ---------------------------------------------------------------------------
+# ---- one line per change -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -238,7 +231,7 @@ def said(kit, folder):
     return lambda: follower.lines(look(folder))
 
 
-def test_nothing_is_said_while_nothing_changes(said, folder):
+def test_nothing_is_reported_while_nothing_changes(said, folder):
     assert said() == []
     write_status(folder)
     assert len(said()) == 1
@@ -246,7 +239,7 @@ def test_nothing_is_said_while_nothing_changes(said, folder):
     assert said() == []
 
 
-def test_a_plan_that_waits_is_said_once_with_the_command_that_approves_it(kit, folder, said):
+def test_a_waiting_plan_is_reported_once_with_the_command_that_approves_it(kit, folder, said):
     ask(folder)
     command = f"fedbilevel federation approve {ONE[:12]} --kit {kit}"
     assert said() == [f"cleaning, sent by lead@north.example, waits for your approval: {command}"]
@@ -256,19 +249,19 @@ def test_a_plan_that_waits_is_said_once_with_the_command_that_approves_it(kit, f
     assert Follower(kit).lines(look(folder)) == []
 
 
-def test_a_plan_that_waited_before_the_start_is_said_at_the_start(kit, folder):
+def test_a_plan_that_waited_before_the_start_is_reported_at_the_start(kit, folder):
     ask(folder)
     [line] = Follower(kit).lines(look(folder))
     assert line.startswith("cleaning, sent by lead@north.example, waits for your approval")
 
 
-def test_a_plan_that_the_settings_approve_is_said(folder, said):
+def test_an_automatic_approval_is_reported(folder, said):
     ask(folder)
     operator.approve(folder, ONE, "site", how="auto")
     assert said() == ["cleaning: approved by auto_approve of this site's settings"]
 
 
-def test_beginning_and_end_of_a_run_are_said(folder, said):
+def test_beginning_and_end_of_a_run_are_reported(folder, said):
     ask(folder)
     operator.approve(folder, ONE, "ada")
     said()
@@ -279,12 +272,12 @@ def test_beginning_and_end_of_a_run_are_said(folder, said):
     assert said() == []
 
 
-def test_a_run_that_ends_between_two_looks_is_said_as_well(folder, said):
+def test_a_run_that_ends_between_two_views_is_reported(folder, said):
     write_status(folder, iteration=10, state="finished", answers=1, bytes=900)
-    assert said() == ["cleaning: goes on with outer iteration 10 of 10", "cleaning: finished after 1 answer, 0.9 kB"]
+    assert said() == ["cleaning: resumes with outer iteration 10 of 10", "cleaning: finished after 1 answer, 0.9 kB"]
 
 
-def test_another_job_of_a_run_goes_on(folder, said, monkeypatch):
+def test_another_job_resumes_a_run(folder, said, monkeypatch):
     write_status(folder, job="job-1", iteration=1)
     assert said() == ["cleaning: begins, 10 outer iterations"]
     write_status(folder, job="job-1", iteration=4)
@@ -296,12 +289,12 @@ def test_another_job_of_a_run_goes_on(folder, said, monkeypatch):
     why = "not finished (stopped, or a fault)"
     assert line == f"cleaning: ended at outer iteration 4 of 10, {why}, after 31 answers, 0.3 MB"
     write_status(folder, job="job-2", iteration=5)
-    assert said() == ["cleaning: goes on with outer iteration 5 of 10"]
+    assert said() == ["cleaning: resumes with outer iteration 5 of 10"]
     write_status(folder, job="job-3", state="idle", iteration=None)
-    assert said() == ["cleaning: goes on"]
+    assert said() == ["cleaning: resumes"]
 
 
-def test_a_run_that_was_over_before_the_start_is_not_said(kit, folder):
+def test_a_run_that_ended_before_the_start_is_not_reported(kit, folder):
     write_status(folder, state="finished")
     assert Follower(kit).lines(look(folder)) == []
 
@@ -311,7 +304,7 @@ def test_a_run_that_only_waits_has_not_begun(folder, said):
     assert said() == []
 
 
-def test_leaving_a_run_is_said(folder, said):
+def test_leaving_a_run_is_reported(folder, said):
     ask(folder)
     write_status(folder)
     said()
@@ -320,14 +313,14 @@ def test_leaving_a_run_is_said(folder, said):
     assert said() == ["cleaning: left by ada", "cleaning: left after 31 answers, 0.3 MB"]
 
 
-def test_a_pause_and_its_end_are_said(folder, said):
+def test_a_pause_and_its_end_are_reported(folder, said):
     operator.pause(folder)
     assert said() == ["paused: this site answers nothing until `federation unpause`"]
     operator.unpause(folder)
-    assert said() == ["goes on after a pause"]
+    assert said() == ["answers again after a pause"]
 
 
-def test_refusals_are_said_and_many_at_once_are_counted(folder, said):
+def test_refusals_are_reported_and_many_at_once_are_counted(folder, said):
     log_refusal(folder, "this site's policy does not allow it.", run="cleaning")
     assert said() == ["cleaning: refused: this site's policy does not allow it."]
     for _ in range(3):
@@ -335,7 +328,7 @@ def test_refusals_are_said_and_many_at_once_are_counted(folder, said):
     assert said() == ["west was refused 4 times: not you. (and 2 more before it)"]
 
 
-# ---- the command -----------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_watch_without_a_terminal_shows_it_once(kit, folder):
@@ -353,7 +346,7 @@ def test_watch_without_a_terminal_shows_it_once(kit, folder):
 def test_watch_needs_no_flare(kit, monkeypatch):
     monkeypatch.setitem(sys.modules, "fedbilevel.sites.flare", None)
     done = CliRunner().invoke(cli, ["federation", "watch", "--kit", str(kit), "--once"])
-    assert "not known: nobody looked at the processes" in done.output
+    assert "unknown: the processes of this machine were not checked" in done.output
 
 
 def test_watch_on_a_terminal_is_drawn_until_ctrl_c(kit, folder, monkeypatch):

@@ -1,4 +1,5 @@
-"""The same algorithm source between a server without data and sites that exchange bytes: the simulator's trajectory, and what faults leave of it."""
+"""The same algorithm source runs between a server without data and sites that exchange bytes: it
+has the simulator's trajectory, also after faults."""
 
 import itertools
 import re
@@ -14,10 +15,11 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, ScopeError
 from fedbilevel.federation.algorithm import ServerAlgorithm
 from fedbilevel.problem.problem import Scopes
-from fedbilevel.sites import serve as serving
 from fedbilevel.sites.plan import plan_of
 from support.numeric.yardstick import fewer
 from support.sites.loopback import TRIAL, Loopback, differences, simulated
+
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 SCOPES = [Scopes(), Scopes(upper="private"), Scopes(lower="local")]
 SETTINGS = {
@@ -26,16 +28,6 @@ SETTINGS = {
     "clustered_fl": {"tolerance_mean": 10.0, "tolerance_max": 1e-6},
     "commfedbio": {"num_kept": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr(
-        "fedbilevel.sites.engine._APART", (0.0, 0.0)
-    )  # a missing site is asked before every outer iteration
-    monkeypatch.setattr(serving, "_BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
 
 
 def fits(name: str, scopes: Scopes) -> bool:
@@ -75,7 +67,8 @@ def rows_of(book):
     ids=lambda part: part if isinstance(part, str) else "-".join(map(str, part)) or "1-1-1",
 )
 def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tmp_path, name, scopes, dtype, hosts):
-    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop strategy; one client per site, or several."""
+    """Minibatches, cohorts, unequal weights of clients and unequal local steps, under the loop
+    strategy, with one client per site or several."""
     fraction = 1.0 if discovery.algorithm(name).needs_everyone else 0.67
     options = {
         "seed": 5,
@@ -102,7 +95,7 @@ def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tm
     assert int(found["ledger.rounds"]) > 0 or (
         scopes.lower == "local" and name in ("fedavg", "fedavg_plus", "fedprox", "pfedme")
     )  # nothing travels
-    # a simulation measures clients of unequal sizes side by side, padded, and a site measures alone: sums in another order
+    # a simulation pads clients of unequal sizes and measures them together, so it sums in another order
     for mine, theirs in zip(rows_of(federation.record.rows()), rows_of(result.rows), strict=True):
         assert {part: value for part, value in mine.items()} == pytest.approx(
             {part: theirs[part] for part in mine}, rel=1e-5 if dtype == "float32" else 1e-12
@@ -128,7 +121,7 @@ def test_private_weights_stay_at_their_sites_and_are_those_of_the_simulator(tmp_
         assert all(len(own["x.logit"]) not in array["shape"] for array in sent)
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 KEEPS = [
     ({"name": "fedbio"}, Scopes()),
@@ -145,7 +138,8 @@ NAMES = [f"{algorithm['name']}-{scopes.lower}-{scopes.upper}" for algorithm, sco
 
 
 def survivors(plan, folder, iteration, first_call, who):
-    """The simulator with clients that answer no call from `first_call` of an outer iteration on, and on which that iteration leaves no trace."""
+    """The simulator with clients that answer no call from `first_call` of an outer iteration on,
+    and on which that iteration leaves no trace."""
     ours = plan_of(plan)
 
     def drops(now, call):
@@ -216,7 +210,7 @@ def test_a_mean_is_that_of_the_survivors_and_what_a_site_did_not_finish_leaves_n
         assert all("too late" in answer["error"] for answer in federation.transport.answers_to_late)
 
 
-# ---- several clients at a site -------------------------------------------------------------------------------------------
+# ---- several clients at a site -------------------------------------------------------------------
 
 HOSTED = [
     (case, hosts, call)
@@ -246,7 +240,7 @@ def test_a_site_that_is_missing_takes_all_its_clients_with_it(tmp_path, case, ho
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 @pytest.mark.parametrize(("algorithm", "scopes"), [KEEPS[3], KEEPS[5]], ids=[NAMES[3], NAMES[5]])
-def test_a_site_with_several_clients_that_is_killed_goes_on_from_its_version(tmp_path, algorithm, scopes):
+def test_a_killed_site_with_several_clients_resumes_from_its_version(tmp_path, algorithm, scopes):
     """Of a cohort only some clients of a site have memory when it is saved."""
     hosts = (3, 2)
     wanted = None
@@ -319,7 +313,7 @@ def test_private_parts_of_several_clients_are_written_one_by_one(tmp_path):
     )
 
 
-def test_a_run_goes_on_with_the_clients_that_it_began_with(tmp_path):
+def test_a_resumed_run_needs_the_clients_that_it_began_with(tmp_path):
     federation = Loopback(tmp_path, hosts=(2, 1))
     plan = federation.plan({"name": "fedbio"}, num_iterations=2)
     federation.serve(plan)
@@ -379,7 +373,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("what", CRAFTED)
-def test_an_answer_that_is_none_is_that_sites_fault_alone(tmp_path, what):
+def test_an_invalid_answer_leaves_out_only_its_own_site(tmp_path, what):
     states = []
     for place, how in (("crafted", CRAFTED[what]), ("silent", "silent")):
         federation = Loopback(tmp_path / place)
@@ -425,8 +419,9 @@ class Crash(BaseException):
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 @pytest.mark.parametrize("victim", ["server", "site-1", "everybody"])
 @pytest.mark.parametrize(("algorithm", "scopes"), [KEEPS[3], KEEPS[5]], ids=[NAMES[3], NAMES[5]])
-def test_killed_at_any_message_the_run_goes_on_to_the_same_end(tmp_path, algorithm, scopes, victim):
-    """Every outer iteration counts, so a quorum is everybody; no outer iteration is lost, and none is applied twice."""
+def test_a_run_killed_at_any_message_resumes_to_the_same_end(tmp_path, algorithm, scopes, victim):
+    """Every outer iteration counts, so the quorum is all sites. No outer iteration is lost or
+    applied twice."""
     quiet = Loopback(tmp_path / "quiet")
     plan = quiet.plan(algorithm, quadratic(scopes), quorum=3, num_iterations=2)
     seen = itertools.count(1)
@@ -465,7 +460,8 @@ def test_killed_at_any_message_the_run_goes_on_to_the_same_end(tmp_path, algorit
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path):
-    """It takes part, but its memory stays where it was; that must not look as if all were well. The line is that of the outer iteration that was not saved."""
+    """The site takes part, but its memory stays unchanged on disk, which must be visible. The line
+    is that of the outer iteration that was not saved."""
     federation = Loopback(tmp_path)
     plan = federation.plan(
         {"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2
@@ -500,8 +496,9 @@ def test_a_site_that_cannot_save_is_named_in_every_line(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
 @pytest.mark.parametrize("kind", ["phase", "measure", "commit"])
-def test_before_the_first_outer_iteration_everybody_is_needed_whatever_the_quorum(tmp_path, kind):
-    """What a site has then is what it goes back to later: a run that began without it would go back to nothing."""
+def test_before_the_first_outer_iteration_all_sites_are_needed_whatever_the_quorum(tmp_path, kind):
+    """A site goes back to that state later, so a run that began without it would have no state for
+    it."""
     federation, missed = Loopback(tmp_path), []
 
     def fault(name, header):
@@ -605,7 +602,7 @@ def test_of_a_cohort_the_same_share_must_answer(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-def test_below_the_quorum_the_outer_iteration_waits_and_is_done_again_by_all(tmp_path):
+def test_below_the_quorum_the_outer_iteration_waits_and_is_repeated_by_all(tmp_path):
     federation, quiet = Loopback(tmp_path / "a"), Loopback(tmp_path / "b")
     plan = federation.plan(
         {"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private")), quorum=2
@@ -625,7 +622,7 @@ def test_below_the_quorum_the_outer_iteration_waits_and_is_done_again_by_all(tmp
     assert [line["iteration"] for line in federation.diary()] == [1, 2, 3, 4]
 
 
-def test_who_never_comes_back_is_named_and_the_run_can_be_gone_on_with(tmp_path):
+def test_a_site_that_never_returns_is_named_and_the_run_can_be_resumed(tmp_path):
     federation = Loopback(tmp_path)
     plan = federation.plan({"name": "fedbio"}, quorum=3, patience=0.05)
     gone = lambda name, header: name == "site-2" and (header.get("iteration") == 2 or header["kind"] == "ping")
@@ -637,7 +634,7 @@ def test_who_never_comes_back_is_named_and_the_run_can_be_gone_on_with(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["nan", "raise"])
-def test_where_sites_answer_with_errors_trying_again_is_no_use(tmp_path, how, monkeypatch):
+def test_a_run_is_not_repeated_where_sites_answer_with_errors(tmp_path, how, monkeypatch):
     federation = Loopback(tmp_path)
     plan = federation.plan({"name": "fedbio"}, quorum=2)
     if how == "raise":
@@ -675,7 +672,7 @@ def test_one_site_that_raises_is_left_out_and_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-def test_somebody_may_ask_a_run_to_stop_and_to_go_on(tmp_path):
+def test_a_run_can_be_stopped_and_resumed(tmp_path):
     federation, quiet = Loopback(tmp_path / "a"), Loopback(tmp_path / "b")
     plan = federation.plan(
         {"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private"))
@@ -695,7 +692,7 @@ def test_somebody_may_ask_a_run_to_stop_and_to_go_on(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-def test_what_a_finished_run_left_is_not_overwritten_by_another_of_its_name(tmp_path):
+def test_a_finished_run_is_not_overwritten_by_another_of_its_name(tmp_path):
     federation = Loopback(tmp_path)
     plan = federation.plan(
         {"name": "adafbio", "num_local_steps": 2, "num_terms": 2}, quadratic(Scopes(upper="private"))
@@ -732,7 +729,7 @@ def test_a_site_that_lost_its_versions_or_changed_its_data_is_left_out_by_name(t
 )
 def test_of_two_versions_the_older_side_is_told_to_upgrade(tmp_path, monkeypatch, theirs, mend):
     federation = Loopback(tmp_path)
-    for module in ("serve", "session", "site"):
+    for module in ("joining", "session", "consent"):
         monkeypatch.setattr(f"fedbilevel.sites.{module}.__version__", "0.1.0")
     said = []
 

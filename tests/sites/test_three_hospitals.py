@@ -1,4 +1,5 @@
-"""The tutorial docs/three-hospitals.md, run as it is written: its files are made, its commands typed, and what it quotes is what comes out."""
+"""The tutorial docs/three-hospitals.md, run as written: its files are made, its commands are typed,
+and their output is what it quotes."""
 
 import json
 import re
@@ -9,11 +10,11 @@ import pytest
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedbilevel[federation]'")
 
-import psutil
 import torch
 
 from fedbilevel.sites.flare.local import free_port
 from support.docs import NUMBER, PATIENCE, ROUNDING, Block, Terminal, blocks, check_quoted, commands
+from support.sites.reaper import processes_of, reaped
 
 PAGE = Path(__file__).parents[2] / "docs" / "three-hospitals.md"
 PORT = "port = 8002"
@@ -21,7 +22,8 @@ SITES = {"north": 459, "south": 345, "west": 344}  # how many notes each has
 
 
 def until_connected(folder):
-    """As a person would who reads that it takes some seconds; in the server's log, because asking costs seconds itself."""
+    """Wait for the sites in the server's log, because a command that asks for them takes seconds
+    itself."""
     end, log = time.monotonic() + PATIENCE, folder / "kits/server/log.txt"
     while not all(f"New client {site}@" in _text(log) for site in SITES):
         assert time.monotonic() < end, f"the sites are not connected:\n{_text(log)}"
@@ -34,8 +36,14 @@ def _text(path):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """The page from its first block to its last: what every command said, and the folder in which all of it happened."""
+    """The page from its first block to its last: the output of every command, and the folder in
+    which they ran."""
     folder = tmp_path_factory.mktemp("hospitals")
+    with reaped(folder):
+        yield from _played(folder)
+
+
+def _played(folder):
     terminal, said, page = Terminal(folder, commands(folder)), {}, blocks(PAGE.read_text())
     try:
         for block, after in zip(page, [*page[1:], Block("", "", "")], strict=True):
@@ -53,16 +61,11 @@ def played(tmp_path_factory):
     finally:
         terminal.close()
     assert [one.returncode for one in terminal.running] == [0] * 5, terminal.screens()
-    left = [
-        one.pid
-        for one in psutil.process_iter(["cmdline"])
-        if any(str(folder) in word for word in one.info["cmdline"] or [])
-    ]
-    assert left == []
+    assert processes_of(folder) == []
 
 
-def test_the_page_quotes_what_is_said(played):
-    """The fixture compares; here, that it had something to compare, and that all of it was typed on loopback."""
+def test_the_page_quotes_the_output_of_its_commands(played):
+    """The fixture compares. Here: it had something to compare, and all of it ran on loopback."""
     _, folder = played
     page = PAGE.read_text()
     kinds = [(block.language, bool(block.file)) for block in blocks(page)]
@@ -76,7 +79,7 @@ def test_the_page_quotes_what_is_said(played):
     assert PORT not in (folder / "federation.toml").read_text()
 
 
-def test_the_accuracy_that_the_lead_sees_is_that_of_the_record_and_of_the_simulator(played):
+def test_the_lead_sees_the_accuracy_of_the_record_and_of_the_simulator(played):
     said, folder = played
     last = json.loads((folder / "kits/server/runs/cleaning/metrics.jsonl").read_text().splitlines()[-1])
     assert (last["iteration"], last["num_sites"]) == (10, 3)
@@ -89,7 +92,7 @@ def test_the_accuracy_that_the_lead_sees_is_that_of_the_record_and_of_the_simula
     assert max(differences) <= ROUNDING
 
 
-def test_nothing_left_before_the_hospital_approved_and_its_screen_says_what_happened(played):
+def test_nothing_left_before_the_hospital_approved_and_its_screen_reports_the_run(played):
     _, folder = played
     for number, hospital in enumerate(SITES, start=1):
         kit = folder / "kits" / hospital / "site"
@@ -99,7 +102,8 @@ def test_nothing_left_before_the_hospital_approved_and_its_screen_says_what_happ
         assert decided["time"] < first["time"]
         screen = (folder / f"terminal-{number}.txt").read_text()
         assert re.search(
-            r"cleaning, sent by lead@north.example, waits for your approval: .*\n(.*\n)*.*cleaning: begins.*\n(.*\n)*cleaning: finished",
+            r"cleaning, sent by lead@north.example, waits for your approval: .*\n(.*\n)*.*cleaning: begins.*\n"
+            r"(.*\n)*cleaning: finished",
             screen,
         )
     assert (
@@ -143,10 +147,10 @@ def test_private_weights_are_at_their_hospital_alone(played):
         ("north 0.2 s", "south 0.2 s"),
     ],
 )
-def test_a_quotation_that_is_not_what_was_said_is_noticed(quoted, said):
+def test_a_wrong_quotation_is_detected(quoted, said):
     with pytest.raises(AssertionError, match="the page quotes"):
         check_quoted(quoted, said)
 
 
-def test_a_quotation_that_is_what_was_said_up_to_clocks_and_rounding():
+def test_a_quotation_that_differs_in_clocks_and_rounding_is_accepted():
     check_quoted("a 0.21 s\n...\naccuracy 0.8864, 1.0e-06\n", "a 7.99 s\nb\nc\naccuracy 0.8871, 2.0e-06\nand more\n")

@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
         st.one_of(st.none(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False), st.text()),
     ),
 )
-def test_what_is_packed_comes_out_again(shapes, header):
+def test_a_packed_message_is_unpacked_unchanged(shapes, header):
     header.pop("arrays", None)
     arrays = [(torch.randn(shape, dtype=torch.float64) * 100).to(dtype) for dtype, shape in shapes]
     back, again = wire.unpack(wire.pack(header, arrays))
@@ -91,14 +91,14 @@ def raw(header, content=b""):
         wire.MAGIC + b"\x02\x00\x00\x00{]",
     ],
 )
-def test_what_is_no_message_is_refused_in_one_sentence(message):
+def test_an_invalid_message_is_refused_in_one_sentence(message):
     with pytest.raises(WireError) as caught:
         wire.unpack(message)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_sent_is_refused():
+def test_an_array_of_an_unknown_type_cannot_be_packed():
     with pytest.raises(WireError, match="bool"):
         wire.pack({}, [torch.ones(2, dtype=torch.bool)])
     with pytest.raises(ValueError, match="JSON"):

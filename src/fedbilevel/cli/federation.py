@@ -233,17 +233,17 @@ def with_start_timeout(command: Callable[..., Any]) -> Callable[..., Any]:
 def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_timeout: float) -> None:
     """Start the run that RUN (a TOML file) describes, and follow it to its end, through faults."""
     with _flare():
-        from fedbilevel.sites.flare import control, kits
-    control.check_lead(kit)
+        from fedbilevel.sites.flare import connection, follow, jobs, kits
+    connection.check_lead(kit)
     plan = read_plan(run, kits.sites_of(kit)).asdict()
     if detach:
         say(
-            f"Submitted {plan['name']} as job {control.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}"
+            f"Submitted {plan['name']} as job {jobs.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}"
         )
         return
-    control.check_free(kit, plan)
+    jobs.check_free(kit, plan)
     options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
-    _end(plan["name"], kit, control.watch(kit, plan, _show, **options))
+    _end(plan["name"], kit, follow.watch(kit, plan, _show, **options))
 
 
 @federation.command("resume")
@@ -260,9 +260,9 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_
 def resume_command(name: str, kit: Path, max_restarts: int, start_timeout: float) -> None:
     """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
     with _flare():
-        from fedbilevel.sites.flare import control
+        from fedbilevel.sites.flare import follow
     options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
-    _end(name, kit, control.resume(kit, name, _show, **options))
+    _end(name, kit, follow.resume(kit, name, _show, **options))
 
 
 def _show(progress: dict[str, Any]) -> None:
@@ -282,8 +282,8 @@ def _end(name: str, kit: Path, outcome: str) -> None:
 def status_command(kit: Path) -> None:
     """Which sites are connected, and how far the runs are."""
     with _flare():
-        from fedbilevel.sites.flare import certificates, control
-    found = control.status(kit)
+        from fedbilevel.sites.flare import certificates, jobs
+    found = jobs.status(kit)
     for text in certificates.notices(kit):
         say_line(text)
     say_line(f"{len(found['sites'])} sites connected: {', '.join(sorted(found['sites'])) or 'none'}")
@@ -297,8 +297,8 @@ def status_command(kit: Path) -> None:
 def stop_command(name: str, kit: Path) -> None:
     """Ask the run NAME to stop after its current outer iteration."""
     with _flare():
-        from fedbilevel.sites.flare import control
-    control.stop(kit, name)
+        from fedbilevel.sites.flare import jobs
+    jobs.stop(kit, name)
     say(f"{name} stops after its current outer iteration.")
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from fedbilevel.cli.terminal import console, say
 from fedbilevel.errors import SettingError
 from fedbilevel.escapes import printable
-from fedbilevel.sites import audit, operator, telling, view
+from fedbilevel.sites import operator, telling, verification, view
 from fedbilevel.sites.summary import AuditReport
 
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -42,7 +42,7 @@ def audit_command(kit: Path, contains: str, as_json: bool) -> None:
     if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
         shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
         raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
-    report = audit.verify(operator.site_folder(kit), contains)
+    report = verification.verify(operator.site_folder(kit), contains)
     if as_json:
         click.echo(json.dumps(report.asdict(), indent=2))
     else:

@@ -1,1 +1,2 @@
-"""Real federations: what passes between a server without data and sites that keep theirs, whatever carries the messages."""
+"""Real federations: a server without data, and sites that keep theirs. They exchange messages over
+any transport."""

@@ -1,4 +1,5 @@
-"""The server's desk: writes messages, numbers their turns, reads the answers and sorts out what cannot be used."""
+"""The server's mailbox: it writes and numbers messages, reads answers, and turns unusable answers
+into failures."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from fedbilevel.errors import SuspendedError, WireError
 from fedbilevel.escapes import printable
 from fedbilevel.sites import wire
-from fedbilevel.sites.transport import Failure, Transport
+from fedbilevel.sites.transport import Failure, SiteTransport
 
-LONGEST = 500  # letters of a reason
-ROOM = 2**20  # bytes of an answer that brings no arrays
+LONGEST = 500  # characters of a reason
+ROOM = 2**20  # bytes of an answer without arrays
 _CALLERS = 20  # refused callers that one answer may name
 
 
@@ -24,24 +25,28 @@ class Answer(NamedTuple):
     seconds: float
 
 
-class Message(NamedTuple):
+class SiteMessage(NamedTuple):
+    """A message to one site, before it is packed."""
+
     header: Mapping[str, Any]
     arrays: Sequence[Tensor] = ()
 
 
-class Desk:
-    """A turn is (attempt, epoch, step). Steps count messages; a new epoch begins when somebody missed a deadline, so that what that site carries out
-    late is behind the times; an attempt is a run or its resumption, numbered by the clock."""
+class Mailbox:
+    """Exchanges messages with sites. Each message carries a turn: (attempt, epoch, step).
+
+    Steps count messages. A new epoch begins after a missed deadline, so that a site refuses the
+    late message. An attempt is a run or its resumption, numbered by the clock.
+    """
 
     _attempt = 0
 
-    def __init__(self, transport: Transport, run: str, lost: Callable[[], float] = lambda: 0.0) -> None:
-        """lost: seconds that this process has been suspended for so far."""
+    def __init__(self, transport: SiteTransport, run: str, lost: Callable[[], float] = lambda: 0.0) -> None:
+        """lost: returns the seconds for which this process has been suspended so far."""
         self.transport, self.run, self._lost = transport, run, lost
-        Desk._attempt = max(
-            Desk._attempt + 1, time.time_ns() // 10**6
-        )  # later than any before it, also of a server that died
-        self._turn = [Desk._attempt, 0, 0]
+        # later than any attempt before it, including those of a server that died
+        Mailbox._attempt = max(Mailbox._attempt + 1, time.time_ns() // 10**6)
+        self._turn = [Mailbox._attempt, 0, 0]
         self.sent = self.received = 0  # bytes of messages
         self._strangers: dict[str, dict[str, int]] = {}
 
@@ -50,20 +55,15 @@ class Desk:
         return self.transport.sites
 
     def exchange(
-        self, messages: Mapping[str, Message], *, deadline: float, longest: Mapping[str, int] | None = None
+        self, messages: Mapping[str, SiteMessage], *, deadline: float, longest: Mapping[str, int] | None = None
     ) -> tuple[dict[str, Answer], dict[str, Failure]]:
-        """Answers that can be read, and failures, by site and in the order of names. Equal messages are the same bytes.
+        """Readable answers, and failures, both by site in the order of names. Equal messages share
+        their bytes.
 
-        longest: the most bytes that an answer of each site may have.
+        longest: the maximal size in bytes of each site's answer.
         """
         self._turn[2] += 1
-        packed: dict[tuple[str, tuple[int, ...]], bytes] = {}
-        content = {}
-        for name, message in messages.items():
-            key = (repr(message.header), tuple(map(id, message.arrays)))
-            if key not in packed:
-                packed[key] = wire.pack({**message.header, "run": self.run, "turn": list(self._turn)}, message.arrays)
-            content[name] = packed[key]
+        content = self._packed(messages)
         before = self._lost()
         replies, failures = self.transport.exchange(content, deadline=deadline)
         asleep = self._lost() - before
@@ -80,28 +80,38 @@ class Desk:
                 except WireError as error:
                     failures[name] = Failure(False, str(error), replies[name].seconds, wait=isinstance(error, _Waits))
             elif name not in failures:
-                failures[name] = Failure(True, "it is not to be reached.", 0.0)
-        failures = {
-            name: failure._replace(reason=printable(failure.reason)) for name, failure in failures.items()
-        }  # it goes to logs and terminals
+                failures[name] = Failure(True, "it cannot be reached.", 0.0)
+        # reasons go to logs and terminals
+        failures = {name: failure._replace(reason=printable(failure.reason)) for name, failure in failures.items()}
         if any(failure.silent for failure in failures.values()):
             self._turn[1] += 1
         if asleep and any(failure.silent and failure.seconds - asleep < deadline for failure in failures.values()):
             raise SuspendedError(
-                f"the server was suspended for {asleep:.1f} s while it waited for answers; the outer iteration is done again."
+                f"the server was suspended for {asleep:.1f} s while it waited for answers; "
+                "the outer iteration is done again."
             )
         return answers, dict(sorted(failures.items()))
 
-    def _hear(self, site: str, told: Any) -> None:
-        """A site tells which callers it refused, and how often."""
-        if isinstance(told, dict) and all(type(times) is int and 0 < times < 2**40 for times in told.values()):
+    def _packed(self, messages: Mapping[str, SiteMessage]) -> dict[str, bytes]:
+        packed: dict[tuple[str, tuple[int, ...]], bytes] = {}
+        content = {}
+        for name, message in messages.items():
+            key = (repr(message.header), tuple(map(id, message.arrays)))
+            if key not in packed:
+                packed[key] = wire.pack({**message.header, "run": self.run, "turn": list(self._turn)}, message.arrays)
+            content[name] = packed[key]
+        return content
+
+    def _hear(self, site: str, reported: Any) -> None:
+        """Count the callers that a site reports to have refused."""
+        if isinstance(reported, dict) and all(type(times) is int and 0 < times < 2**40 for times in reported.values()):
             counts = self._strangers.setdefault(site, {})
-            for caller, times in list(told.items())[:_CALLERS]:
+            for caller, times in list(reported.items())[:_CALLERS]:
                 name = printable(caller)[:100]
                 counts[name] = counts.get(name, 0) + times
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Callers that sites refused since somebody last asked: how often, by site and name."""
+        """Callers that sites refused since the last call: how often, by site and name."""
         found, self._strangers = self._strangers, {}
         return {**found, **self.transport.strangers()}
 
@@ -109,7 +119,8 @@ class Desk:
 def _check_length(content: bytes, most: int) -> None:
     if len(content) > most:
         raise WireError(
-            f"its answer has {len(content)} bytes, expected at most {most}: install the same version of fedbilevel at all sites."
+            f"its answer has {len(content)} bytes, expected at most {most}: "
+            "install the same version of fedbilevel at all sites."
         )
 
 
@@ -130,7 +141,7 @@ def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> A
         or not all(isinstance(many, int) and many >= 0 for many in order.values())
         or sum(order.values()) != len(arrays)
     ):
-        raise WireError("its answer does not say which arrays it brings.")
+        raise WireError("its answer does not name the arrays that it brings.")
     named, start = {}, 0
     for name, many in order.items():
         named[name] = list(arrays[start : start + many])

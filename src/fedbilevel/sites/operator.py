@@ -1,6 +1,7 @@
-"""Decisions of a site's operator, as files in the site's folder. The site's job reads them at every message.
+"""Decisions of a site's operator, as files in the site's folder. The site's job reads them at every
+message.
 
-    requests/DIGEST.json      a plan that came: who sent it, what it is, what would leave
+    requests/DIGEST.json      a submitted plan: its sender, its content, and what would leave
     approvals.json            per digest: approved, refused or left, when and by whom
     control.json              whether the site is paused
 
@@ -24,9 +25,9 @@ from fedbilevel.escapes import printable
 Request = dict[str, Any]  # the content of a file in requests/
 Decision = Literal["approved", "refused", "left"]
 REQUESTS, APPROVALS, CONTROL, LOCK = "requests", "approvals.json", "control.json", "operator.lock"
-SHORTEST = 8  # letters of a digest that a person must type
-SHOWN = 12  # letters of a digest that a person is shown
-MOST = 100  # plans that may wait: a lead must not fill the site's disk
+SHORTEST = 8  # characters of a digest that a person must type
+SHOWN = 12  # characters of a digest that are shown
+MOST = 100  # plans that may wait, so that a lead cannot fill the site's disk
 _KEYS = {"digest", "time", "who", "run", "plan", "leaves"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _read: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # content of a file by its stamp
@@ -43,10 +44,11 @@ def site_folder(kit: Path) -> Path:
 
 
 def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """File a request, unless it is there with its preview. leaves: what would leave, as `preview` counts it."""
+    """File a request, unless it exists with its preview. leaves: what would leave, as `preview`
+    counts it."""
     place = folder / REQUESTS / f"{_checked(digest)}.json"
     before = _table(place)
-    if before and (before.get("leaves") or not leaves):  # an automatic approval asks without a preview
+    if before and (before.get("leaves") or not leaves):  # an automatic approval has no preview
         return
     if len(pending(folder)) >= MOST:
         raise PolicyError(f"{MOST} plans wait for approval at this site: its operator must decide on them first.")
@@ -56,18 +58,19 @@ def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], 
 
 
 def decision(folder: Path, digest: str) -> Decision | None:
-    """The operator's last word on a plan. Cheap: the file is read again only when it has changed."""
+    """The operator's last decision about a plan. The file is read again only when it has changed."""
     entry = _table(folder / APPROVALS).get(_checked(digest))
     return entry["decision"] if entry else None
 
 
 def is_paused(folder: Path) -> bool:
-    """Cheap, too."""
+    """Whether the site is paused. The file is read again only when it has changed."""
     return _table(folder / CONTROL).get("paused", False) is not False
 
 
 def withdraw_automatic(folder: Path) -> None:
-    """Forget approvals by `auto_approve`, which the site no longer sets: the operator is asked about these plans."""
+    """Delete approvals by `auto_approve`, which the site no longer sets, so that the operator
+    decides."""
     if not _table(folder / APPROVALS):
         return
     with _locked(folder):
@@ -81,7 +84,8 @@ def withdraw_automatic(folder: Path) -> None:
 
 
 def requests(folder: Path) -> list[Request]:
-    """All plans that ever came, oldest first, each with its `decision` or None, and then `by` and `how`."""
+    """All plans that were ever submitted, oldest first, each with `decision`, `by` and `how` (None
+    before one)."""
     decided = _table(folder / APPROVALS)
     found = []
     for path in (folder / REQUESTS).glob("*.json"):
@@ -99,43 +103,46 @@ def pending(folder: Path) -> list[Request]:
 
 
 def request(folder: Path, digest: str) -> Request:
-    """The plan with this digest, or the only one whose digest begins so."""
+    """The plan with this digest, or the only plan whose digest begins with it."""
     known = {one["digest"]: one for one in requests(folder)}
     if not known:
-        raise SettingError(f"no plan has come to this site yet: there is nothing to decide on for {digest!r:.80}.")
+        raise SettingError(f"no plan was submitted to this site yet: there is nothing to decide about {digest!r:.80}.")
     if len(digest) < SHORTEST:
-        raise SettingError(f"the digest is given as {digest!r}, expected at least its first {SHORTEST} letters.")
+        raise SettingError(f"the digest is given as {digest!r}, expected at least its first {SHORTEST} characters.")
     fitting = [name for name in known if name.startswith(digest.lower())]
     if not fitting:
         raise UnknownNameError("plan at this site", digest[:64], [name[:SHOWN] for name in known])
     if len(fitting) > 1:
-        raise SettingError(f"{len(fitting)} plans have a digest that begins with {digest}: give more of its letters.")
+        raise SettingError(
+            f"{len(fitting)} plans have a digest that begins with {digest}: give more of its characters."
+        )
     return known[fitting[0]]
 
 
 def approve(folder: Path, digest: str, by: str, how: Literal["operator", "auto"] = "operator") -> Request:
-    """Let a plan run, also after it was refused or left. digest: or its beginning. Gives back the request."""
+    """Let a plan run, also after it was refused or left. digest: or its beginning. Gives back the
+    request."""
     return _decide(folder, [request(folder, digest)], "approved", by, how)[0]
 
 
 def refuse(folder: Path, digest: str, by: str) -> Request:
-    """Never answer to a plan, unless it is approved later."""
+    """Refuse a plan. It can be approved later."""
     return _decide(folder, [request(folder, digest)], "refused", by)[0]
 
 
 def leave(folder: Path, run: str, by: str) -> list[Request]:
-    """Take no further part in a run, whichever plan it has."""
+    """Leave a run, with all its plans."""
     known = requests(folder)
     found = [one for one in known if one["run"] == run]
     if not known:
-        raise SettingError(f"no run has come to this site yet: there is nothing to leave for {run!r:.80}.")
+        raise SettingError(f"no run was submitted to this site yet: there is no run {run!r:.80} to leave.")
     if not found:
         raise UnknownNameError("run at this site", run, {one["run"] for one in known})
     return _decide(folder, found, "left", by)
 
 
 def pause(folder: Path) -> None:
-    """Answer nothing until `unpause`. Runs wait for the site, or go on without it."""
+    """Answer nothing until `unpause`. Runs wait for the site, or continue without it."""
     _write(folder / CONTROL, {"paused": True})
 
 
@@ -154,7 +161,7 @@ def _decide(folder: Path, plans: list[Request], what: Decision, by: str, how: st
 
 
 def _checked(digest: str) -> str:
-    """It becomes the name of a file."""
+    """A valid digest. It becomes the name of a file."""
     if not _DIGEST.fullmatch(digest):
         raise PlanError(f"the digest of a plan is {digest!r:.80}, expected 64 hexadecimal digits.")
     return digest
@@ -162,14 +169,14 @@ def _checked(digest: str) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The job and the operator may decide at the same moment."""
+    """Hold the lock: the job and the operator may decide at the same time."""
     with open(folder / LOCK, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """A JSON file, {} if there is none."""
+    """The content of a JSON file, {} if it does not exist."""
     try:
         about = path.stat()
         stamp = (about.st_ino, about.st_mtime_ns, about.st_size)
@@ -188,5 +195,5 @@ def _table(path: Path) -> dict[str, Any]:
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     from fedbilevel.runs.record import write_whole  # imports torch, which a reader does not need
 
-    path.with_name(f"{path.name}.part").touch(0o600)  # for its owner's eyes from the first byte
+    path.with_name(f"{path.name}.part").touch(0o600)  # readable by its owner only, from the first byte
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

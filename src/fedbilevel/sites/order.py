@@ -1,8 +1,9 @@
-"""The order of messages that a site answers: every outer iteration once, its calls in order, and start values only at the start.
+"""The order of messages that a site answers: every outer iteration once, calls in order, start
+values at the start.
 
-A server that chose iterations and calls freely could repeat a computation with one value changed, until the differences
-are those of single samples. Going back to a saved version is part of a run, as after a crash; how many outer iterations
-were done again is counted on disk and bounded by the site's policy.
+A server that chose iterations and calls freely could repeat a computation with one value changed,
+until differences reveal single samples. A run may go back to a saved version, as after a crash. The
+number of repeated outer iterations is counted on disk and bounded by the site's policy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _MEASUREMENTS = 2  # in one outer iteration
 
 
 class Order:
-    """folder: the run's. A plan with another digest was approved anew, so its count begins anew."""
+    """Checks the order of one run. folder: of the run. A plan with another digest was approved
+    anew, so its count starts at zero."""
 
     def __init__(self, folder: Path, digest: str, num_iterations: int, policy: Policy) -> None:
         self._place, self._num_iterations, self._policy = folder / FILE, num_iterations, policy
@@ -31,26 +33,26 @@ class Order:
         self.back_to(None)
 
     def back_to(self, version: int | None) -> None:
-        """The site has loaded this version, or the state before the first outer iteration."""
+        """The site has loaded this version; None: the state before the first outer iteration."""
         self.version, self._iteration = version, -1 if version is None else version
         self._call = self._measured = 0
-        self._begun = False  # whether anything was asked since
+        self._begun = False  # whether anything was computed since
 
     def check(self, iteration: Any, call: int | None = None) -> None:
-        """A phase has a call, a measurement has none."""
+        """Raise where a message is out of order. call: of a phase; None: a measurement."""
         if type(iteration) is not int:
             raise WireError(f"a message is about outer iteration {iteration!r:.20}, expected a whole number.")
         first = self._iteration if self._begun else self._iteration + 1
         if not first <= iteration <= self._num_iterations:
+            expected = f"{first} to {self._num_iterations}"
             raise WireError(
-                f"a message is about outer iteration {str(iteration)[:20]}, expected {first} to {self._num_iterations}: "
-                "a site goes through the outer iterations of the plan in their order."
+                f"a message is about outer iteration {str(iteration)[:20]}, expected {expected}: "
+                "a site runs the outer iterations of the plan in their order."
             )
         same = self._begun and iteration == self._iteration
         if call is not None and same and call <= self._call:
-            raise WireError(
-                f"a message is about call {str(call)[:20]} of outer iteration {iteration}, expected one after call {self._call}."
-            )
+            number = f"call {str(call)[:20]} of outer iteration {iteration}"
+            raise WireError(f"a message is about {number}, expected a call after {self._call}.")
         if call is None and same and self._measured >= _MEASUREMENTS:
             raise WireError(
                 f"a message asks for more than {_MEASUREMENTS} measurements of outer iteration {iteration}."
@@ -59,7 +61,7 @@ class Order:
             self._policy.check_repeats(self._repeats + 1)
 
     def begin(self, iteration: int, call: int | None = None) -> None:
-        """What was checked is computed now."""
+        """Count a message that was checked, before its computation."""
         if not (self._begun and iteration == self._iteration):
             self._repeats += iteration <= self._latest
             self._latest = max(self._latest, iteration)
@@ -71,7 +73,8 @@ class Order:
             self._call = call
 
     def at_start(self, iteration: int) -> bool:
-        """Whether start values may be placed by a message: no version was loaded, and no phase of outer iteration 1 has run."""
+        """Whether a message may place start values: no version is loaded, and no phase of outer
+        iteration 1 has run."""
         return self.version is None and iteration <= 1 and (self._iteration < 1 or self._call == 0)
 
     def _write(self) -> None:

@@ -1,14 +1,19 @@
-"""Answers whose norm is far above the others': a robust z-score on the logarithm of the norm, for every sequence that was sent.
+"""Detection of answers whose norm is far above the others': a robust z-score on the log norm of
+every sent sequence.
 
-The z-score is that of Iglewicz and Hoaglin, 0.6745 (l - median) / MAD, with their limit of 3.5. Three honest sites often agree within a per cent, so the MAD
-has a floor of log(2) / 2: an answer is then flagged from 6 times the median on. Honest answers of the built-in tasks stay below 2.5 times the median, or 5.5
-where clients are made to differ strongly. A small answer is never flagged: it moves a mean by less than its own share, and a site that is near its own
-optimum sends one.
+The z-score is that of Iglewicz and Hoaglin, 0.6745 (l - median) / MAD, with their limit of 3.5.
+Three honest sites often agree within a per cent, so the MAD has a floor of log(2) / 2: an answer is
+flagged above 6 times the median. Honest answers of the built-in tasks stay below 2.5 times the
+median, or 5.5 where clients differ strongly by design. A small answer is never flagged: it moves a
+mean by less than its own share, and a site near its own optimum sends one.
 
-A site that begins from a model moves it, and how far it moves it is compared too: from 30 times the median on, as honest sites reach 10 times.
+Where a site starts from a model that it received, the distance that it moves it is compared, too.
+It is flagged above 30 times the median, because honest sites reach 10 times.
 
-To leave an honest site out is worse than to miss a mild attack. An answer is left out only if four sites or more answered, or if the factors by which its
-sequences exceed the median are over 30 together; a move alone never suffices, nor does any answer while an earlier one of another site is suspect.
+Leaving out an honest site is worse than missing a mild attack. An answer is left out only if at
+least four sites answered, or if the product of the factors by which its sequences exceed the median
+is above 30. A move alone never suffices, nor does any answer while an earlier answer of another
+site is suspect.
 """
 
 from __future__ import annotations
@@ -23,50 +28,49 @@ from torch import Tensor
 
 LIMIT = 3.5
 FLOOR = math.log(2) / 2
-SURE = math.log(30)  # by so much an answer of three exceeds the median before it is left out, over all its sequences
-_MOVED = 0.6745 * math.log(30) / LIMIT  # a floor of the MAD: a move is flagged from 30 times the median on
-_MEASURED = 0.6745 * math.log(1000) / LIMIT  # losses of honest sites may lie far apart
-_QUIET = math.log(
-    1e-3
-)  # of the largest median in the run so far: shorter answers are near zero, and their ratios say little
-_NEGLIGIBLE = math.log(1e-8)  # of the longest array that was sent out: differences between shorter answers are rounding
+SURE = math.log(30)  # excess over the median, summed over sequences, that excludes one of three answers
+_MOVED = 0.6745 * math.log(30) / LIMIT  # a floor of the MAD: a move is flagged above 30 times the median
+_MEASURED = 0.6745 * math.log(1000) / LIMIT  # losses of honest sites may differ widely
+# of the largest median in the run so far: shorter answers are near zero, and their ratios say little
+_QUIET = math.log(1e-3)
+_NEGLIGIBLE = math.log(1e-8)  # of the longest array in the message: differences of shorter answers are rounding
 
 
 class Flag(NamedTuple):
-    """An answer of a site that is far outside the others'."""
+    """An answer of a site that is far from the others'."""
 
     phase: str
     iteration: int
     name: str
     norm: float  # logarithm
-    others: float  # that of the longest of the others
-    alone: bool  # False: there are two answers, and either may be the odd one
+    others: float  # logarithm of the largest norm among the others
+    alone: bool  # False: there are two answers, and either may be wrong
     sure: bool = False  # whether it may be left out
 
     def __str__(self) -> str:
+        where = f"to {self.phase} in outer iteration {self.iteration}"
+        norm, others = shown(self.norm), shown(self.others)
         if not self.alone:
-            return f"the two answers {self._where()} differ, in {self.name}: norms {shown(self.norm)} and {shown(self.others)}"
-        return f"its answer {self._where()} has {self.name} of norm {shown(self.norm)}, the others at most {shown(self.others)}"
+            return f"the two answers {where} differ, in {self.name}: norms {norm} and {others}"
+        return f"its answer {where} has {self.name} of norm {norm}, the others at most {others}"
 
     def of(self, site: str) -> str:
         return str(self).replace("its answer", f"the answer of {site}", 1)
 
-    def _where(self) -> str:
-        return f"to {self.phase} in outer iteration {self.iteration}"
-
 
 def log_norm(rows: Tensor) -> float:
-    """Logarithm of the norm of the longest row, also where the norm itself overflows."""
+    """Logarithm of the norm of the longest row, even where the norm itself overflows."""
     largest = float(rows.abs().max()) if rows.numel() else 0.0
-    return (
-        math.log(largest) + math.log(float(torch.linalg.vector_norm(rows.double() / largest, dim=-1).max()))
-        if largest
-        else -math.inf
-    )
+    if not largest:
+        return -math.inf
+    return math.log(largest) + math.log(float(torch.linalg.vector_norm(rows.double() / largest, dim=-1).max()))
 
 
 def outliers(logs: Mapping[int, float], least: float = -math.inf, floor: float = FLOOR) -> set[int]:
-    """Keys of log norms far above the median; of two that are far apart, both. least: log norm of the longest array that was sent out. floor: of the MAD."""
+    """Keys of log norms far above the median; both keys of two that are far apart.
+
+    least: log norm of the longest array in the message. floor: of the MAD.
+    """
     raised = {key: max(value, least + _NEGLIGIBLE) for key, value in logs.items()}
     centre = statistics.median(raised.values()) if raised else -math.inf
     if len(raised) < 2 or centre == -math.inf:
@@ -78,13 +82,12 @@ def outliers(logs: Mapping[int, float], least: float = -math.inf, floor: float =
     return {key for key, value in raised.items() if 0.6745 * (value - centre) > LIMIT * spread}
 
 
-class Watch:
-    """Compares the answers of sites, and remembers what it found for a whole run."""
+class OutlierWatch:
+    """Compares the answers of sites, and remembers flags for the whole run."""
 
     def __init__(self) -> None:
-        self._usual: dict[
-            tuple[str, str], float
-        ] = {}  # the largest median of the log norm so far, by phase and sequence
+        # the largest median of the log norm so far, by phase and sequence
+        self._usual: dict[tuple[str, str], float] = {}
         self._flagged: dict[str, set[int]] = {}  # outer iterations, by the name of the site
 
     def compare(
@@ -106,9 +109,8 @@ class Watch:
                 and start.ndim == 1
                 and all(row.shape[1] == len(start) for row in rows.values())
             ):
-                moves = {
-                    site: log_norm(row.double() / 2 - start.double() / 2) + math.log(2) for site, row in rows.items()
-                }  # halves do not overflow
+                halves = {site: row.double() / 2 - start.double() / 2 for site, row in rows.items()}  # no overflow
+                moves = {site: log_norm(half) + math.log(2) for site, half in halves.items()}
                 for site, flag in self._flags(phase, iteration, f"a change of {name}", moves, floor=_MOVED).items():
                     moved.setdefault(site, []).append(flag)
         sure = {site for site, much in excess.items() if len(next(iter(sent.values()))) > 3 or much > SURE}
@@ -116,7 +118,8 @@ class Watch:
         return {site: flag._replace(sure=site in sure) for site, flag in worst.items()}
 
     def losses(self, iteration: int, rows: Mapping[int, Tensor]) -> dict[int, Flag]:
-        """Sites whose upper or lower losses, the first two columns of `rows`, are far above the others'."""
+        """Flags of sites whose upper or lower losses, the first two columns of `rows`, are far
+        above the others'."""
         found: dict[int, Flag] = {}
         for column, name in ((1, "a lower loss"), (0, "an upper loss")):
             logs = {site: log_norm(row[:, column : column + 1]) for site, row in rows.items()}
@@ -151,7 +154,8 @@ class Watch:
         return max(self._flagged.get(site, {-1}))
 
     def history(self, iteration: int) -> str:
-        """The end of a sentence on all flags of the run until that outer iteration; nothing where there is none."""
+        """The end of a sentence about all flags of the run until that outer iteration; empty if
+        there is none."""
         said = [
             f"{site} was flagged in {len(times)} of {iteration} outer iterations, last in {max(times)}"
             for site, times in sorted(self._flagged.items())

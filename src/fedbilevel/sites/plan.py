@@ -1,24 +1,28 @@
-"""A run between sites as a file: what everybody agrees on before it begins. Nothing in it is a path, and nothing is code.
+"""The plan of a run between sites, as a file: everything that server and sites agree on before it
+begins. It holds no paths and no code.
 
-    name = "cleaning"                 # also that of its folder at the server and at every site
-    sites = ["north", "south"]        # nothing: all of the federation
-    num_iterations = 50               # nothing: what the task suggests
-    num_rounds = 100                  # end at this number of communication rounds; nothing: no such end
-    measure_every = 5                 # outer iterations between measurements
-    quorum = 2                        # sites that must answer, or the outer iteration is tried again; nothing: more than half
-    deadline = 60.0                   # seconds that a site has for one answer
-    join_deadline = 300.0             # seconds that a site has to read its data, before the first
-    patience = 30.0                   # seconds to wait for a quorum before the job is given up (it is then submitted again)
-    num_classes = 10                  # where labels are classes: a site may lack some
-    max_weight = 5000                 # most that one client counts in a mean; nothing: 10 times the median of the other sites' clients
-    exclude_outliers = true           # leave out answers whose norm is far from the others'; nothing: name them only
-    approval_wait = 86400.0           # seconds to wait for the operators of the sites
-    clients = {north = 2}             # clients that a site hosts; nothing: 1
-    [task]                            # name and settings; those of the data do not matter, as every site has its own
-    [algorithm]                       # name and settings
-    [options]                         # seed, batch_size, dtype, fraction ..., as of a run in one process
+    name = "cleaning"           # also that of its folder at the server and at every site
+    sites = ["north", "south"]  # omitted: all of the federation
+    num_iterations = 50         # omitted: the task's suggestion
+    num_rounds = 100            # end at this number of communication rounds; omitted: no such end
+    measure_every = 5           # outer iterations between measurements
+    quorum = 2                  # sites that must answer, or the outer iteration is repeated;
+                                # omitted: more than half
+    deadline = 60.0             # seconds that a site has for one answer
+    join_deadline = 300.0       # seconds that a site has to read its data and join
+    patience = 30.0             # seconds to wait for a quorum before another job follows
+    num_classes = 10            # number of classes, because a site may lack some
+    max_weight = 5000           # largest weight of a client in a mean;
+                                # omitted: 10 times the median at the other sites
+    exclude_outliers = true     # leave out answers whose norm is far from the others';
+                                # omitted: only report them
+    approval_wait = 86400.0     # seconds to wait for the operators of the sites
+    clients = {north = 2}       # clients that a site hosts; omitted: 1
+    [task]                      # name and settings; every site has its own data
+    [algorithm]                 # name and settings
+    [options]                   # seed, batch_size, dtype, fraction ..., as of a run in one process
 
-What is left out of `options` has the same default as in a run in one process.
+Omitted `options` have the same defaults as in a run in one process.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SitePlan:
+    """A run between sites."""
+
     name: str
     sites: tuple[str, ...]
     num_iterations: int
@@ -66,7 +72,8 @@ class Plan:
         return sum(self.clients.get(site, 1) for site in self.sites)
 
     def numbers(self, site: str) -> range:
-        """Numbers of the clients that `site` hosts: they run through the sites in the order of the plan."""
+        """Numbers of the clients that `site` hosts: they run through the sites in the order of the
+        plan."""
         first = sum(self.clients.get(other, 1) for other in self.sites[: self.sites.index(site)])
         return range(first, first + self.clients.get(site, 1))
 
@@ -80,7 +87,8 @@ class Plan:
         algorithm = made(discovery.algorithm(self.algorithm["name"]), without_name(self.algorithm))
         if not isinstance(algorithm, ServerAlgorithm):
             raise PlanError(
-                f"{algorithm.name()} runs between peers without a server, so there is nothing for sites to answer: choose another algorithm."
+                f"{algorithm.name()} runs between peers without a server, so sites cannot answer: "
+                "choose another algorithm."
             )
         return algorithm
 
@@ -89,12 +97,13 @@ class Plan:
 
 
 def plan_digest(plan: Mapping[str, Any]) -> str:
-    """Name a plan by its content: any other plan has another digest."""
+    """The digest of a plan's content."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> Plan:
-    """A plan from a file or a message, checked; what is left out is filled in. known: the sites of the federation."""
+def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> SitePlan:
+    """A checked plan from a file or a message, with defaults filled in. known: the sites of the
+    federation."""
     parts = parts_of(content, "sites")
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])
@@ -105,7 +114,7 @@ def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> P
         if content.get(name) is not None
     }
     clients = _clients(content.get("clients") or {}, sites)
-    plan = Plan(
+    plan = SitePlan(
         **parts,
         sites=sites,
         quorum=len(sites) // 2 + 1 if quorum is None else quorum,
@@ -125,11 +134,11 @@ def _clients(given: Mapping[str, Any], sites: Sequence[str]) -> dict[str, int]:
     return {site: given[site] for site in sites if given.get(site, 1) > 1}
 
 
-def read_plan(path: Path, known: Sequence[str] | None = None) -> Plan:
+def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
     return plan_of(used(read_toml(path), "sites", str(path)), known)
 
 
-def _check(plan: Plan, known: Sequence[str] | None) -> None:
+def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     if not plan.sites or len(set(plan.sites)) < len(plan.sites):
         raise PlanError(
             f"the sites of the plan are {', '.join(plan.sites) or 'none'}, expected at least one, each once."
@@ -146,5 +155,6 @@ def _check(plan: Plan, known: Sequence[str] | None) -> None:
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
             raise PlanError(
-                f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: give one number, or one per client."
+                f"{name} of the plan has {len(value)} numbers for {plan.num_clients} clients: "
+                "give one number, or one per client."
             )

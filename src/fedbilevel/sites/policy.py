@@ -1,14 +1,16 @@
-"""A site's own settings: where its data are, and what it allows. The file `site.toml` never leaves the site.
+"""A site's own settings: where its data are, and what it allows. The file `site.toml` never leaves
+the site.
 
-    data = "/data/cleaning"           # folder for the loader; the environment variable FEDBILEVEL_SITE_DATA overrides it
-    loader = "folder"                 # train.npz, val.npz, ...; or "package.module:function", installed at the site;
-                                      # or "simulated": the task's own data of this client, for trials and tests
+    data = "/data/cleaning"  # folder for the loader; FEDBILEVEL_SITE_DATA overrides it
+    loader = "folder"        # train.npz, val.npz, ...; or "package.module:function", installed;
+                             # or "simulated": the task's own data of this client, for trials
     device = "cpu"
-    auto_approve = false              # true: plans run without an operator's approval
-    [policy]                          # limits, see `Policy`
-    [policy.settings]                 # allowed ranges of algorithm and task settings, by name or pattern
+    auto_approve = false     # true: plans run without an operator's approval
+    [policy]                 # limits, see `Policy`
+    [policy.settings]        # allowed ranges of algorithm and task settings, by name or pattern
 
-The server sets none of this, and no message changes it. Every refusal names the line of the file that caused it.
+Neither the server nor a message can change these. Every refusal names the line of the file that
+caused it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fedbilevel.data.folders import read_folder, read_folders
 from fedbilevel.errors import DataError, PlanError, PolicyError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.settings import check_plain
-from fedbilevel.sites.plan import Plan
+from fedbilevel.sites.plan import SitePlan
 
 FILE = "site.toml"
 TEMPLATE = """\
@@ -79,7 +81,8 @@ _POLICY = {
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits of what a run may learn from a site and use up at it. The defaults are meant for real data."""
+    """Limits of what a run may learn from a site, and of the resources it may use. The defaults are
+    for real data."""
 
     tasks: list[str] | None = None
     algorithms: list[str] | None = None
@@ -94,28 +97,30 @@ class Policy:
     max_runs: int = 20
     settings: dict[str, Range] = field(default_factory=dict)
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: SitePlan) -> None:
         """Check all that can be checked before any data are read."""
         for line, asked in (("tasks", plan.task["name"]), ("algorithms", plan.algorithm["name"])):
             allowed = getattr(self, line)
             if allowed is not None and asked not in allowed:
-                raise PolicyError(
-                    f"this site's policy does not allow {asked}: its line {line!r} allows {', '.join(allowed) or 'none'}."
-                )
+                known = ", ".join(allowed) or "none"
+                raise PolicyError(f"this site's policy does not allow {asked}: its line {line!r} allows {known}.")
         for name, value in _numbers(plan):
             low, high = self.range_of(name)
             if not low <= value <= high:
                 raise PolicyError(
-                    f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] allows {low:g} to {high:g}."
+                    f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] "
+                    f"allows {low:g} to {high:g}."
                 )
         for size in _batch_sizes(plan):
             if size < self.min_batch:
                 raise PolicyError(
-                    f"this site's policy does not allow batches of {size} samples: its line 'min_batch' asks for at least {self.min_batch}."
+                    f"this site's policy does not allow batches of {size} samples: its line 'min_batch' asks for "
+                    f"at least {self.min_batch}."
                 )
 
     def range_of(self, name: str) -> Range:
-        """Find the range of a setting: the site's own line before the default, an exact name before a pattern."""
+        """Find the range of a setting: the site's own line before the default, an exact name before
+        a pattern."""
         for ranges in (self.settings, RANGES):
             for pattern in sorted(ranges, key=lambda one: (one != name, -len(one))):
                 if fnmatch.fnmatchcase(name, pattern):
@@ -123,7 +128,8 @@ class Policy:
         return (-float("inf"), float("inf"))
 
     def check_samples(self, sizes: Mapping[str, int]) -> None:
-        """sizes: samples by role. A sum over few samples is close to a sample."""
+        """Refuse few samples, because a sum over few samples is close to a sample. sizes: samples
+        by role."""
         if sizes["train"] < self.min_samples:
             raise PolicyError(
                 f"this site has fewer than the {self.min_samples} training samples that the line 'min_samples' of its "
@@ -137,7 +143,7 @@ class Policy:
                 )
 
     def check_rounds(self, num_rounds: int) -> None:
-        """num_rounds: all answers so far, of every run, and the one that is asked for."""
+        """num_rounds: all answers so far, of every run, with the requested one."""
         if num_rounds > self.max_rounds:
             raise PolicyError(
                 f"this site's policy allows {self.max_rounds} answers in total over all runs, and they are used up: "
@@ -145,11 +151,11 @@ class Policy:
             )
 
     def check_repeats(self, num_repeats: int) -> None:
-        """num_repeats: outer iterations of a plan that were done again, with the one that is asked for."""
+        """num_repeats: repeated outer iterations of a plan, with the requested one."""
         if num_repeats > self.max_repeats:
             raise PolicyError(
-                f"this site's policy allows to do {self.max_repeats} outer iterations of a plan again, and they are used up: "
-                "raise its line 'max_repeats' there, or start a new run."
+                f"this site's policy allows to repeat {self.max_repeats} outer iterations of a plan, and they are used "
+                "up: raise its line 'max_repeats' there, or start a new run."
             )
 
     def check_answer(self, num_bytes: int) -> None:
@@ -162,15 +168,17 @@ class Policy:
     def check_seconds(self, seconds: float) -> None:
         if seconds > self.max_answer_seconds:
             raise PolicyError(
-                f"this site stopped computing an answer after {seconds:.0f} s: the line 'max_answer_seconds' of its policy allows {self.max_answer_seconds:g}."
+                f"this site stopped computing an answer after {seconds:.0f} s: the line 'max_answer_seconds' of its "
+                f"policy allows {self.max_answer_seconds:g}."
             )
 
     def check_disk(self, folder: Path, more: int = 0) -> None:
-        """more: bytes that are about to be written."""
+        """more: bytes that will be written."""
         used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) + more
         if used > self.max_disk_megabytes * 1e6:
             raise PolicyError(
-                f"this site's folder would hold {used / 1e6:.0f} MB: the line 'max_disk_megabytes' of its policy allows {self.max_disk_megabytes:g}."
+                f"this site's folder would hold {used / 1e6:.0f} MB: the line 'max_disk_megabytes' of its policy "
+                f"allows {self.max_disk_megabytes:g}."
             )
 
     def check_runs(self, runs: Path, name: str) -> None:
@@ -183,7 +191,7 @@ class Policy:
             )
 
     def limit_memory(self) -> None:
-        """Set the memory limit of this process. For a process of its own: the limit stays until the process ends."""
+        """Set the memory limit of this process, until the process ends."""
         import resource
 
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -191,38 +199,44 @@ class Policy:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         allowed = machine / 2 if self.max_memory_megabytes is None else self.max_memory_megabytes * 1e6
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = mapped + max(0, int(allowed) - used)  # counts mapped memory, of which a part is in use
+        limit = mapped + max(0, int(allowed) - used)  # the limit counts mapped memory, of which a part is in use
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
     def memory_error(self) -> PolicyError:
         return PolicyError(
-            "this site has not enough memory for what was asked: raise the line 'max_memory_megabytes' of its policy, or ask for a smaller model or batch."
+            "this site has not enough memory for the request: raise the line 'max_memory_megabytes' of its policy, "
+            "or choose a smaller model or batch."
         )
 
 
 @dataclass(frozen=True)
 class SiteSettings:
+    """The content of `site.toml`."""
+
     data: str = ""
     loader: str = "folder"
     device: str = "cpu"
     auto_approve: bool = False
     policy: Policy = field(default_factory=Policy)
 
-    def holdings(self, plan: Plan, site: str) -> list[Holdings]:
-        """Read the data of the clients that this site hosts: a folder with train and val, or one such folder for each client."""
+    def holdings(self, plan: SitePlan, site: str) -> list[Holdings]:
+        """Read the data of the clients that this site hosts: a folder with train and val, or a
+        folder for each client."""
         found, numbers = self._read(plan, plan.numbers(site)), plan.numbers(site)
         if len(found) != len(numbers):
             raise PolicyError(
-                f"this site has the data of {len(found)} clients, and the plan expects {len(numbers)}: set clients = {{{site} = {len(found)}}} in the run file."
+                f"this site has the data of {len(found)} clients, and the plan expects {len(numbers)}: "
+                f"set clients = {{{site} = {len(found)}}} in the run file."
             )
         return found
 
-    def _read(self, plan: Plan, numbers: range) -> list[Holdings]:
+    def _read(self, plan: SitePlan, numbers: range) -> list[Holdings]:
         if self.loader == "simulated":
             clients = plan.built_task().build().clients
             if numbers.stop > len(clients):
                 raise PlanError(
-                    f"the simulated task has {len(clients)} clients, this site hosts number {numbers.stop - 1}: raise num_clients of the task in the plan."
+                    f"the simulated task has {len(clients)} clients, this site hosts number {numbers.stop - 1}: "
+                    "raise num_clients of the task in the plan."
                 )
             return list(clients[numbers.start : numbers.stop])
         place = os.environ.get(DATA) or self.data
@@ -238,8 +252,8 @@ class SiteSettings:
         return found if isinstance(found, list) else [found]
 
 
-def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
-    """All numbers of a plan that a range may bound, by name."""
+def _numbers(plan: SitePlan) -> Iterator[tuple[str, float]]:
+    """All numbers of a plan that a range can bound, by name."""
     yield "num_iterations", plan.num_iterations
     yield "num_clients", plan.num_clients
     if plan.num_classes is not None:
@@ -251,7 +265,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, float]]:
                     yield name, one
 
 
-def _batch_sizes(plan: Plan) -> list[int]:
+def _batch_sizes(plan: SitePlan) -> list[int]:
     size = plan.keywords()["batch_size"]
     return [one for one in (size.values() if isinstance(size, Mapping) else (size,)) if one is not None]
 
@@ -286,29 +300,32 @@ def _range(name: str, value: Any) -> Range:
 
 
 def check_data(settings: SiteSettings, place: Path) -> None:
-    """Check when a site is started that there is something to read, before a run depends on it."""
+    """Raise at the start of a site if there are no data to read, before a run depends on them."""
     if settings.loader == "folder" and not any(
         path.stem == "train" for pattern in ("*", "*/*") for path in place.glob(pattern)
     ):
         raise DataError(
-            f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or .safetensors), or one such folder per client."
+            f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or "
+            ".safetensors), or one such folder per client."
         )
 
 
 def _is_one_client(place: Path) -> bool:
-    """Whether a folder holds the files of a single client. A folder that is not there, or holds nothing, is reported as such a folder."""
+    """Whether a folder holds the files of a single client. A missing or empty folder counts as one,
+    for its error."""
     inside = list(place.iterdir()) if place.is_dir() else []
     return any(path.is_file() and path.stem == "train" for path in inside) or not any(path.is_dir() for path in inside)
 
 
 def _function(name: str) -> Callable[[str], Holdings | list[Holdings]]:
-    """Find a loader that the site has installed and named itself."""
+    """The loader that the site has installed and named in its settings."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(
-            f"loader in {FILE} is {name!r} ({error}), expected 'folder', 'simulated' or an installed package.module:function."
+            f"loader in {FILE} is {name!r} ({error}), expected 'folder', 'simulated' or an installed "
+            "package.module:function."
         ) from error
     if not callable(found):
         raise PlanError(f"loader in {FILE} is {name!r}, which is not a function: name one as package.module:function.")

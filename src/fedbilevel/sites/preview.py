@@ -11,19 +11,19 @@ import torch
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.problem.client_data import Holdings
-from fedbilevel.sites.plan import Plan
+from fedbilevel.sites.plan import SitePlan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
 
-_SAMPLES = 32  # samples of each role: the costs of a round do not depend on their number
-_CLIENTS = 2  # nor do those of one client on the number of clients, and nobody has approved the plan yet
+_SAMPLES = 32  # of each role: the communication of a round does not depend on their number
+_CLIENTS = 2  # nor on the number of clients; the plan is not approved yet, so the preview stays small
 _NOT_HERE = ("device", "schedule", "cohort")
 
 
-def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
-    """Run the plan's first outer iteration in this process, on a few of this site's own samples as every client's data,
-    and count what the clients of this site send. Empty where the plan or the data do not allow it (joining then says why),
-    or where it takes longer than an answer may."""
+def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]:
+    """Run the plan's first outer iteration in this process, on a few of this site's own samples as
+    every client's data, and count what the clients of this site send. Empty where the plan or the
+    data do not allow it (joining reports why), or where it takes longer than an answer may."""
     start = time.monotonic()
     try:
         holdings = settings.holdings(plan, name)[0]
@@ -31,10 +31,8 @@ def preview(plan: Plan, name: str, settings: SiteSettings) -> dict[str, Any]:
         num = min(_CLIENTS, plan.num_clients)
         options = {key: value for key, value in plan.keywords().items() if key not in _NOT_HERE}
         problem, algorithm = plan.built_task().problem(shapes), plan.built_algorithm()
-        each = {
-            key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)
-        }  # a number per client
-        algorithm = dataclasses.replace(algorithm, **each)
+        per_client = {key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}
+        algorithm = dataclasses.replace(algorithm, **per_client)
         algorithm.check_scopes(problem.scopes)
         fed = Simulation(algorithm, problem, [_few(holdings)] * num, **options)
         fed.host.before_derivative = lambda: settings.policy.check_seconds(time.monotonic() - start)

@@ -1,4 +1,5 @@
-"""Notices when this process was suspended (SIGSTOP, a frozen container, a machine out of memory): the sites cannot be blamed for that time."""
+"""Detects that this process was suspended (SIGSTOP, a frozen container, a machine out of memory).
+Sites are not blamed for that time."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import time
 from types import TracebackType
 
 _TICK = 0.2  # seconds
-_LEAST = 1.0  # seconds between two ticks from which on the process counts as suspended: a busy machine delays a thread by less
+_LEAST = 1.0  # seconds between two ticks of a suspended process; a busy machine delays a thread by less
 
 
 class Pulse:
-    """A thread that ticks; a tick that comes late tells how long nothing ran here."""
+    """A thread that ticks. A late tick shows how long the process did not run."""
 
     def __init__(self) -> None:
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -19,7 +20,8 @@ class Pulse:
         self._thread = threading.Thread(target=self._tick, name="pulse", daemon=True)
 
     def lost(self) -> float:
-        """Seconds so far. It looks itself: whoever waited may wake up before the thread does."""
+        """Seconds of suspension so far. It checks the clock itself, because the caller may wake up
+        before the thread."""
         with self._lock:
             now = time.monotonic()
             gap, self._last = now - self._last, now
@@ -27,7 +29,7 @@ class Pulse:
             return self._total
 
     def awake(self) -> float:
-        """A clock that stood still while the process did."""
+        """A clock that stops while the process is suspended."""
         return time.monotonic() - self.lost()
 
     def _tick(self) -> None:

@@ -1,6 +1,6 @@
 """A summary of a site's audit log: what left in each run, and which callers were refused.
 
-Lines may be damaged: a value of another kind than the log writes counts as nothing.
+Lines may be damaged: a value of an unexpected type is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it counts lines, bytes or the like: no number beyond all sizes of files."""
+    """Whether it can be a number of lines or bytes."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -23,7 +23,7 @@ def count(table: Mapping[str, Any], name: str) -> int:
 
 @dataclass
 class RunSummary:
-    """What left in one run. `arrays`: by name, how many and the largest norm; `first`, `last`: times."""
+    """Totals of what left in one run. arrays: number and largest norm, by name. first, last: times."""
 
     answers: int = 0
     rounds: int = 0
@@ -52,9 +52,13 @@ class RunSummary:
 
 @dataclass
 class AuditReport:
-    """problem: the first break, as a sentence; notes: what is worth knowing and is no break; runs: by name, "" where a
-    line names no run; callers: how often each caller was refused, the most frequent; others: how often the rest was;
-    num_unchained: lines from before there was a chain; chain: the last value, to be noted elsewhere."""
+    """The result of a verification.
+
+    problem: the first break, as a sentence. notes: remarks that are no break. runs: by name, "" for
+    lines without a run. callers: how often the most frequent refused callers were refused. others:
+    how often the rest was.
+    num_unchained: lines of versions without a chain. chain: the last value, to be noted elsewhere.
+    """
 
     ok: bool = True
     problem: str = ""

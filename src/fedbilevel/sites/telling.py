@@ -1,6 +1,7 @@
-"""Facts about a site in words, for its operator: the same rows on the terminal and on the page.
+"""Facts about a site in words, for its operator. The terminal and the page show the same rows.
 
-Rows may quote other parties, so they hold no control characters."""
+Rows may quote other parties, so control characters are escaped.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Rows = list[tuple[str, list[str]]]  # a heading, and lines
 
 
 def clock(moment: Any) -> str:
-    """Empty for None. moment: seconds since 1970, out of a file that may be damaged."""
+    """A time in words; empty for None. moment: seconds since 1970, from a file that may be damaged."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment is not None else ""
     except (TypeError, ValueError, OverflowError, OSError):
@@ -27,7 +28,7 @@ def clock(moment: Any) -> str:
 
 
 def rows(view: View, kit: Path) -> Rows:
-    """All that an operator should see at a glance."""
+    """The overview for an operator."""
     found: Rows = [
         ("Connection", [connection(view)]),
         ("Run", [run(view)]),
@@ -37,7 +38,7 @@ def rows(view: View, kit: Path) -> Rows:
         ("Last refusals", [f"{clock(one.get('time'))}  {refusal(one)}" for one in view.refusals] or ["none"]),
     ]
     error = view.status.get("last_error")
-    if isinstance(error, dict) and view.state not in ("waiting for approval", "paused"):  # which is no error here
+    if isinstance(error, dict) and view.state not in ("waiting for approval", "paused"):  # these are no errors
         found.append(("Last error", [f"{clock(error.get('time'))}  {error.get('text', '')}"]))
     if view.problems:
         found.append(("Cannot be read", view.problems))
@@ -50,13 +51,13 @@ def _printable(rows: Rows) -> Rows:
 
 def connection(view: View) -> str:
     if view.running is None:
-        return "not known: nobody looked at the processes of this machine"
+        return "unknown: the processes of this machine were not checked"
     if not view.running:
         return "the site is not running: start it with start-site"
     server = {
         True: f"connected to the server at {view.server} (an open TCP connection; a server that hangs looks the same)",
         False: f"NOT connected to the server at {view.server}; it tries again by itself",
-        None: f"whether it is connected to the server at {view.server} cannot be told on this machine",
+        None: f"its connection to the server at {view.server} is unknown on this machine",
     }[view.connected]
     return f"running as process {view.pid}, {server}"
 
@@ -73,7 +74,7 @@ def run(view: View) -> str:
 
 
 def left(view: View) -> list[str]:
-    """Counts, bytes and norms; no value that left is kept anywhere."""
+    """Counts, bytes and norms. The values themselves are not stored."""
     lines, rounds = plural(view.head.n, "line"), view.head.rounds
     total = f"in all: {lines} in the log, {rounds} of them phases and measurements, {megabytes(view.head.bytes)}"
     if not view.run:
@@ -98,7 +99,7 @@ def waiting(request: Mapping[str, Any], kit: Path) -> str:
 
 
 def plan_rows(request: Mapping[str, Any]) -> Rows:
-    """A plan in full, for a decision."""
+    """A whole plan, for the operator's decision."""
     plan = request["plan"]
     parts = {"task", "algorithm", "options", "name", "sites", "num_iterations", "measure_every"}
     rest = {name: value for name, value in plan.items() if name not in parts and value is not None}
@@ -119,7 +120,7 @@ def plan_rows(request: Mapping[str, Any]) -> Rows:
 
 
 def _leaving(leaves: Mapping[str, Any]) -> Rows:
-    """What would leave, and how often, as `preview` counted it in one outer iteration."""
+    """Rows about what would leave, and how often, as `preview` counted it in one outer iteration."""
     if not leaves:
         return [("Leaves", ["not counted: the plan could not be tried here, or was approved automatically"])]
     phases, stays = leaves.get("by_phase"), leaves.get("stays_here")

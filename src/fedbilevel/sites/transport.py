@@ -1,4 +1,5 @@
-"""What carries messages. An engine for real federations is something with an `exchange`; no algorithm and no site knows which."""
+"""Transport of messages between a server and its sites. Algorithms and sites do not depend on which
+one is used."""
 
 from __future__ import annotations
 
@@ -13,29 +14,34 @@ class Reply(NamedTuple):
 
 
 class Failure(NamedTuple):
-    silent: bool  # no answer within the deadline, or not to be reached; else it answered with an error
+    silent: bool  # True: no answer within the deadline, or unreachable. False: it answered with an error
     reason: str  # one sentence
     seconds: float
     wait: bool = False  # it waits for its operator, and will answer later
 
 
-class Transport(Protocol):
-    sites: Sequence[str]  # names of those that can be reached in principle, sorted
+class SiteTransport(Protocol):
+    """Carries bytes from the server to its sites and back."""
+
+    sites: Sequence[str]  # names of the sites that can be reached in principle, sorted
 
     def exchange(
         self, messages: Mapping[str, bytes], *, deadline: float
     ) -> tuple[dict[str, Reply], dict[str, Failure]]:
-        """Send each site its message and wait for the answers, `deadline` seconds at most. Both in the order of names."""
+        """Send each site its message and wait up to `deadline` seconds for the answers. Both in the
+        order of names."""
 
     def stop_asked(self) -> bool:
-        """Whether somebody wants the run to end after this outer iteration."""
+        """Whether the run should end after this outer iteration."""
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Senders whose messages were refused on the way since the last question: how often, by where and by name."""
+        """Senders whose messages were refused on the way since the last call: how often, by place
+        and by name."""
 
 
 class InProcess:
-    """Sites as functions in this process, one after the other: to learn, and to test without an engine."""
+    """Sites as functions in this process, called one after the other. For learning, and for tests
+    without FLARE."""
 
     def __init__(self, sites: Mapping[str, Callable[[bytes], bytes]]) -> None:
         self.sites: Sequence[str] = sorted(sites)

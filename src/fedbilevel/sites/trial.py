@@ -1,4 +1,5 @@
-"""A small run to try a federation with: three hospitals, or as many as you like, whose labels are noisy and whose images stay where they are."""
+"""A small run to try a federation with: any number of hospitals with noisy labels, whose images
+stay with them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from fedbilevel.tasks.data_cleaning import DataCleaning
 
 
 def prepare(folder: Path, sites: Sequence[str]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """A plan, and a folder of data for every site, as if it had always had them. Each has clean images of some of the ten digits only."""
-    parts = DataCleaning(num_clients=max(10, len(sites))).build().clients  # one for each digit
+    """A plan, and a folder of data for every site. Each site has clean images of only some of the
+    ten digits."""
+    parts = DataCleaning(num_clients=max(10, len(sites))).build().clients  # a client for each digit
     clients = [_together(parts[i :: len(sites)]) for i in range(len(sites))]
     data = {site: folder / site for site in sites}
     for site, client in zip(sites, clients, strict=True):

@@ -1,7 +1,7 @@
-"""What a site is doing, read from its folder: for its operator's terminal and page, and for a metrics endpoint.
+"""The state of a site, read from its folder, for its operator's terminal and page.
 
-`look` reads small files only and raises nothing for a damaged one: `View.problems` says which. `Follower` turns
-successive looks into one line per change.
+`look` reads small files only. A damaged file raises nothing: `View.problems` names it. `Follower`
+turns successive views into one line per change.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from typing import Any
 
 from fedbilevel.errors import PlanError
 from fedbilevel.escapes import printable
-from fedbilevel.sites import audit, operator
+from fedbilevel.sites import chain, operator
+from fedbilevel.sites.status import STATUS
 from fedbilevel.sites.summary import count, is_count
 
-STATUS = "status.json"
 TAIL = 2**16  # bytes at the end of the log that are searched for refusals
 REFUSALS = 5  # that a view holds
-OVER = ("finished", "left", "interrupted")  # states of a run that this site works on no more
+OVER = ("finished", "left", "interrupted")  # states of a run that has ended for this site
 
 
 @dataclass(frozen=True)
 class View:
-    """status: as the site's job wrote it, {} before the first job; job_alive: whether that job's process is there;
-    running, connected: of the site's parent process and its connection to the server, None where it cannot be told;
-    head: totals of the audit log; refusals: the last ones, oldest first, with time, text and, if known, caller."""
+    """The state of a site at one time.
+
+    status: as the site's job wrote it, {} before the first job. job_alive: whether that job's
+    process exists.
+    running, connected: the site's parent process and its connection to the server; None where
+    unknown.
+    head: totals of the audit log. refusals: the last ones, oldest first, with time, text and, if
+    known, caller.
+    """
 
     name: str
     folder: Path
@@ -44,7 +50,7 @@ class View:
     connected: bool | None = None
     paused: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
-    head: audit.Head = field(default_factory=audit.Head)
+    head: chain.Head = field(default_factory=chain.Head)
     refusals: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -58,8 +64,8 @@ class View:
 
     @property
     def state(self) -> str:
-        """As the job wrote it; `idle` within a run is "waiting for the server", and a job that ended without a word is
-        "interrupted"."""
+        """The state that the job wrote, except that `idle` within a run is "waiting for the
+        server", and a job that ended without writing its end is "interrupted"."""
         state = str(self.status.get("state") or "idle")
         if not self.run or state in OVER:
             return state
@@ -73,7 +79,7 @@ class View:
 
     @property
     def iterations(self) -> tuple[int | None, int]:
-        """Outer iteration, None where the last message was about none, of how many (0: not known)."""
+        """Outer iteration (None: the last message was about none), and their number (0: unknown)."""
         iteration = self.status.get("iteration")
         return iteration if type(iteration) is int else None, count(self.status, "num_iterations")
 
@@ -82,7 +88,8 @@ class View:
 
 
 def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
-    """processes: of the site's kit by pid, as `flare.processes.running` finds them; None: nobody looked."""
+    """Read the state of a site. processes: of the site's kit by pid, from
+    `flare.processes.running`; None: unknown."""
     problems: list[str] = []
 
     def read(what: Any, *given: Any, default: Any) -> Any:
@@ -109,7 +116,7 @@ def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
         connected=_is_connected(parents[0], server) if parents else False if processes is not None else None,
         paused=read(operator.is_paused, folder, default=True),
         requests=read(operator.requests, folder, default=[]),
-        head=audit.read_head(folder) or audit.Head(),
+        head=chain.read_head(folder) or chain.Head(),
         refusals=read(_refusals, folder, default=[]),
         problems=problems,
     )
@@ -120,7 +127,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Without the parts that are not as the site's job writes them, which a problem names."""
+    """The status, without invalid parts, which a problem names."""
     try:
         content = json.loads((folder / STATUS).read_bytes())
         if not isinstance(content, dict):
@@ -137,7 +144,7 @@ def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a float holds it, be it not finite."""
+    """Whether it is a float, finite or not, or an integer that fits one."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
@@ -168,25 +175,26 @@ def _kit_settings(kit: Path) -> dict[str, Any]:
 
 
 def _name(kit: Path) -> str:
-    """As the federation knows the site."""
+    """The name by which the federation knows the site."""
     return str(_kit_settings(kit).get("client", {}).get("fqsn") or kit.resolve().name)
 
 
 def _server(kit: Path) -> str:
-    """host:port"""
+    """The server's address, as host:port."""
     servers = _kit_settings(kit).get("servers") or [{}]
     return str(servers[0].get("service", {}).get("target", ""))
 
 
 def _is_connected(pid: int, server: str) -> bool | None:
-    """Whether the process holds an open TCP connection to the server's port. A server that hangs still counts."""
+    """Whether the process holds an open TCP connection to the server's port. A server that hangs
+    still counts."""
     port = server.rpartition(":")[2]
     if not port.isdigit():
         return None
     try:
         own = _sockets(Path(f"/proc/{pid}/fd"))
         tables = [path.read_text() for path in Path(f"/proc/{pid}/net").glob("tcp*")]  # tcp6 where IPv6 is on
-    except OSError:  # no Linux, another user's process, or it ended meanwhile
+    except OSError:  # not Linux, another user's process, or it has ended
         return None
     rows = [row.split() for table in tables for row in table.splitlines()[1:]]
     return any(row[2].endswith(f":{int(port):04X}") and row[3] == "01" and row[9] in own for row in rows)
@@ -204,17 +212,18 @@ def _sockets(files: Path) -> set[str]:
 
 def _refusals(folder: Path) -> list[dict[str, Any]]:
     """The last refusals in the audit log's active file."""
-    path = folder / audit.LEFT
+    path = folder / chain.LEFT
     if not path.exists():
         return []
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
-        found = [line for raw in file.read().split(b"\n") if (line := audit.parsed(raw)) is not None]
+        found = [line for raw in file.read().split(b"\n") if (line := chain.parsed(raw)) is not None]
     return [line for line in found if line.get("kind") == "error"][-REFUSALS:]
 
 
 class Follower:
-    """One line per change, for the output of `start-site`. Text of other parties has no control characters in it."""
+    """Reports one line per change, for the output of `start-site`. Control characters in foreign
+    text are escaped."""
 
     def __init__(self, kit: Path) -> None:
         self.kit = kit
@@ -224,7 +233,7 @@ class Follower:
         self._iteration: int | None = None
 
     def lines(self, now: View) -> list[str]:
-        """What changed since the view before. Of the first view: the plans that wait."""
+        """Lines about changes since the last view. For the first view: the plans that wait."""
         before, self._before = self._before, now
         said = self._of_requests(before, now)
         if before is None:
@@ -268,13 +277,15 @@ def _beginning(now: View) -> str:
     iteration, num_iterations = now.iterations
     if (iteration or 0) <= 1 and (iteration is not None or not count(now.status, "rounds_run")):
         return f"begins{by}, {num_iterations} outer iterations"
-    return f"goes on{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
+    return f"resumes{f' with outer iteration {iteration} of {num_iterations}' if iteration is not None else ''}{by}"
 
 
 def _of_pause(before: View, now: View) -> list[str]:
     if before.paused == now.paused:
         return []
-    return ["paused: this site answers nothing until `federation unpause`" if now.paused else "goes on after a pause"]
+    return [
+        "paused: this site answers nothing until `federation unpause`" if now.paused else "answers again after a pause"
+    ]
 
 
 def _of_refusals(before: View, now: View) -> list[str]:

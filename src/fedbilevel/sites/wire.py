@@ -1,4 +1,5 @@
-"""What crosses the wire: a header of plain values as JSON, and arrays as bytes with their type and shape. Nothing that is read here is ever executed.
+"""The format of messages: a header of plain values as JSON, and arrays as bytes with their type and
+shape. Reading a message executes nothing.
 
     fedbilevel-1\\n | length of the header, 4 bytes | header | arrays, one after the other
 
@@ -44,32 +45,31 @@ def pack(header: Mapping[str, Any], arrays: Sequence[Tensor] = ()) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Raises WireError for anything but what `pack` writes, before memory is taken for it."""
+    """Read a message. Raises WireError, before memory is allocated, for anything that `pack` does
+    not write."""
     if not isinstance(message, bytes) or not message.startswith(MAGIC) or len(message) < len(MAGIC) + 4:
         raise WireError(
-            "a message does not begin as one of this version: install the same version of fedbilevel at all sites."
+            "a message begins like that of another version: install the same version of fedbilevel at all sites."
         )
     start = len(MAGIC) + 4
     end = start + int.from_bytes(message[len(MAGIC) : start], "little")
     if end > min(len(message), start + _LONGEST):
-        raise WireError(f"a message says that its header has {end - start} bytes, which is not so.")
+        raise WireError(f"a message announces a header of {end - start} bytes, which does not fit its length.")
     try:
         header = json.loads(message[start:end])
     except (ValueError, RecursionError) as error:
         raise WireError("the header of a message is not readable as JSON.") from error
     if not isinstance(header, dict) or not isinstance(header.get("arrays"), list):
-        raise WireError("the header of a message is no table with a list of arrays.")
+        raise WireError("the header of a message is not a table with a list of arrays.")
     if len(header["arrays"]) > _MOST:
-        raise WireError(f"a message says that it brings {len(header['arrays'])} arrays, expected at most {_MOST}.")
+        raise WireError(f"a message announces {len(header['arrays'])} arrays, expected at most {_MOST}.")
     sizes = [_size(entry) for entry in header.pop("arrays")]
     if end + sum(size for _, _, size in sizes) != len(message):
-        raise WireError(
-            f"a message of {len(message)} bytes says that it has {end + sum(size for _, _, size in sizes)}."
-        )
+        raise WireError(f"a message of {len(message)} bytes announces {end + sum(size for _, _, size in sizes)} bytes.")
     arrays = []
     for dtype, shape, size in sizes:
         flat = np.frombuffer(message, DTYPES[dtype], count=math.prod(shape), offset=end)
-        arrays.append(torch.from_numpy(flat.astype(dtype)).view(shape))  # a copy, in the order of bytes of this machine
+        arrays.append(torch.from_numpy(flat.astype(dtype)).view(shape))  # a copy, in this machine's byte order
         end += size
     return header, arrays
 

@@ -1,4 +1,5 @@
-"""What FLARE's job processes run in tests: sites that do as a message tells them, and servers that are driven by the test through files."""
+"""Classes that FLARE's job processes run in tests: sites that obey a message, and servers that a
+test drives through files."""
 
 import contextlib
 import json
@@ -18,8 +19,10 @@ from nvflare.private.defs import new_cell_message
 import fedbilevel
 from fedbilevel.errors import PolicyError
 from fedbilevel.sites import wire
+from fedbilevel.sites.flare.configuration import unpacked
 from fedbilevel.sites.flare.identity import Signer
-from fedbilevel.sites.flare.job import CALL, STOP, Client, Server, unpacked
+from fedbilevel.sites.flare.job import STOP, Client, Server
+from fedbilevel.sites.flare.transport import CALL
 from fedbilevel.sites.policy import read_settings
 from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site
@@ -58,7 +61,8 @@ class ToldClient(Client):
 
 
 class Driven(Server):
-    """Makes the exchanges that the test asks for: N.ask.json names messages as hex and a deadline, N.answer.json says what came back."""
+    """Makes the exchanges that the test requests: N.ask.json holds messages as hex and a deadline,
+    N.answer.json the answers."""
 
     def serve(self, plan, transport, folder, say):
         number = 0
@@ -105,7 +109,8 @@ class Commanding(Server):
 
 
 class Several(Server):
-    """Runs several plans one after the other, because starting a job takes longer than all of them. Whoever is told a port weighs what passes through it."""
+    """Runs several plans one after the other, because starting a job takes longer than all of them.
+    It records the bytes that pass through the plan's port."""
 
     def serve(self, plan, transport, folder, say):
         for one in plan["plans"]:
@@ -129,7 +134,8 @@ class Several(Server):
 
 
 def through(port):
-    """Bytes up and down so far on all open connections to this port, TLS and all, as the kernel counts them."""
+    """Bytes up and down so far on all open connections to this port, with TLS, as the kernel counts
+    them."""
     found = subprocess.run(["ss", "-tinH", f"dport = :{port}"], capture_output=True, text=True, check=True).stdout
     return [
         sum(int(number) for number in re.findall(rf"\b{name}:(\d+)", found))
@@ -138,7 +144,8 @@ def through(port):
 
 
 class Moody(Site):
-    """A site that raises, answers NaN or sleeps in the outer iterations that a file in its folder names, and takes `pace` seconds for every other."""
+    """A site that raises, answers NaN or sleeps in the outer iterations that a file in its folder
+    names, and takes `pace` seconds for every other one."""
 
     def _answer(self, header, arrays):
         moods = json.loads((self.folder / "moods.json").read_text()) if (self.folder / "moods.json").exists() else {}
@@ -168,7 +175,8 @@ class SeveralClient(Client):
 
 
 class ThiefClient(Client):
-    """At west: asks north for single samples, as itself, with the server's certificate, and under the server's name. Elsewhere: an ordinary client."""
+    """At west: asks north for single samples, as itself, unsigned, and under the server's name.
+    Elsewhere: an ordinary client."""
 
     @collab.publish
     def handle(self, message, signature, certificate):
@@ -204,7 +212,8 @@ class ThiefClient(Client):
         return {"calls": found, "commands": self.commands(job)}
 
     def commands(self, job):
-        """Commands of FLARE itself: a shell and a deletion at another site, commands to its job, an end of the run."""
+        """Send commands of FLARE: a shell and a deletion at another site, an end of its job and of
+        the run."""
         cell = collab.fl_ctx.get_engine().get_cell()
         shell = AdminMessage("sys.shell", "cat site/site.toml")
         delete = AdminMessage("train.delete_run", "")

@@ -1,4 +1,5 @@
-"""Sites in this process for tests: real `Site` objects that exchange bytes with the real server, and a transport that can fail in every way."""
+"""Sites in this process for tests: real `Site` objects that exchange bytes with the real server,
+over a transport that can fail in every way."""
 
 from __future__ import annotations
 
@@ -19,15 +20,17 @@ from fedbilevel.sites.serve import serve
 from fedbilevel.sites.site import Site
 from fedbilevel.sites.transport import Failure, InProcess, Reply
 
-TRIAL = 'loader = "simulated"\nauto_approve = true\n[policy]\nmin_batch = 1\n'  # settings of a site in tests: small batches, and nobody is asked
-Fault = Callable[
-    [str, dict[str, Any]], Any
-]  # site and header -> "silent", "late", "deaf", "nan", a function of an answer's header and arrays, or nothing
+# settings of a site in tests: small batches, and no operator
+TRIAL = 'loader = "simulated"\nauto_approve = true\n[policy]\nmin_batch = 1\n'
+# site and header -> "silent", "late", "deaf", "nan", a function of an answer's header and arrays, or None
+Fault = Callable[[str, dict[str, Any]], Any]
 
 
 class Faulty(InProcess):
-    """silent: the message never arrives. deaf: it is carried out, and the answer is lost. late: it comes after the next one that is no ping.
-    nan: the answer holds NaN. killed: the site's process is a new one from here on."""
+    """A transport with faults. silent: the message never arrives. deaf: it is carried out, and the
+    answer is lost. late: it arrives after the next message that is no ping. nan: the answer holds
+    NaN.
+    killed: the site's process is a new one from here on."""
 
     def __init__(self, federation: Loopback, fault: Fault) -> None:
         super().__init__(
@@ -92,7 +95,7 @@ class Loopback:
                 site.close()
 
     def restart(self, name: str) -> None:
-        """A new process: nothing is left of the old one but its disk."""
+        """Start a new process, with the disk of the old one."""
         self.sites[name].close()
         self.sites[name] = Site(name, self.folder / name)
 
@@ -162,7 +165,8 @@ def _columns(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def differences(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Largest relative difference of what a server keeps: state and ledger, with what every phase cost behind what every client paid."""
+    """Largest relative differences of a server's state and ledger, with the costs of every phase
+    after those of every client."""
     found = {}
     one, other = _columns(one), _columns(other)
     for name, value in other.items():

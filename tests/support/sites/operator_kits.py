@@ -1,4 +1,5 @@
-"""A site's kit without FLARE: what its operator's commands and page read, as the site's job would write it."""
+"""A site's kit without FLARE: what its operator's commands and page read, as the site's job would
+write it."""
 
 import hashlib
 import json

@@ -1,7 +1,7 @@
-"""Federations on NVIDIA FLARE. Only this package imports nvflare, which the extra `federation` installs."""
+"""Federations on NVIDIA FLARE. Only this package imports nvflare, which the extra `federation`
+installs."""
 
 import os
 
-os.environ.setdefault(
-    "GRPC_VERBOSITY", "ERROR"
-)  # read when gRPC is imported; else it writes about refused connections between our lines
+# read when gRPC is imported; otherwise gRPC prints refused connections between our lines
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,8 +1,9 @@
-"""Certificates of kits: when they end, and new ones for the same keys.
+"""Certificates of kits: when they end, and how they are renewed for the same keys.
 
-A kit's private key is at its owner only. The authority keeps a copy of every certificate, which holds the public key,
-and renews that: the file that travels to the owner is no secret. FLARE signs no files of such kits (there is no
-startup/signature.json), so nothing else has to change.
+A kit's private key is with its owner only. The authority keeps a copy of every certificate, which
+holds the public key, and renews that copy, so the file that travels to the owner is not secret.
+FLARE signs no files of such kits (there is no startup/signature.json), so nothing else has to
+change.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from cryptography.x509.oid import NameOID
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.runs.record import make_folder, write_whole
 
-AUTHORITY = "authority"  # folder beside the kits: the key that signs them, and with it who may take part
+AUTHORITY = "authority"  # folder beside the kits, with the key that signs them
 COPIES = "certificates"  # in the authority's folder: NAME.crt of every kit
 ROOT = "rootCA.pem"
 SERVER = "server"
-LIFE = timedelta(days=360)  # as FLARE makes them
-ROOT_DAYS = 3650  # FLARE's own: 360, and no certificate can outlast it
+LIFE = timedelta(days=360)  # FLARE's default
+ROOT_DAYS = 3650  # FLARE's default is 360, and no certificate can outlast the root
 SOON = timedelta(days=30)
 
 
@@ -48,12 +49,12 @@ def read(path: Path) -> x509.Certificate:
 
 
 def ends(kit: Path) -> datetime:
-    """The moment from which nobody accepts the kit."""
+    """The time from which the kit is not accepted any more."""
     return min(read(path).not_valid_after_utc for path in (own(kit), own(kit).with_name(ROOT)))
 
 
 def check(kit: Path) -> None:
-    """That the kit's certificates have not ended."""
+    """Raise where a certificate of the kit has ended."""
     mine, root = own(kit), own(kit).with_name(ROOT)
     for path, remedy in ((root, _ANEW), (mine, _RENEW.format(_name(read(mine))))):
         if (end := read(path).not_valid_after_utc) <= datetime.now(UTC):
@@ -65,7 +66,7 @@ _RENEW = "ask the lead for `fedbilevel federation renew {}`, then use `fedbileve
 
 
 def notice(certificate: x509.Certificate) -> str | None:
-    """A sentence where the certificate has ended or ends soon."""
+    """A sentence if the certificate has ended or ends soon, otherwise None."""
     end, name, now = certificate.not_valid_after_utc, _name(certificate), datetime.now(UTC)
     if end - now > SOON:
         return None
@@ -74,7 +75,8 @@ def notice(certificate: x509.Certificate) -> str | None:
 
 
 def notices(kit: Path) -> list[str]:
-    """For the owner of this kit; for all kits where the authority's folder lies beside it."""
+    """Sentences about the certificate of this kit, or about all kits if the authority's folder is
+    beside it."""
     paths = {path for path in (kit.resolve().parent / AUTHORITY / COPIES).glob("*.crt")} or {own(kit)}
     return [text for path in sorted(paths) if (text := notice(read(path)))]
 
@@ -123,7 +125,8 @@ class Authority(NamedTuple):
         return found
 
     def renewed(self, old: x509.Certificate) -> x509.Certificate:
-        """The same owner, key and extensions, for another year, or until the authority's own certificate ends."""
+        """A certificate for the same owner, key and extensions, valid for another year or until the
+        root ends."""
         now = datetime.now(UTC)
         end = min(now + LIFE, self.root.not_valid_after_utc)
         if end <= old.not_valid_after_utc:
@@ -137,7 +140,7 @@ class Authority(NamedTuple):
 
 
 def keep(authority: Path, name: str, certificate: bytes) -> None:
-    """Keep a copy of a kit's certificate: its key is renewed later, and the kit itself is given away."""
+    """Keep a copy of a kit's certificate for its renewal, because the kit itself is given away."""
     make_folder(authority / COPIES)
     write_whole(authority / COPIES / f"{name}.crt", certificate)
 
@@ -155,7 +158,8 @@ def _root(place: Path) -> tuple[x509.Certificate, RSAPrivateKey]:
 
 
 def root_days(place: Path) -> int:
-    """For how many days the authority's own certificate is made; FLARE wants to be told the same number each time."""
+    """Days for which the authority's own certificate is valid. FLARE needs the same number at each
+    provision."""
     if not (place / "state" / "cert.json").is_file():
         return ROOT_DAYS
     root, _ = _root(place)
@@ -163,7 +167,8 @@ def root_days(place: Path) -> int:
 
 
 def renew(kits: Path, names: Sequence[str], to: Path) -> dict[str, Path]:
-    """One file for each of these kits, or of all, with a new certificate in it and no secret."""
+    """Write a new certificate for each of these kits, or for all if none is named. The files hold
+    no secret."""
     authority = Authority.of(kits)
     for name in names:
         if name not in authority.names:
@@ -182,7 +187,7 @@ def renew(kits: Path, names: Sequence[str], to: Path) -> dict[str, Path]:
 
 
 def install(file: Path, kit: Path) -> datetime:
-    """Put a renewed certificate into a kit, after checks; the moment at which it ends."""
+    """Check a renewed certificate and put it into a kit; returns the time at which it ends."""
     path, new = own(kit), read(file)
     secret = path.with_suffix(".key")
     old, root = read(path), read(path.with_name(ROOT))

@@ -1,4 +1,5 @@
-"""The configuration of a job: the classes that run it, the plan, and the lead's signature of the plan."""
+"""The configuration of a job: the classes that run it, the plan, and the lead's signature of the
+plan."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from fedbilevel.errors import PolicyError
 from fedbilevel.sites.flare.identity import LEAD, Party, Signer, root_of
 
 SERVER, CLIENT = "fedbilevel.sites.flare.job.Server", "fedbilevel.sites.flare.job.Client"
-TASK_INTERVAL = 0.2  # seconds between the questions of a job process for tasks; FLARE's own is 2, which the start of a job waits for four times
+# seconds between a job process's requests for tasks; the start of a job waits for four, and FLARE's default is 2
+TASK_INTERVAL = 0.2
 PLAN = "plan"  # the purpose of the lead's signature
 
 
 def packed(plan: dict[str, Any]) -> str:
-    """A plan as an argument in a job's configuration, in letters only: FLARE reads braces there as names to be replaced."""
+    """A plan as an argument in a job's configuration, without braces: FLARE would replace names in
+    them."""
     return base64.urlsafe_b64encode(json.dumps(plan).encode()).decode()
 
 
@@ -31,7 +34,7 @@ def sealed(kit: Path, plan: str) -> str:
 
 
 def lead_of(kit: Path, plan: str, seal: str) -> str:
-    """The lead that has signed a packed plan."""
+    """The name of the lead who has signed a packed plan."""
     parts = seal.split(".")
     if len(parts) != 2:
         raise PolicyError(
@@ -47,15 +50,12 @@ def lead_of(kit: Path, plan: str, seal: str) -> str:
 
 
 def configurations(plan: dict[str, Any], seal: str, *, server: str = SERVER, client: str = CLIENT) -> dict[str, Any]:
-    """The configuration of a job at the server and at its sites, by file. It names installed classes and holds no code.
+    """The configuration of a job at the server and at its sites, by file. It names installed
+    classes and holds no code.
     seal: the lead's signature of the plan."""
     controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
-    executor = {
-        "client_obj_id": "_client",
-        "collab_obj_ids": [],
-        "props": {},
-        "max_inbound_call_threads": 2,
-    }  # a second one answers while a phase runs
+    executor: dict[str, Any] = {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}}
+    executor["max_inbound_call_threads"] = 2  # the second thread answers pings while a phase runs
     return {
         "at_server/config/config_fed_server.json": {
             "format_version": 2,

@@ -1,14 +1,17 @@
-"""What FLARE's processes of a kit accept from others. FLARE's own commands let any participant run a shell at a site.
+"""A guard for FLARE's processes of a kit. FLARE's own commands would let any participant run a
+shell at a site.
 
-`Guard` is a component of `local/resources.json`. FLARE builds it in every process of a kit before that process opens a
-connection: the parent of a server or site, and the processes of their jobs. From then on a message passes only if
+`Guard` is a component of `local/resources.json`. FLARE builds it in every process of a kit (the
+parent of a server or site, and the processes of their jobs) before that process opens a
+connection. From then on a message passes only if
 
-- its sender is the one whose certificate its connection shows (at the server, through which all messages go);
+- its sender matches the certificate of its connection (checked at the server);
 - it does not go from one site to another;
-- its channel and topic are among those that a run needs, from the process that sends them in a run.
+- a run needs its channel and topic, and the process that sent it sends them in a run.
 
-`Validator` is asked before a job's configuration is used: it must be the one that `control.job_folder` writes, with a
-plan that a lead has signed. A site trusts neither its server nor other sites here.
+`Validator` checks a job's configuration before it is used: it must be the one that
+`jobs.job_folder` writes, with a plan that a lead has signed. A site trusts neither its server nor
+other sites here.
 """
 
 from __future__ import annotations
@@ -34,23 +37,24 @@ from nvflare.private.defs import RequestHeader
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.escapes import printable
 from fedbilevel.sites.flare.configuration import configurations, lead_of, unpacked
+from fedbilevel.sites.tally import Tally, is_due
 
 SERVER = "server"
-REFUSED = "refused.jsonl"  # in a kit: messages that were refused, for its people
-_MOST = 1000  # lines of it
-_ADMIN = {  # what the server may ask of a site's parent process
+REFUSED = "refused.jsonl"  # in a kit: refused messages, for its operator
+_MOST = 1000  # kinds of refused messages that are counted separately
+_ADMIN = {  # commands of the server to a site's parent process
     "train.deploy", "train.start_job", "train.abort", "train.check_status",
     "scheduler.check_resource", "scheduler.allocate_resource", "scheduler.cancel_resource",
 }  # fmt: skip
-_TASKS = {"get_task", "submit_update"}  # what the job of a site asks of the server's job
-_FROM_JOB = "train.notify_job_status"  # what the process of a job tells its parent
-_SIGNATURES = {".__nvfl_sig.json", ".__nvfl_submitter.crt"}  # which FLARE adds when a lead submits
+_TASKS = {"get_task", "submit_update"}  # requests of a site's job to the server's job
+_FROM_JOB = "train.notify_job_status"  # message of a job's process to its parent
+_SIGNATURES = {".__nvfl_sig.json", ".__nvfl_submitter.crt"}  # FLARE adds these when a lead submits
 _JOB = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 log = logging.getLogger(__name__)
 
 
 class Guard(FLComponent):  # type: ignore[misc]
-    """Watches every cell that this process makes from now on."""
+    """Filters the messages of every cell that this process makes from now on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,39 +63,40 @@ class Guard(FLComponent):  # type: ignore[misc]
 
             def guarded(cell: Any, *arguments: Any, **more: Any) -> None:
                 made(cell, *arguments, **more)
-                watch = Watch(cell)
-                cell.add_incoming_filter("*", "*", watch.passing)
-                for channel, topic in (
-                    ("*", "*"),
-                    (STREAM_CHANNEL, STREAM_DATA_TOPIC),
-                ):  # FLARE asks the closest match only
-                    cell.add_incoming_request_filter(channel, topic, watch.arriving)
+                filters = CellFilters(cell)
+                cell.add_incoming_filter("*", "*", filters.passing)
+                # streams have a filter of their own, because FLARE asks only the closest match
+                for channel, topic in (("*", "*"), (STREAM_CHANNEL, STREAM_DATA_TOPIC)):
+                    cell.add_incoming_request_filter(channel, topic, filters.arriving)
 
             CoreCell.__init__ = guarded
 
 
-class Watch:
-    """The filters of one cell. me: the name of the cell, as `north` or, of a job's process, `north.JOB`."""
+class CellFilters:
+    """The filters of one cell. me: the name of the cell, as `north`, or `north.JOB` for a job's
+    process."""
 
     def __init__(self, cell: Any) -> None:
         self.me: str = cell.my_info.fqcn
-        self._refused: Counter[tuple[str, ...]] = Counter()
+        self._refused: Tally[tuple[str, ...]] = Tally(_MOST, ("others",))
 
     def passing(self, message: Message) -> Message | None:
-        """Every message that this cell receives, for itself or to be forwarded."""
+        """Check every message that this cell receives, for itself or for forwarding. None: it may
+        pass."""
         origin, destination = (
             str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION)
         )
-        shown = message.get_prop(MessagePropKey.COMMON_NAME)  # of the certificate; None on connections within a kit
+        shown = message.get_prop(MessagePropKey.COMMON_NAME)  # name in the certificate; None within a kit
         reason = why_not_forwarded(self.me, origin, destination, shown)
         if not reason and destination == self.me and message.get_header(MessageHeaderKey.MSG_TYPE) == MessageType.REQ:
             channel, topic, streamed = _meant(message)
             reason = why_not_accepted(self.me, origin, channel, topic, streamed=streamed)
-        known = shown if self.me == SERVER and shown else origin  # at the server the certificate is the sender's own
+        known = shown if self.me == SERVER and shown else origin  # at the server, the certificate is the sender's
         return self._answer(message, reason, known)
 
     def arriving(self, message: Message) -> Message | None:
-        """Every request for this cell, also those that came in one message with others."""
+        """Check every request for this cell, including those that arrived in one message. None: it
+        may pass."""
         origin, (channel, topic, streamed) = str(message.get_header(MessageHeaderKey.ORIGIN, "")), _meant(message)
         if channel != CellChannel.CLIENT_MAIN or streamed:
             return self._answer(message, why_not_accepted(self.me, origin, channel, topic, streamed=streamed))
@@ -101,23 +106,20 @@ class Watch:
         return self._answer(message, why_not_commanded(self.me, origin, str(command), job))
 
     def _answer(self, message: Message, reason: str, sender: str = "") -> Message | None:
-        """sender: who it is, where that is known better than by what the message says."""
+        """Refuse with this reason, if there is one. sender: the sender's name, if known better than
+        from the message."""
         if not reason:
             return None
         keys = (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
         facts = [str(message.get_header(key, "")) for key in keys]
         self._note([sender or facts[0], *facts[1:]], reason)
         if message.get_header(MessageHeaderKey.MSG_TYPE) != MessageType.REQ:
-            message.set_header(MessageHeaderKey.DESTINATION, "")  # a reply that nobody waits for
+            message.set_header(MessageHeaderKey.DESTINATION, "")  # a reply that no process waits for
         return make_reply(ReturnCode.UNAUTHENTICATED, reason)
 
     def _note(self, facts: list[str], reason: str) -> None:
-        key = tuple(printable(fact)[:80] for fact in facts)
-        if key not in self._refused and len(self._refused) >= _MOST:
-            key = ("others",)
-        self._refused[key] += 1
-        times = self._refused[key]
-        if times & (times - 1) == 0:  # 1, 2, 4, ...: repeated messages cannot fill the disk
+        key, times = self._refused.add(tuple(printable(fact)[:80] for fact in facts))
+        if is_due(times):
             log.warning("refused %s (%d times): %s", " ".join(key), times, reason)
             line = {"time": round(time.time(), 3), "cell": self.me, "message": key, "times": times, "why": reason}
             with contextlib.suppress(OSError), open(REFUSED, "a") as file:
@@ -125,7 +127,7 @@ class Watch:
 
 
 def refused_by(kit: Path) -> dict[str, int]:
-    """Messages that the processes of a kit have refused, by sender."""
+    """Number of messages that the processes of a kit have refused, by sender."""
     found: Counter[str] = Counter()
     times: dict[tuple[str, ...], int] = {}
     try:
@@ -142,7 +144,7 @@ def refused_by(kit: Path) -> dict[str, int]:
 
 
 def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None) -> str:
-    """Why a message may not pass; empty where it may."""
+    """Why a message may not pass; empty if it may."""
     sender, receiver = origin.split(".")[0], destination.split(".")[0]
     if shown is not None and me == SERVER and "@" not in shown and sender != shown:
         return f"it comes from {printable(shown)}, and says that it comes from {printable(sender)}"
@@ -154,7 +156,8 @@ def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None)
 
 
 def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
-    """Why a site's parent process does not obey; empty where it does. job: FLARE makes it the name of a folder."""
+    """Why a site's parent process refuses a command; empty if it obeys. job: FLARE uses it as the
+    name of a folder."""
     if origin.split(".")[0] == me and command == _FROM_JOB:
         return ""
     if origin != SERVER:
@@ -167,7 +170,8 @@ def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
 
 
 def _meant(message: Message) -> tuple[str, str, bool]:
-    """Channel and topic that a request is for, and whether it comes as a stream, which has a channel of its own."""
+    """Channel and topic of a request, and whether it is a stream, which carries them inside a
+    channel of its own."""
     inner = message.get_header(StreamHeaderKey.CHANNEL)
     keys = (
         (StreamHeaderKey.CHANNEL, StreamHeaderKey.TOPIC)
@@ -179,7 +183,7 @@ def _meant(message: Message) -> tuple[str, str, bool]:
 
 
 def why_not_accepted(me: str, origin: str, channel: str, topic: str = "", *, streamed: bool = False) -> str:
-    """Why a request may not be answered; empty where it may."""
+    """Why a request is refused; empty if it is answered."""
     if streamed and channel == CellChannel.CLIENT_MAIN:
         return "commands to a site do not come as streams"
     home, sender = me.split(".")[0], origin.split(".")[0]
@@ -209,7 +213,8 @@ _NEVER = {
 
 
 class Validator(AppValidator):  # type: ignore[misc]
-    """Admits a job's configuration only as `control.job_folder` writes it. FLARE asks before it deploys."""
+    """Admits a job's configuration only as `jobs.job_folder` writes it. FLARE calls it before it
+    deploys a job."""
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         try:

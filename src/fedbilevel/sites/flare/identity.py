@@ -1,8 +1,10 @@
-"""Signatures by the keys of the startup kits, so that a site knows which party a message comes from.
+"""Signatures by the keys of the startup kits, so that a site knows which party a message comes
+from.
 
-FLARE names the caller of a message by a routing header. A signature does not depend on that header: only the holder of
-the server's key can ask a site, only the holder of a site's key can answer for it, and only the lead can submit a plan.
-A signature covers its purpose, the job, the site and the content, so it cannot be used for another message.
+FLARE names the caller of a message by a routing header. A signature does not depend on that header:
+only the holder of the server's key can send requests to a site, only the holder of a site's key can
+answer for it, and only the lead can submit a plan. A signature covers its purpose, the job, the
+site and the content, so it cannot be used for another message.
 """
 
 from __future__ import annotations

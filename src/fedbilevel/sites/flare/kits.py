@@ -1,4 +1,4 @@
-"""From federation.toml to one signed startup kit per organisation, in production mode: sites run only what they have installed."""
+"""Startup kits: from federation.toml to one signed kit per organisation, in production mode."""
 
 from __future__ import annotations
 
@@ -15,27 +15,17 @@ from typing import Any
 from fedbilevel.errors import SettingError
 from fedbilevel.runs.record import write_whole
 from fedbilevel.runs.runfile import NAME
-from fedbilevel.sites import policy
-from fedbilevel.sites.flare import certificates
-from fedbilevel.sites.flare.job import SITE
+from fedbilevel.sites.flare import certificates, production
 
 PORT = 8002
 AUTHORITY, SERVER = certificates.AUTHORITY, certificates.SERVER
-SITES = "sites.json"  # in the lead's kit: who takes part in a run that does not say
-ALLOWED = [  # the only classes that a job may name; a prefix would admit functions beside them
-    "fedbilevel.sites.flare.job.Server", "fedbilevel.sites.flare.job.Client",
-    "nvflare.collab.runtime.controller.CollabController", "nvflare.collab.runtime.executor.CollabExecutor",
-]  # fmt: skip
+SITES = "sites.json"  # in the lead's kit: the sites of a run that names none
 _STARTED = ("startup/sub_start.sh", "local/resources.json", "local/authorization.json", "local/log_config.json")
-FILES = {  # without which a kit of this kind is not whole
+FILES = {  # of a complete kit, by kind
     "server": ("startup/fed_server.json", "startup/server.crt", "startup/server.key", "startup/rootCA.pem", *_STARTED),
     "site": ("startup/fed_client.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem", *_STARTED),
     "lead": ("startup/fed_admin.json", "startup/client.crt", "startup/client.key", "startup/rootCA.pem"),
 }
-MAX_JOBS = 4  # that a server works on at once; others wait
-GUARD: dict[str, Any] = {"id": "guard", "path": "fedbilevel.sites.flare.guard.Guard", "args": {}}
-VALIDATOR: dict[str, Any] = {"path": "fedbilevel.sites.flare.guard.Validator", "args": {}}
-BEAT_TIMEOUT = 30  # seconds after which the server takes a site that sends no heart-beat for gone; FLARE's own: 600
 _ORG = re.compile(r"[A-Za-z0-9_]+")
 _HOST, _MAIL = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*"), re.compile(r"[A-Za-z0-9._+-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+")
 
@@ -57,7 +47,7 @@ org = "{org}"
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederationFile:
     name: str
     lead: str
     host: str
@@ -89,18 +79,17 @@ def init(
         raise SettingError(f"{path} cannot be written ({error.strerror}): name another place.") from None
 
 
-def read(path: Path) -> Federation:
+def read(path: Path) -> FederationFile:
     try:
         return _parsed(path.read_text(), path)
     except FileNotFoundError:
         raise SettingError(f"there is no {path}: write one with `fedbilevel federation init`.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"{path} cannot be read as a federation.toml ({error}): name another file, or write one with `fedbilevel federation init`."
-        ) from None
+        fix = "name another file, or write one with `fedbilevel federation init`"
+        raise SettingError(f"{path} cannot be read as a federation.toml ({error}): {fix}.") from None
 
 
-def _parsed(text: str, path: Path) -> Federation:
+def _parsed(text: str, path: Path) -> FederationFile:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -112,9 +101,8 @@ def _parsed(text: str, path: Path) -> Federation:
         or not isinstance(entries, list)
         or not all(isinstance(entry, dict) for entry in entries)
     ):
-        raise SettingError(
-            f"{path} has server or site in another form, expected one table [server] and one table [[site]] for each site."
-        )
+        expected = "one table [server] and one table [[site]] for each site"
+        raise SettingError(f"{path} has server or site in another form, expected {expected}.")
     _known(server, {"host", "port"}, f"[server] of {path}")
     if not entries:
         raise SettingError(f"{path} names no site: add a table [[site]] with name and org for each.")
@@ -131,7 +119,7 @@ def _parsed(text: str, path: Path) -> Federation:
     port = server.get("port", PORT)
     if type(port) is not int or not 0 < port < 65536:
         raise SettingError(f"port in [server] of {path} is {port!r}, expected a whole number from 1 to 65535.")
-    return Federation(
+    return FederationFile(
         name=_text(content, "name", None, NAME, "letters, digits, - and _", f"{path}"),
         lead=_text(content, "lead", None, _MAIL, "an e-mail address", f"{path}"),
         host=_text(server, "host", "localhost", _HOST, "the name of a host", f"[server] of {path}"),
@@ -158,9 +146,10 @@ def _text(
 
 
 def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[str, Path]:
-    """Make the kits that are not in `out` yet, with one authority; kits that are there stay as they are. All kits by name.
+    """Make the kits that are not in `out` yet, with one authority. Existing kits stay as they are.
+    All kits by name.
 
-    `allow` adds classes to the allow-list of every kit: for tests, whose sites are not the installed ones.
+    allow: further classes on the allow-list of every kit, for tests.
     """
     federation = read(toml)
     authority = out / AUTHORITY
@@ -183,18 +172,18 @@ def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[
         if not kit.exists():
             source = made / (federation.host if name == SERVER else name)
             certificates.keep(authority, name, certificates.own(source).read_bytes())
-            _make(source, kit, kinds.get(name, "site"), [*ALLOWED, *(allow or [])])
+            _make(source, kit, kinds.get(name, "site"), [*production.ALLOWED, *(allow or [])])
     write_whole(out / federation.lead / SITES, json.dumps(list(federation.sites)).encode())
     shutil.rmtree(made)
     state = authority / federation.name / "state" / "cert.json"
     root = {name: value for name, value in json.loads(state.read_text()).items() if name.startswith("root_")}
     write_whole(state, json.dumps(root).encode())
-    state.chmod(0o600)  # the authority's own key; a kit's private key is in that kit alone
+    state.chmod(0o600)  # holds the authority's own key; a kit's private key is only in that kit
     return kits
 
 
-def _issued(federation: Federation, toml: Path, out: Path) -> Path:
-    """A folder of kits as FLARE makes them, with new keys."""
+def _issued(federation: FederationFile, toml: Path, out: Path) -> Path:
+    """Let FLARE make kits with new keys; returns their folder."""
     authority = out / AUTHORITY
     project, content = (
         authority / "project.yml",
@@ -215,13 +204,14 @@ def _issued(federation: Federation, toml: Path, out: Path) -> Path:
     if done.returncode or not made:
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
         raise SettingError(
-            f"FLARE made no kits from {toml} ({said.rstrip('.')}): mend that file, or use another folder than {out}."
+            f"FLARE made no kits from {toml} ({said.rstrip('.')}): fix that file, or use another folder than {out}."
         )
     return made[-1]
 
 
 def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
-    """Make a kit beside its place and rename it at the end: an interruption leaves a whole kit or none."""
+    """Make a kit beside its place and rename it at the end, so that an interruption leaves no part
+    of a kit."""
     unfinished = kit.with_name(f".{kit.name}.unfinished")
     try:
         if unfinished.exists():
@@ -231,33 +221,24 @@ def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
         unfinished.chmod(0o700)
         (unfinished / "startup").chmod(0o700)
         if kind != "lead":
-            _production(unfinished, is_server=kind == "server", allow=allow)
+            production.write_settings(unfinished, is_server=kind == "server", allow=allow)
         if kind == "server":
-            settle(unfinished, kit)
+            production.settle(unfinished, kit)
         unfinished.rename(kit)
     except (OSError, shutil.Error) as error:
         raise SettingError(f"the kit {kit} cannot be made ({error}): make room, then run provision again.") from None
 
 
 def check_whole(kit: Path, kind: str) -> None:
-    """Refuse a kit that an interrupted provision left half-made."""
+    """Refuse a kit that an interrupted provision left incomplete."""
     for name in FILES[kind]:
         if not _is_whole(kit / name):
             what = "cut off" if (kit / name).is_file() else "missing"
             raise SettingError(f"the kit {kit} is half-made, {name} is {what}: delete it and run provision again.")
 
 
-def check_guarded(kit: Path) -> None:
-    """Refuse a kit whose processes would obey FLARE's own commands."""
-    resources = json.loads((kit / "local" / "resources.json").read_text())
-    if GUARD not in resources.get("components", []) or resources.get("app_validator") != VALIDATOR:
-        raise SettingError(
-            f"the kit {kit} has no guard in local/resources.json, as kits of earlier versions: make it anew with `provision`."
-        )
-
-
 def _is_whole(path: Path) -> bool:
-    """Whether a file that FLARE wrote is there up to its end."""
+    """Whether a file that FLARE wrote is complete."""
     if not path.is_file():
         return False
     text = path.read_text(errors="replace").rstrip()
@@ -269,7 +250,7 @@ def _is_whole(path: Path) -> bool:
     return path.suffix == ".sh" or text.endswith("-----")
 
 
-def _project(federation: Federation, root_days: int) -> dict[str, Any]:
+def _project(federation: FederationFile, root_days: int) -> dict[str, Any]:
     part = "nvflare.lighter.impl"
     server = {
         "name": federation.host,
@@ -294,63 +275,6 @@ def _project(federation: Federation, root_days: int) -> dict[str, Any]:
     }
 
 
-def _production(kit: Path, *, is_server: bool, allow: list[str]) -> None:
-    """Settings in local/, which is the organisation's own; startup/ is signed and stays as it is."""
-    local = kit / "local"
-    resources = json.loads((local / "resources.json.default").read_text())
-    resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": allow, "allow_log_streaming": False}
-    parts = {part["id"]: part for part in resources["components"]}
-    if is_server:
-        resources["servers"][0] |= {"heart_beat_timeout": BEAT_TIMEOUT}
-        parts["job_scheduler"]["args"] |= {
-            "min_schedule_interval": 0.2,
-            "max_schedule_interval": 10.0,
-            "max_jobs": MAX_JOBS,
-        }
-    for name in ("site_log_streamer", "log_receiver"):  # logs of a site stay there
-        parts.pop(name, None)
-    resources["components"] = [GUARD, *parts.values()]
-    resources["app_validator"] = VALIDATOR
-    rights = {
-        "submit_job": "any",
-        "clone_job": "none",
-        "manage_job": "any",
-        "view": "any",
-        "byoc": "none",
-        "server-predeployed-flwr": "none",
-    }
-    of_server = {
-        name: "any" if is_server else "none" for name in ("download_job", "operate", "shell_commands", "app_command")
-    }  # nobody reads files at a site
-    logs = json.loads((local / "log_config.json.default").read_text())
-    logs["handlers"] = {name: logs["handlers"][name] for name in ("logFileHandler", "errorFileHandler")}
-    logs["loggers"]["root"]["handlers"] = list(logs["handlers"])
-    logs["loggers"] |= {"nvflare.collab": {"level": "WARNING"}}  # else several lines for every message
-    files = {
-        "resources.json": resources,
-        "authorization.json": {"format_version": "1.0", "permissions": {"lead": {**rights, **of_server}}},
-        "log_config.json": logs,
-    }
-    for name, content in files.items():
-        (local / name).write_text(json.dumps(content, indent=2))
-    if not is_server:
-        (kit / SITE).mkdir(exist_ok=True)
-        (kit / SITE / policy.FILE).write_text(policy.TEMPLATE)
-
-
 def sites_of(kit: Path) -> list[str] | None:
     """All sites of the federation, as the lead's kit knows them."""
     return json.loads((kit / SITES).read_text()) if (kit / SITES).is_file() else None
-
-
-def settle(kit: Path, place: Path | None = None) -> None:
-    """Keep a server's jobs in its kit, where the kit lies now or will lie. FLARE's own place is /tmp, which two servers on
-    a machine would share and a reboot empties."""
-    path = kit / "local" / "resources.json"
-    if not (kit / "startup" / "fed_server.json").is_file() or not path.is_file():
-        return
-    resources, place = json.loads(path.read_text()), (place or kit).resolve()
-    manager = next(part for part in resources["components"] if part["id"] == "job_manager")
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(place / "snapshots")
-    manager["args"]["uri_root"] = str(place / "jobs")
-    write_whole(path, json.dumps(resources, indent=2).encode())

@@ -1,4 +1,5 @@
-"""A whole federation on this machine, over loopback, with the same kits and certificates as between organisations."""
+"""A whole federation on this machine, over loopback, with the same kits and certificates as between
+organisations."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.sites import policy
-from fedbilevel.sites.flare import control, job, kits, processes
+from fedbilevel.sites.flare import connection, follow, job, jobs, kits, processes
 
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 LEAD = "lead@example.org"
@@ -27,9 +28,10 @@ def free_port() -> int:
 
 
 class Loopback:
-    """Server and sites as supervised processes below `folder`; leaving the context leaves no process behind.
+    """Server and sites as supervised processes below `folder`; leaving the context leaves no
+    process behind.
 
-    auto_approve: plans run without an operator, for trials with data that are not secret.
+    auto_approve: plans run without an operator, for trials with data that are not confidential.
     """
 
     def __init__(
@@ -77,9 +79,8 @@ class Loopback:
     def close(self) -> None:
         for one in self.supervised.values():
             one.ask_to_stop()
-        with ThreadPoolExecutor(
-            max(1, len(self.supervised))
-        ) as threads:  # each waits a second or two for processes that do not end by themselves
+        # each waits a second or two for processes that do not end by themselves
+        with ThreadPoolExecutor(max(1, len(self.supervised))) as threads:
             list(threads.map(processes.Supervised.stop, self.supervised.values()))
 
     def start(self, name: str) -> None:
@@ -93,39 +94,38 @@ class Loopback:
         self.supervised.pop(name).stop()
 
     def wait_for(self, sites: Sequence[str]) -> None:
-        """Until these are connected to the server."""
-        end, link = time.monotonic() + self._patience, control.Link(self.lead, lambda _: None)
+        """Wait until these sites are connected to the server."""
+        end, link = time.monotonic() + self._patience, connection.Link(self.lead, lambda _: None)
         try:
             while time.monotonic() < end:
-                if set(sites) <= set(
-                    link.ask(lambda opened: [one.name for one in opened.get_connected_client_list()]) or []
-                ):
+                connected = link.ask(lambda opened: [one.name for one in opened.get_connected_client_list()])
+                if set(sites) <= set(connected or []):
                     return
                 time.sleep(0.2)
         finally:
             link.close()
-        raise FedBilevelError(
-            f"the sites {', '.join(sites)} were not connected after {self._patience:.0f} s: see log.txt and console.txt in {self.folder / 'kits'}."
-        )
+        late = f"the sites {', '.join(sites)} were not connected after {self._patience:.0f} s"
+        raise FedBilevelError(f"{late}: see log.txt and console.txt in {self.folder / 'kits'}.")
 
     def pids(self, name: str) -> dict[str, list[int]]:
-        """Of the server or a site: its parent process, and its job processes."""
+        """Processes of the server or a site: its parent process, and its job processes."""
         found: dict[str, list[int]] = {"parent": [], "job": []}
         for pid, kind in processes.running(self.kits[name]).items():
             found["parent" if kind == "parent" else "job"].append(pid)
         return found
 
     def kill(self, name: str, which: str = "all", *, number: int = signal.SIGKILL) -> list[int]:
-        """Send a signal to the `job` processes, the `parent` or `all` processes of the server or a site."""
+        """Send a signal to the `job` processes, the `parent` or `all` processes of the server or a
+        site."""
         pids = [pid for kind, some in self.pids(name).items() if which in (kind, "all") for pid in some]
         for pid in pids:
             os.kill(pid, number)
         return pids
 
     def submit(self, plan: dict[str, Any], **classes: str) -> str:
-        return control.submit(self.lead, plan, **classes)
+        return jobs.submit(self.lead, plan, **classes)
 
     def watch(
         self, plan: dict[str, Any], say: Callable[[dict[str, Any]], None] = lambda _: None, **options: Any
     ) -> str:
-        return control.watch(self.lead, plan, say, **options)
+        return follow.watch(self.lead, plan, say, **options)

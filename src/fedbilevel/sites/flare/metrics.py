@@ -1,8 +1,9 @@
 """Health and metrics of a server or a site over HTTP, for Prometheus and for service managers.
 
-GET /healthz answers 200 while the supervised process lives and its certificate has not ended, otherwise 503.
-GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each request.
-Both need a Host header with a name of this endpoint, so that no page from elsewhere reads them (DNS rebinding).
+GET /healthz answers 200 while the supervised process runs and its certificate is valid, otherwise
+503. GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each
+request. Both need a Host header with a name of this endpoint, so that no foreign page can read them
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites import audit
+from fedbilevel.sites import chain
 from fedbilevel.sites.flare import certificates
 from fedbilevel.sites.flare.job import PROGRESS, RUNS, SITE
 from fedbilevel.sites.flare.processes import Supervised
+from fedbilevel.sites.status import STATUS
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # in a Host header
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-STATUS = "status.json"  # in a site's folder; sites.site, which writes it, imports torch
 OUTCOMES = ("running", "finished", "stopped", "failed", "interrupted")
 STATES = ("idle", "computing", "waiting for approval", "paused", "left", "finished")
 
@@ -62,7 +63,7 @@ FAMILIES = {
     "site_answers": ("gauge", "Answers of this job."),
     "site_bytes": ("gauge", "Bytes of the answers of this job."),
     "site_rounds_run": ("gauge", "Phases and measurements that were computed in this run."),
-    "site_max_rounds": ("gauge", "Phases and measurements that were computed that the policy allows."),
+    "site_max_rounds": ("gauge", "Phases and measurements that the policy allows."),
     "site_left_answers_total": ("counter", "Lines in the log of what left, over all runs."),
     "site_left_rounds_total": (
         "counter",
@@ -95,7 +96,7 @@ def _escaped(value: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file that a job writes; empty where there is none yet, or none that is JSON."""
+    """A file that a job writes; empty where it is missing or not JSON."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -108,7 +109,8 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str], **labels: str) -> Iterator[Sample]:
-    """names: family by key of `values`. A value that is no number, or too large for a float, has no sample."""
+    """Samples of numbers. names: family by key of `values`. Other values, and integers too large,
+    are skipped."""
     for key, family in names.items():
         if isinstance(value := values.get(key), int | float):
             with contextlib.suppress(OverflowError):
@@ -124,12 +126,12 @@ def _one_of(family: str, known: tuple[str, ...], value: Any, **labels: str) -> I
 def of_process(supervised: Supervised) -> Iterator[Sample]:
     yield Sample("up", float(supervised.pid is not None))
     yield Sample("starts_total", float(supervised.num_starts))
-    with contextlib.suppress(SettingError):  # the certificate is gone, which /healthz tells
+    with contextlib.suppress(SettingError):  # the certificate is missing, which /healthz reports
         yield Sample("certificate_remaining_seconds", certificates.ends(supervised.kit).timestamp() - time.time())
 
 
 def of_runs(kit: Path) -> Iterator[Sample]:
-    """At the server: every run as its job wrote it last."""
+    """Samples at the server: every run, as its job wrote it last."""
     for path in sorted((kit / RUNS).glob(f"*/{PROGRESS}")):
         run, progress = path.parent.name, _read(path)
         rows = progress.get("latest")
@@ -149,7 +151,7 @@ def of_runs(kit: Path) -> Iterator[Sample]:
 
 
 def of_site(kit: Path) -> Iterator[Sample]:
-    """At a site: the state that its job wrote last, and how much has left in all."""
+    """Samples at a site: the state that its job wrote last, and how much has left in all."""
     status = _read(kit / SITE / STATUS)
     yield from _one_of("site_state", STATES, status.get("state", "idle"))
     names = ("answers", "bytes", "rounds_run", "max_rounds", "iteration")
@@ -158,7 +160,7 @@ def of_site(kit: Path) -> Iterator[Sample]:
     yield from _numbers(status, families)
     for name, norm in _table(status.get("norms")).items():
         yield from _numbers({"it": norm}, {"it": "site_norm"}, array=name)
-    if (head := audit.read_head(kit / SITE)) is not None:
+    if (head := chain.read_head(kit / SITE)) is not None:
         totals = {"n": "answers", "rounds": "rounds", "bytes": "bytes"}
         yield from _numbers(vars(head), {key: f"site_left_{name}_total" for key, name in totals.items()})
     yield from _numbers(_table(status.get("last_error")), {"time": "site_last_error_timestamp_seconds"})
@@ -170,7 +172,7 @@ def samples_of(supervised: Supervised) -> list[Sample]:
 
 
 def fault(supervised: Supervised) -> str:
-    """Why the server or site is not healthy; empty where it is."""
+    """Why the server or site is not healthy; empty if it is."""
     if supervised.pid is None:
         return f"{supervised.name} does not run"
     try:
@@ -181,7 +183,7 @@ def fault(supervised: Supervised) -> str:
 
 
 class Endpoint:
-    """Serves both addresses in a thread until it is closed."""
+    """Serves /healthz and /metrics in a thread until it is closed."""
 
     def __init__(self, supervised: Supervised, *, host: str = HOST, port: int = 0) -> None:
         try:
@@ -204,12 +206,13 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)  # HTTPServer asks the name service for this machine's name, which may take long
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing on the terminal: a client went away before it had its answer."""
+        """Keep it off the terminal: a client left before it had its answer."""
         log.debug("a request of %s failed", client_address, exc_info=True)
 
 
 def _name_in(host: str | None) -> str | None:
-    """The name or address in a Host header, without the port: a tunnel may have another."""
+    """The name or address in a Host header, without the port, because a tunnel may have another
+    port."""
     try:
         return urlsplit(f"//{host or ''}").hostname
     except ValueError:
@@ -218,7 +221,7 @@ def _name_in(host: str | None) -> str | None:
 
 def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 5.0  # seconds for a request: nobody holds a thread for longer
+        timeout = 5.0  # seconds for a request, so that no client holds a thread
 
         def do_GET(self) -> None:
             if not self._is_for_us():
@@ -232,7 +235,8 @@ def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
                 self._answer(404, "there are /healthz and /metrics\n")
 
         def _is_for_us(self) -> bool:
-            """Where the endpoint listens on all addresses (0.0.0.0), the address that the client connected to counts."""
+            """Whether the Host header is ours. With 0.0.0.0, the address that the client connected
+            to is ours."""
             return _name_in(self.headers.get("Host")) in (*LOOPBACK, host.lower(), self.connection.getsockname()[0])
 
         def _answer(self, code: int, content: str) -> None:
@@ -244,6 +248,6 @@ def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: the terminal is for runs."""
+            """Print nothing: the terminal is for runs."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""The server or a site of a kit as a child process that is started again when it dies."""
+"""The server or a site of a kit as a supervised child process, which is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 
 from fedbilevel.errors import SettingError
-from fedbilevel.sites.flare import certificates, kits
+from fedbilevel.sites.flare import certificates, kits, production
 
-CONSOLE = "console.txt"  # what the child wrote that is in no log: an error before its logs are open
-PATIENCE = 5.0  # seconds that a process is given to end by itself
-SHORT_LIFE = 10.0  # a child that lived for less is waited for longer and longer before the next start
-LEAN = {  # FLARE's hundreds of threads would otherwise have pools of memory of their own; nothing in a kit is a module
+CONSOLE = "console.txt"  # output of the child: errors before its logs are open
+PATIENCE = 5.0  # seconds for a process to end by itself
+SHORT_LIFE = 10.0  # seconds; the pause before a restart doubles after a child that lived for less
+LEAN = {  # one memory pool for FLARE's hundreds of threads, and no imports from the kit
     "MALLOC_ARENA_MAX": "2", "PYTHONSAFEPATH": "1",
 }  # fmt: skip
-BEAT = 4  # seconds between heart-beats of a site, by which it notices that the server was restarted; FLARE's own: 10
+BEAT = 4  # seconds between heartbeats, by which a site notices a restart of the server; FLARE's default is 10
 _PARENT = ("server_train", "client_train")
 
 
@@ -32,9 +32,8 @@ def command_of(kit: Path) -> list[str]:
     """The command in the kit's own start script, with this Python."""
     script = kit / "startup" / "sub_start.sh"
     if not script.is_file():
-        raise SettingError(
-            f"{kit} is not the whole kit of a server or a site: there is no startup/sub_start.sh in it, so make it again with provision."
-        )
+        missing = "there is no startup/sub_start.sh in it, so make it again with provision"
+        raise SettingError(f"{kit} is not the whole kit of a server or a site: {missing}.")
     found = re.search(r"exec python3 (-u -m nvflare\S+ .*)", script.read_text())
     if found is None:
         raise SettingError(f"{script} holds no command that this version knows: make the kits again with nvflare 2.9.")
@@ -49,33 +48,31 @@ def name_of(kit: Path) -> str:
 
 
 def running(kit: Path) -> dict[int, str]:
-    """Processes of this kit by pid: `parent`, or the id of the job a process works for.
+    """Processes of this kit by pid: `parent`, or the id of the job that a process works for.
 
-    Told by an argument that is the kit's path: a kit lies in one place, and site-1 is not site-10.
+    They have the kit's path as a whole argument, so that site-1 is not taken for site-10.
     """
     place, found = str(kit.resolve()), {}
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            if (
-                place in words
-                and process.status() != psutil.STATUS_ZOMBIE
-                and any("nvflare.private.fed.app" in word for word in words)
-            ):
-                found[process.pid] = (
-                    "parent"
-                    if any(word.endswith(_PARENT) for word in words)
-                    else words[words.index("-n") + 1]
-                    if "-n" in words
-                    else "job"
-                )
-        except psutil.Error:  # it ended meanwhile, or is somebody else's
+            is_flare = any("nvflare.private.fed.app" in word for word in words)
+            if place in words and is_flare and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = _kind(words)
+        except psutil.Error:  # it ended meanwhile, or belongs to another user
             continue
     return found
 
 
+def _kind(words: list[str]) -> str:
+    if any(word.endswith(_PARENT) for word in words):
+        return "parent"
+    return words[words.index("-n") + 1] if "-n" in words else "job"
+
+
 def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
-    """End what is left of this kit's processes: job processes outlive a parent that was killed, and would meet those of the next."""
+    """End all processes of this kit. Job processes outlive a killed parent, and would interfere
+    with the next one's."""
     processes = []
     for pid in running(kit):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -90,7 +87,8 @@ def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
 
 
 class Supervised:
-    """The server or site of one kit: started, started again when it dies, stopped with all its job processes."""
+    """The server or site of one kit: started, restarted when it dies, and stopped with all its job
+    processes."""
 
     def __init__(
         self,
@@ -102,14 +100,13 @@ class Supervised:
     ) -> None:
         self.kit, self.command, self.name = kit.resolve(), command_of(kit), name_of(kit)
         kits.check_whole(kit, "server" if self.name == kits.SERVER else "site")
-        kits.check_guarded(kit)
+        production.check_guarded(kit)
         certificates.check(kit)
-        if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it on to job processes as text that is divided again
-            raise SettingError(
-                f"the kit lies in {str(self.kit)!r}, and FLARE cannot start jobs below a path with blanks or quotes: move it."
-            )
+        if re.search(r"[\s'\"\\#]", str(self.kit)):  # FLARE passes it to job processes in text that is split again
+            reason = "FLARE cannot start jobs below a path with blanks or quotes"
+            raise SettingError(f"the kit is in {str(self.kit)!r}, and {reason}: move it.")
         self._environment = {**LEAN, **os.environ, **(environment or {})}
-        if "PYTHONPATH" in self._environment:  # the child works in its kit
+        if "PYTHONPATH" in self._environment:  # relative paths would be lost, because the child runs in its kit
             self._environment["PYTHONPATH"] = os.pathsep.join(
                 os.path.abspath(part) for part in self._environment["PYTHONPATH"].split(os.pathsep) if part
             )
@@ -137,10 +134,10 @@ class Supervised:
         left = clear(self.kit)
         if left:
             self._say(f"{self.name}: ended {len(left)} processes left over from before.")
-        kits.settle(self.kit)
+        production.settle(self.kit)
         (self.kit / "transfer").mkdir(exist_ok=True)
         with (self.kit / CONSOLE).open("wb") as console:
-            # a session of its own: a Ctrl-C for the supervisor is not one for the child
+            # its own session, so that a Ctrl-C for the supervisor does not reach the child
             self._child = subprocess.Popen(
                 self.command,
                 cwd=self.kit,
@@ -171,11 +168,11 @@ class Supervised:
         return f"; it said: {lines[-1].strip()[:200]}" if lines else ""
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until somebody stops it; whether somebody did."""
+        """Wait until it is stopped, or for these seconds; returns whether it is stopped."""
         return self._stopping.wait(seconds)
 
     def ask_to_stop(self) -> None:
-        """Without waiting for it: several can end at once."""
+        """Begin to stop, without waiting, so that several can stop at once."""
         self._stopping.set()
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()
