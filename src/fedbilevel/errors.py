@@ -100,3 +100,9 @@ class PluginError(FedBilevelError, ImportError):
 
 class ReportError(FedBilevelError, ValueError):
     """A record that no page can be made of."""
+
+
+def reason(error: Exception) -> str:
+    """Describe an exception of the user's own function, short and on one line."""
+    text = " ".join(str(error).split()).split(". ", 1)[0]
+    return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + ' ...'}".rstrip(".: ")

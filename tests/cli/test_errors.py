@@ -97,12 +97,12 @@ AT_THE_START = {
     ),
     "x0 of nothing": (
         losses(x0=lambda sizes: {}, scopes=PRIVATE),
-        r"what x0\(\) returns must be a dict .* got an empty one",
+        r"what x0\(\) returns must be a dict .* got an empty dict",
     ),
     "x0 of numbers": (losses(x0=lambda sizes: {"x": 1.0}, scopes=PRIVATE), "got an entry 'x' of type float"),
     "statistics of nobody": (
         losses(statistics={"tset": raising}),
-        "statistics for the role 'tset', expected one that the clients have: train, val",
+        "statistics for the role 'tset', expected a role of the clients: train, val",
     ),
     "statistics that fail": (
         losses(statistics={"val": raising}),

@@ -32,7 +32,8 @@ from fedbilevel.federation.ledger import EDGES, Ledger
 from fedbilevel.oracle.population import figures
 from fedbilevel.peers.participant import HYPERGRADIENT
 from fedbilevel.peers.plan import PeerPlan, plan_of
-from fedbilevel.problem.problem import Layout, Problem
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.record import Record, make_folder, write_whole
 from fedbilevel.runs.resume import versions
 from fedbilevel.tasks.task import Shapes

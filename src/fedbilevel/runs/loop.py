@@ -39,7 +39,8 @@ from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.network import AnyNetwork
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.problem.client_data import Holdings
-from fedbilevel.problem.problem import Problem, check_kind
+from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.validation import check_kind
 from fedbilevel.runs.callbacks import Callback, Follower
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.record import Record

@@ -26,7 +26,8 @@ from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.oracle.population import figures
 from fedbilevel.problem.draws import Stream
-from fedbilevel.problem.problem import Layout, Problem
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem
 from fedbilevel.sites.mailbox import ROOM, Answer, Desk, Message
 from fedbilevel.sites.outliers import Flag, Watch
 from fedbilevel.sites.transport import Failure
