@@ -20,7 +20,7 @@ from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm, phase
-from fedbilevel.oracle.oracle import one_row
+from fedbilevel.problem.layout import one_row
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief, drive

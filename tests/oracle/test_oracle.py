@@ -1,6 +1,7 @@
 """Every derivative of every strategy against second derivatives taken client by client without the library, and against finite differences."""
 
 import dataclasses
+import math
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedbilevel.errors import ProblemError, SettingError
-from fedbilevel.oracle import oracle
+from fedbilevel.oracle import evaluation
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -102,12 +103,13 @@ def representation_in_dicts(*, cached):
 
 
 def meet(built, *, often=None, long=None, **options):
-    """often, long: trace from that call on; measure other ways for calls as long as this."""
+    """A population whose oracle traces from call `often` on and measures calls of at least `long` seconds.
+
+    Without `long` nothing is measured, so that a loaded machine changes no choice.
+    """
     population = Population(built.problem, built.clients, **{"dtype": torch.float64, **options})
-    population.oracle.often, population.oracle.long = (
-        often or population.oracle.often,
-        population.oracle.long if long is None else long,
-    )
+    population.oracle.often = often or population.oracle.often
+    population.oracle.long = math.inf if long is None else long
     return population
 
 
@@ -698,7 +700,7 @@ def test_short_calls_are_not_measured():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling derivatives needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_compiled_derivatives_are_the_same_up_to_rounding(monkeypatch):
-    monkeypatch.setattr(oracle, "_OFTEN_ENOUGH", 3)
+    monkeypatch.setattr(evaluation, "_OFTEN_ENOUGH", 3)
     built = representation_in_dicts(cached=True)
     population, plain = meet(built, strategy="compiled"), meet(built)
     x, y, v = point(population)
@@ -715,7 +717,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch):
     def broken(run):
         raise RuntimeError("no such file: cc\nand more")
 
-    monkeypatch.setattr(oracle, "compiled", broken)
+    monkeypatch.setattr(evaluation, "compiled", broken)
     with pytest.raises(
         SettingError, match=r"needs a compiler that works \(RuntimeError: no such file: cc\): use strategy='auto'"
     ):
@@ -731,8 +733,8 @@ def test_features_are_computed_a_part_at_a_time_where_memory_asks_for_it(monkeyp
     x, y, _ = point(population, shared_x=True)
     train = whole(population, "train")
     at_once = population.oracle.lower_grad(x, y, train)
-    monkeypatch.setattr("fedbilevel.oracle.oracle.BUDGET", 8 * 2 * train.fields.sample_bytes())
-    monkeypatch.setattr("fedbilevel.oracle.oracle._KEPT", 0)
+    monkeypatch.setattr("fedbilevel.oracle.features.BUDGET", 8 * 2 * train.fields.sample_bytes())
+    monkeypatch.setattr("fedbilevel.oracle.features._KEPT", 0)
     calls.clear()
     in_parts = meet(built, chunk_size=3)
     calls.clear()

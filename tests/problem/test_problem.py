@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.population import Population
-from fedbilevel.problem.problem import BoundModule, Layout, Problem, Scopes, with_features
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.modules import BoundModule
+from fedbilevel.problem.problem import Problem, Scopes, with_features
 
 DIM = 3
 
@@ -113,7 +115,7 @@ def test_ravel_refuses_other_names():
             {"x0": lambda sizes: {"x": torch.zeros(DIM)}},
             "x0 is a function of the client's sizes, which only a private x can be",
         ),
-        ({"x0": {}}, "x0 must be a dict of named tensors with at least one entry, got an empty one"),
+        ({"x0": {}}, "x0 must be a dict of named tensors with at least one entry, got an empty dict"),
         ({"x0": torch.zeros(3)}, "x0 must be a dict of named tensors with at least one entry, got Tensor"),
         ({"x0": {"x": [0.0, 0.0]}}, "x0 must be a dict of named tensors"),
         ({"y0": {"y": np.zeros(3)}}, "y0 must be a dict of named tensors"),

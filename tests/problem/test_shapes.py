@@ -16,7 +16,7 @@ from fedbilevel.algorithms.fedbio_local import FedBiOLocal
 from fedbilevel.data.folders import read_folder, write_folder
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem.problem import away
+from fedbilevel.problem.validation import away
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.few_shot import FewShot
 from fedbilevel.tasks.hyper_representation import HyperRepresentation

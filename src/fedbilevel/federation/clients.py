@@ -13,10 +13,10 @@ from torch import Tensor
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Sparse
 from fedbilevel.federation.ledger import Ledger
-from fedbilevel.oracle.oracle import one_row
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Batch, Holdings
 from fedbilevel.problem.draws import Address, Stream
+from fedbilevel.problem.layout import one_row
 from fedbilevel.problem.problem import Problem
 
 Rows = Tensor | tuple[Tensor, ...]

@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_map
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.oracle import Oracle, Strategy
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
-from fedbilevel.problem.problem import Layout, Problem, away, check_kind, check_losses, check_statistics, own_figures
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures
 
 Points = (
     Tensor | Callable[[Tensor], Tensor]
