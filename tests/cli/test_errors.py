@@ -158,7 +158,7 @@ def test_the_users_own_functions_are_named_when_they_fail(what):
 
 
 def test_modules_that_are_none():
-    with pytest.raises(ProblemError, match=r"lower_module is of type dict, expected a torch\.nn\.Module"):
+    with pytest.raises(ProblemError, match=r"y_module is of type dict, expected a torch\.nn\.Module"):
         Problem.from_modules(torch.nn.Linear(2, 2), {}, upper=raising, lower=raising)
 
 

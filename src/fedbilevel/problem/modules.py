@@ -38,7 +38,7 @@ def initial_parameters(label: str, module: nn.Module) -> dict[str, Tensor]:
     if not isinstance(module, nn.Module):
         raise ProblemError(
             f"{label} is of type {type(module).__name__}, expected a torch.nn.Module: "
-            "use Problem(...) for plain tensors."
+            f"give a dict of tensors as {label[0]}0."
         )
     for name, layer in module.named_modules():
         _refuse_layer(layer, f"{label}.{name}" if name else label)

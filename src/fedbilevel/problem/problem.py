@@ -160,36 +160,93 @@ class Problem:
     @classmethod
     def from_modules(
         cls,
-        upper_module: nn.Module,
-        lower_module: nn.Module,
+        x_module: nn.Module | None = None,
+        y_module: nn.Module | None = None,
         *,
         upper: Loss,
         lower: Loss,
+        x0: Tree | Callable[[Mapping[str, int]], Tree] | None = None,
+        y0: Tree | None = None,
+        scopes: Scopes = Scopes(),
         features: Callable[[Any, Fields], Tensor] | None = None,
+        weights: Literal["mean", "by_samples"] = "mean",
         statistics: Mapping[str, Statistics] = MappingProxyType({}),
-        **options: Any,
+        metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty,
+        across: Callable[[Mapping[str, Tensor]], dict[str, float]] | None = None,
+        diagnostics: Callable[[Tree, Tree], dict[str, float]] | None = None,
+        name: str = "problem",
     ) -> Problem:
-        """x = parameters of `upper_module`, y = parameters of `lower_module`.
+        """Make a problem from torch modules: for x and y, or for one of them beside tensors for the other.
 
-        The losses and statistics receive the two modules as calls that use the current x and y:
+        x_module: x is its parameters. Or give tensors as `x0`, as in `Problem`.
+        y_module: y is its parameters. Or give tensors as `y0`.
+
+        Losses, statistics and features receive a module as a call that uses the current parameters:
         `upper(net, head, batch)` may write `head(net(batch["image"]))` and
-        `net.parameters["0.weight"]`. Frozen parameters stay as they are; the modules themselves are
-        never changed.
+        `net.parameters["0.weight"]`. They receive tensors as a dict, and `diagnostics` receives dicts
+        only. Frozen parameters stay as they are, and the modules themselves are never changed.
+        All other arguments are those of `Problem`.
+
+        Two modules, a module beside a tensor for x, and one beside tensors for y:
+
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> def fit(net, head, batch):
+        ...     return (head(net(batch["a"]))[:, 0] - batch["b"]) ** 2
+        >>> net, head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
+        >>> fb.Problem.from_modules(net, head, upper=fit, lower=fit)
+        <Problem problem: x (shared) = {weight: (2, 3), bias: (2)}, y (global) = {weight: (1, 2), bias: (1)}>
+        >>> def error(x, head, batch):
+        ...     return (head(batch["a"])[:, 0] - batch["b"]) ** 2
+        >>> def ridge(x, head, batch):
+        ...     return error(x, head, batch) + x["penalty"].exp() * (head.parameters["weight"] ** 2).sum()
+        >>> fb.Problem.from_modules(
+        ...     y_module=torch.nn.Linear(3, 1), x0={"penalty": torch.tensor(0.0)}, upper=error, lower=ridge
+        ... )
+        <Problem problem: x (shared) = {penalty: ()}, y (global) = {weight: (1, 3), bias: (1)}>
+        >>> def project(net, y, batch):
+        ...     return (net(batch["a"]) @ y["w"] - batch["b"]) ** 2
+        >>> fb.Problem.from_modules(x_module=net, y0={"w": torch.zeros(2)}, upper=project, lower=project)
+        <Problem problem: x (shared) = {weight: (2, 3), bias: (2)}, y (global) = {w: (2)}>
         """
-        x0, y0 = initial_parameters("upper_module", upper_module), initial_parameters("lower_module", lower_module)
+        if x_module is None and y_module is None:
+            raise ProblemError(
+                "x_module and y_module are both missing, expected a torch.nn.Module for one of them at least: "
+                "use Problem(...) for plain tensors."
+            )
+        start_x, of_x = _start("x", x_module, x0)
+        start_y, of_y = _start("y", y_module, y0)
 
         def bind(function: Callable[[Any, Any, Fields], Any]) -> Callable[[Any, Any, Fields], Any]:
-            return lambda x, y, batch: function(BoundModule(upper_module, x), BoundModule(lower_module, y), batch)
+            return lambda x, y, batch: function(of_x(x), of_y(y), batch)
 
         return cls(
             upper=bind(upper),
             lower=bind(lower),
-            x0=x0,
-            y0=y0,
-            features=None if features is None else (lambda x, batch: features(BoundModule(upper_module, x), batch)),
+            x0=start_x,
+            y0=start_y,
+            scopes=scopes,
+            features=None if features is None else (lambda x, batch: features(of_x(x), batch)),
+            weights=weights,
             statistics={role: bind(function) for role, function in statistics.items()},
-            **options,
+            metrics=metrics,
+            across=across,
+            diagnostics=diagnostics,
+            name=name,
         )
+
+
+def _start(variable: str, module: nn.Module | None, tensors: Any) -> tuple[Any, Callable[[Tree], Any]]:
+    """Return the initial value of a variable, and what a loss receives for a value of it."""
+    if (module is None) == (tensors is None):
+        names = f"{variable}_module and {variable}0"
+        raise ProblemError(
+            f"{names} are both {'missing' if module is None else 'given'}, expected one of them: "
+            f"give a module as {variable}_module, or a dict of tensors as {variable}0."
+        )
+    if module is None:
+        return tensors, lambda value: value
+    return initial_parameters(f"{variable}_module", module), lambda value: BoundModule(module, value)
 
 
 def with_features(problem: Problem, x: Any, fields: Fields) -> Fields:
