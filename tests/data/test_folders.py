@@ -192,7 +192,7 @@ def test_other_files_and_an_empty_role_that_only_measures_do_no_harm(site):
 
 
 def test_a_folder_that_is_not_there_or_lacks_a_role(tmp_path, site):
-    refused(tmp_path / "none", "is no folder: name the one that holds this client's train.npz")
+    refused(tmp_path / "none", "is no folder: name the folder that holds this client's train.npz")
     (site / "train.npz").rename(site / "training.npz")
     refused(
         site,
