@@ -30,7 +30,7 @@ from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 from support.numeric.yardstick import relative
 
-SCOPES = list(itertools.product(("global", "local"), ("shared", "private"), ("mean", "by_samples")))
+SCOPES = list(itertools.product(("global", "local"), ("shared", "private"), ("equal", "by_samples")))
 OPTIONS = {"exact": {}, "cg": {}, "neumann": {"num_terms": 150}, "fixed_point": {"tolerance": 1e-12}}
 
 
@@ -50,7 +50,15 @@ def point(population, seed=0):
 
 def task(lower, upper, weights, **more):
     return Quadratic(
-        **{"num_clients": 4, "dim_upper": 3, "dim_lower": 4, "lower": lower, "upper": upper, "weights": weights, **more}
+        **{
+            "num_clients": 4,
+            "dim_upper": 3,
+            "dim_lower": 4,
+            "lower": lower,
+            "upper": upper,
+            "client_weights": weights,
+            **more,
+        }
     )
 
 
@@ -155,11 +163,11 @@ def test_a_length_is_not_zero_because_nothing_was_found():
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 def test_a_length_that_is_not_determined_is_not_a_number(lower, monkeypatch):
-    problem, clients = task(lower, "shared", "mean").build()
+    problem, clients = task(lower, "shared", "equal").build()
     bent = dataclasses.replace(problem, lower=lambda x, y, batch: problem.lower(x, y, batch) - 50 * (y["y"] ** 2).sum())
     population = meet(Built(bent, clients))
     assert np.isnan(measured(population, population.x0, torch.ones(4, dtype=torch.float64)))
-    population = meet(task(lower, "shared", "mean").build())
+    population = meet(task(lower, "shared", "equal").build())
     monkeypatch.setattr("fedbilevel.oracle.hypergradient._SOON", 1)
     assert np.isnan(measured(population, point(population), torch.ones(4, dtype=torch.float64)))
 
@@ -222,7 +230,7 @@ any_quadratic = {
     "num_samples": st.integers(1, 5),
     "lower": st.sampled_from(["global", "local"]),
     "upper": st.sampled_from(["shared", "private"]),
-    "weights": st.sampled_from(["mean", "by_samples"]),
+    "client_weights": st.sampled_from(["equal", "by_samples"]),
     "data_seed": st.integers(0, 10_000),
 }
 
@@ -281,7 +289,11 @@ def small_cleaning():
 
 def shares(population):
     sizes = population.data.sizes["train"].double()
-    return sizes / sizes.sum() if population.problem.weights == "by_samples" else torch.full_like(sizes, 1 / len(sizes))
+    return (
+        sizes / sizes.sum()
+        if population.problem.client_weights == "by_samples"
+        else torch.full_like(sizes, 1 / len(sizes))
+    )
 
 
 def losses(built, population, x, y, role, loss):
@@ -356,7 +368,7 @@ def test_the_lower_solution_has_zero_gradient(make):
 
 def test_the_lower_solution_is_found_from_far_away():
     """Backtracking: with a flat far field a full Newton step from here overshoots."""
-    built = task("local", "shared", "mean", bend=20.0).build()
+    built = task("local", "shared", "equal", bend=20.0).build()
     population = meet(built)
     x = point(population)
     far = 50 * torch.ones(len(population), 4, dtype=torch.float64)
@@ -364,7 +376,7 @@ def test_the_lower_solution_is_found_from_far_away():
 
 
 def test_the_hypergradient_in_single_precision_is_close_and_single():
-    built = task("global", "shared", "mean", bend=0.5).build()
+    built = task("global", "shared", "equal", bend=0.5).build()
     single, double = meet(built, dtype=torch.float32), meet(built)
     x = point(double)
     exact = hypergradient(double, x, lower_solution(double, x))
@@ -391,7 +403,7 @@ def test_the_strategy_leaves_no_trace(options):
 
 def test_features_leave_no_trace():
     """batch["features"] = B x, which the lower loss is linear in."""
-    made = task("global", "shared", "mean", bend=0.5).build()
+    made = task("global", "shared", "equal", bend=0.5).build()
     plain = made.problem
 
     def lower(x, y, batch):
@@ -577,7 +589,7 @@ def test_negative_curvature_is_named():
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 def test_a_lower_level_that_is_not_convex_is_named_through_the_population(lower):
-    made = task(lower, "shared", "mean")
+    made = task(lower, "shared", "equal")
     built = made.build()
     for client in built.clients:
         client["train"]["A"] = client["train"]["A"] - 20 * np.eye(4)

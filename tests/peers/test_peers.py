@@ -120,7 +120,7 @@ def test_synchronous_peers_are_the_simulator_bit_for_bit(tmp_path, algorithm, op
     [
         (Influence(num_clients=3), {"name": "hgp", "optimiser": "none", "num_lower_steps": 5, "num_terms": 4}, 2),
         (Personalisation(num_clients=3, share=0.05, width=0.2), {"name": "hgp", "num_lower_steps": 3, "num_terms": 2, "lr_system": 0.05}, 10),
-        (Quadratic(**SMALL, weights="by_samples"), HGP, None),
+        (Quadratic(**SMALL, client_weights="by_samples"), HGP, None),
         (Quadratic(**SMALL, upper="private"), HGP, None),
         (Quadratic(**SMALL, lower="local"), HGP, None),
     ],

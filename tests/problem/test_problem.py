@@ -109,7 +109,7 @@ def test_ravel_refuses_other_names():
     [
         ({"scopes": Scopes(lower="locals")}, "scopes.lower is 'locals', expected 'global' or 'local'"),
         ({"scopes": Scopes(upper="global")}, "scopes.upper is 'global', expected 'shared' or 'private'"),
-        ({"weights": "by_size"}, "weights is 'by_size', expected 'mean' or 'by_samples'"),
+        ({"client_weights": "by_size"}, "client_weights is 'by_size', expected 'equal' or 'by_samples'"),
         (
             {"x0": lambda sizes: {"x": torch.zeros(DIM)}},
             "x0 is a function of the client's sizes, which only a private x can be",

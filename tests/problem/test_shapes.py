@@ -56,7 +56,7 @@ TASKS = {
     ),
     "few shot": (FewShot(**FEW), None),
     "quadratic": (Quadratic(cross=0.3, bend=0.2, num_clients=3), None),
-    "quadratic private": (Quadratic(upper="private", lower="local", weights="by_samples", num_clients=3), None),
+    "quadratic private": (Quadratic(upper="private", lower="local", client_weights="by_samples", num_clients=3), None),
     "influence": (Influence(num_train=10, num_val=8), 2),
     "influence cnn": (Influence(data="digits", model="cnn", share=0.1), 10),
 }

@@ -209,7 +209,7 @@ def test_a_mean_that_overflows_is_laid_to_the_answer_that_made_it_do_so(tmp_path
     ours = plan(
         federation,
         "fedbio",
-        {"name": "quadratic", "num_clients": 3, "weights": "by_samples"},
+        {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"},
         dtype="float64",
         max_weight=4,
     )
@@ -228,7 +228,9 @@ def test_a_mean_that_overflows_is_laid_to_the_answer_that_made_it_do_so(tmp_path
 
 def test_where_all_answers_are_huge_the_steps_are_too_long(tmp_path):
     federation = Loopback(tmp_path)
-    ours = plan(federation, "fedbio", {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}, dtype="float64")
+    ours = plan(
+        federation, "fedbio", {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"}, dtype="float64"
+    )
     huge = lambda answer, arrays: (answer, [torch.full_like(array, 1.7e308) for array in arrays])
     with pytest.raises(
         NonFiniteError,
@@ -279,7 +281,7 @@ def boasting(weight):
 )
 def test_a_weight_that_a_site_makes_up_is_capped_and_said(tmp_path, more, most):
     federation, said = Loopback(tmp_path), []
-    task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}  # 4, 5 and 6 samples
+    task = {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"}  # 4, 5 and 6 samples
     ours = plan(federation, "fedbio", task, dtype="float64", **more)
     assert federation.serve(ours, boasting(2**39), said.append) == "finished"
     tensors, _ = federation.record.load()
@@ -304,7 +306,10 @@ def test_a_measurement_counts_with_the_weights_of_the_means(tmp_path):
         federation = Loopback(tmp_path / place)
         federation.serve(
             plan(
-                federation, "fedbio", {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}, dtype="float64"
+                federation,
+                "fedbio",
+                {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"},
+                dtype="float64",
             ),
             fault,
         )

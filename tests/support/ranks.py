@@ -59,7 +59,7 @@ def quadratic(**settings: Any) -> Built:
 
 def with_figures() -> Built:
     """Clients that count by samples, sums of statistics, and a figure that needs the clients one by one."""
-    built = quadratic(weights="by_samples")
+    built = quadratic(client_weights="by_samples")
     statistics = {
         "val": lambda x, y, batch: {
             "far": (batch["weight"] * (batch["D"] ** 2).sum(tuple(range(1, batch["D"].ndim)))).sum() * y["y"].sum()
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "clustered_fl": (ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6), quadratic, NOISY),
     "commfedbio": (CommFedBiO(num_kept=2, num_local_steps=2), quadratic, {**NOISY, "drops": some_missing}),
     "fedavg_plus": (FedAvgPlus(num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5), "sampling": "epochs"}),
-    "sgp": (SGP(num_lower_steps=3), lambda: quadratic(weights="by_samples"), {**NOISY, "network": DIRECTED}),
+    "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),
         quadratic,

@@ -20,11 +20,11 @@ from support.numeric.yardstick import drive, relative
 
 SCOPES = [
     {},
-    {"weights": "by_samples"},
+    {"client_weights": "by_samples"},
     {"upper": "private"},
-    {"upper": "private", "weights": "by_samples"},
+    {"upper": "private", "client_weights": "by_samples"},
     {"lower": "local"},
-    {"lower": "local", "weights": "by_samples"},
+    {"lower": "local", "client_weights": "by_samples"},
     {"lower": "local", "upper": "private"},
 ]
 
@@ -132,7 +132,7 @@ def test_the_data_depend_on_the_seed_alone():
 
 
 def test_measured_figures_are_those_of_the_closed_form():
-    task = Quadratic(weights="by_samples")
+    task = Quadratic(client_weights="by_samples")
     closed, x, fed = task.closed_form(), point(task), simulate(task.build())
     figures = fed.measure(torch.tensor(x), torch.tensor(closed.lower_solution(x)))
     assert figures["hypergradient_norm"] == pytest.approx(np.linalg.norm(closed.hypergradient(x)), rel=1e-12)

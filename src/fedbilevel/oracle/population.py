@@ -126,7 +126,7 @@ class Population:
         """Whole numbers, so that a weighted sum of float32 rows is exact in float64 and the order of clients leaves no trace."""
         return (
             self.data.sizes["train"][positions]
-            if self.problem.weights == "by_samples"
+            if self.problem.client_weights == "by_samples"
             else torch.ones(len(positions), dtype=torch.int64)
         )
 

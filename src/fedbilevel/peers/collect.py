@@ -324,7 +324,7 @@ def _named(label: str, number: int, tree: Mapping[str, Tensor]) -> dict[str, Ten
 
 def is_mask(problem: Problem, roles: Iterable[str]) -> bool:
     """Whether x has one entry per training sample and starts at ones, y is one for all and peers count the same, so that minus an entry of h is a change."""
-    if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.weights != "mean":
+    if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.client_weights != "equal":
         return False
     leaves = list(problem.initial_x({role: 5 if role == "train" else 3 for role in roles}).values())
     return len(leaves) == 1 and leaves[0].shape == (5,) and bool((leaves[0] == 1).all())

@@ -65,8 +65,8 @@ class Problem:
     features: optional `features(x, batch) -> Tensor` with one entry per sample. Losses find it as
         `batch["features"]`, and the library computes it once per x instead of once per call.
         It never changes a result.
-    weights: how clients are averaged: `mean` (every client counts the same, as in the papers) or
-        `by_samples` (by training samples).
+    client_weights: how clients are averaged: `equal` (every client counts the same, as in the papers)
+        or `by_samples` (in proportion to its training samples).
     statistics: per role, a function (x, y, batch) -> dict of values per sample, shape (n,), which
         the library sums over real samples, or of scalars that count nothing where
         `batch["weight"]` is 0.
@@ -97,7 +97,7 @@ class Problem:
     y0: Tree
     scopes: Scopes = Scopes()
     features: Callable[[Any, Fields], Tensor] | None = None
-    weights: Literal["mean", "by_samples"] = "mean"
+    client_weights: Literal["equal", "by_samples"] = "equal"
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
     metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty
     across: Callable[[Mapping[str, Tensor]], dict[str, float]] | None = None
@@ -112,7 +112,7 @@ class Problem:
         for label, value, known in (
             ("scopes.lower", self.scopes.lower, ("global", "local")),
             ("scopes.upper", self.scopes.upper, ("shared", "private")),
-            ("weights", self.weights, ("mean", "by_samples")),
+            ("client_weights", self.client_weights, ("equal", "by_samples")),
         ):
             if value not in known:
                 raise ProblemError(f"{label} is {value!r}, expected {' or '.join(map(repr, known))}.")
@@ -169,7 +169,7 @@ class Problem:
         y0: Tree | None = None,
         scopes: Scopes = Scopes(),
         features: Callable[[Any, Fields], Tensor] | None = None,
-        weights: Literal["mean", "by_samples"] = "mean",
+        client_weights: Literal["equal", "by_samples"] = "equal",
         statistics: Mapping[str, Statistics] = MappingProxyType({}),
         metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty,
         across: Callable[[Mapping[str, Tensor]], dict[str, float]] | None = None,
@@ -227,7 +227,7 @@ class Problem:
             y0=start_y,
             scopes=scopes,
             features=None if features is None else (lambda x, batch: features(of_x(x), batch)),
-            weights=weights,
+            client_weights=client_weights,
             statistics={role: bind(function) for role, function in statistics.items()},
             metrics=metrics,
             across=across,

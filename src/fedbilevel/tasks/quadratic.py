@@ -38,7 +38,9 @@ class Quadratic(Task):
     cross: float = setting(0.0, "weight of terms that couple x and y in the upper level", least=0)
     lower: Literal["global", "local"] = setting("global", "one y for all clients, or one each")
     upper: Literal["shared", "private"] = setting("shared", "one x for all clients, or one each")
-    weights: Literal["mean", "by_samples"] = setting("mean", "how clients are averaged")
+    client_weights: Literal["equal", "by_samples"] = setting(
+        "equal", "clients count equally in means, or in proportion to their training samples"
+    )
     data_seed: int = setting(7, "seed of the data", least=0)
 
     suggested = {
@@ -108,7 +110,7 @@ class Quadratic(Task):
             else {"x": torch.zeros(self.dim_upper)},
             y0={"y": torch.zeros(self.dim_lower)},
             scopes=Scopes(lower=self.lower, upper=self.upper),
-            weights=self.weights,
+            client_weights=self.client_weights,
             name="quadratic",
         )
 
@@ -163,7 +165,7 @@ class Quadratic(Task):
         for client, mean in zip(self.clients(), means, strict=True):
             mean["Dt"] = np.einsum("sij,sj->i", client["val"]["D"], client["val"]["t"]) / len(client["val"]["t"])
         sizes = np.array([len(client["train"]["c"]) for client in self.clients()], float)
-        share = sizes / sizes.sum() if self.weights == "by_samples" else np.full(len(means), 1 / len(means))
+        share = sizes / sizes.sum() if self.client_weights == "by_samples" else np.full(len(means), 1 / len(means))
         stacked = {name: np.stack([mean[name] for mean in means]) for name in means[0]}
         stacked["E"] = self.cross * stacked.get("E", np.zeros_like(stacked["B"]))
         return ClosedForm(stacked, share, self.lower == "local", self.upper == "private")
