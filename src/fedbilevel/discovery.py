@@ -1,12 +1,14 @@
-"""Finds algorithms and tasks: one module each, whose name is the name users type, and those of other installed packages.
+"""Finds algorithms and tasks: one module each, whose name is the name users type, and those of
+other installed packages.
 
 Another package offers its own by entry points, of which fedbilevel asks for nothing but the class:
 
     [project.entry-points."fedbilevel.tasks"]
     sepsis = "hospital.sepsis:Sepsis"
 
-`Sepsis` derives from `Task` and lies in a module `sepsis`, so that its name() is the name of the entry point. Algorithms are in the group
-"fedbilevel.algorithms". What this package has itself cannot be replaced.
+`Sepsis` derives from `Task` and lies in a module `sepsis`, so that its name() is the name of the
+entry point. Algorithms are in the group "fedbilevel.algorithms". What this package has itself
+cannot be replaced.
 """
 
 from __future__ import annotations
@@ -65,7 +67,10 @@ def task(name: str) -> type[Task]:
 
 
 def _all(package: ModuleType, kind: type[Any]) -> dict[str, type[Any]]:
-    """Those that can be used. What is wrong with one of the others is said when it is asked for by name."""
+    """Those that can be used.
+
+    What is wrong with one of the others is said when it is asked for by name.
+    """
     known = _found(package, kind)
     usable = {}
     for name in {entry.name for entry in _offered(package)}.difference(known):
@@ -91,7 +96,9 @@ def _offered(package: ModuleType) -> Iterable[EntryPoint]:
 
 @functools.cache
 def _installed(group: str, _path: tuple[str, ...]) -> Iterable[EntryPoint]:
-    """Read once for what is on the path now: looking through all that is installed takes longer than many a call that needs a name."""
+    """Read once for what is on the path now: looking through all that is installed takes longer
+    than many a call that needs a name.
+    """
     return entry_points(group=group)
 
 
@@ -119,7 +126,8 @@ def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind
         raise PluginError(f"{where}, which is no class derived from {kind.__name__}: mend that entry point.")
     if value.name() != name:
         raise PluginError(
-            f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or define name()."
+            f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or "
+            "define name()."
         )
     return value
 

@@ -1,4 +1,7 @@
-"""Errors that a user can act on. Each message says what was given, what was expected and what to do, in one sentence."""
+"""Errors that a user can act on.
+
+Each message says what was given, what was expected and what to do, in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ class PolicyError(FedBilevelError, PermissionError):
 
 
 class AwaitingOperatorError(PolicyError):
-    """A site that answers when its operator lets it: the plan is not approved yet, or the site is paused."""
+    """A site that answers when its operator lets it: the plan is not approved yet, or the site is
+    paused.
+    """
 
 
 class QuorumError(FedBilevelError, ConnectionError):
@@ -87,7 +92,9 @@ class QuorumError(FedBilevelError, ConnectionError):
 
 
 class SuspendedError(QuorumError):
-    """The server itself was suspended, so that answers which did not arrive are not held against the sites."""
+    """The server itself was suspended, so that answers which did not arrive are not held against
+    the sites.
+    """
 
 
 class RosterError(FedBilevelError, ValueError):

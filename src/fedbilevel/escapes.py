@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Replace what Unicode calls not printable by a visible escape: control characters, reversals of the writing direction, line separators, halves of
-    pairs, and blanks and letters without a shape.
+    r"""Replace what Unicode calls not printable by a visible escape: control characters, reversals
+    of the writing direction, line separators, halves of pairs, and blanks and letters without a
+    shape.
 
     lines: keep line ends and tabs, for texts of several lines that nobody else had a part in.
 

@@ -1,4 +1,6 @@
-"""Settings of algorithms and tasks: dataclass fields that carry their range, their meaning and the paper's symbol."""
+"""Settings of algorithms and tasks: dataclass fields that carry their range, their meaning and the
+paper's symbol.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def setting(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A dataclass field. `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for every entry."""
+    """A dataclass field.
+
+    `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for
+    every entry.
+    """
     return dataclasses.field(
         default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most}
     )
@@ -45,7 +51,9 @@ class Settings:
 
 
 def made(kind: type[S], values: Mapping[str, Any]) -> S:
-    """Settings from a file, where a tuple is a list and a misspelt name must not pass for a default."""
+    """Settings from a file, where a tuple is a list and a misspelt name must not pass for a
+    default.
+    """
     if not isinstance(values, Mapping):
         raise SettingError(f"the settings of {kind.__name__} are {values!r}, expected a table.")
     known = [spec.name for spec in dataclasses.fields(kind)]
@@ -102,7 +110,8 @@ def whole_number(label: str, value: Any, least: int | None = None, other: str = 
     """A plain int, which a record can hold, also where numpy's was given."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         raise SettingError(
-            f"{label} is {value!r:.80}, expected a whole number{f', at least {least}' if least is not None else ''}{other}."
+            f"{label} is {value!r:.80}, expected a whole "
+            f"number{f', at least {least}' if least is not None else ''}{other}."
         )
     return int(value)
 

@@ -15,8 +15,12 @@ def flip_labels(
     *,
     to: Literal["wrong", "uniform"] = "wrong",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A share `rate` of the labels, chosen at random, gets another label, uniform over the others, or `to` any label, uniform over all of them.
-    Returns the labels and which of them are wrong: with `uniform`, a label that was drawn again is not."""
+    """A share `rate` of the labels, chosen at random, gets another label, uniform over the others,
+    or `to` any label, uniform over all of them.
+
+    Returns the labels and which of them are wrong: with `uniform`, a label that was drawn again is
+    not.
+    """
     hit = np.zeros(len(labels), dtype=bool)
     hit[rng.choice(len(labels), round(rate * len(labels)), replace=False)] = True
     shift = rng.integers(0 if to == "uniform" else 1, num_classes, size=len(labels))

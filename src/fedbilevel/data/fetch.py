@@ -1,7 +1,7 @@
 """Data files from their public homes, on request only: nothing else here uses the network.
 
-Only files whose SHA-256 sum is known are listed. A file is written beside its place and moved there once its sum is right, so that a name never stands
-for half a file.
+Only files whose SHA-256 sum is known are listed. A file is written beside its place and moved there
+once its sum is right, so that a name never stands for half a file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ KNOWN: dict[str, tuple[File, ...]] = {
 
 
 def ensure(name: str, data_dir: str | Path | None = None, progress: Progress | None = None) -> list[Path]:
-    """The files of a set, from the first folder that holds them all, packed or unpacked; otherwise those that the first folder of the
-    search lacks are fetched into it."""
+    """The files of a set, from the first folder that holds them all, packed or unpacked; otherwise
+    those that the first folder of the search lacks are fetched into it.
+    """
     if name not in KNOWN:
         raise UnknownNameError("set of data that can be fetched", name, KNOWN)
     files = KNOWN[name]
@@ -69,7 +70,9 @@ def ensure(name: str, data_dir: str | Path | None = None, progress: Progress | N
 
 
 def download(file: File, folder: Path, progress: Progress | None = None, wanted: Sequence[str] = ()) -> Path:
-    """One file into `folder`. wanted: what to ask the user for if this fails, with those that would come after it."""
+    """One file into `folder`. wanted: what to ask the user for if this fails, with those that would
+    come after it.
+    """
     place = folder / file.name
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
@@ -85,11 +88,13 @@ def download(file: File, folder: Path, progress: Progress | None = None, wanted:
             error.close()  # it is the server's answer too
         names = ", ".join(wanted or [file.name])
         raise DataError(
-            f"{file.url} could not be fetched ({error or type(error).__name__}): try again, or put {names} under {folder} by hand."
+            f"{file.url} could not be fetched ({error or type(error).__name__}): try again, or put {names} under "
+            f"{folder} by hand."
         ) from error
     if found != file.sha256:
         raise DataError(
-            f"{file.url} has the SHA-256 sum {found}, expected {file.sha256}: it was damaged or replaced, and nothing was kept; try again later."
+            f"{file.url} has the SHA-256 sum {found}, expected {file.sha256}: it was damaged or replaced, and "
+            "nothing was kept; try again later."
         )
     return place
 

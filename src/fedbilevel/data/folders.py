@@ -37,9 +37,9 @@ from fedbilevel.problem.client_data import REQUIRED, RESERVED, Holdings
 def read_folder(path: Path | str, *, num_classes: int | None = None) -> dict[str, Fields]:
     """Read the data of one client: role -> field -> array.
 
-    With `num_classes`, every field `label` must hold whole numbers from 0 to num_classes - 1, and is
-    returned as int64. The names `weight`, `index` and `features` are reserved: the library fills them
-    in, and a file with a field of that name is refused.
+    With `num_classes`, every field `label` must hold whole numbers from 0 to num_classes - 1, and
+    is returned as int64. The names `weight`, `index` and `features` are reserved: the library fills
+    them in, and a file with a field of that name is refused.
     """
     folder, files = Path(path), _files(Path(path))
     _required(folder, files)
@@ -49,16 +49,16 @@ def read_folder(path: Path | str, *, num_classes: int | None = None) -> dict[str
 def read_folders(path: Path | str, *, num_classes: int | None = None) -> dict[str, dict[str, Fields]]:
     """Read the data of many clients: client -> role -> field -> array.
 
-    `list(read_folders(...).values())` is the list of clients that a run takes. Clients are sorted by
-    name, with client2 before client10. Either every client has a folder, path/ann/train.csv, or every
-    role has one, path/train/ann.csv. All clients need the same roles and fields. A field of whole
-    numbers at one client and of floating-point numbers at another is one of floating-point numbers
-    for all, because a column of a CSV file may hold no fraction by chance.
+    `list(read_folders(...).values())` is the list of clients that a run takes. Clients are sorted
+    by name, with client2 before client10. Either every client has a folder, path/ann/train.csv, or
+    every role has one, path/train/ann.csv. All clients need the same roles and fields. A field of
+    whole numbers at one client and of floating-point numbers at another is one of floating-point
+    numbers for all, because a column of a CSV file may hold no fraction by chance.
 
     num_classes: every field `label` must hold whole numbers from 0 to num_classes - 1.
 
-    The names `weight`, `index` and `features` are reserved: the library fills them in, and a file with
-    a field of that name is refused.
+    The names `weight`, `index` and `features` are reserved: the library fills them in, and a file
+    with a field of that name is refused.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -141,7 +141,8 @@ def _files(folder: Path, what: str = "role") -> dict[str, Path]:
             other = found.setdefault(place.stem, place)
             if other != place:
                 raise DataError(
-                    f"{folder} holds {other.name} and {place.name}, both for the {what} {place.stem!r}: keep one of them."
+                    f"{folder} holds {other.name} and {place.name}, both for the {what} {place.stem!r}: keep one of "
+                    "them."
                 )
     return found
 
@@ -192,7 +193,10 @@ def _natural(name: str) -> tuple[list[Any], str]:
 
 
 def _make_alike(role: str, clients: Mapping[str, dict[str, Fields]], places: Mapping[str, Path]) -> None:
-    """Give each field of this role one type at all clients. Files without samples are ignored for it."""
+    """Give each field of this role one type at all clients.
+
+    Files without samples are ignored for it.
+    """
     held = {name: own[role] for name, own in clients.items()}
     first = next((name for name, own in held.items() if len(next(iter(own.values())))), next(iter(held)))
     for name, own in held.items():
@@ -257,7 +261,8 @@ def _native(place: Path, name: str, array: np.ndarray) -> np.ndarray:
         bad = np.flatnonzero(~np.isfinite(array).all(axis=tuple(range(1, array.ndim))))
         if len(bad):
             raise DataError(
-                f"{place} has NaN or infinity in the field {name!r} of {len(bad)} samples, of which the first is number "
+                f"{place} has NaN or infinity in the field {name!r} of {len(bad)} samples, of which the first is "
+                "number "
                 f"{bad[0]} from 0: fix or drop them."
             )
     return array

@@ -12,7 +12,9 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def folders(data_dir: str | Path | None = None) -> list[Path]:
-    """In the order of the search: what the caller names, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a checkout that has one."""
+    """In the order of the search: what the caller names, $FEDBILEVEL_DATA, the user's cache, and
+    shared/data beside a checkout that has one.
+    """
     named = [place for place in (data_dir, os.environ.get("FEDBILEVEL_DATA")) if place]
     found = [*map(Path, named), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedbilevel"]
     shared = CHECKOUT.parent / "shared" / "data"
@@ -22,7 +24,9 @@ def folders(data_dir: str | Path | None = None) -> list[Path]:
 
 
 def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
-    """Every file by its name relative to a data folder (`libsvm/a9a.npz`), each in the first folder that has it."""
+    """Every file by its name relative to a data folder (`libsvm/a9a.npz`), each in the first folder
+    that has it.
+    """
     searched = folders(data_dir)
     found = {name: place for name in names for folder in reversed(searched) if (place := folder / name).is_file()}
     missing = [name for name in names if name not in found]
@@ -32,7 +36,9 @@ def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
 
 
 def find_one_of(*choices: Sequence[str], data_dir: str | Path | None = None) -> list[Path]:
-    """The files of one choice, for data that come in several forms: the first folder that holds a whole choice wins, and in it the first choice."""
+    """The files of one choice, for data that come in several forms: the first folder that holds a
+    whole choice wins, and in it the first choice.
+    """
     searched = folders(data_dir)
     for folder in searched:
         for names in choices:

@@ -1,6 +1,10 @@
-"""torch's compiler, imported when somebody compiles. `torch.func.grad` imports it only to turn compiled autograd off: 70 MB and a second of every process.
+"""torch's compiler, imported when somebody compiles.
 
-Nobody can have turned that on before the compiler was imported, so until then there is nothing to turn off.
+`torch.func.grad` imports it only to turn compiled autograd off: 70 MB and a second of every
+process.
+
+Nobody can have turned that on before the compiler was imported, so until then there is nothing to
+turn off.
 """
 
 from __future__ import annotations

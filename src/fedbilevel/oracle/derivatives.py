@@ -89,8 +89,10 @@ def pull_by_features(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
 
 
 def all_directions(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
-    """Return (f_x - J u, g_y, H u - f_y). The flags say which derivatives share a batch: f_x with f_y,
-    J u with H u, and g_y with J u."""
+    """Return (f_x - J u, g_y, H u - f_y).
+
+    The flags say which derivatives share a batch: f_x with f_y, J u with H u, and g_y with J u.
+    """
 
     def build(upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
         def directions(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,7 +57,9 @@ class Evaluation:
         chunk_size: int | None,
         compiles: bool,
     ) -> None:
-        """per_sample: the losses (`upper`, `lower`) that return one value per sample, from `check_losses`."""
+        """per_sample: the losses (`upper`, `lower`) that return one value per sample, from
+        `check_losses`.
+        """
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
         self.per_sample = per_sample
         self.strategy, self.chunk_size, self.compiles = strategy, chunk_size, compiles
@@ -79,8 +81,10 @@ class Evaluation:
         return flat
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
-        """Return how values per sample become one. The form of the two losses is known, that of other
-        functions is read from their results."""
+        """Return how values per sample become one.
+
+        The form of the two losses is known, that of other functions is read from their results.
+        """
         forms = [label in self.per_sample for label in ("upper", "lower") if function is getattr(self.problem, label)]
         if not forms:
             return contracted
@@ -89,7 +93,9 @@ class Evaluation:
         return weighted if padded else mean
 
     def pooled(self, loss: Loss, *, padded: bool) -> FlatLoss:
-        """Return the weighted mean over clients, which multiplies with a shared matrix once for all of them."""
+        """Return the weighted mean over clients, which multiplies with a shared matrix once for all
+        of them.
+        """
         each = vmap(self.flat(loss, padded=padded), in_dims=(None, None, 0))
 
         def pooled(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
@@ -165,7 +171,9 @@ class Plan:
                 )
 
     def _is_worth_tracing(self) -> bool:
-        """Exclude long calls, which were measured, and single clients, whose losses may branch on values."""
+        """Exclude long calls, which were measured, and single clients, whose losses may branch on
+        values.
+        """
         simple = self.way != "loop" and self.chunk is None and not self.untraceable
         return simple and not self.evaluation.frozen and self.label not in self.evaluation.choices
 

@@ -19,13 +19,17 @@ _KEPT = 2**24  # bytes of samples whose backward pass is kept: the tensors insid
 
 
 class Pulled(NamedTuple):
-    """A batch of all samples with its features, and their backward pass to x, without a new forward pass."""
+    """A batch of all samples with its features, and their backward pass to x, without a new forward
+    pass.
+    """
 
     batch: Batch
     back: Callable[[Tensor], Any]
 
     def join(self, parts: tuple[Tensor, Tensor], shares: Tensor | None) -> Tensor:
-        """Return the mean derivative by x in every row, from its parts by x alone and by the features."""
+        """Return the mean derivative by x in every row, from its parts by x alone and by the
+        features.
+        """
         direct, through = parts
         assert shares is not None
         if through.ndim > self.batch.fields["features"].ndim:  # pooled: every row holds the mean
@@ -83,7 +87,9 @@ class FeatureCache:
         return found
 
     def pulled(self, x: Tensor, batch: Batch) -> Pulled | None:
-        """Return a batch of all samples of a cohort whose backward pass at this x is known, or None."""
+        """Return a batch of all samples of a cohort whose backward pass at this x is known, or
+        None.
+        """
         known = (
             x is self.x
             and x._version == self.version
@@ -95,8 +101,9 @@ class FeatureCache:
         return Pulled(self.attach(x, batch), self.backs[batch.role])
 
     def _compute(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features of all samples of these clients and this role, client after client, and
-        the offset of each client."""
+        """Return the features of all samples of these clients and this role, client after client,
+        and the offset of each client.
+        """
         evaluation, features = self.evaluation, self.evaluation.problem.features
         assert features is not None
         of = lambda vector, fields: features(evaluation.layout_x.unravel(vector), fields)
@@ -119,7 +126,9 @@ class FeatureCache:
         return padded.flatten(0, 1), torch.arange(len(batch), device=x.device)[:, None] * padded.shape[1]
 
     def _of_equal_clients(self, of: Callable[..., Tensor], x: Tensor, batch: Batch, at_once: int) -> Tensor:
-        """Compute the features of clients with equal numbers of samples at one x as one long row of samples."""
+        """Compute the features of clients with equal numbers of samples at one x as one long row of
+        samples.
+        """
         row = {name: value.flatten(0, 1).split(at_once) for name, value in batch.whole().fields.items()}
         size = len(batch) * batch.data.sizes[batch.role][batch.positions[0]] * batch.fields.sample_bytes()
         if self.keeps_backs and size <= _KEPT:

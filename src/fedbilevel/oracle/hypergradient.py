@@ -1,9 +1,11 @@
-"""The hypergradient when everything can be seen at once, with a certificate; the yardstick for every federated estimator.
+"""The hypergradient when everything can be seen at once, with a certificate; the yardstick for
+every federated estimator.
 
     grad Phi = mean f_x - (mean J) u,   (mean H) u = mean f_y      at y*(x)        global lower level
     grad Phi = mean (f_x,i - J_i u_i),   H_i u_i = f_y,i           at y_i*(x)      local lower level
 
-Linear systems are solved for r right-hand sides at once: r = 1 for a global lower level, one per client for a local one.
+Linear systems are solved for r right-hand sides at once: r = 1 for a global lower level, one per
+client for a local one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def project(rows: Tensor, radius: float | None) -> Tensor:
 
 
 class Solution(NamedTuple):
-    """u and what it is worth: |H u - b| / |b| (the largest over systems), and how many products H v it took."""
+    """u and what it is worth: |H u - b| / |b| (the largest over systems), and how many products H v
+    it took.
+    """
 
     u: Tensor
     residual: float
@@ -71,7 +75,8 @@ def solve_cg(
         curvature = (p * hp).sum(1, keepdim=True)
         if bool(((curvature <= 0) & (rr > goal)).any()):
             raise ProblemError(
-                f"the lower level has curvature {float(curvature.min()):.3g} <= 0 along a direction, so it is not strongly convex there: "
+                f"the lower level has curvature {float(curvature.min()):.3g} <= 0 along a direction, so it is not "
+                "strongly convex there: "
                 "add a regulariser to the lower loss, or use method='fixed_point' with few steps."
             )
         step = torch.where(rr > goal, rr / curvature.clamp(min=torch.finfo(b.dtype).tiny), torch.zeros_like(rr))
@@ -90,7 +95,10 @@ def solve_neumann(
     tolerance: float = 1e-10,
     max_products: int = 10_000,
 ) -> Solution:
-    """step * sum_{j < num_terms} (I - step H)^j b; the error is (1 - step mu)^num_terms. None: until a term is small against the first."""
+    """step * sum_{j < num_terms} (I - step H)^j b; the error is (1 - step mu)^num_terms.
+
+    None: until a term is small against the first.
+    """
     if num_terms is not None and num_terms < 1:
         raise SettingError(f"num_terms is {num_terms}, expected at least 1.")
     step, count = _step(product, b, step)
@@ -113,7 +121,9 @@ def solve_fixed_point(
     max_products: int = 10_000,
     u0: Tensor | None = None,
 ) -> Solution:
-    """u <- u - step (H u - b) from any start until the residual is small: what single-loop methods do once per round."""
+    """u <- u - step (H u - b) from any start until the residual is small: what single-loop methods
+    do once per round.
+    """
     step, count = _step(product, b, step)
     u = torch.zeros_like(b) if u0 is None else u0
     goal = _reachable(tolerance, b) * torch.linalg.vector_norm(b, dim=1)
@@ -146,7 +156,9 @@ def start_vector(like: Tensor) -> Tensor:
 
 
 def largest_curvature(product: Product, like: Tensor, *, num_products: int = 30) -> tuple[float, int]:
-    """The largest |eigenvalue| of H by power iteration (a lower estimate that is close after a few dozen products)."""
+    """The largest |eigenvalue| of H by power iteration (a lower estimate that is close after a few
+    dozen products).
+    """
     v = start_vector(like).expand_as(like)
     size = like.new_ones(len(like), 1)
     for _ in range(num_products):
@@ -168,7 +180,9 @@ SOLVERS: dict[str, Callable[..., Solution]] = {
 
 
 class Hypergradient(NamedTuple):
-    """value: (d_x,) for a shared x; for a private x one row f_x,i - J_i u per client, without the client's weight in the mean."""
+    """value: (d_x,) for a shared x; for a private x one row f_x,i - J_i u per client, without the
+    client's weight in the mean.
+    """
 
     value: Tensor
     u: Tensor
@@ -179,7 +193,10 @@ class Hypergradient(NamedTuple):
 def hypergradient(
     population: Population, x: Tensor, y: Tensor, *, method: Method = "cg", **options: object
 ) -> Hypergradient:
-    """The hypergradient at (x, y) over all data of all clients. Exact when y = y*(x) and the residual is zero."""
+    """The hypergradient at (x, y) over all data of all clients.
+
+    Exact when y = y*(x) and the residual is zero.
+    """
     if method not in SOLVERS:
         raise SettingError(f"method is {method!r}, expected one of {', '.join(SOLVERS)}.")
     pool, oracle = _Pool(population), population.oracle
@@ -194,10 +211,14 @@ def hypergradient(
 
 
 def measured(population: Population, x: Points, y: Points, added: Added = lambda own: own) -> float:
-    """|grad Phi(x)|, for a look at a run of any algorithm: y*(x) is found from y by Newton's method, the system solved there, over all data, every client at
-    its own x, a few clients at a time, by an oracle of its own. For a private x the root mean square over clients of f_x,i - J_i u.
+    """|grad Phi(x)|, for a look at a run of any algorithm: y*(x) is found from y by Newton's
+    method, the system solved there, over all data, every client at its own x, a few clients at a
+    time, by an oracle of its own.
 
-    nan: not determined, as the lower level is not strongly convex there, or not solved soon."""
+    For a private x the root mean square over clients of f_x,i - J_i u.
+
+    nan: not determined, as the lower level is not strongly convex there, or not solved soon.
+    """
     number, private = population.sum_of_weights(added), population.problem.scopes.upper == "private"
     first = list(islice(population.portions(x, y), 2))
     again = lambda: (
@@ -214,8 +235,9 @@ def measured(population: Population, x: Points, y: Points, added: Added = lambda
 
 
 class _View:
-    """One lower level and the clients that have part in it: all of them, or a few with one each. mean: from a sum over the clients hosted here to the mean of
-    all."""
+    """One lower level and the clients that have part in it: all of them, or a few with one each.
+    mean: from a sum over the clients hosted here to the mean of all.
+    """
 
     def __init__(
         self,
@@ -243,7 +265,9 @@ class _View:
         return rows if self.mean is None else rows[0]
 
     def blocks(self) -> Iterator[tuple[Portion, Tensor]]:
-        """f_x,i - J_i u of all clients of every portion; not a number where y*(x) or u was not found."""
+        """f_x,i - J_i u of all clients of every portion; not a number where y*(x) or u was not
+        found.
+        """
         oracle, spread = self.oracle, self.spread
         start = self.lower(lambda part: part.y.expand(len(part.weights), -1))
         value = lambda y: self.lower(
@@ -280,7 +304,9 @@ class _View:
 def lower_solution(
     population: Population, x: Tensor, y0: Tensor | None = None, *, tolerance: float = 1e-12, max_iterations: int = 100
 ) -> Tensor:
-    """y*(x) by Newton's method with conjugate gradients and backtracking: (d_y,), or one row per client for a local lower level."""
+    """y*(x) by Newton's method with conjugate gradients and backtracking: (d_y,), or one row per
+    client for a local lower level.
+    """
     pool, oracle = _Pool(population), population.oracle
     start = population.y0 if y0 is None else y0
     y = pool.lower(start.expand(len(population), -1) if start.ndim == 1 else start)
@@ -308,7 +334,9 @@ def _newton(
     max_iterations: int,
     max_products: int | None = None,
 ) -> tuple[Tensor, bool]:
-    """Minimisers of r functions side by side, from their rows y, and whether the gradients there are small, up to what rounding may leave of it."""
+    """Minimisers of r functions side by side, from their rows y, and whether the gradients there
+    are small, up to what rounding may leave of it.
+    """
     tolerance, rounding = _reachable(tolerance, y), 50 * torch.finfo(y.dtype).eps
     g = gradient(y)
     scale = 1 + torch.linalg.vector_norm(g, dim=1)
@@ -329,7 +357,9 @@ def _newton(
 
 
 class _Pool:
-    """Whole batches, and the average that the scope of the lower level asks for: one row for `global`, all rows for `local`."""
+    """Whole batches, and the average that the scope of the lower level asks for: one row for
+    `global`, all rows for `local`.
+    """
 
     def __init__(self, population: Population) -> None:
         self.population = population

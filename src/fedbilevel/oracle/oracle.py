@@ -112,18 +112,23 @@ class Oracle(Evaluation):
     def directions(
         self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(f_x - J u, g_y, H u - f_y) in one pass; derivatives with the same batch share one evaluation."""
+        """(f_x - J u, g_y, H u - f_y) in one pass; derivatives with the same batch share one
+        evaluation.
+        """
         alike = (fx is fy, ju is hu, gy is ju)
         return self._map(f"directions {alike}", derivatives.all_directions(*alike), (x, y, u), (gy, fx, fy, ju, hu))
 
     def evaluate(self, function: Callable[[Any, Any, Fields], Any], x: Tensor, y: Tensor, batch: Batch) -> Any:
-        """Return `function(x, y, batch)` of every client, on dicts of tensors: losses and statistics."""
+        """Return `function(x, y, batch)` of every client, on dicts of tensors: losses and
+        statistics.
+        """
         flat = self.flat(function)
         return self._map(function, lambda _upper, _lower: flat, (x, y), (batch,))
 
     @contextmanager
     def alone(self, buys: Collection[str], *, frozen: bool) -> Iterator[Mapping[str, int]]:
-        """Within this context, compute features anew: at once for all samples of the roles in `buys`.
+        """Within this context, compute features anew: at once for all samples of the roles in
+        `buys`.
 
         Yields the number of requested samples by role. frozen: measure, trace and keep nothing,
         because the values exist only when a captured phase is replayed.
@@ -173,7 +178,9 @@ class Oracle(Evaluation):
         return plan(vectors, batches, shares)
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
-        """Whether one derivative of the mean is enough: all clients are at one point, and only the mean is needed."""
+        """Whether one derivative of the mean is enough: all clients are at one point, and only the
+        mean is needed.
+        """
         alike = all(one_row(v).ndim == 1 for v in vectors)
         return shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and alike
 
@@ -181,7 +188,9 @@ class Oracle(Evaluation):
         return "loop" if self.strategy == "loop" or (self.strategy == "auto" and k == 1) else "vmap"
 
     def _chunk(self, k: int, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> int | None:
-        """Return how many clients at once keep points, samples and a few copies of them within the budget."""
+        """Return how many clients at once keep points, samples and a few copies of them within the
+        budget.
+        """
         if self.chunk_size is not None or self.strategy == "vmap":
             return self.chunk_size
         points = sum(v.shape[-1] * v.element_size() for v in vectors)
@@ -192,7 +201,9 @@ class Oracle(Evaluation):
         return None if fits >= k else fits
 
     def settle(self, batch: Batch, x: Tensor, y: Tensor) -> None:
-        """Try vmap on a few samples: a loss that branches on values or calls .item() cannot be batched."""
+        """Try vmap on a few samples: a loss that branches on values or calls .item() cannot be
+        batched.
+        """
         if self.strategy == "loop" or len(batch) < 2:
             return
         try:

@@ -1,4 +1,6 @@
-"""A problem met with the data of the clients hosted in this process: layouts, initial point, weights and the oracle."""
+"""A problem met with the data of the clients hosted in this process: layouts, initial point,
+weights and the oracle.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ class Population:
         return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
 
     def _initial_x(self) -> tuple[Layout, Tensor]:
-        """x0 as a shared vector, or as private rows padded with zeros to the widest client hosted here."""
+        """x0 as a shared vector, or as private rows padded with zeros to the widest client hosted
+        here.
+        """
         private = self.problem.scopes.upper == "private"
         trees = [
             self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()})
@@ -100,7 +104,8 @@ class Population:
         for i, tree in enumerate(trees):
             if set(tree) != set(trees[0]):
                 raise ProblemError(
-                    f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the same names for all clients."
+                    f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the "
+                    "same names for all clients."
                 )
         # what would differ for a client of another size is ragged, whoever is hosted here
         probe = (
@@ -113,7 +118,8 @@ class Population:
         ]
         if len(ragged) > 1 or any(tree[name].ndim != 1 for tree in trees for name in ragged):
             raise ProblemError(
-                f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have one dimension."
+                f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have "
+                "one dimension."
             )
         layout = Layout(trees[0], ragged[0] if ragged else None)
         flat = [layout.ravel(tree).detach().to(device=self.device, dtype=self.dtype) for tree in trees]
@@ -123,7 +129,9 @@ class Population:
         return layout, torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
 
     def weights(self, positions: Tensor) -> Tensor:
-        """Whole numbers, so that a weighted sum of float32 rows is exact in float64 and the order of clients leaves no trace."""
+        """Whole numbers, so that a weighted sum of float32 rows is exact in float64 and the order
+        of clients leaves no trace.
+        """
         return (
             self.data.sizes["train"][positions]
             if self.problem.client_weights == "by_samples"
@@ -135,7 +143,9 @@ class Population:
         return (total(rows, weights) / float(weights.sum())).to(rows.dtype)
 
     def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rows of the space of a private x, those of the clients at `positions`, as one flat tensor."""
+        """Rows of the space of a private x, those of the clients at `positions`, as one flat
+        tensor.
+        """
         if self.x_sizes is None:
             return rows
         return torch.cat(
@@ -153,14 +163,19 @@ class Population:
     # ---- looking at a solution -------------------------------------------------------------------------------------
 
     def measure(self, x: Points, y: Points, join: Callable[[Tensor], Tensor] = lambda own: own) -> dict[str, float]:
-        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking.
+        """Losses and the problem's metrics over all clients hosted here and all their data; x and y
+        shared, one row per client, or rows for the asking.
 
-        join: for an engine of several processes: a table with one row per client hosted here -> the same of all clients."""
+        join: for an engine of several processes: a table with one row per client hosted here -> the
+            same of all clients.
+        """
         names, table = self.looked_at(x, y)
         return figures(self.problem, names, join(table))
 
     def looked_at(self, x: Points, y: Points) -> tuple[list[str], Tensor]:
-        """What a measurement adds up: names, and a float64 table with one row per client hosted here."""
+        """What a measurement adds up: names, and a float64 table with one row per client hosted
+        here.
+        """
         problem = self.problem
         with torch.no_grad():
             losses = [
@@ -177,7 +192,9 @@ class Population:
         return ["upper", "lower", "weight", *found], torch.stack(columns, dim=1)
 
     def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
-        """`function` of every client on all its data, float64 on the host; a few clients at a time, so that a look at many takes no copy of all they have."""
+        """`function` of every client on all its data, float64 on the host; a few clients at a time,
+        so that a look at many takes no copy of all they have.
+        """
         parts = []
         for some in self.data.positions.split(max(1, _LOOK // self._bytes_of_client(role, x, y))):
             values = self.oracle.evaluate(function, _rows(x, some), _rows(y, some), self.data.look(some, role))
@@ -213,10 +230,13 @@ class Population:
         return number
 
     def residuals(self, x: Points, y: Points, u: Points | None, added: Added = lambda own: own) -> dict[str, float]:
-        """How far a point is from what a hypergradient asks of it, over all data, every client at its own: |mean g_y|, and |mean (H u - f_y)| / |mean f_y|.
+        """How far a point is from what a hypergradient asks of it, over all data, every client at
+        its own: |mean g_y|, and |mean (H u - f_y)| / |mean f_y|.
+
         For a local lower level these are root mean squares over clients.
 
-        added: for an engine of several processes."""
+        added: for an engine of several processes.
+        """
         oracle, local = self.watcher, self.problem.scopes.lower == "local"
         sums: dict[str, Tensor] = {}
         for part in self.portions(x, y):
@@ -241,7 +261,9 @@ class Population:
         }
 
     def losses_away(self) -> list[float]:
-        """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
+        """Both losses of the first client at a fixed point near the start: what tells two problems
+        with the same shapes and data apart.
+        """
         first = torch.tensor([0])
         x, y = away(self.x0 if self.x0.ndim == 1 else self.x0[:1]), away(self.y0)
         with torch.no_grad():
@@ -275,7 +297,9 @@ def squares(rows: Tensor) -> Tensor:
 
 
 def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
-    """The length of a mean, or a root mean square, from what was summed with weights whose sum is `number`."""
+    """The length of a mean, or a root mean square, from what was summed with weights whose sum is
+    `number`.
+    """
     return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
 
 

@@ -1,9 +1,12 @@
-"""A function of tensors as the list of operations that it really does, so that calling it again costs these and nothing else.
+"""A function of tensors as the list of operations that it really does, so that calling it again
+costs these and nothing else.
 
-torch.func builds derivatives anew at every call: for small clients most of the time goes there. Here the function is run once under `make_fx`, which
-writes down every operation; what cannot change between calls is then worked out beforehand, what is done twice is done once, and what nothing
-depends on is dropped (the value of a loss of which only the gradient is asked for). Every operation that is left is the one that was there, on the same
-numbers. A trace holds for one set of shapes, and for functions without side effects, which losses are.
+torch.func builds derivatives anew at every call: for small clients most of the time goes there.
+Here the function is run once under `make_fx`, which writes down every operation; what cannot change
+between calls is then worked out beforehand, what is done twice is done once, and what nothing
+depends on is dropped (the value of a loss of which only the gradient is asked for). Every operation
+that is left is the one that was there, on the same numbers. A trace holds for one set of shapes,
+and for functions without side effects, which losses are.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]:
-    """`function(*tensors) -> tuple of tensors` for tensors of the shapes and types of the example, and which it reads: None may stand for others."""
+    """`function(*tensors) -> tuple of tensors` for tensors of the shapes and types of the example,
+    and which it reads: None may stand for others.
+    """
     from torch._guards import (
         TracingContext,
         tracing,
@@ -78,12 +83,17 @@ def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]
 
 
 def compiled(run: Flat) -> Flat:
-    """The same operations compiled into few kernels, where there is a compiler for the device. Sums may be rounded otherwise."""
+    """The same operations compiled into few kernels, where there is a compiler for the device.
+
+    Sums may be rounded otherwise.
+    """
     return torch.compile(run, fullgraph=True, dynamic=False)
 
 
 class _Values(fx.Interpreter):
-    """Runs the graph once and remembers every value that may turn out to be constant, and the form of all of them."""
+    """Runs the graph once and remembers every value that may turn out to be constant, and the form
+    of all of them.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -150,7 +160,9 @@ def _changes_nothing(node: fx.Node, forms: dict[fx.Node, Any]) -> bool:
 
 
 def _own_results(graph: fx.Graph) -> None:
-    """A copy of every result that is, or looks into, a constant or an input or another result: whoever changes it in place changes that alone."""
+    """A copy of every result that is, or looks into, a constant or an input or another result:
+    whoever changes it in place changes that alone.
+    """
     output = next(node for node in graph.nodes if node.op == "output")
     roots: set[fx.Node] = set()
 

@@ -1,4 +1,6 @@
-"""The data of the clients hosted in this process: one flat tensor per field with offsets, gathered by index, never padded in store."""
+"""The data of the clients hosted in this process: one flat tensor per field with offsets, gathered
+by index, never padded in store.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RESERVED = ("index", "weight", "features")  # filled in by the library
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Fields of a batch, copied out of the clients' data when they are asked for: a loss that reads features never pays for images."""
+    """Fields of a batch, copied out of the clients' data when they are asked for: a loss that reads
+    features never pays for images.
+    """
 
     def __init__(self, stored: Mapping[str, Tensor], flat: Tensor, ready: Mapping[str, Tensor]) -> None:
         self._stored, self._flat, self._ready = stored, flat, dict(ready)
@@ -65,7 +69,9 @@ class Batch:
         return len(self.positions)
 
     def row(self, i: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """One client's samples without padding, so that a loop over clients sums exactly what that client would sum alone."""
+        """One client's samples without padding, so that a loop over clients sums exactly what that
+        client would sum alone.
+        """
         n = int(self.counts[i])
         return {name: self.fields[name][i, :n] for name in (self.fields if names is None else names)}
 
@@ -74,7 +80,9 @@ class Batch:
 
 
 class ClientData:
-    """k clients, roles `train` (lower level), `val` (upper level) and any others (`test`, ...), each with named fields."""
+    """k clients, roles `train` (lower level), `val` (upper level) and any others (`test`, ...),
+    each with named fields.
+    """
 
     def __init__(
         self, clients: Sequence[Holdings], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -100,7 +108,8 @@ class ClientData:
         for role in REQUIRED:
             if role not in self.fields:
                 raise ProblemError(
-                    f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every client needs the roles 'train' and 'val'."
+                    f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every "
+                    "client needs the roles 'train' and 'val'."
                 )
         self._whole: dict[str, tuple[Tensor, Batch]] = {}
         self._begin: dict[str, tuple[Tensor, Tensor]] = {}
@@ -115,13 +124,15 @@ class ClientData:
         for i, client in enumerate(clients):
             if set(client) != set(clients[0]):
                 raise ProblemError(
-                    f"client {i} has the roles {sorted(map(str, client))}, client 0 has {sorted(map(str, clients[0]))}: every client needs the same roles."
+                    f"client {i} has the roles {sorted(map(str, client))}, client 0 has "
+                    f"{sorted(map(str, clients[0]))}: every client needs the same roles."
                 )
             fields = {name: self._tensor(value, role, name, i) for name, value in client[role].items()}
             lengths = {name: len(value) for name, value in fields.items()}
             if len(set(lengths.values())) > 1:
                 raise ProblemError(
-                    f"client {i} has fields of different lengths in {role!r} ({lengths}): every field needs one row per sample."
+                    f"client {i} has fields of different lengths in {role!r} ({lengths}): every field needs one row "
+                    "per sample."
                 )
             size = next(iter(lengths.values()), 0)
             if size == 0 and role in REQUIRED:
@@ -131,7 +142,8 @@ class ClientData:
             reserved = set(RESERVED) & set(fields)
             if reserved:
                 raise ProblemError(
-                    f"client {i} has a field named {reserved.pop()!r} in {role!r}; that name is filled in by the library: rename the field."
+                    f"client {i} has a field named {reserved.pop()!r} in {role!r}; that name is filled in by the "
+                    "library: rename the field."
                 )
             sizes.append(size)
             for name, value in fields.items():
@@ -139,13 +151,15 @@ class ClientData:
                 first = parts[name][0]
                 if value.shape[1:] != first.shape[1:] or value.dtype != first.dtype:
                     raise ProblemError(
-                        f"client {i} has {role}/{name} samples of shape {tuple(value.shape[1:])} and type {value.dtype}, client 0 has "
+                        f"client {i} has {role}/{name} samples of shape {tuple(value.shape[1:])} and type "
+                        f"{value.dtype}, client 0 has "
                         f"{tuple(first.shape[1:])} and {first.dtype}: all clients need the same."
                     )
         for name, values in parts.items():
             if len(values) != len(clients):
                 raise ProblemError(
-                    f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need the same fields."
+                    f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need "
+                    "the same fields."
                 )
         self.fields[role] = {name: torch.cat(values).to(self.device) for name, values in parts.items()}
         self.sizes[role] = torch.tensor(sizes)
@@ -161,11 +175,13 @@ class ClientData:
         except (TypeError, ValueError) as error:
             reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest is about numpy
             raise ProblemError(
-                f"client {client} has {role}/{name} that is no array of numbers ({reason}): give one row of numbers per sample."
+                f"client {client} has {role}/{name} that is no array of numbers ({reason}): give one row of numbers "
+                "per sample."
             ) from error
         if tensor.is_complex() or tensor.layout != torch.strided:
             raise ProblemError(
-                f"client {client} has {role}/{name} as {tensor.dtype} in the layout {tensor.layout}: give dense rows of real numbers."
+                f"client {client} has {role}/{name} as {tensor.dtype} in the layout {tensor.layout}: give dense rows "
+                "of real numbers."
             )
         if tensor.ndim == 0:
             raise ProblemError(f"client {client} has a single number as {role}/{name}: give one row per sample.")
@@ -173,12 +189,15 @@ class ClientData:
             tensor = tensor.to(self.dtype)
             if not torch.isfinite(tensor).all():
                 raise ProblemError(
-                    f"client {client} has a value in {role}/{name} that is not finite in {self.dtype}: clean or drop those samples."
+                    f"client {client} has a value in {role}/{name} that is not finite in {self.dtype}: clean or drop "
+                    "those samples."
                 )
         return tensor
 
     def batch(self, positions: Tensor, role: str, index: Tensor | None = None, active: Tensor | None = None) -> Batch:
-        """The samples `index` (k, b) of the clients at `positions`, or all of them, padded to the longest and weighted by 1/n_i."""
+        """The samples `index` (k, b) of the clients at `positions`, or all of them, padded to the
+        longest and weighted by 1/n_i.
+        """
         if index is None:
             return self._all(positions, role, active)
         size, shape = index.shape[1], tuple(index.shape)
@@ -200,7 +219,9 @@ class ClientData:
         )
 
     def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
-        """All samples of these clients, one client after the other without padding, so many at once."""
+        """All samples of these clients, one client after the other without padding, so many at
+        once.
+        """
         sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
         spread = lambda values: values.repeat_interleave(sizes, output_size=total)
         index = torch.arange(total, device=self.device) - spread(sizes.cumsum(0) - sizes)
@@ -211,7 +232,9 @@ class ClientData:
             yield {"index": index[part], "weight": weight[part], **fields}
 
     def _starts(self, role: str, positions: Tensor) -> Tensor:
-        """(k, 1) where the clients' samples begin; kept for the steps of a phase, which all ask for the same clients."""
+        """(k, 1) where the clients' samples begin; kept for the steps of a phase, which all ask for
+        the same clients.
+        """
         kept = self._begin.get(role)
         if kept is None or kept[0] is not positions:
             kept = (positions, self.offsets[role].index_select(0, self.on_device(positions))[:, None])
@@ -235,7 +258,9 @@ class ClientData:
 
     @contextmanager
     def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
-        """Within, everything that depends on which clients these are is computed from `here`, on the device; nothing computed before or within is kept."""
+        """Within, everything that depends on which clients these are is computed from `here`, on
+        the device; nothing computed before or within is kept.
+        """
         before = self._whole, self._begin, self._here, self.elsewhere
         self._whole, self._begin, self._here, self.elsewhere = {}, {}, (positions, here), True
         try:
@@ -244,7 +269,9 @@ class ClientData:
             self._whole, self._begin, self._here, self.elsewhere = before
 
     def look(self, positions: Tensor, role: str) -> Batch:
-        """All samples, for once: the copy that is kept stays, and there is no other where clients that lie side by side have equally many."""
+        """All samples, for once: the copy that is kept stays, and there is no other where clients
+        that lie side by side have equally many.
+        """
         kept, counts = self._whole.get(role), self.sizes[role][positions]
         if kept is not None and torch.equal(kept[0], positions):
             return kept[1]

@@ -1,8 +1,10 @@
-"""From one value per sample to one value per client: losses by the weights of a batch, statistics by a sum over real samples.
+"""From one value per sample to one value per client: losses by the weights of a batch, statistics
+by a sum over real samples.
 
-Padding has weight 0. Its values are replaced by 0 before anything is multiplied or added, because 0 times infinity is not a number.
-A mask cannot do the same for the gradient at padding (0 times infinity again, inside the loss). That gradient is finite because
-padding repeats the first sample of the same client, see `ClientData`.
+Padding has weight 0. Its values are replaced by 0 before anything is multiplied or added, because 0
+times infinity is not a number. A mask cannot do the same for the gradient at padding (0 times
+infinity again, inside the loss). That gradient is finite because padding repeats the first sample
+of the same client, see `ClientData`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Addressed randomness: every draw is a pure function of where it is used, never of what was drawn before.
+"""Addressed randomness: every draw is a pure function of where it is used, never of what was drawn
+before.
 
-The stream is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-Key = (seed, purpose); counter = (position, call and step, outer iteration, client). A client therefore draws the same
-numbers whether it is alone in its process or hosted with a thousand others, in any order, and after a resume.
+The stream is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
+3", SC 2011). Key = (seed, purpose); counter = (position, call and step, outer iteration, client). A
+client therefore draws the same numbers whether it is alone in its process or hosted with a thousand
+others, in any order, and after a resume.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ def _word(value: int, purpose: str) -> int:
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, ...]:
-    """Ten rounds on int64 tensors or arrays that hold uint32 words; products wrap modulo 2**64, which is what is wanted. Words that stand for a whole
-    axis of the counter may have length one there: the first rounds then cost little."""
+    """Ten rounds on int64 tensors or arrays that hold uint32 words; products wrap modulo 2**64,
+    which is what is wanted.
+
+    Words that stand for a whole axis of the counter may have length one there: the first rounds
+    then cost little.
+    """
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -43,7 +49,11 @@ def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[An
 
 
 class Stream:
-    """Draws for one seed. `ids` are client numbers, one row each; the result never depends on which rows are asked together."""
+    """Draws for one seed.
+
+    `ids` are client numbers, one row each; the result never depends on which rows are asked
+    together.
+    """
 
     def __init__(self, seed: int) -> None:
         try:
@@ -55,14 +65,17 @@ class Stream:
         """Uniform 32-bit words, (k, len(steps), width), as int64."""
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(
-                f"step {steps.stop} of call {call} was asked for, expected at most {MAX_STEPS} steps per phase and phases per outer iteration."
+                f"step {steps.stop} of call {call} was asked for, expected at most {MAX_STEPS} steps per phase and "
+                "phases per outer iteration."
             )
         if isinstance(iteration, int):
             _word(iteration, "the outer iteration")
         return self._words(purpose, ids, (iteration,), steps, call, width)
 
     def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
-        """(k, len(iterations), width): what `bits` gives for call 0 and step 0 of each of these outer iterations; a draw costs little more for several."""
+        """(k, len(iterations), width): what `bits` gives for call 0 and step 0 of each of these
+        outer iterations; a draw costs little more for several.
+        """
         for end in (iterations.start, iterations.stop - 1):
             _word(end, "the outer iteration")
         return self._words(purpose, ids, iterations, range(1), 0, width)
@@ -70,7 +83,9 @@ class Stream:
     def _words(
         self, purpose: str, ids: Tensor, iterations: Sequence[Address], steps: range, call: Address, width: int
     ) -> Tensor:
-        """(k, len(iterations) * len(steps), width), one of these two being 1: the counter's parts vary along different axes, and meet in the first rounds."""
+        """(k, len(iterations) * len(steps), width), one of these two being 1: the counter's parts
+        vary along different axes, and meet in the first rounds.
+        """
         numpy = ids.device.type == "cpu" and isinstance(
             call, int
         )  # on small arrays, which these are, it takes a quarter of the time
@@ -99,8 +114,11 @@ class Stream:
     def epochs(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
-        """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own.
-        `high` is on the host: how many passes there are depends on it."""
+        """Like `integers`, without replacement: step s takes the places s * width and following of
+        passes over range(high), each in an order of its own.
+
+        `high` is on the host: how many passes there are depends on it.
+        """
         places = range(steps.start * width, steps.stop * width)
         scales = torch.frexp(high.double()).exponent * (high > 1)  # who has one sample gets it every time
         kinds = scales.unique().tolist()
@@ -140,7 +158,10 @@ class Stream:
     def order(
         self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0, first: int | None = None
     ) -> Tensor:
-        """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position. `first`: only so many of its entries, which costs less."""
+        """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position.
+
+        `first`: only so many of its entries, which costs less.
+        """
         ids = torch.tensor([client])
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=range(1), width=2 * num).view(num, 2)
         keys = _keys(words)

@@ -1,4 +1,5 @@
-"""A federated bilevel problem: two losses on named tensors, an initial point, and the owner of each variable.
+"""A federated bilevel problem: two losses on named tensors, an initial point, and the owner of each
+variable.
 
     min_x  mean_i f_i(x, y*(x))   subject to   y*(x) = argmin_y mean_i g_i(x, y)
 
@@ -65,8 +66,8 @@ class Problem:
     features: optional `features(x, batch) -> Tensor` with one entry per sample. Losses find it as
         `batch["features"]`, and the library computes it once per x instead of once per call.
         It never changes a result.
-    client_weights: how clients are averaged: `equal` (every client counts the same, as in the papers)
-        or `by_samples` (in proportion to its training samples).
+    client_weights: how clients are averaged: `equal` (every client counts the same, as in the
+        papers) or `by_samples` (in proportion to its training samples).
     statistics: per role, a function (x, y, batch) -> dict of values per sample, shape (n,), which
         the library sums over real samples, or of scalars that count nothing where
         `batch["weight"]` is 0.
@@ -77,8 +78,8 @@ class Problem:
         distance to a known solution.
 
     A batch holds the client's own fields. The names `weight` (1/n, 0 on padding), `index` (position
-    of the sample within its client and role) and `features` are reserved: the library fills them in,
-    and a client with a field of that name is refused.
+    of the sample within its client and role) and `features` are reserved: the library fills them
+    in, and a client with a field of that name is refused.
 
     >>> import torch
     >>> import fedbilevel as fb
@@ -176,16 +177,17 @@ class Problem:
         diagnostics: Callable[[Tree, Tree], dict[str, float]] | None = None,
         name: str = "problem",
     ) -> Problem:
-        """Make a problem from torch modules: for x and y, or for one of them beside tensors for the other.
+        """Make a problem from torch modules: for x and y, or for one of them beside tensors for the
+        other.
 
         x_module: x is its parameters. Or give tensors as `x0`, as in `Problem`.
         y_module: y is its parameters. Or give tensors as `y0`.
 
         Losses, statistics and features receive a module as a call that uses the current parameters:
         `upper(net, head, batch)` may write `head(net(batch["image"]))` and
-        `net.parameters["0.weight"]`. They receive tensors as a dict, and `diagnostics` receives dicts
-        only. Frozen parameters stay as they are, and the modules themselves are never changed.
-        All other arguments are those of `Problem`.
+        `net.parameters["0.weight"]`. They receive tensors as a dict, and `diagnostics` receives
+        dicts only. Frozen parameters stay as they are, and the modules themselves are never
+        changed. All other arguments are those of `Problem`.
 
         Two modules, a module beside a tensor for x, and one beside tensors for y:
 
@@ -195,7 +197,8 @@ class Problem:
         ...     return (head(net(batch["a"]))[:, 0] - batch["b"]) ** 2
         >>> net, head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
         >>> fb.Problem.from_modules(net, head, upper=fit, lower=fit)
-        <Problem problem: x (shared) = {weight: (2, 3), bias: (2)}, y (global) = {weight: (1, 2), bias: (1)}>
+        <Problem problem: x (shared) = {weight: (2, 3), bias: (2)}, y (global) = {weight: (1, 2),
+        bias: (1)}>
         >>> def error(x, head, batch):
         ...     return (head(batch["a"])[:, 0] - batch["b"]) ** 2
         >>> def ridge(x, head, batch):
@@ -250,7 +253,9 @@ def _start(variable: str, module: nn.Module | None, tensors: Any) -> tuple[Any, 
 
 
 def with_features(problem: Problem, x: Any, fields: Fields) -> Fields:
-    """Return the fields of a batch with the problem's features, the only place where they are added."""
+    """Return the fields of a batch with the problem's features, the only place where they are
+    added.
+    """
     if problem.features is None or "features" in fields:
         return fields
     return {**fields, "features": problem.features(x, fields)}

@@ -120,7 +120,9 @@ class _Trial(NamedTuple):
             )
 
     def _value(self, x: Tree, y: Tree, fields: Fields, failed: str) -> tuple[Tensor, bool]:
-        """Return the loss of a batch as a scalar, and whether the function gave one value per sample."""
+        """Return the loss of a batch as a scalar, and whether the function gave one value per
+        sample.
+        """
         label = f"{self.label}()"
         try:
             value = getattr(self.problem, self.label)(x, y, with_features(self.problem, x, fields))
@@ -165,7 +167,9 @@ def _near(one: Tensor, other: Tensor) -> bool:
 
 
 def _check_padding(label: str, plain: Tensor, padded: Tensor, at: tuple[Tensor, Tensor]) -> None:
-    """Raise where padding changes the mean of the values per sample, or makes its gradient infinite."""
+    """Raise where padding changes the mean of the values per sample, or makes its gradient
+    infinite.
+    """
     if not _near(plain, padded):
         raise ProblemError(
             f"{label}() returns one value per sample, and the mean over real samples was {plain:.6g} on a batch and "

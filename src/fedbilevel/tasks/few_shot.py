@@ -1,34 +1,45 @@
-"""Few-shot classification: all clients learn one backbone on which a linear head is learned from a few images.
+"""Few-shot classification: all clients learn one backbone on which a linear head is learned from a
+few images.
 
-x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i holds a linear head for each of them; heads stay at their client. A task is
-to tell N characters apart, with K images of each for training (the support) and Q others for validation (the queries):
+x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i holds a linear head
+for each of them; heads stay at their client. A task is to tell N characters apart, with K images of
+each for training (the support) and Q others for validation (the queries):
 
     g_i(x, y_i) = sum_t CE(x, y_it; support_it) + l2/2 |y_i|^2          f_i(x, y_i) = mean_t CE(x, y_it; queries_it)
 
-With a sum over t every head solves a problem of its own, whose curvature does not depend on how many other tasks there are.
+With a sum over t every head solves a problem of its own, whose curvature does not depend on how
+many other tasks there are.
 
-One sample of a client is one image of each character of all its tasks: K samples for training, Q for validation. So a minibatch draws images, and every
-task is in it. If samples were tasks, the minibatches of f_y, H v and J v, which are independent, would seldom meet in a head: what is left of the
-indirect part of the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on the heads that were drawn.
+One sample of a client is one image of each character of all its tasks: K samples for training, Q
+for validation. So a minibatch draws images, and every task is in it. If samples were tasks, the
+minibatches of f_y, H v and J v, which are independent, would seldom meet in a head: what is left of
+the indirect part of the hypergradient would be mostly noise, and H would be num_tasks/batch_size
+times as large on the heads that were drawn.
 
-The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift and an activation, and then the mean over positions:
-four of them for images of 28 x 28, two for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one of each character
-(`norm=sample`), or that of an image by itself over all channels and positions (`norm=image`). No statistics are kept, and minibatches remain means over
-samples. The last layer has no shift, and none has a scale, which the next layer or the head can make up for: so the squared length of features is at
-most 16 in the mean over a sample, and the curvature of the lower level at most l2 + 17/2, whatever x is. With a shift there, too, long steps
-of x made y diverge.
+The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift
+and an activation, and then the mean over positions: four of them for images of 28 x 28, two for 8 x
+8. The normalisation is that of a channel over the N images of a task in one sample, one of each
+character (`norm=sample`), or that of an image by itself over all channels and positions
+(`norm=image`). No statistics are kept, and minibatches remain means over samples. The last layer
+has no shift, and none has a scale, which the next layer or the head can make up for: so the squared
+length of features is at most 16 in the mean over a sample, and the curvature of the lower level at
+most l2 + 17/2, whatever x is. With a shift there, too, long steps of x made y diverge.
 
-Characters come from alphabets, and an alphabet belongs to one client, to validation or to testing. A character turned by 90, 180 or 270 degrees is another
-character. Held-out episodes with characters for validation and for testing are dealt to the clients for measuring only: the lower level is solved for
-a new head on the support, and this head answers the queries.
+Characters come from alphabets, and an alphabet belongs to one client, to validation or to testing.
+A character turned by 90, 180 or 270 degrees is another character. Held-out episodes with characters
+for validation and for testing are dealt to the clients for measuring only: the lower level is
+solved for a new head on the support, and this head answers the queries.
 
-    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three each
+    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three
+    each
     digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, which makes 4 clients
 
-Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems", NeurIPS 2023, section
-5.2 and appendix B.2, with the network of Finn, Abbeel, Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, for
-Omniglot. Differences: the squared norm, without which a head that separates its few images has no minimiser; batch norm is over one sample, not over
-all images at hand; no scales and no last shift; which alphabets are whose is drawn by `data_seed`, and how many tasks a client has is a setting, as
+Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
+Local Lower Level Problems", NeurIPS 2023, section 5.2 and appendix B.2, with the network of Finn,
+Abbeel, Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, for
+Omniglot. Differences: the squared norm, without which a head that separates its few images has no
+minimiser; batch norm is over one sample, not over all images at hand; no scales and no last shift;
+which alphabets are whose is drawn by `data_seed`, and how many tasks a client has is a setting, as
 the paper gives neither.
 """
 
@@ -78,7 +89,9 @@ _ACCELERATED = {
 
 
 class _Alphabets(NamedTuple):
-    """Where the images of every character are, and which characters an alphabet has: number 4 c + k is character c turned by 90 degrees k times."""
+    """Where the images of every character are, and which characters an alphabet has: number 4 c + k
+    is character c turned by 90 degrees k times.
+    """
 
     images: np.ndarray  # (n, side, side)
     places: list[np.ndarray]  # by character
@@ -121,8 +134,9 @@ class FewShot(Task):
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of alphabets, tasks and initial weights", least=0)
 
-    # The paper's values, but for the steps of x and y of the accelerated methods, which are ten times the paper's: they are multiplied by a, which is
-    # 0.093 with the paper's delta and offset, and so are about as long as those of the other methods. With the paper's, learning was much slower.
+    # The paper's values, but for the steps of x and y of the accelerated methods, which are ten times the paper's: they
+    # are multiplied by a, which is 0.093 with the paper's delta and offset, and so are about as long as those of the
+    # other methods. With the paper's, learning was much slower.
     suggested = {
         "*": {"lr_upper": 1.0, "lr_lower": 0.4, "lr_system": 0.5},
         "fedbioacc_local": _ACCELERATED,
@@ -170,7 +184,8 @@ class FewShot(Task):
         num_tasks, num_ways, num_pixels = shapes.sample("image", "train", "val", ndim=3)
         if (num_tasks, num_ways) != (self.num_tasks, self.num_ways):
             raise ProblemError(
-                f"samples of train/image have {num_tasks} tasks of {num_ways} characters, the settings say {self.num_tasks} of {self.num_ways}: "
+                f"samples of train/image have {num_tasks} tasks of {num_ways} characters, the settings say "
+                f"{self.num_tasks} of {self.num_ways}: "
                 "set num_tasks and num_ways as the data are."
             )
         side = math.isqrt(num_pixels)
@@ -183,7 +198,8 @@ class FewShot(Task):
             num_images, *rest = shapes.sample("image", role, ndim=3)
             if num_images <= self.num_shots or rest != [num_ways, num_pixels]:
                 raise ProblemError(
-                    f"samples of {role}/image have the shape {(num_images, *rest)}, expected more than num_shots ({self.num_shots}) images, and then "
+                    f"samples of {role}/image have the shape {(num_images, *rest)}, expected more than num_shots "
+                    f"({self.num_shots}) images, and then "
                     f"({num_ways}, {num_pixels}) as in train."
                 )
         num_layers, num_filters = _SIZES[side].num_layers, self.num_filters or _SIZES[side].num_filters
@@ -217,14 +233,16 @@ class FewShot(Task):
         num_train, num_validation, num_test = alphabets.parts
         if len(alphabets.members) != num_train + num_validation + num_test:
             raise ProblemError(
-                f"{self.data} has {len(alphabets.members)} alphabets, expected {num_train} + {num_validation} + {num_test} for clients, validation and "
+                f"{self.data} has {len(alphabets.members)} alphabets, expected {num_train} + {num_validation} + "
+                f"{num_test} for clients, validation and "
                 "testing: get the file anew."
             )
         num_clients = self.num_clients or max(1, num_train // self.alphabets_per_client)
         num_used = num_clients * self.alphabets_per_client
         if num_used > num_train:
             raise ProblemError(
-                f"{num_clients} clients with {self.alphabets_per_client} alphabets each need {num_used} alphabets, of which {self.data} has {num_train} "
+                f"{num_clients} clients with {self.alphabets_per_client} alphabets each need {num_used} alphabets, "
+                f"of which {self.data} has {num_train} "
                 "for clients: use fewer clients or fewer alphabets per client."
             )
         order = rng.permutation(len(alphabets.members))
@@ -237,19 +255,23 @@ class FewShot(Task):
         ]:
             if len(members) < self.num_ways:
                 raise ProblemError(
-                    f"a task has {self.num_ways} characters, {who} has only {len(members)}, turned ones counted: use fewer ways or more alphabets per client."
+                    f"a task has {self.num_ways} characters, {who} has only {len(members)}, turned ones counted: use "
+                    "fewer ways or more alphabets per client."
                 )
         fewest = min(len(places) for places in alphabets.places)
         if fewest < self.num_shots + self.num_queries:
             raise ProblemError(
-                f"a task needs {self.num_shots} + {self.num_queries} images of a character, {self.data} has only {fewest} of one: use fewer shots or queries."
+                f"a task needs {self.num_shots} + {self.num_queries} images of a character, {self.data} has only "
+                f"{fewest} of one: use fewer shots or queries."
             )
         return own, validation, test
 
     def _episodes(
         self, alphabets: _Alphabets, members: np.ndarray, num: int, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Images (episodes, shots and queries, ways, pixels) and characters (episodes, ways); the support comes first."""
+        """Images (episodes, shots and queries, ways, pixels) and characters (episodes, ways); the
+        support comes first.
+        """
         characters = np.stack([rng.choice(members, self.num_ways, replace=False) for _ in range(num)])
         each = self.num_shots + self.num_queries
         looks = [
@@ -293,8 +315,10 @@ class FewShot(Task):
         return adapted
 
     def _head(self, support: Tensor) -> Tensor:
-        """Minimisers of the lower level for supports (episodes, shots * ways, d), by accelerated gradient steps that are as long as is safe: the
-        curvature is at most l2 plus half of the mean squared length of a feature."""
+        """Minimisers of the lower level for supports (episodes, shots * ways, d), by accelerated
+        gradient steps that are as long as is safe: the curvature is at most l2 plus half of the
+        mean squared length of a feature.
+        """
         num = support.shape[1]
         truth = torch.eye(self.num_ways, dtype=support.dtype, device=support.device).repeat(self.num_shots, 1)
         step = 1 / (self.l2 + 0.5 * support.square().sum((1, 2), keepdim=True) / num)

@@ -1,4 +1,5 @@
-"""What a task has to show of a solution, as plain lists and dicts that a page can draw and a file can hold.
+"""What a task has to show of a solution, as plain lists and dicts that a page can draw and a file
+can hold.
 
 Every finding has a `kind`, a `title` and a sentence `about` it:
 
@@ -68,7 +69,9 @@ def by_client(title: str, about: str, values: Mapping[str, Sequence[float | None
 
 
 def shape_of(num_pixels: int) -> tuple[int, ...] | None:
-    """Of a square image, grey or with three channels one after the other; nothing where a sample is no image."""
+    """Of a square image, grey or with three channels one after the other; nothing where a sample is
+    no image.
+    """
     side, coloured = math.isqrt(num_pixels), math.isqrt(num_pixels // 3)
     if side * side == num_pixels and side > 1:
         return side, side
@@ -76,7 +79,9 @@ def shape_of(num_pixels: int) -> tuple[int, ...] | None:
 
 
 def images(title: str, about: str, pictures: np.ndarray, facts: Sequence[Mapping[str, Any]]) -> Finding | None:
-    """Of rows of pixels or of (height, width) images, all on one scale: from 0 to 1, or from the smallest to the largest where they lie outside."""
+    """Of rows of pixels or of (height, width) images, all on one scale: from 0 to 1, or from the
+    smallest to the largest where they lie outside.
+    """
     flat = np.asarray(pictures, np.float64).reshape(len(pictures), -1)
     shape = shape_of(flat.shape[1]) if len(flat) else None
     if shape is None:
@@ -99,7 +104,9 @@ def of_client(solution: Any, i: int) -> dict[str, Tensor]:
 
 
 def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: str) -> list[dict[str, float]]:
-    """The problem's statistics of a role, client by client; nothing where there are none, or where the solution never left the sites."""
+    """The problem's statistics of a role, client by client; nothing where there are none, or where
+    the solution never left the sites.
+    """
     if (
         result.x is None
         or result.y is None
@@ -132,7 +139,10 @@ def accuracies(
     of: str,
     name: str = "test_accuracy",
 ) -> list[Finding]:
-    """One finding: right answers over samples of every client, by their names among the statistics. None where nothing was measured."""
+    """One finding: right answers over samples of every client, by their names among the statistics.
+
+    None where nothing was measured.
+    """
     shares = [share(one[right], one[of]) for one in counted(problem, clients, result, role)]
     title = f"{name.replace('_', ' ').capitalize()} of every client"
     return [by_client(title, "On the samples that the client itself holds.", {name: shares})] if shares else []

@@ -1,29 +1,38 @@
-"""Hyper-representation: all clients learn the hidden layers of a network on validation data, and its last layer on training data.
+"""Hyper-representation: all clients learn the hidden layers of a network on validation data, and
+its last layer on training data.
 
-x holds the hidden layers (the representation), y the last one (the head), and both are the same for all clients:
+x holds the hidden layers (the representation), y the last one (the head), and both are the same for
+all clients:
 
     g_i(x, y) = CE(x, y; train_i) + l2/2 |y|^2          f_i(x, y) = CE(x, y; val_i)
 
-For a fixed x the lower level is logistic regression on the features that x makes of the images. It is strongly convex because the norm is
-squared, and as only y moves there, second derivatives never pass through an activation: the kinks of ReLU do no harm in H v, and J v
-differentiates the features once. The library computes features once per x.
+For a fixed x the lower level is logistic regression on the features that x makes of the images. It
+is strongly convex because the norm is
+squared, and as only y moves there, second derivatives never pass through an activation: the kinks
+    of ReLU do no harm in H v, and J v differentiates the features once. The library computes
+    features once per x.
 
     mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and the head of ten classes 2,010
     cnn   two convolutions, each followed by an activation and by the largest of every two by two, then a hidden layer; the head is linear
 
-`head_layers=2` puts a layer of 84 units between these and the last, and gives both to y. On CIFAR-10 the cnn is then LeNet-5 (6 and 16 channels,
-120, 84, 10), of which Xiao and Ji train the last two layers below. That lower level is not convex: y*(x) is whichever minimum is found.
+`head_layers=2` puts a layer of 84 units between these and the last, and gives both to y. On
+CIFAR-10 the cnn is then LeNet-5 (6 and 16 channels, 120, 84, 10), of which Xiao and Ji train the
+last two layers below. That lower level is not convex: y*(x) is whichever minimum is found.
 
-`pixels=standard` subtracts the mean and divides by the deviation of all training images that are used, one number per channel. They are computed
-across clients; between real sites that is one more average of a few numbers.
+`pixels=standard` subtracts the mean and divides by the deviation of all training images that are
+used, one number per channel. They are computed across clients; between real sites that is one more
+average of a few numbers.
 
-Splits: `shards` sorts the training images by label and deals two shards to each client, so most clients know two to four labels; `iid` deals
-images at random. A random `val_share` of a client's images is its validation part. The test part is dealt at random, for measuring only.
+Splits: `shards` sorts the training images by label and deals two shards to each client, so most
+clients know two to four labels; `iid` deals images at random. A random `val_share` of a client's
+images is its validation part. The test part is dealt at random, for measuring only.
 
-The benchmark of Tarzanagh et al., "FedNest", ICML 2022, and of Xiao and Ji, "Communication-Efficient Federated Hypergradient Computation via
-Aggregated Iterative Differentiation", ICML 2023, section 5, by default on embedded digits. The papers' setting: data=mnist,
-num_clients=100, a cohort of 0.1, val_share 0.2 for shards and 0.5 for iid. Differences from the published code: the squared norm (there the norm
-itself, which is neither strongly convex nor smooth), and no dropout, whose masks would differ between evaluations that have to agree.
+The benchmark of Tarzanagh et al., "FedNest", ICML 2022, and of Xiao and Ji,
+"Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
+Differentiation", ICML 2023, section 5, by default on embedded digits. The papers' setting:
+data=mnist, num_clients=100, a cohort of 0.1, val_share 0.2 for shards and 0.5 for iid. Differences
+from the published code: the squared norm (there the norm itself, which is neither strongly convex
+nor smooth), and no dropout, whose masks would differ between evaluations that have to agree.
 """
 
 from __future__ import annotations
@@ -106,9 +115,10 @@ class HyperRepresentation(Task):
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of the split and of the initial weights", least=0)
 
-    # The curvature of the lower level grows with the features during a run, so steps of y and u stay well below what suits the start. LFedNest
-    # takes each client's own series at a y that is not that client's minimiser: with shards, features then grow without bound where the steps of the
-    # series or of x are longer. All this is for the MLP: the CNN asks for steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
+    # The curvature of the lower level grows with the features during a run, so steps of y and u stay well below what
+    # suits the start. LFedNest takes each client's own series at a y that is not that client's minimiser: with shards,
+    # features then grow without bound where the steps of the series or of x are longer. All this is for the MLP: the
+    # CNN asks for steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
     suggested = {
         "*": {"lr_lower": 0.5, "lr_system": 0.2, "lr_upper": 0.2, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
@@ -137,7 +147,8 @@ class HyperRepresentation(Task):
         ):
             if len(mine) < 2:
                 raise ProblemError(
-                    f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer clients or more data."
+                    f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer "
+                    "clients or more data."
                 )
             num_val = min(max(1, round(self.val_share * len(mine))), len(mine) - 1)
             val, rest = np.split(rng.permutation(mine), [num_val])
@@ -184,8 +195,10 @@ class HyperRepresentation(Task):
         )
 
     def _weights(self, num_pixels: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the CNN's three hidden layers are sqrt(6) times
-        larger, as otherwise so little of an image is left after them that learning hardly begins."""
+        """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the
+        CNN's three hidden layers are sqrt(6) times larger, as otherwise so little of an image is
+        left after them that learning hardly begins.
+        """
         if self.model == "mlp":
             hidden = self.num_hidden or _HIDDEN
             shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, num_pixels)}

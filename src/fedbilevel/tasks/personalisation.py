@@ -1,7 +1,9 @@
-"""Personalisation: one network trained by all, and a few numbers of its own for every client, learned from above.
+"""Personalisation: one network trained by all, and a few numbers of its own for every client,
+learned from above.
 
-Clients hold images whose labels are spread unevenly and whose inputs are normalised differently. y holds the weights of one network, or of
-several, and is trained by all; lambda_i never leaves its client:
+Clients hold images whose labels are spread unevenly and whose inputs are normalised differently. y
+holds the weights of one network, or of several, and is trained by all; lambda_i never leaves its
+client:
 
     g_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2/2 |y|^2          f_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2_upper/2 |lambda_i|^2
 
@@ -11,13 +13,17 @@ several, and is trained by all; lambda_i never leaves its client:
               - d g_i / d lambda_im is the mean responsibility of network m (FedEM); in f_i and in predictions they are scaled to sum to one
     none      one network; lambda_i is a number that nothing depends on but the regulariser
 
-Roles: `train` and `val` are the same samples (the upper level has no data of its own), `stop` is for early stopping, `test` for testing.
+Roles: `train` and `val` are the same samples (the upper level has no data of its own), `stop` is
+for early stopping, `test` for testing.
 
-Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", section 5.3, appendix A.3 and
-Tables 2 and 5, by default on embedded digits. What the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its
-"variance" of the normalisation as the number that inputs are divided by, drawn from U[0, 1] and raised to `least_spread` where it is smaller;
-hidden layers and convolutions are followed by GELU, which resembles the usual ReLU and has the second derivatives that hypergradients
-need. The accuracy of the bottom decile is the quantile 0.1 of the clients' test accuracies, linear between neighbours in rank.
+Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
+Networks", section 5.3, appendix A.3 and Tables 2 and 5, by default on embedded digits. What the
+paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its "variance" of
+the normalisation as the number that inputs are divided by, drawn from U[0, 1] and raised to
+`least_spread` where it is smaller; hidden layers and convolutions are followed by GELU, which
+resembles the usual ReLU and has the second derivatives that hypergradients need. The accuracy of
+the bottom decile is the quantile 0.1 of the clients' test accuracies, linear between neighbours in
+rank.
 """
 
 from __future__ import annotations
@@ -98,8 +104,9 @@ class Personalisation(Task):
     l2_upper: float = setting(1e-2, "weight of the squared norm of lambda in the upper level", least=0)
     data_seed: int = setting(0, "seed of the split, the normalisation and the initial weights", least=0)
 
-    # The same mask without the factor needs about ten times the step of y for the same progress. At 0.3 some normalisations make the network with
-    # one hidden layer unstable; images of 28 x 28 have longer inputs and ask for 0.03. The networks of an ensemble or a mixture share the gradient.
+    # The same mask without the factor needs about ten times the step of y for the same progress. At 0.3 some
+    # normalisations make the network with one hidden layer unstable; images of 28 x 28 have longer inputs and ask for
+    # 0.03. The networks of an ensemble or a mixture share the gradient.
     suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
     suggested_iterations = {"*": 100}
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
@@ -128,7 +135,8 @@ class Personalisation(Task):
         )
         if self.model == "cnn" and (side not in _SIZES or num_pixels != side * side):
             raise ProblemError(
-                f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the model mlp or linear."
+                f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the "
+                "model mlp or linear."
             )
         measured = [role for role in ("test", "stop") if shapes.has(role, "image", "label")]
         score = self._score(_NETWORKS[self.model], side, num_classes)
@@ -163,7 +171,9 @@ class Personalisation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Images (n, pixels) in [0, 1], labels from 0, and how many labels there are: all of the set, however small the share that is used."""
+        """Images (n, pixels) in [0, 1], labels from 0, and how many labels there are: all of the
+        set, however small the share that is used.
+        """
         if self.data == "digits":
             images, labels = digits()
         else:
@@ -218,7 +228,9 @@ class Personalisation(Task):
         }
 
     def _score(self, network: Network, side: int, num_classes: int) -> Score:
-        """(x, y, batch) -> (samples, classes): the largest entry is the prediction; for a mixture, logarithms of probabilities."""
+        """(x, y, batch) -> (samples, classes): the largest entry is the prediction; for a mixture,
+        logarithms of probabilities.
+        """
         scale = num_classes if self.mask_scale == "classes" else 1
 
         def each(y: Any, batch: Any) -> Tensor:

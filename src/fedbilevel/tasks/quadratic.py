@@ -3,10 +3,11 @@
     g_i(x, y) = 1/2 y'A_i y - y'(B_i x + c_i) + bend * sum log cosh(y + cross * mean x)
     f_i(x, y) = 1/2 (y - t_i)'D_i (y - t_i) + 1/2 x'R_i x - r_i'x + cross * x'B_i'y
 
-Clients differ in every matrix, so the mean of local hypergradients is not the hypergradient of the mean. Samples of one client differ too,
-so that minibatches are noisy. `cross > 0` makes f_x depend on y and f_y on x (and, with bend, J on y), which shows a derivative of f taken at
-the wrong point. `bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a Hessian
-taken at the wrong point); the closed forms are for bend = 0.
+Clients differ in every matrix, so the mean of local hypergradients is not the hypergradient of the
+mean. Samples of one client differ too, so that minibatches are noisy. `cross > 0` makes f_x depend
+on y and f_y on x (and, with bend, J on y), which shows a derivative of f taken at the wrong point.
+`bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a
+Hessian taken at the wrong point); the closed forms are for bend = 0.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Quadratic(Task):
         for name, shape in sides.items():
             if shapes.sample(name, "train", "val") != shape:
                 raise ProblemError(
-                    f"samples of {name} have the shape {shapes.sample(name, 'train', 'val')}, expected {shape} with dim_upper {dx} and dim_lower {dy}."
+                    f"samples of {name} have the shape {shapes.sample(name, 'train', 'val')}, expected {shape} with "
+                    f"dim_upper {dx} and dim_lower {dy}."
                 )
         return Problem(
             upper=lambda x, y, batch: (

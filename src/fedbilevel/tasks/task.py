@@ -1,7 +1,8 @@
 """What a task is: settings that build a problem and its clients.
 
-Where data may not move, nobody can build both: sites have data and the server has none. So the problem is made of settings and `Shapes`, which say
-what samples look like and nothing about what they are; `build()` goes the same way, with the shapes of the data that it made.
+Where data may not move, nobody can build both: sites have data and the server has none. So the
+problem is made of settings and `Shapes`, which say what samples look like and nothing about what
+they are; `build()` goes the same way, with the shapes of the data that it made.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Sample(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """float, int or bool: the width of floating-point numbers is the run's choice, whatever the data have."""
+        """float, int or bool: the width of floating-point numbers is the run's choice, whatever the
+        data have.
+        """
         known = {"float": ("float", "bfloat"), "int": ("int", "uint"), "bool": ("bool",)}
         return next((kind for kind, starts in known.items() if self.dtype.startswith(starts)), self.dtype)
 
@@ -41,10 +44,13 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What one client's samples look like. It holds no datum, so a server may know it.
+    """What one client's samples look like.
+
+    It holds no datum, so a server may know it.
 
     fields: role -> field -> (shape of one sample, name of its type).
-    num_classes: how many classes labels have at all sites together; one site may lack a class, so its data cannot tell.
+    num_classes: how many classes labels have at all sites together; one site may lack a class, so
+        its data cannot tell.
     """
 
     fields: Mapping[str, Mapping[str, Sample]]
@@ -63,7 +69,8 @@ class Shapes:
             }
         except (AttributeError, TypeError, ValueError) as error:
             raise ProblemError(
-                f"the fields are {self.fields!r}, expected {{role: {{field: (shape of one sample, name of its type)}}}}."
+                f"the fields are {self.fields!r}, expected "
+                f"{{role: {{field: (shape of one sample, name of its type)}}}}."
             ) from error
         object.__setattr__(
             self, "fields", MappingProxyType({role: MappingProxyType(own) for role, own in same.items()})
@@ -96,24 +103,29 @@ class Shapes:
     def classes(self) -> int:
         if self.num_classes is None:
             raise ProblemError(
-                "num_classes is not given, but labels are classes: say how many there are at all sites together, as one site may lack a class."
+                "num_classes is not given, but labels are classes: say how many there are at all sites together, as "
+                "one site may lack a class."
             )
         return self.num_classes
 
     def sample(
         self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None
     ) -> tuple[int, ...]:
-        """The shape of one sample of a field, which has to be the same in all of these roles that have it."""
+        """The shape of one sample of a field, which has to be the same in all of these roles that
+        have it.
+        """
         found = {f"{role}/{name}": self.fields[role][name] for role in roles if self.has(role, name)}
         where, first = next(iter(found.items()))
         for place, one in found.items():
             if one.kind not in kinds:
                 raise ProblemError(
-                    f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected {' or '.join(map(_WORDS.__getitem__, kinds))}."
+                    f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected "
+                    f"{' or '.join(map(_WORDS.__getitem__, kinds))}."
                 )
             if one.shape != first.shape:
                 raise ProblemError(
-                    f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need the same."
+                    f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need "
+                    "the same."
                 )
         if ndim is not None and len(first.shape) != ndim:
             what = ("one number", "one row of numbers", "rows and columns of numbers", "three dimensions")[ndim]
@@ -121,7 +133,11 @@ class Shapes:
         return first.shape
 
     def misfit(self, own: Shapes) -> str | None:
-        """Why data that look like `own` cannot serve a problem for data like these, in words; nothing if they can. More than is asked for does no harm."""
+        """Why data that look like `own` cannot serve a problem for data like these, in words;
+        nothing if they can.
+
+        More than is asked for does no harm.
+        """
         if own.num_classes != self.num_classes:
             return f"there are {own.num_classes} classes, expected {self.num_classes}"
         for role, fields in self.fields.items():
@@ -140,10 +156,12 @@ class Built(NamedTuple):
 
 
 class Task(Settings):
-    """`suggested` holds values that work on this task for settings the user leaves alone, for every algorithm under "*" and by name for one.
+    """`suggested` holds values that work on this task for settings the user leaves alone, for every
+    algorithm under "*" and by name for one.
 
-    `needs` says what a site's own folder has to hold for this task, role -> field -> its meaning in a line, and `measures` what only figures need: where
-    that is absent, the figures made of it are absent, too.
+    `needs` says what a site's own folder has to hold for this task, role -> field -> its meaning in
+    a line, and `measures` what only figures need: where that is absent, the figures made of it are
+    absent, too.
     """
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -160,9 +178,12 @@ class Task(Settings):
         raise NotImplementedError
 
     def problem(self, shapes: Shapes) -> Problem:
-        """The problem of these settings for clients whose samples look like that, the same at the server and at every site."""
+        """The problem of these settings for clients whose samples look like that, the same at the
+        server and at every site.
+        """
         raise ProblemError(
-            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes)."
+            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method "
+            "problem(shapes)."
         )
 
     def check(self, shapes: Shapes) -> None:
@@ -179,12 +200,16 @@ class Task(Settings):
                     )
 
     def repeated(self, r: int) -> Self:
-        """The task of repetition r: other data of the same kind, where the task has a seed for them."""
+        """The task of repetition r: other data of the same kind, where the task has a seed for
+        them.
+        """
         values = self.asdict()
         return dataclasses.replace(self, data_seed=values["data_seed"] + r) if "data_seed" in values else self  # type: ignore[call-arg]
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
-        """What there is to show of a solution besides figures, in the forms of tasks/findings.py. result: has x and y, dicts of tensors, or one per client."""
+        """What there is to show of a solution besides figures, in the forms of tasks/findings.py.
+        result: has x and y, dicts of tensors, or one per client.
+        """
         return []
 
     @classmethod

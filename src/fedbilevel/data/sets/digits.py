@@ -1,8 +1,8 @@
 """Handwritten digits that come with the package: 1,797 images of 8 x 8 pixels, ten classes.
 
-Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
-`digits.npz` holds its test part as scikit-learn distributes it (BSD-3-Clause, see `digits.LICENSE.txt`).
-Pixels are counts from 0 to 16 and labels are 0 to 9, both stored as uint8.
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998. `digits.npz` holds its test part as scikit-learn distributes it (BSD-3-Clause, see
+`digits.LICENSE.txt`). Pixels are counts from 0 to 16 and labels are 0 to 9, both stored as uint8.
 """
 
 from __future__ import annotations

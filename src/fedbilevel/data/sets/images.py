@@ -1,4 +1,6 @@
-"""Images with labels from 0, as a part for training and a part for testing: the embedded digits, or files with a test part of their own."""
+"""Images with labels from 0, as a part for training and a part for testing: the embedded digits, or
+files with a test part of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ NUM_CHANNELS = {"cifar10": 3}  # where there is more than one
 
 
 class Images(NamedTuple):
-    """Images (n, pixels) as float32, in [0, 1] as they are read, channel after channel; labels (n,) from 0."""
+    """Images (n, pixels) as float32, in [0, 1] as they are read, channel after channel; labels (n,)
+    from 0.
+    """
 
     image: np.ndarray
     label: np.ndarray
@@ -39,7 +43,11 @@ def train_and_test(
     test_share: float = 0.25,
     data_dir: Path | str | None = None,
 ) -> tuple[Images, Images]:
-    """A random `share` of both parts. The digits have no test part: it is a random `test_share` of them; the other sets come with their own."""
+    """A random `share` of both parts.
+
+    The digits have no test part: it is a random `test_share` of them; the other sets come with
+    their own.
+    """
     if name == "cifar10":  # decoding takes longest, so only what is used is decoded
         used = [
             cifar10(part, data_dir, which=_some(num_images(part, data_dir), share, rng)) for part in ("train", "test")
@@ -58,7 +66,9 @@ def train_and_test(
 
 
 def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Images, Images]:
-    """Both less the mean of the training part and divided by its deviation, one number per channel; a channel without deviation is not divided."""
+    """Both less the mean of the training part and divided by its deviation, one number per channel;
+    a channel without deviation is not divided.
+    """
     pixels = train.image.reshape(len(train), num_channels, -1)
     mean, deviation = (
         of(axis=(0, 2), dtype=np.float64, keepdims=True)[0].astype(np.float32) for of in (pixels.mean, pixels.std)

@@ -1,7 +1,9 @@
-"""Omniglot: 1,623 handwritten characters of 50 alphabets, each drawn by 20 people, in images of 28 x 28.
+"""Omniglot: 1,623 handwritten characters of 50 alphabets, each drawn by 20 people, in images of 28
+x 28.
 
-Of Lake, Salakhutdinov, Tenenbaum, "Human-level concept learning through probabilistic program induction", Science 2015. The background alphabets
-are those to learn from, the others those to be tested on.
+Of Lake, Salakhutdinov, Tenenbaum, "Human-level concept learning through probabilistic program
+induction", Science 2015. The background alphabets are those to learn from, the others those to be
+tested on.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ def omniglot(data_dir: str | Path | None = None) -> Omniglot:
     pixels = arrays["images"]
     if pixels.dtype != np.uint8 or pixels.shape[1:] != (28, 28):
         raise DataError(
-            f"{place} holds images of shape {pixels.shape} and type {pixels.dtype}, expected (n, 28, 28) and uint8: get the file anew."
+            f"{place} holds images of shape {pixels.shape} and type {pixels.dtype}, expected (n, 28, 28) and uint8: "
+            "get the file anew."
         )
     for name in ("label", "alphabet"):
         numbers, names = arrays[name], arrays[f"{name}_names"]
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(names):
             raise DataError(
-                f"{place} numbers its {name}s from {numbers.min()} to {numbers.max()}, expected 0 to {len(names) - 1}, one for each name: get the file anew."
+                f"{place} numbers its {name}s from {numbers.min()} to {numbers.max()}, expected 0 to "
+                f"{len(names) - 1}, one for each name: get the file anew."
             )
     ink = pixels.astype(np.float32)
     ink /= -255

@@ -13,7 +13,10 @@ from fedbilevel.errors import DataError
 
 
 def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
-    """The arrays `names` of the file, in that order. Nothing in the file is executed: arrays of Python objects are refused."""
+    """The arrays `names` of the file, in that order.
+
+    Nothing in the file is executed: arrays of Python objects are refused.
+    """
     try:
         with (
             place.open("rb") as file,
@@ -31,5 +34,6 @@ def same_length(place: Path, arrays: dict[str, np.ndarray]) -> None:
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(
-            f"{place} holds arrays of different lengths ({lengths}), expected one row per sample in each: get the file anew, or delete it."
+            f"{place} holds arrays of different lengths ({lengths}), expected one row per sample in each: get the "
+            "file anew, or delete it."
         )

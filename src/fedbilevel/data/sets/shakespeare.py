@@ -1,7 +1,10 @@
-"""Plays of Shakespeare by role: whoever speaks is a natural client with a style of his own; the next character is to be predicted.
+"""Plays of Shakespeare by role: whoever speaks is a natural client with a style of his own; the
+next character is to be predicted.
 
-In the text a speech is a line "ROLE:" at the start or after an empty line, and the lines up to the next empty one. Roles go by their names as
-printed: a misprint ("LADY  CAPULET") is a role of its own, and "First Citizen" of two plays is one role.
+In the text a speech is a line "ROLE:" at the start or after an empty line, and the lines up to the
+next empty one. Roles go by their names as
+printed: a misprint ("LADY  CAPULET") is a role of its own, and "First Citizen" of two plays is one
+    role.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ def shakespeare(data_dir: str | Path | None = None) -> dict[str, str]:
 
 
 def roles(text: str) -> dict[str, str]:
-    """The speeches of each role, one after the other, each with the end of its last line. Roles whose speeches are all empty are left out."""
+    """The speeches of each role, one after the other, each with the end of its last line.
+
+    Roles whose speeches are all empty are left out.
+    """
     speeches: dict[str, list[str]] = {}
     role, fresh = None, True
     for number, line in enumerate(text.split("\n"), 1):
@@ -38,7 +44,8 @@ def roles(text: str) -> dict[str, str]:
             role, fresh = line[:-1], False
         elif role is None or fresh:
             raise DataError(
-                f"line {number} is {line[:40]!r}, expected the name of a role with a colon after it: every speech needs one."
+                f"line {number} is {line[:40]!r}, expected the name of a role with a colon after it: every speech "
+                "needs one."
             )
         else:
             speeches.setdefault(role, []).append(f"{line}\n")
@@ -51,16 +58,19 @@ def vocabulary(texts: dict[str, str]) -> str:
 
 
 def samples(text: str, characters: str, length: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts (n, length) and the character that follows each (n,), both as int64 numbers of `characters`; a new context starts every `step` characters.
+    """Contexts (n, length) and the character that follows each (n,), both as int64 numbers of
+    `characters`; a new context starts every `step` characters.
 
-    A text of `length` characters or fewer has none. A context may reach from one speech of the role into the next.
+    A text of `length` characters or fewer has none. A context may reach from one speech of the role
+    into the next.
     """
     if length < 1 or step < 1:
         raise DataError(f"length is {length} and step is {step}, expected both to be at least 1.")
     unknown = sorted(set(text) - set(characters))
     if unknown:
         raise DataError(
-            f"the text has the character {unknown[0]!r}, which is not in the vocabulary: make the vocabulary from all texts."
+            f"the text has the character {unknown[0]!r}, which is not in the vocabulary: make the vocabulary from "
+            "all texts."
         )
     number = {character: i for i, character in enumerate(characters)}
     codes = np.array([number[character] for character in text], dtype=np.int64)
