@@ -20,8 +20,8 @@ from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.clients import BatchSize, Host
 from fedbilevel.federation.ledger import Ledger
-from fedbilevel.oracle.hypergradient import measured
 from fedbilevel.oracle.population import Points
+from fedbilevel.oracle.stationarity import measured
 from fedbilevel.problem.client_data import ClientData, Holdings
 from fedbilevel.problem.problem import Problem
 

@@ -55,18 +55,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from fedbilevel.data.sets.digits import digits
-from fedbilevel.data.sets.omniglot import omniglot
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.alphabets import digit_alphabets, omniglot_alphabets
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-_TURNS = 4
 _LENGTH = 4.0  # features are at most so long, in the root of the mean square over the images of a sample
 
 
@@ -86,22 +84,6 @@ _ACCELERATED = {
     "momentum_upper": 100.0,
     "momentum_lower": 100.0,
 }
-
-
-class _Alphabets(NamedTuple):
-    """Where the images of every character are, and which characters an alphabet has: number 4 c + k
-    is character c turned by 90 degrees k times.
-    """
-
-    images: np.ndarray  # (n, side, side)
-    places: list[np.ndarray]  # by character
-    members: list[np.ndarray]  # by alphabet
-    parts: tuple[int, int, int]  # alphabets for clients, validation and testing
-
-    def look(self, character: int, places: np.ndarray) -> np.ndarray:
-        """Images of a character, turned as its number says, as rows of pixels."""
-        turned: np.ndarray = np.rot90(self.images[places], character % _TURNS, axes=(1, 2))
-        return turned.reshape(len(places), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,16 +139,18 @@ class FewShot(Task):
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
-        alphabets = _digit_alphabets(rng) if self.data == "digits" else _omniglot_alphabets(self.data_dir)
-        own, validation, test = self._dealt(alphabets, rng)
+        alphabets = digit_alphabets(rng) if self.data == "digits" else omniglot_alphabets(self.data_dir)
+        own, validation, test = alphabets.deal(self.num_clients, self.alphabets_per_client, rng)
+        owners = {f"client {i}": members for i, members in enumerate(own)}
+        owners |= {"validation": validation, "testing": test}
+        alphabets.check_enough(owners, self.num_ways, self.num_shots, self.num_queries)
+        each = self.num_shots + self.num_queries  # the support comes first
+        episodes = lambda members, num: alphabets.episodes(members, num, self.num_ways, each, rng)
         clients: list[Holdings] = []
         for members in own:
-            image, character = self._episodes(alphabets, members, self.num_tasks, rng)
-            sample, which = (
-                image.swapaxes(0, 1),
-                np.broadcast_to(character, (self.num_shots + self.num_queries, *character.shape)),
-            )
-            held = [self._episodes(alphabets, others, self.num_held_out, rng) for others in (validation, test)]
+            image, character = episodes(members, self.num_tasks)
+            sample, which = image.swapaxes(0, 1), np.broadcast_to(character, (each, *character.shape))
+            held = [episodes(others, self.num_held_out) for others in (validation, test)]
             clients.append(
                 {
                     "train": {"image": sample[: self.num_shots], "character": which[: self.num_shots]},
@@ -225,60 +209,6 @@ class FewShot(Task):
         return accuracies(
             problem, clients, result, role="val", right="query_right", of="query_answers", name="query_accuracy"
         )
-
-    def _dealt(
-        self, alphabets: _Alphabets, rng: np.random.Generator
-    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """The characters of every client, and those for validation and for testing."""
-        num_train, num_validation, num_test = alphabets.parts
-        if len(alphabets.members) != num_train + num_validation + num_test:
-            raise ProblemError(
-                f"{self.data} has {len(alphabets.members)} alphabets, expected {num_train} + {num_validation} + "
-                f"{num_test} for clients, validation and "
-                "testing: get the file anew."
-            )
-        num_clients = self.num_clients or max(1, num_train // self.alphabets_per_client)
-        num_used = num_clients * self.alphabets_per_client
-        if num_used > num_train:
-            raise ProblemError(
-                f"{num_clients} clients with {self.alphabets_per_client} alphabets each need {num_used} alphabets, "
-                f"of which {self.data} has {num_train} "
-                "for clients: use fewer clients or fewer alphabets per client."
-            )
-        order = rng.permutation(len(alphabets.members))
-        parts = [*order[:num_used].reshape(num_clients, -1), *np.split(order[num_train:], [num_validation])]
-        *own, validation, test = [np.concatenate([alphabets.members[a] for a in part]) for part in parts]
-        for who, members in [
-            *((f"client {i}", members) for i, members in enumerate(own)),
-            ("validation", validation),
-            ("testing", test),
-        ]:
-            if len(members) < self.num_ways:
-                raise ProblemError(
-                    f"a task has {self.num_ways} characters, {who} has only {len(members)}, turned ones counted: use "
-                    "fewer ways or more alphabets per client."
-                )
-        fewest = min(len(places) for places in alphabets.places)
-        if fewest < self.num_shots + self.num_queries:
-            raise ProblemError(
-                f"a task needs {self.num_shots} + {self.num_queries} images of a character, {self.data} has only "
-                f"{fewest} of one: use fewer shots or queries."
-            )
-        return own, validation, test
-
-    def _episodes(
-        self, alphabets: _Alphabets, members: np.ndarray, num: int, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Images (episodes, shots and queries, ways, pixels) and characters (episodes, ways); the
-        support comes first.
-        """
-        characters = np.stack([rng.choice(members, self.num_ways, replace=False) for _ in range(num)])
-        each = self.num_shots + self.num_queries
-        looks = [
-            [alphabets.look(c, rng.choice(alphabets.places[c // _TURNS], each, replace=False)) for c in episode]
-            for episode in characters.tolist()
-        ]
-        return np.array(looks).swapaxes(1, 2), characters
 
     def _features(self, side: int, num_layers: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, ..., ways, filters) for images (samples, ..., ways, pixels)."""
@@ -359,24 +289,3 @@ def _metrics(sums: Any) -> dict[str, float]:
         for name in ("validation", "test", "query")
         if f"{name}_answers" in sums
     }
-
-
-def _digit_alphabets(rng: np.random.Generator) -> _Alphabets:
-    """At random, because a nought is hard to tell from one that is turned."""
-    pixels, labels = digits()
-    pairs = rng.permutation(_TURNS * 10).reshape(-1, 2)
-    return _Alphabets(
-        pixels.reshape(-1, 8, 8), [np.flatnonzero(labels == d) for d in range(10)], list(pairs), (12, 3, 5)
-    )
-
-
-def _omniglot_alphabets(data_dir: str | None) -> _Alphabets:
-    found = omniglot(data_dir)
-    places = [np.flatnonzero(found.label == c) for c in range(len(found.label_names))]
-    home = np.zeros(len(places), np.int64)
-    home[found.label] = found.alphabet
-    members = [
-        (_TURNS * np.flatnonzero(home == a)[:, None] + np.arange(_TURNS)).ravel()
-        for a in range(len(found.alphabet_names))
-    ]
-    return _Alphabets(found.images, places, members, (33, 5, 12))
