@@ -1,24 +1,23 @@
-"""Few-shot classification: all clients learn one backbone on which a linear head is learned from a
-few images.
+"""Few-shot classification: learn one backbone on which a linear head learns from a few images.
 
 x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i holds a linear head
-for each of them; heads stay at their client. A task is to tell N characters apart, with K images of
+for each of them; heads stay at their client. A task is to distinguish N characters, with K images of
 each for training (the support) and Q others for validation (the queries):
 
     g_i(x, y_i) = sum_t CE(x, y_it; support_it) + l2/2 |y_i|^2          f_i(x, y_i) = mean_t CE(x, y_it; queries_it)
 
-With a sum over t every head solves a problem of its own, whose curvature does not depend on how
-many other tasks there are.
+With a sum over t every head solves its own problem, whose curvature does not depend on the number
+of other tasks.
 
 One sample of a client is one image of each character of all its tasks: K samples for training, Q
 for validation. So a minibatch draws images, and every task is in it. If samples were tasks, the
-minibatches of f_y, H v and J v, which are independent, would seldom meet in a head: what is left of
-the indirect part of the hypergradient would be mostly noise, and H would be num_tasks/batch_size
-times as large on the heads that were drawn.
+minibatches of f_y, H v and J v, which are independent, would seldom share a head: the indirect part of
+the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on the
+heads that were drawn.
 
 The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift
-and an activation, and then the mean over positions: four of them for images of 28 x 28, two for 8 x
-8. The normalisation is that of a channel over the N images of a task in one sample, one of each
+and an activation, and then the mean over positions: four convolutions for images of 28 x 28, two
+for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one of each
 character (`norm=sample`), or that of an image by itself over all channels and positions
 (`norm=image`). No statistics are kept, and minibatches remain means over samples. The last layer
 has no shift, and none has a scale, which the next layer or the head can make up for: so the squared
@@ -27,20 +26,19 @@ most l2 + 17/2, whatever x is. With a shift there, too, long steps of x made y d
 
 Characters come from alphabets, and an alphabet belongs to one client, to validation or to testing.
 A character turned by 90, 180 or 270 degrees is another character. Held-out episodes with characters
-for validation and for testing are dealt to the clients for measuring only: the lower level is
+for validation and for testing are dealt to the clients for measurements only: the lower level is
 solved for a new head on the support, and this head answers the queries.
 
-    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three
-    each
-    digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, which makes 4 clients
+    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three each
+    digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, and 4 clients
 
 Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
 Local Lower Level Problems", NeurIPS 2023, section 5.2 and appendix B.2, with the network of Finn,
 Abbeel, Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, for
 Omniglot. Differences: the squared norm, without which a head that separates its few images has no
-minimiser; batch norm is over one sample, not over all images at hand; no scales and no last shift;
-which alphabets are whose is drawn by `data_seed`, and how many tasks a client has is a setting, as
-the paper gives neither.
+minimiser; batch norm is over one sample, not over all images of the batch; no scales and no last shift;
+the owners of the alphabets are drawn by `data_seed`, and the number of tasks of a client is a
+setting, because the paper gives neither.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-_LENGTH = 4.0  # features are at most so long, in the root of the mean square over the images of a sample
+_LENGTH = 4.0  # the largest root mean square norm of features over the images of a sample
 
 
 class _Size(NamedTuple):
@@ -92,12 +90,12 @@ class FewShot(Task):
         "digits", "characters; Omniglot is read from omniglot/omniglot_28x28.npz"
     )
     data_dir: str | None = setting(
-        None, "folder of that file's folder; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of that file's folder; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
     num_clients: int | None = setting(
-        None, "clients; nothing: as many as the alphabets allow, 11 on Omniglot and 4 on digits", symbol="M", least=1
+        None, "clients; None: as many as the alphabets allow, 11 on Omniglot and 4 on digits", symbol="M", least=1
     )
-    alphabets_per_client: int = setting(3, "alphabets of a client, which nobody else has", least=1)
+    alphabets_per_client: int = setting(3, "alphabets of a client, which no other client has", least=1)
     num_tasks: int = setting(20, "tasks of a client, each with a head of its own", symbol="N_m", least=1)
     num_ways: int = setting(5, "characters of a task", symbol="N", least=2)
     num_shots: int = setting(1, "images of a character for training", symbol="K", least=1)
@@ -108,11 +106,13 @@ class FewShot(Task):
     num_adaptation_steps: int = setting(
         100, "accelerated gradient steps that find the head of a held-out episode", least=1
     )
-    num_filters: int | None = setting(None, "filters of every convolution; nothing: 64, or 16 on digits", least=1)
+    num_filters: int | None = setting(None, "filters of every convolution; None: 64, or 16 on digits", least=1)
     norm: Literal["sample", "image"] = setting(
         "sample", "a channel over the images of a task in one sample, or an image by itself"
     )
-    activation: Literal["relu", "gelu"] = setting("relu", "what follows convolutions: as in the paper, or smooth")
+    activation: Literal["relu", "gelu"] = setting(
+        "relu", "activation after convolutions: relu as in the paper, or the smooth gelu"
+    )
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of alphabets, tasks and initial weights", least=0)
 
@@ -132,7 +132,10 @@ class FewShot(Task):
     }
     measures = {
         "held_out": {
-            "image": "one episode, num_shots images of every character and then its queries, (images, num_ways, pixels): for validation_accuracy"
+            "image": (
+                "one episode, num_shots images of every character and then its queries, "
+                "(images, num_ways, pixels): for validation_accuracy"
+            )
         },
         "test": {"image": "likewise, of other characters: for test_accuracy"},
     }
@@ -170,7 +173,7 @@ class FewShot(Task):
             raise ProblemError(
                 f"samples of train/image have {num_tasks} tasks of {num_ways} characters, the settings say "
                 f"{self.num_tasks} of {self.num_ways}: "
-                "set num_tasks and num_ways as the data are."
+                "set num_tasks and num_ways as in the data."
             )
         side = math.isqrt(num_pixels)
         if side not in _SIZES or num_pixels != side * side:
@@ -205,7 +208,7 @@ class FewShot(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Of the clients' own heads on their own queries."""
+        """Return the accuracy of the clients' own heads on their own queries."""
         return accuracies(
             problem, clients, result, role="val", right="query_right", of="query_answers", name="query_accuracy"
         )
@@ -226,14 +229,14 @@ class FewShot(Task):
         return features
 
     def _normalised(self, z: Tensor) -> Tensor:
-        """z is (images, channels, height, width), and the images of a sample follow one another."""
+        """Normalise z (images, channels, height, width), in which the images of a sample are adjacent."""
         together = z if self.norm == "image" else z.reshape(-1, self.num_ways, *z.shape[1:])
         axes = (1, 2, 3) if self.norm == "image" else (1, 3, 4)
         centred = together - together.mean(axes, keepdim=True)
         return (centred * (centred.square().mean(axes, keepdim=True) + 1e-5).rsqrt()).reshape(z.shape)
 
     def _adapted(self, name: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-        """Right answers to the queries of held-out episodes, each by a head of its own."""
+        """Count right answers to the queries of held-out episodes, each by a head of its own."""
 
         def adapted(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
             features = torch.cat(
@@ -272,18 +275,18 @@ def _losses(y: Any, batch: Any) -> Tensor:
 
 
 def _counted(name: str, logits: Tensor) -> dict[str, Tensor]:
-    """Right answers and answers of every sample."""
+    """Count right answers and answers of every sample."""
     right = (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).flatten(1)
     return {f"{name}_right": right.sum(1), f"{name}_answers": torch.ones_like(right).sum(1)}
 
 
 def _own(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    """Right answers of the clients' own heads to their own queries."""
+    """Count right answers of the clients' own heads to their own queries."""
     return _counted("query", _logits(y, batch))
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums over all clients."""
+    """Divide sums over all clients."""
     return {
         f"{name}_accuracy": sums[f"{name}_right"] / sums[f"{name}_answers"]
         for name in ("validation", "test", "query")

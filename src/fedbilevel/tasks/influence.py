@@ -1,11 +1,11 @@
-"""Influence: what a training instance of one client does to the validation loss of all of them.
+"""Influence: the effect of one client's training sample on the validation loss of all clients.
 
 x_i holds one entry per training sample of client i, the mask of its loss, and starts at ones; y is
 a model that all share:
 
     g_i(x_i, y) = 1/n_i sum_j x_ij loss_j(y) + l2/2 |y|^2          f_i(y) = mean validation loss of client i
 
-To remove instance j of client i is to set x_ij to zero; the factor 1/n_i stays. To first order that
+Removing instance j of client i sets x_ij to zero; the factor 1/n_i stays. To first order this
 changes sum_k f_k by minus the derivative by x_ij, so one hypergradient at x = 1 predicts all
 removals at once (see studies/influence.py, which compares with real retraining).
 
@@ -20,7 +20,7 @@ Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-
 Networks", eq. (12), section 5.2 and appendix A.2. Differences from it: l2 = 0.01, where the paper
 prints none for the mixture (0: as there) and 0.001 for the network. A stronger l2 makes y*(x) less
 bent and the first-order prediction better. MNIST instead of the digits of EMNIST; no clusters of
-input normalisation; no test part, which nothing here uses.
+input normalisation; no test part, which is not used here.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Influence(Task):
             )
 
     def suggests(self, name: str) -> dict[str, Any]:
-        """For one prediction at a trained model, by the data and the model of these settings;
+        """Return settings for one prediction at a trained model, by the data and the model.
+
         `suggestions` are for runs that change x.
         """
         return {
@@ -155,9 +156,7 @@ class Influence(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """The instances that a run weighs least and most: those of the smallest masks harm, those
-        of the largest help.
-        """
+        """Return the instances with the smallest and largest masks: the smallest harm, the largest help."""
         served = accuracies(problem, clients, result, role="val", right="right", of="seen", name="val_accuracy")
         if result.x is None:
             return served
@@ -219,9 +218,7 @@ class Influence(Task):
         return {"right": right, "seen": torch.ones_like(right)}
 
     def _start(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Zero where the model is convex; the network starts uniform within 1 / sqrt(inputs of a
-        unit).
-        """
+        """Return zeros where the model is convex, and a network uniform within 1 / sqrt(inputs of a unit)."""
         if self.data == "mixture":
             return {"weight": torch.zeros(*shape), "bias": torch.zeros(1)}
         if self.model == "logistic":

@@ -1,4 +1,4 @@
-"""Heterogeneous quadratics with everything known in closed form: the yardstick of all tests.
+"""Heterogeneous quadratics with known closed forms: the reference of all tests.
 
     g_i(x, y) = 1/2 y'A_i y - y'(B_i x + c_i) + bend * sum log cosh(y + cross * mean x)
     f_i(x, y) = 1/2 (y - t_i)'D_i (y - t_i) + 1/2 x'R_i x - r_i'x + cross * x'B_i'y
@@ -64,7 +64,9 @@ class Quadratic(Task):
     def build(self) -> Built:
         clients = self.clients()
         problem = self.problem(Shapes.of(clients[0]))
-        if self.upper == "shared" and self.lower == "global" and self.bend == 0:  # known of all clients together only
+        if (
+            self.upper == "shared" and self.lower == "global" and self.bend == 0
+        ):  # the closed form is that of all clients together
             problem = dataclasses.replace(problem, diagnostics=self.closed_form().diagnostics)
         return Built(problem, clients)
 

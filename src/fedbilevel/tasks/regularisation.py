@@ -1,5 +1,4 @@
-"""Regularisation: tune the weight decay of every feature of a model that all clients share, on
-validation data that nobody shares.
+"""Regularisation: tune the weight decay of every feature of a shared model on private validation data.
 
 y is a logistic model (weight and bias; the bias is regularised like the rest), x_i = lambda_i has
 one entry for each entry of y:
@@ -12,8 +11,8 @@ prints it. Nothing keeps it positive: once the mean of r(lambda_i) + l2 is negat
 is unbounded below and y* is a local minimum at best. Use `linear` to compare hypergradients at a
 point rather than to optimise.
 
-The hypergradient block of client i is -J_i u = -diag(r'(lambda_i)) (y * u): it knows a client
-through its lambda_i alone. Clients with equal lambda therefore have equal blocks, whatever their
+The hypergradient block of client i is -J_i u = -diag(r'(lambda_i)) (y * u): it depends on the
+client through its lambda_i alone. Clients with equal lambda therefore have equal blocks, whatever their
 data, and under `linear` (r' = 1) blocks are equal everywhere. Only the mean of r(lambda_i) matters
 to y. An error measured at equal lambda cannot tell an estimate of a client's own block from one of
 the average; for that use distinct lambda_i under `exp`, or the task data_cleaning.
@@ -23,9 +22,8 @@ data/mixture.py), or `a9a`, of whose training part every client gets its own sam
 (i.i.d., without replacement), and likewise test samples of its test part.
 
 Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
-Networks", eq. (11) and appendix A.1. Differences from
-it: l2 keeps the lower level strongly convex (0: as in the paper), and r = exp(lambda) is the
-    default.
+Networks", eq. (11) and appendix A.1. Differences from it: l2 keeps the lower level strongly convex
+(0: as in the paper), and r = exp(lambda) is the default.
 """
 
 from __future__ import annotations
@@ -157,7 +155,7 @@ class Regularisation(Task):
         return clients
 
     def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """`num_each` samples for every client, in random order, so that they may be cut further."""
+        """Return `num_each` samples for every client, in random order, so that they can be split further."""
         if self.num_clients * num_each > num_samples:
             raise ProblemError(
                 f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a "
@@ -184,5 +182,5 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums over all clients."""
+    """Divide sums over all clients."""
     return {"test_accuracy": sums["right"] / sums["tested"], "test_loss": sums["loss"] / sums["tested"]}
