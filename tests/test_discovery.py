@@ -105,7 +105,7 @@ def test_one_that_cannot_be_imported_is_named_only_when_it_is_asked_for(install)
     refused(
         discovery.task,
         "broken",
-        "hospital.broken:Broken as 'broken', which cannot be imported (RuntimeError: no licence): mend or uninstall",
+        "hospital.broken:Broken as 'broken', which cannot be imported (RuntimeError: no licence): fix or uninstall",
     )
     refused(discovery.task, "gone", "cannot be imported (AttributeError")
     refused(discovery.task, "nowhere", "cannot be imported (ModuleNotFoundError")
@@ -121,7 +121,7 @@ def test_the_class_must_be_of_its_kind_and_of_its_name(install):
     refused(
         discovery.task,
         "slow",
-        "hospital.slow:Slow as 'slow', which is no class derived from Task: mend that entry point",
+        "hospital.slow:Slow as 'slow', which is no class derived from Task: fix that entry point",
     )
     refused(discovery.task, "text", "no class derived from Task")
     refused(

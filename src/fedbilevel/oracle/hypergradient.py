@@ -71,7 +71,8 @@ def solve_cg(
         if bool(((curvature <= 0) & (rr > goal)).any()):
             raise ProblemError(
                 f"the lower level has curvature {float(curvature.min()):.3g} <= 0 along a direction, so it is not "
-                "strongly convex there: add a regulariser to the lower loss, or use method='fixed_point' with few steps."
+                "strongly convex there: add a regulariser to the lower loss, "
+                "or use method='fixed_point' with few steps."
             )
         step = torch.where(rr > goal, rr / curvature.clamp(min=torch.finfo(b.dtype).tiny), torch.zeros_like(rr))
         u, r = u + step * p, r - step * hp

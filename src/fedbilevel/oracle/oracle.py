@@ -153,7 +153,7 @@ class Oracle(Evaluation):
                 raise ValueError(f"{len(v)} rows for {k} clients.")
         vectors = [one_row(v) for v in vectors]  # one matrix product per cohort instead of one per client
         if k == 0:
-            return self._nothing(build, vectors, batches)
+            return self._no_rows(build, vectors, batches)
         chunk = self._chunk(k, vectors, batches)
         pooled = self._pools(k, vectors, shares) and chunk is None
         shares = shares if pooled else None  # no other way reads them
@@ -224,7 +224,7 @@ class Oracle(Evaluation):
                 stacklevel=2,
             )
 
-    def _nothing(self, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
+    def _no_rows(self, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         """Return results without rows, for a process without a client in the cohort."""
         one = [v if v.ndim == 1 else v.new_zeros(v.shape[1]) for v in vectors]
         first = [batch.data.look(batch.data.positions[:1], batch.role).row(0) for batch in batches]

@@ -19,9 +19,9 @@ _MOST_STEPS, _MOST_PRODUCTS = 15, 500  # Newton's steps, and products for each s
 def measured(population: Population, x: Points, y: Points, added: Added = lambda own: own) -> float:
     """Return |grad Phi(x)| over all data, with every client at its own x.
 
-    y*(x) is found from y by Newton's method, and the linear system is solved there, for a few clients
-    at a time. For a private x the result is the root mean square over clients of f_x,i - J_i u.
-    It is NaN where the lower level is not strongly convex, or not solved within the limits.
+    y*(x) is found from y by Newton's method, and the linear system is solved there, for a few
+    clients at a time. For a private x the result is the root mean square over clients of f_x,i -
+    J_i u. It is NaN where the lower level is not strongly convex, or not solved within the limits.
     """
     number, private = population.sum_of_weights(added), population.problem.scopes.upper == "private"
     first = list(islice(population.portions(x, y), 2))
@@ -29,7 +29,8 @@ def measured(population: Population, x: Points, y: Points, added: Added = lambda
     again = lambda: first if len(first) == 1 else population.portions(x, y)
     views: Iterable[_View] = [_View(population, again, mean=lambda summed: added([summed])[0] / number)]
     if population.problem.scopes.lower == "local":
-        views = (_View(population, lambda part=part: [part]) for part in population.portions(x, y))  # type: ignore[misc]
+        one = lambda part: _View(population, lambda: [part])
+        views = map(one, population.portions(x, y))
     with torch.no_grad():
         blocks = [
             total(squares(rows) if private else rows, part.weights) for view in views for part, rows in view.blocks()

@@ -158,7 +158,7 @@ class Problem:
         check_tree("what x0() returns", tree)
         return tree
 
-    @classmethod
+    @classmethod  # long because its signature and examples are all that `help` shows
     def from_modules(
         cls,
         x_module: nn.Module | None = None,

@@ -74,7 +74,9 @@ class Alphabets(NamedTuple):
     def episodes(
         self, members: np.ndarray, num: int, num_ways: int, num_images: int, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return images (episodes, images of a character, ways, pixels) and characters (episodes, ways)."""
+        """Return images (episodes, images of a character, ways, pixels) and characters (episodes,
+        ways).
+        """
         characters = np.stack([rng.choice(members, num_ways, replace=False) for _ in range(num)])
         looks = [
             [self.look(c, rng.choice(self.places[c // _TURNS], num_images, replace=False)) for c in episode]

@@ -153,7 +153,9 @@ class DataCleaning(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the weights of clean and corrupted samples, the samples of the smallest weights, and accuracies."""
+        """Return the weights of clean and corrupted samples, the samples of the smallest weights,
+        and accuracies.
+        """
         served = accuracies(problem, clients, result, role="test", right="right", of="tested")
         if result.x is None:  # weights never leave their site
             return served

@@ -1,8 +1,8 @@
 """Few-shot classification: learn one backbone on which a linear head learns from a few images.
 
 x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i holds a linear head
-for each of them; heads stay at their client. A task is to distinguish N characters, with K images of
-each for training (the support) and Q others for validation (the queries):
+for each of them; heads stay at their client. A task is to distinguish N characters, with K images
+of each for training (the support) and Q others for validation (the queries):
 
     g_i(x, y_i) = sum_t CE(x, y_it; support_it) + l2/2 |y_i|^2          f_i(x, y_i) = mean_t CE(x, y_it; queries_it)
 
@@ -11,15 +11,16 @@ of other tasks.
 
 One sample of a client is one image of each character of all its tasks: K samples for training, Q
 for validation. So a minibatch draws images, and every task is in it. If samples were tasks, the
-minibatches of f_y, H v and J v, which are independent, would seldom share a head: the indirect part of
-the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on the
-heads that were drawn.
+minibatches of f_y, H v and J v, which are independent, would seldom share a head: the indirect part
+of the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on
+the heads that were drawn.
 
 The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift
 and an activation, and then the mean over positions: four convolutions for images of 28 x 28, two
-for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one of each
-character (`norm=sample`), or that of an image by itself over all channels and positions
-(`norm=image`). No statistics are kept, and minibatches remain means over samples. The last layer
+    for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one
+    of each character (`norm=sample`), or that of an image by itself over all channels and positions
+    (`norm=image`). No statistics are kept, and minibatches remain means over samples. The last
+    layer
 has no shift, and none has a scale, which the next layer or the head can make up for: so the squared
 length of features is at most 16 in the mean over a sample, and the curvature of the lower level at
 most l2 + 17/2, whatever x is. With a shift there, too, long steps of x made y diverge.
@@ -29,16 +30,17 @@ A character turned by 90, 180 or 270 degrees is another character. Held-out epis
 for validation and for testing are dealt to the clients for measurements only: the lower level is
 solved for a new head on the support, and this head answers the queries.
 
-    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three each
+    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three
+    each
     digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, and 4 clients
 
 Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
 Local Lower Level Problems", NeurIPS 2023, section 5.2 and appendix B.2, with the network of Finn,
 Abbeel, Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, for
 Omniglot. Differences: the squared norm, without which a head that separates its few images has no
-minimiser; batch norm is over one sample, not over all images of the batch; no scales and no last shift;
-the owners of the alphabets are drawn by `data_seed`, and the number of tasks of a client is a
-setting, because the paper gives neither.
+minimiser; batch norm is over one sample, not over all images of the batch; no scales and no last
+shift; the owners of the alphabets are drawn by `data_seed`, and the number of tasks of a client is
+a setting, because the paper gives neither.
 """
 
 from __future__ import annotations
@@ -229,7 +231,9 @@ class FewShot(Task):
         return features
 
     def _normalised(self, z: Tensor) -> Tensor:
-        """Normalise z (images, channels, height, width), in which the images of a sample are adjacent."""
+        """Normalise z (images, channels, height, width), in which the images of a sample are
+        adjacent.
+        """
         together = z if self.norm == "image" else z.reshape(-1, self.num_ways, *z.shape[1:])
         axes = (1, 2, 3) if self.norm == "image" else (1, 3, 4)
         centred = together - together.mean(axes, keepdim=True)

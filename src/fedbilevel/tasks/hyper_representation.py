@@ -7,8 +7,8 @@ all clients:
 
 For a fixed x the lower level is logistic regression on the features that x makes of the images. It
 is strongly convex because the norm is squared. Only y moves there, so second derivatives never pass
-through an activation: the kinks of ReLU do no harm in H v, and J v differentiates the features once.
-The library computes features once per x.
+through an activation: the kinks of ReLU do no harm in H v, and J v differentiates the features
+    once. The library computes features once per x.
 
     mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and
           the head of ten classes 2,010
@@ -119,8 +119,8 @@ class HyperRepresentation(Task):
 
     # The curvature of the lower level grows with the features during a run, so steps of y and u stay well below what
     # suits the start. LFedNest takes each client's own series at a y that is not that client's minimiser: with shards,
-    # features then grow without bound where the steps of the series or of x are longer. These values are for the MLP: the
-    # CNN needs steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
+    # features then grow without bound where the steps of the series or of x are longer. These values are for the MLP.
+    # The CNN needs steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
     suggested = {
         "*": {"lr_lower": 0.5, "lr_system": 0.2, "lr_upper": 0.2, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
@@ -199,8 +199,8 @@ class HyperRepresentation(Task):
     def _weights(self, num_pixels: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit).
 
-        The weights of the CNN's three hidden layers are sqrt(6) times larger: otherwise so little of an
-        image is left after them that learning hardly begins.
+        The weights of the CNN's three hidden layers are sqrt(6) times larger: otherwise so little
+        of an image is left after them that learning hardly begins.
         """
         if self.model == "mlp":
             hidden = self.num_hidden or _HIDDEN

@@ -1,8 +1,8 @@
 """Imbalance: learn a loss under which training on a long tail of classes serves all classes.
 
 Class c has about imbalance_ratio^(-c/(C-1)) times as many training images as class 0, validation
-images are equally many of every class, and y is a classifier that all clients share. x = (delta, ell)
-holds two numbers per class, shared by all, which adjust logits z = z(y) in training only:
+images are equally many of every class, and y is a classifier that all clients share. x = (delta,
+ell) holds two numbers per class, shared by all, which adjust logits z = z(y) in training only:
 
     g_i(x, y) = CE(s * z + ell; train_i) + l2/2 |y|^2,   s_c = 2 sigmoid(delta_c)          f_i(y) = CE(z; val_i)
 
@@ -133,7 +133,9 @@ class Imbalance(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the accuracy of every class with its learned scale and shift, and that of every client."""
+        """Return the accuracy of every class with its learned scale and shift, and that of every
+        client.
+        """
         found = counted(problem, clients, result, "test")
         if not found:
             return []
@@ -167,7 +169,8 @@ class Imbalance(Task):
         ]
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Choose n_c = n_0 ratio^(-c/(C-1)) training samples of class c that are not for validation.
+        """Choose n_c = n_0 ratio^(-c/(C-1)) training samples of class c that are not for
+        validation.
 
         n_0 is the largest that all classes allow.
         """
@@ -230,7 +233,9 @@ def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
 
 
 def _metrics(num_classes: int) -> Callable[[Any], dict[str, float]]:
-    """Divide right answers by samples per class, over all clients; skip classes without a test sample."""
+    """Divide right answers by samples per class, over all clients; skip classes without a test
+    sample.
+    """
 
     def metrics(sums: Any) -> dict[str, float]:
         each = {

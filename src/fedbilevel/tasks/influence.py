@@ -156,7 +156,9 @@ class Influence(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the instances with the smallest and largest masks: the smallest harm, the largest help."""
+        """Return the instances with the smallest and largest masks: the smallest harm, the largest
+        help.
+        """
         served = accuracies(problem, clients, result, role="val", right="right", of="seen", name="val_accuracy")
         if result.x is None:
             return served
@@ -218,7 +220,9 @@ class Influence(Task):
         return {"right": right, "seen": torch.ones_like(right)}
 
     def _start(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return zeros where the model is convex, and a network uniform within 1 / sqrt(inputs of a unit)."""
+        """Return zeros where the model is convex, and a network uniform within 1 / sqrt(inputs of a
+        unit).
+        """
         if self.data == "mixture":
             return {"weight": torch.zeros(*shape), "bias": torch.zeros(1)}
         if self.model == "logistic":

@@ -12,7 +12,8 @@ from torch import Tensor
 def uniform(
     shapes: Mapping[str, tuple[int, ...]], draw: torch.Generator, *, scale: float = 1.0, num_networks: int | None = None
 ) -> dict[str, Tensor]:
-    """Draw a weight and a bias per layer (outputs, inputs, ...), uniform on +-1/sqrt(inputs of a unit).
+    """Draw a weight and a bias per layer (outputs, inputs, ...), uniform on +-1/sqrt(inputs of a
+    unit).
 
     scale: factor of the weights.
     num_networks: stack several networks along a first dimension.

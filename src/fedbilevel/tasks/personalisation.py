@@ -8,7 +8,8 @@ client:
     f_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2_upper/2 |lambda_i|^2
 
     mask      one network; its logits are multiplied, class by class, by softmax(lambda_i) (HGP-PL)
-    ensemble  several networks; their logits are averaged with the weights softmax(lambda_i) (HGP-MTL)
+    ensemble  several networks; their logits are averaged with the weights softmax(lambda_i)
+    (HGP-MTL)
     mixture   several networks; their probabilities are averaged with the weights exp(lambda_i).
               In g_i the weights are not scaled, so that - d g_i / d lambda_im is the mean
               responsibility of network m (FedEM); in f_i and in predictions they sum to one
@@ -19,12 +20,12 @@ for early stopping, `test` for testing.
 
 Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
 Networks", section 5.3, appendix A.3 and Tables 2 and 5, by default on embedded digits. Choices
-that the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its "variance" of
-the normalisation as the number that inputs are divided by, drawn from U[0, 1] and raised to
-`least_spread` where it is smaller; hidden layers and convolutions are followed by GELU, which
-resembles the usual ReLU and has the second derivatives that hypergradients need. The accuracy of
-the bottom decile is the quantile 0.1 of the clients' test accuracies, linear between neighbours in
-rank.
+that the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its
+    "variance" of the normalisation as the number that inputs are divided by, drawn from U[0, 1] and
+    raised to `least_spread` where it is smaller; hidden layers and convolutions are followed by
+    GELU, which resembles the usual ReLU and has the second derivatives that hypergradients need.
+    The accuracy of the bottom decile is the quantile 0.1 of the clients' test accuracies, linear
+    between neighbours in rank.
 """
 
 from __future__ import annotations
@@ -169,7 +170,9 @@ class Personalisation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels of the whole set."""
+        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels of the whole
+        set.
+        """
         if self.data == "digits":
             images, labels = digits()
         else:
@@ -224,7 +227,8 @@ class Personalisation(Task):
         }
 
     def _score(self, network: Network, side: int, num_classes: int) -> Score:
-        """Return a function (x, y, batch) -> (samples, classes), of which the largest entry is the prediction.
+        """Return a function (x, y, batch) -> (samples, classes), of which the largest entry is the
+        prediction.
 
         For a mixture the entries are logarithms of probabilities.
         """

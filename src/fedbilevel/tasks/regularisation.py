@@ -1,4 +1,4 @@
-"""Regularisation: tune the weight decay of every feature of a shared model on private validation data.
+"""Regularisation: tune the weight decay of every feature of a shared model on private data.
 
 y is a logistic model (weight and bias; the bias is regularised like the rest), x_i = lambda_i has
 one entry for each entry of y:
@@ -12,10 +12,10 @@ is unbounded below and y* is a local minimum at best. Use `linear` to compare hy
 point rather than to optimise.
 
 The hypergradient block of client i is -J_i u = -diag(r'(lambda_i)) (y * u): it depends on the
-client through its lambda_i alone. Clients with equal lambda therefore have equal blocks, whatever their
-data, and under `linear` (r' = 1) blocks are equal everywhere. Only the mean of r(lambda_i) matters
-to y. An error measured at equal lambda cannot tell an estimate of a client's own block from one of
-the average; for that use distinct lambda_i under `exp`, or the task data_cleaning.
+client through its lambda_i alone. Clients with equal lambda therefore have equal blocks, whatever
+their data, and under `linear` (r' = 1) blocks are equal everywhere. Only the mean of r(lambda_i)
+matters to y. An error measured at equal lambda cannot tell an estimate of a client's own block from
+one of the average; for that use distinct lambda_i under `exp`, or the task data_cleaning.
 
 Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see
 data/mixture.py), or `a9a`, of whose training part every client gets its own samples at random
@@ -155,7 +155,9 @@ class Regularisation(Task):
         return clients
 
     def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return `num_each` samples for every client, in random order, so that they can be split further."""
+        """Return `num_each` samples for every client, in random order, so that they can be split
+        further.
+        """
         if self.num_clients * num_each > num_samples:
             raise ProblemError(
                 f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a "

@@ -107,7 +107,9 @@ class Shapes:
     def sample(
         self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None
     ) -> tuple[int, ...]:
-        """Return the shape of one sample of a field; it must be the same in all given roles that have it."""
+        """Return the shape of one sample of a field; it must be the same in all given roles that
+        have it.
+        """
         found = {f"{role}/{name}": self.fields[role][name] for role in roles if self.has(role, name)}
         where, first = next(iter(found.items()))
         for place, one in found.items():
@@ -153,8 +155,8 @@ class Built(NamedTuple):
 class Task(Settings):
     """Settings that build a problem and its clients.
 
-    suggested: settings of algorithms that work on this task and replace defaults, for every algorithm
-        under "*" and for one under its name.
+    suggested: settings of algorithms that work on this task and replace defaults, for every
+        algorithm under "*" and for one under its name.
     suggested_iterations: outer iterations, likewise.
     headline: the most important figures.
     needs: the fields that a site's folder must hold, role -> field -> its meaning in a line.
@@ -175,7 +177,9 @@ class Task(Settings):
         raise NotImplementedError
 
     def problem(self, shapes: Shapes) -> Problem:
-        """Return the problem for clients with samples of these shapes, the same at the server and at every site."""
+        """Return the problem for clients with samples of these shapes, the same at the server and
+        at every site.
+        """
         raise ProblemError(
             f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method "
             "problem(shapes)."
@@ -195,12 +199,17 @@ class Task(Settings):
                     )
 
     def repeated(self, r: int) -> Self:
-        """Return the task of repetition r: other data of the same kind, where the task has a data_seed."""
+        """Return the task of repetition r: other data of the same kind, where the task has a
+        data_seed.
+        """
         values = self.asdict()
-        return dataclasses.replace(self, data_seed=values["data_seed"] + r) if "data_seed" in values else self  # type: ignore[call-arg]
+        if "data_seed" not in values:
+            return self
+        return dataclasses.replace(self, data_seed=values["data_seed"] + r)  # type: ignore[call-arg]
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
-        """Return what there is to show of a solution besides figures, in the forms of tasks/findings.py.
+        """Return what there is to show of a solution besides figures, in the forms of
+        tasks/findings.py.
 
         result: has x and y, dicts of tensors, or one dict per client.
         """

@@ -1,5 +1,6 @@
-"""LIBSVM's a9a: the UCI Adult census data in 123 binary features; the label says whether somebody
-earns more than 50,000 dollars a year.
+"""LIBSVM's a9a: the UCI Adult census data in 123 binary features.
+
+The label says whether a person earns more than 50,000 dollars a year.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ CHOICES = (("libsvm/a9a.npz",), ("libsvm/a9a", "libsvm/a9a.t"), ("a9a", "a9a.t")
 
 
 def a9a(data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Train features (n, 123) as float32 and labels (n,) 0 or 1 as int64, then those of the test
-    part: 32,561 and 16,281 samples in the published files.
+    """Return training features (n, 123) as float32 and labels (n,) 0 or 1 as int64, then the test
+    part.
+
+    The published files have 32,561 and 16,281 samples.
 
     From `libsvm/a9a.npz` (X_train, y_train, X_test, y_test), or from LIBSVM's own text files.
     """

@@ -1,5 +1,6 @@
-"""CIFAR-10: colour images of 32 x 32 in ten classes, 50,000 to learn from and 10,000 to test on
-(Krizhevsky, 2009).
+"""CIFAR-10: colour images of 32 x 32 in ten classes (Krizhevsky, 2009).
+
+There are 50,000 training and 10,000 test images.
 
 The file holds every image as a JPEG of about quality 75, which is **lossy**: pixels differ from the
 published ones, and figures are not exactly comparable with those of the original. The order is by
@@ -34,7 +35,7 @@ Part = Literal["train", "test"]
 
 
 def num_images(part: Part, data_dir: str | Path | None = None) -> int:
-    """Without decoding any."""
+    """Return the number of images without decoding them."""
     (place,) = find(FILE, data_dir=data_dir)
     return len(packed.read(place, (f"{part}_labels",), "CIFAR-10")[0])
 
@@ -42,8 +43,9 @@ def num_images(part: Part, data_dir: str | Path | None = None) -> int:
 def cifar10(
     part: Part, data_dir: str | Path | None = None, *, which: list[int] | np.ndarray | slice | None = None
 ) -> Cifar10:
-    """One part, or of it only the images that `which` names (numbers, a mask or a slice), since
-    decoding all takes seconds.
+    """Decode one part, or only the images `which` of it (numbers, a mask or a slice).
+
+    Decoding all images takes seconds.
 
     In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`.
     """

@@ -17,6 +17,6 @@ FILE = Path(__file__).with_name("digits.npz")
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 64) in [0, 1] as float32, labels (1797,) as int64."""
+    """Return images (1797, 64) in [0, 1] as float32 and labels (1797,) as int64."""
     images, labels = packed.read(FILE, ("images", "labels"), "the digits of the package")
     return images.astype(np.float32) / 16, labels.astype(np.int64)

@@ -1,5 +1,4 @@
-"""HAPT: what the accelerometer and the gyroscope of a smartphone say while 30 people walk, climb,
-sit, stand and lie.
+"""HAPT: accelerometer and gyroscope of smartphones while 30 people walk, climb, sit, stand and lie.
 
 The person is the natural client.
 
@@ -31,7 +30,7 @@ class Hapt(NamedTuple):
 
 
 def hapt(data_dir: str | Path | None = None) -> Hapt:
-    """From `hapt/hapt_windows.npz`, which keeps values in half precision."""
+    """Read `hapt/hapt_windows.npz`, which holds values in half precision."""
     (place,) = find(FILE, data_dir=data_dir)
     x, label, subject, channels, names = packed.read(place, ("x", "y", "subject", "channels", "label_names"), "HAPT")
     packed.same_length(place, {"x": x, "y": label, "subject": subject})

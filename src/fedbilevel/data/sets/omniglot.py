@@ -1,9 +1,8 @@
-"""Omniglot: 1,623 handwritten characters of 50 alphabets, each drawn by 20 people, in images of 28
-x 28.
+"""Omniglot: 1,623 handwritten characters of 50 alphabets, each drawn by 20 people, as 28 x 28
+images.
 
-Of Lake, Salakhutdinov, Tenenbaum, "Human-level concept learning through probabilistic program
-induction", Science 2015. The background alphabets are those to learn from, the others those to be
-tested on.
+Source: Lake, Salakhutdinov, Tenenbaum, "Human-level concept learning through probabilistic program
+induction", Science 2015. The background alphabets are for training, the others for testing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Omniglot(NamedTuple):
 
 
 def omniglot(data_dir: str | Path | None = None) -> Omniglot:
-    """From `omniglot/omniglot_28x28.npz`, in which ink is 0 and paper 255."""
+    """Read `omniglot/omniglot_28x28.npz`, in which ink is 0 and paper 255."""
     (place,) = find(FILE, data_dir=data_dir)
     arrays = dict(zip(Omniglot._fields, packed.read(place, Omniglot._fields, "Omniglot"), strict=True))
     packed.same_length(place, {name: arrays[name] for name in ("images", "label", "alphabet", "drawer", "background")})
