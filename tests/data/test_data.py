@@ -188,7 +188,7 @@ def test_bad_data_are_refused_with_the_client_and_the_field(clients, says):
     assert says in str(error.value)
 
 
-# ---- split and spoil ---------------------------------------------------------------------------------------------------
+# ---- split and spoil -------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 99))

@@ -62,12 +62,12 @@ def task(lower, upper, weights, **more):
     )
 
 
-# ---- its length, for a look at a run ---------------------------------------------------------------------------------------------
+# ---- its length, for a look at a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lower", "upper", "weights"), SCOPES)
 @pytest.mark.parametrize("at_once", [1, 2**27])
-def test_the_measured_length_is_that_of_the_closed_form(lower, upper, weights, at_once, monkeypatch):
+def test_measured_norm_is_that_of_the_closed_form(lower, upper, weights, at_once, monkeypatch):
     """From any y, however many clients are looked at together. The oracle of the run is left alone."""
     monkeypatch.setattr(populations, "_LOOK", at_once)
     made = task(lower, upper, weights)
@@ -88,7 +88,9 @@ def test_the_measured_length_is_that_of_the_closed_form(lower, upper, weights, a
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 def test_where_every_client_has_its_own_point_the_mean_is_over_those(lower):
-    """As between peers that do not agree: H, J, f_x and f_y of every client at its own x and at the solution of all or its own, by dense algebra."""
+    """As between peers that do not agree: H, J, f_x and f_y of every client at its own x and at the solution of all or
+    its own, by dense algebra.
+    """
     built = task(lower, "shared", "by_samples", cross=0.3).build()
     population = meet(built)
     rng = torch.Generator().manual_seed(1)
@@ -123,7 +125,7 @@ def test_where_every_client_has_its_own_point_the_mean_is_over_those(lower):
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-3)])
 @pytest.mark.parametrize("condition", [10.0, 1e4])
-def test_the_length_is_found_for_badly_conditioned_lower_levels_in_either_precision(dtype, near, condition):
+def test_measured_norm_is_found_for_badly_conditioned_lower_levels_in_both_precisions(dtype, near, condition):
     """g = y'Hy/2 - x'y and f = |y - b|^2/2: the gradient at x is H^-1 (H^-1 x - b)."""
     eigenvalues = torch.logspace(0, -np.log10(condition), 40, dtype=torch.float64)
     problem = Problem(
@@ -142,7 +144,7 @@ def test_the_length_is_found_for_badly_conditioned_lower_levels_in_either_precis
     assert measured(population, population.x0, population.y0) == pytest.approx(float(wanted), rel=near)
 
 
-def test_a_length_is_not_zero_because_nothing_was_found():
+def test_measured_norm_is_nan_where_no_solution_was_found_although_j_is_zero():
     """A lower level without x has J = 0, whatever u is."""
     fit = lambda y, batch: (batch["weight"] * (batch["a"] @ y["y"] - 1) ** 2).sum()
     made = lambda sign: Problem(
@@ -162,7 +164,7 @@ def test_a_length_is_not_zero_because_nothing_was_found():
 
 
 @pytest.mark.parametrize("lower", ["global", "local"])
-def test_a_length_that_is_not_determined_is_not_a_number(lower, monkeypatch):
+def test_measured_norm_is_nan_where_the_lower_level_is_not_solved(lower, monkeypatch):
     problem, clients = task(lower, "shared", "equal").build()
     bent = dataclasses.replace(problem, lower=lambda x, y, batch: problem.lower(x, y, batch) - 50 * (y["y"] ** 2).sum())
     population = meet(Built(bent, clients))
@@ -172,7 +174,7 @@ def test_a_length_that_is_not_determined_is_not_a_number(lower, monkeypatch):
     assert np.isnan(measured(population, point(population), torch.ones(4, dtype=torch.float64)))
 
 
-# ---- closed form ---------------------------------------------------------------------------------------------------------------
+# ---- closed form -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lower", "upper", "weights"), SCOPES)
@@ -271,7 +273,7 @@ def test_the_order_of_clients_leaves_no_trace_and_doubling_all_of_them_changes_n
         torch.testing.assert_close(value, expected if made.upper == "shared" else expected[who], rtol=1e-8, atol=1e-9)
 
 
-# ---- finite differences ----------------------------------------------------------------------------------------------------------
+# ---- finite differences ----------------------------------------------------------------------------------------------
 
 
 def small_cleaning():
@@ -401,7 +403,7 @@ def test_the_strategy_leaves_no_trace(options):
         )
 
 
-def test_features_leave_no_trace():
+def test_features_do_not_change_the_hypergradient():
     """batch["features"] = B x, which the lower loss is linear in."""
     made = task("global", "shared", "equal", bend=0.5).build()
     plain = made.problem
@@ -426,7 +428,7 @@ def test_features_leave_no_trace():
     torch.testing.assert_close(hypergradient(other, x, y).value, hypergradient(one, x, y).value, rtol=1e-11, atol=1e-11)
 
 
-# ---- solvers on dense matrices ----------------------------------------------------------------------------------------------------
+# ---- solvers on dense matrices ---------------------------------------------------------------------------------------
 
 
 class Counted:

@@ -282,7 +282,7 @@ def test_measuring_a_few_clients_at_a_time_is_measuring_all(monkeypatch, budget,
         assert [i for some in asked for i in some] == [*range(6)] * 3
 
 
-def test_a_look_leaves_the_copy_that_phases_use_alone_and_makes_none_where_it_can():
+def test_look_keeps_the_cached_batch_and_copies_nothing_for_adjacent_equal_clients():
     population = Population(cleaning(), clients((4, 4, 4, 2)), dtype=torch.float64)
     data = population.data
     kept = data.batch(torch.tensor([1, 3]), "train")

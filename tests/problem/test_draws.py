@@ -171,7 +171,7 @@ def test_neighbouring_draws_are_independent(apart):
     assert chi_square(torch.bincount(pairs.flatten(), minlength=16).double()) < 37.70  # 15 degrees
 
 
-# ---- passes without replacement ---------------------------------------------------------------------------------------------------
+# ---- passes without replacement --------------------------------------------------------------------------------------
 
 
 def passes(ids, *, seed=3, purpose="B", iteration=2, call=1, steps=range(20), width=4):

@@ -1,4 +1,4 @@
-"""Losses and statistics that return one value per sample: the library contracts them, and padding adds nothing to them."""
+"""Losses and statistics with one value per sample: the library contracts them, and padding adds nothing."""
 
 import dataclasses
 import math
@@ -118,7 +118,7 @@ def batches(met, *, minibatch):
     return tuple(met.data.batch(every, role, torch.as_tensor(np.stack(index[role]))) for role in ("train", "val"))
 
 
-# ---- both forms are one problem ----------------------------------------------------------------------------------------
+# ---- both forms are one problem --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "features"])
@@ -266,7 +266,7 @@ def test_the_page_about_batches_names_every_reserved_field():
     assert reserved.count("`") == 2 * len(RESERVED)
 
 
-# ---- padding -----------------------------------------------------------------------------------------------------------
+# ---- padding ---------------------------------------------------------------------------------------------------------
 
 
 def test_padding_with_a_loss_that_is_not_finite_adds_neither_value_nor_gradient():
@@ -341,7 +341,7 @@ def test_a_mean_is_refused_with_the_same_sentence_as_before():
     )
 
 
-# ---- statistics --------------------------------------------------------------------------------------------------------
+# ---- statistics ------------------------------------------------------------------------------------------------------
 
 
 def answers(x, y, batch):
@@ -409,7 +409,7 @@ def test_statistics_that_are_not_defined_away_from_the_start_are_tried_there_alo
     Population(problem("per sample", statistics={"test": near}, metrics=METRICS), clients())
 
 
-def test_nobody_with_samples_of_a_role_has_no_statistics_of_it():
+def test_a_role_without_samples_at_any_client_has_no_statistics():
     met = Population(problem("per sample", statistics={"test": answers}), clients(tested=(0, 0, 0, 0)))
     names, table = met.looked_at(met.x0, met.y0)
     assert table[:, [names.index("right"), names.index("n")]].abs().sum() == 0

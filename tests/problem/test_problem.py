@@ -56,7 +56,7 @@ def test_the_good_problem_is_accepted():
     assert population.x0.shape == population.y0.shape == (DIM,)
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------
+# ---- layouts ---------------------------------------------------------------------------------------------------------
 
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)
 
@@ -101,7 +101,7 @@ def test_ravel_refuses_other_names():
         layout.ravel({"a": torch.zeros(2), "c": torch.zeros(3)})
 
 
-# ---- what is wrong with the problem itself ---------------------------------------------------------------------------------
+# ---- what is wrong with the problem itself ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_y0_cannot_be_a_function():
         problem(y0=lambda sizes: {"y": torch.zeros(DIM)})
 
 
-# ---- what is wrong with the losses -------------------------------------------------------------------------------------------
+# ---- what is wrong with the losses -----------------------------------------------------------------------------------
 
 
 def test_a_lower_loss_that_ignores_y_is_refused():
@@ -168,7 +168,8 @@ def test_a_loss_must_return_one_real_number_or_one_per_sample(label):
     }
     for got, loss in wrong.items():
         refuse(
-            f"{label}() returned {got} on {n} samples, expected a tensor of floats with one value per sample, shape ({n},), or a scalar",
+            f"{label}() returned {got} on {n} samples, expected a tensor of floats with one value per sample, shape "
+            f"({n},), or a scalar",
             **{label: loss},
         )
 
@@ -225,7 +226,7 @@ def test_a_problem_can_be_met_with_data_where_gradients_are_switched_off():
     assert population.y0.shape == (DIM,)
 
 
-# ---- noise inside a plain function -------------------------------------------------------------------------------------------
+# ---- noise inside a plain function -----------------------------------------------------------------------------------
 
 NOISY = {
     "dropout": lambda a: functional.dropout(a, 0.3),

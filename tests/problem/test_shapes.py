@@ -1,4 +1,6 @@
-"""A problem made of settings and shapes alone is the problem that a task builds out of all data, bit for bit; so is a run on a site's own folder."""
+"""A problem made of settings and shapes alone is the problem that a task builds out of all data, bit for bit; so is a
+run on a site's own folder.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def without(client, role: str, *names: str):
 # ---- the description -----------------------------------------------------------------------------------------------
 
 
-def test_shapes_say_what_samples_look_like_and_no_more():
+def test_shapes_hold_shapes_and_types_but_no_values():
     client = {
         "train": {"x": np.zeros((5, 2, 3), np.float32), "label": torch.zeros(5, dtype=torch.int64)},
         "val": {"x": [[1.0], [2.0]]},
@@ -396,7 +398,7 @@ def tabular(shape=(6,), dtype=np.float32, label=np.int64, field="image", **other
         ),
     ],
 )
-def test_samples_of_the_wrong_look_are_refused(task, shapes, words):
+def test_samples_of_a_wrong_shape_or_type_are_refused(task, shapes, words):
     with pytest.raises(ProblemError, match=words) as caught:
         task.problem(shapes)
     assert "\n" not in str(caught.value)

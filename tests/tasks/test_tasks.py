@@ -33,7 +33,7 @@ def simulate(built: Built, **options) -> Simulation:
     return Simulation(FedAvg(), built.problem, built.clients, **{"dtype": torch.float64, **options})
 
 
-# ---- quadratic ----------------------------------------------------------------------------------------------------------
+# ---- quadratic -------------------------------------------------------------------------------------------------------
 
 
 def point(task: Quadratic) -> np.ndarray:
@@ -139,7 +139,7 @@ def test_measured_figures_are_those_of_the_closed_form():
     assert figures["distance"] == pytest.approx(np.linalg.norm(x - closed.solution()), rel=1e-12)
 
 
-# ---- data cleaning ------------------------------------------------------------------------------------------------------
+# ---- data cleaning ---------------------------------------------------------------------------------------------------
 
 CLEANING = {
     "standard": DataCleaning(),
