@@ -169,7 +169,7 @@ def test_validation_is_drawn_at_random_and_impossible_shares_are_refused():
     assert (len(train), len(val)) == (700, 300)
     assert 400 < val.mean() < 600
     for num, share in ((1, 0.5), (0, 0.5), (9, 0.0), (9, 1.0), (9, -0.1), (9, float("nan"))):
-        with pytest.raises(ProblemError, match=f"a share of {share} of {num} samples was asked for"):
+        with pytest.raises(ProblemError, match=f"a share of {share} of {num} samples was requested"):
             split_validation(np.arange(num), share, rng())
 
 

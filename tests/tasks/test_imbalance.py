@@ -154,7 +154,7 @@ def test_what_the_data_cannot_give_is_a_clear_error():
         match=r"with imbalance_ratio 1000 and \d+ training images of the commonest class none is left of the rarest",
     ):
         Imbalance(imbalance_ratio=1000).build()
-    with pytest.raises(ProblemError, match="samples, 1000 were asked for: ask for fewer"):
+    with pytest.raises(ProblemError, match="samples, 1000 were requested: request fewer"):
         Imbalance(num_val=100).build()
 
 

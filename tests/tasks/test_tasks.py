@@ -194,7 +194,7 @@ def test_at_full_noise_every_training_label_is_wrong():
 
 
 def test_more_clean_samples_than_there_are_is_a_clear_error():
-    with pytest.raises(ProblemError, match="samples, 500 were asked for: ask for fewer"):
+    with pytest.raises(ProblemError, match="samples, 500 were requested: request fewer"):
         DataCleaning(num_clean=500).build()
     with pytest.raises(SettingError, match=r"noise is 1\.5"):
         DataCleaning(noise=1.5)

@@ -24,7 +24,7 @@ def take_per_class(labels: np.ndarray, num_each: int, rng: np.random.Generator) 
     for label in np.unique(labels):
         places = np.flatnonzero(labels == label)
         if len(places) < num_each:
-            raise ProblemError(f"class {label} has {len(places)} samples, {num_each} were asked for: ask for fewer.")
+            raise ProblemError(f"class {label} has {len(places)} samples, {num_each} were requested: request fewer.")
         taken[int(label)] = np.sort(rng.choice(places, num_each, replace=False))
     return taken
 
@@ -138,7 +138,7 @@ def split_validation(indices: np.ndarray, share: float, rng: np.random.Generator
     num = len(indices)
     if not 0 < share < 1 or num < 2:
         raise ProblemError(
-            f"a share of {share} of {num} samples was asked for, expected a share between 0 and 1 of at least two "
+            f"a share of {share} of {num} samples was requested, expected a share between 0 and 1 of at least two "
             "samples."
         )
     mixed = rng.permutation(indices)
