@@ -212,9 +212,9 @@ def test_the_problem_of_shapes_is_the_problem_of_all_data(name, built):
         built[name].problem,
         TASKS[name][0].problem(Shapes.from_dict(json.loads(json.dumps(shapes_of(name, built).asdict())))),
     )
-    assert (made.scopes, made.weights, made.name, list(made.statistics)) == (
+    assert (made.scopes, made.client_weights, made.name, list(made.statistics)) == (
         whole.scopes,
-        whole.weights,
+        whole.client_weights,
         whole.name,
         list(whole.statistics),
     )
