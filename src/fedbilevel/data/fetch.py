@@ -18,9 +18,7 @@ from urllib.request import urlopen
 from fedbilevel.data.locations import find_one_of, folders
 from fedbilevel.errors import DataError, UnknownNameError
 
-Progress = Callable[
-    [str, int, int | None], None
-]  # name of the file, bytes so far, bytes in all if the server gives them
+Progress = Callable[[str, int, int | None], None]  # name of the file, bytes so far, bytes in all if known
 CHUNK = 1 << 16
 SECONDS = 30  # timeout without a byte
 

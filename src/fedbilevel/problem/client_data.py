@@ -168,9 +168,8 @@ class ClientData:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             raise ProblemError(f"client {client} has {role}/{name} as an array of Python objects: give numbers.")
         try:
-            tensor = (
-                value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-            )  # a copy: views may have negative strides or be read-only
+            # an array is copied: views may have negative strides or be read-only
+            tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         except (TypeError, ValueError) as error:
             reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest concerns numpy
             raise ProblemError(

@@ -243,9 +243,8 @@ class FewShot(Task):
         """Count right answers to the queries of held-out episodes, each by a head of its own."""
 
         def adapted(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-            features = torch.cat(
-                [batch["features"], torch.ones_like(batch["features"][..., :1])], -1
-            )  # the last weight of a head is its bias
+            # the last weight of a head is its bias
+            features = torch.cat([batch["features"], torch.ones_like(batch["features"][..., :1])], -1)
             head = self._head(features[:, : self.num_shots].flatten(1, 2))
             return _counted(name, torch.einsum("rqnd,rcd->rqnc", features[:, self.num_shots :], head))
 

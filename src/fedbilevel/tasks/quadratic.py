@@ -64,9 +64,8 @@ class Quadratic(Task):
     def build(self) -> Built:
         clients = self.clients()
         problem = self.problem(Shapes.of(clients[0]))
-        if (
-            self.upper == "shared" and self.lower == "global" and self.bend == 0
-        ):  # the closed form is that of all clients together
+        # the closed form is that of all clients together
+        if self.upper == "shared" and self.lower == "global" and self.bend == 0:
             problem = dataclasses.replace(problem, diagnostics=self.closed_form().diagnostics)
         return Built(problem, clients)
 
@@ -145,9 +144,8 @@ class Quadratic(Task):
                 "r": r + het * rng.standard_normal(dx),
             }
             num = self.num_samples + i
-            spread = (
-                self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)
-            )  # sums to zero: the mean over samples is the client's value
+            # sums to zero, so that the mean over samples is the client's value
+            spread = self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)
 
             def samples(name: str, mine: dict[str, np.ndarray] = mine, spread: np.ndarray = spread) -> np.ndarray:
                 return (1 + rng.permutation(spread).reshape(-1, *[1] * mine[name].ndim)) * mine[name]

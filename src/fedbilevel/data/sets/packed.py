@@ -18,10 +18,8 @@ def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
     Nothing in the file is executed: arrays of Python objects are refused.
     """
     try:
-        with (
-            place.open("rb") as file,
-            np.load(file, allow_pickle=False) as arrays,
-        ):  # numpy leaves a file open that it cannot read
+        # opened here, because numpy leaves a file open that it cannot read
+        with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return [arrays[name] for name in names]
     except (BadZipFile, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
         raise DataError(
