@@ -143,7 +143,7 @@ class _Wide:
             lower=loss,
             x0={"x": torch.zeros(1)},
             y0={"w": torch.zeros(WIDTH)},
-            weights="by_samples",
+            client_weights="by_samples",
             name="soak",
         )
 

@@ -1,4 +1,6 @@
-"""Tasks and algorithms of other packages are found by entry points; what is wrong with one is said when it is asked for, and never before."""
+"""Tasks and algorithms of other packages are found by entry points; what is wrong with one is said when it is asked
+for, and never before.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_every_module_that_has_one_is_found_under_its_name():
         assert all(kind.name() == name and ask(name) is kind for name, kind in known.items())
 
 
-def test_tasks_and_algorithms_of_an_installed_package_are_like_our_own(install):
+def test_tasks_and_algorithms_of_an_installed_package_are_found_like_builtin_ones(install):
     ours = discovery.tasks(), discovery.algorithms()
     install(tasks=["sepsis = hospital.sepsis:Sepsis"], algorithms=["slow = hospital.slow:Slow"])
     task, algorithm = discovery.task("sepsis"), discovery.algorithm("slow")
@@ -79,19 +81,20 @@ def test_tasks_and_algorithms_of_an_installed_package_are_like_our_own(install):
     ]
 
 
-def test_a_name_of_our_own_cannot_be_taken(install):
+def test_an_entry_point_cannot_take_a_name_of_fedbilevel(install):
     ours = discovery.tasks()
     install(tasks=["quadratic = hospital.sepsis:Sepsis"])
     assert discovery.tasks() == ours
     refused(
         discovery.task,
         "quadratic",
-        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', which is a name of fedbilevel's own: rename",
+        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', which is a name of fedbilevel's own: "
+        "rename",
     )
     assert discovery.task("data_cleaning") is ours["data_cleaning"]
 
 
-def test_one_that_cannot_be_imported_is_named_only_when_it_is_asked_for(install):
+def test_a_plugin_that_cannot_be_imported_raises_only_when_requested(install):
     ours = discovery.tasks()
     install(
         tasks=[
@@ -106,7 +109,7 @@ def test_one_that_cannot_be_imported_is_named_only_when_it_is_asked_for(install)
     refused(
         discovery.task,
         "broken",
-        "hospital.broken:Broken as 'broken', which cannot be imported (RuntimeError: no licence): mend or uninstall",
+        "hospital.broken:Broken as 'broken', which cannot be imported (RuntimeError: no licence): fix or uninstall",
     )
     refused(discovery.task, "gone", "cannot be imported (AttributeError")
     refused(discovery.task, "nowhere", "cannot be imported (ModuleNotFoundError")
@@ -122,7 +125,7 @@ def test_the_class_must_be_of_its_kind_and_of_its_name(install):
     refused(
         discovery.task,
         "slow",
-        "hospital.slow:Slow as 'slow', which is no class derived from Task: mend that entry point",
+        "hospital.slow:Slow as 'slow', which is no class derived from Task: fix that entry point",
     )
     refused(discovery.task, "text", "no class derived from Task")
     refused(

@@ -26,8 +26,8 @@ class Sample(Settings):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("lr", 1e-300), ("lr", 2), ("share", 0), ("share", 1.0), ("num", 1), ("steps", 1), ("steps", (1, 2, 7)), ("radius", None), ("radius", 3),
-        ("kind", "robust"), ("fast", True), ("label", ""),
+        ("lr", 1e-300), ("lr", 2), ("share", 0), ("share", 1.0), ("num", 1), ("steps", 1), ("steps", (1, 2, 7)),
+        ("radius", None), ("radius", 3), ("kind", "robust"), ("fast", True), ("label", ""),
     ],
 )  # fmt: skip
 def test_values_inside_their_range_are_kept_as_given(field, value):
@@ -54,7 +54,7 @@ def test_values_inside_their_range_are_kept_as_given(field, value):
         ("steps", (1, True), "steps is (1, True), expected a whole number or one whole number per client."),
         ("steps", [1, 2], "steps is [1, 2], expected a whole number or one whole number per client."),
         ("radius", 0.0, "radius is 0.0, expected a value greater than 0: radius of the ball."),
-        ("radius", "wide", "radius is 'wide', expected a number or nothing."),
+        ("radius", "wide", "radius is 'wide', expected a number or None."),
         ("kind", "simple", "kind is 'simple', expected 'plain' or 'robust'."),
         ("kind", None, "kind is None, expected 'plain' or 'robust'."),
         ("fast", 1, "fast is 1, expected true or false."),

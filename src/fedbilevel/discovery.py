@@ -1,12 +1,13 @@
-"""Finds algorithms and tasks: one module each, whose name is the name users type, and those of other installed packages.
+"""Discovery of algorithms and tasks by module name, also those of other installed packages.
 
-Another package offers its own by entry points, of which fedbilevel asks for nothing but the class:
+Another package offers its classes as entry points:
 
     [project.entry-points."fedbilevel.tasks"]
     sepsis = "hospital.sepsis:Sepsis"
 
-`Sepsis` derives from `Task` and lies in a module `sepsis`, so that its name() is the name of the entry point. Algorithms are in the group
-"fedbilevel.algorithms". What this package has itself cannot be replaced.
+`Sepsis` derives from `Task` and is in a module `sepsis`, so that its name() is the name of the
+entry point. Algorithms are in the group "fedbilevel.algorithms". Classes of fedbilevel cannot be
+replaced.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def tasks() -> dict[str, type[Task]]:
 
 
 def own_tasks() -> list[str]:
-    """Names that no other package can take."""
+    """Return the names of fedbilevel's tasks, which no other package can take."""
     return list(_found(fedbilevel.tasks, Task))
 
 
@@ -65,7 +66,7 @@ def task(name: str) -> type[Task]:
 
 
 def _all(package: ModuleType, kind: type[Any]) -> dict[str, type[Any]]:
-    """Those that can be used. What is wrong with one of the others is said when it is asked for by name."""
+    """Return all usable classes; an unusable one raises only when it is requested by name."""
     known = _found(package, kind)
     usable = {}
     for name in {entry.name for entry in _offered(package)}.difference(known):
@@ -91,12 +92,12 @@ def _offered(package: ModuleType) -> Iterable[EntryPoint]:
 
 @functools.cache
 def _installed(group: str, _path: tuple[str, ...]) -> Iterable[EntryPoint]:
-    """Read once for what is on the path now: looking through all that is installed takes longer than many a call that needs a name."""
+    """Read the entry points once per path, because searching all installed packages is slow."""
     return entry_points(group=group)
 
 
 def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind: type[Any]) -> type[Any]:
-    """The class that an entry point leads to, if it may have that name and is what it should be."""
+    """Load the class of an entry point; raise where its name or type is wrong."""
     same = {entry.value: entry for entry in offered if entry.name == name}
     entry, *others = same.values()
     where = f"{_package(entry)} offers {entry.value} as {name!r}"
@@ -112,14 +113,15 @@ def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind
         value: Any = entry.load()
     except Exception as error:  # another package's code may raise anything; name it, keep the cause
         raise PluginError(
-            f"{where}, which cannot be imported ({type(error).__name__}: {error}): mend or uninstall that package."
+            f"{where}, which cannot be imported ({type(error).__name__}: {error}): fix or uninstall that package."
         ) from error
     derived = isinstance(value, type) and issubclass(value, kind)
     if not derived:
-        raise PluginError(f"{where}, which is no class derived from {kind.__name__}: mend that entry point.")
+        raise PluginError(f"{where}, which is no class derived from {kind.__name__}: fix that entry point.")
     if value.name() != name:
         raise PluginError(
-            f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or define name()."
+            f"{where}, but its name() is {value.name()!r}: name the module or the entry point after the other, or "
+            "define name()."
         )
     return value
 

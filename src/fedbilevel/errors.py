@@ -1,4 +1,7 @@
-"""Errors that a user can act on. Each message says what was given, what was expected and what to do, in one sentence."""
+"""Errors that a user can act on.
+
+Each message says what was given, what was expected and what to do, in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterable
 
 
 class FedBilevelError(Exception):
-    """Something the user can mend. The command line prints the message and no traceback."""
+    """An error that the user can fix. The command line prints the message and no traceback."""
 
 
 class ProblemError(FedBilevelError, ValueError):
@@ -19,7 +22,7 @@ class SettingError(FedBilevelError, ValueError):
 
 
 class UnknownNameError(FedBilevelError, LookupError):
-    """A name that nothing here answers to."""
+    """An unknown name of an algorithm, a task, a setting or another thing."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -33,21 +36,21 @@ class NonFiniteError(FedBilevelError, ArithmeticError):
 
 
 class CheckpointError(FedBilevelError, ValueError):
-    """A checkpoint that cannot be read, or that belongs to another run."""
+    """A checkpoint cannot be read, or belongs to another run."""
 
 
 class RankLostError(FedBilevelError, ConnectionError):
-    """A process of the run died or does not answer any more."""
+    """A process of the run died or does not answer."""
 
-    speaks = True  # one of those that are left says so to the user
+    speaks = True  # one of the remaining processes reports it
 
 
 class ScopeError(FedBilevelError, ValueError):
-    """An algorithm was asked to solve a kind of problem it has no meaning for."""
+    """An algorithm is not defined for the scopes of a problem."""
 
 
 class ScopeWarning(UserWarning):
-    """An algorithm runs outside the problems it is exact for; the message names the bias."""
+    """An algorithm is biased for this kind of problem; the message names the bias."""
 
 
 class IgnoredWarning(UserWarning):
@@ -55,52 +58,60 @@ class IgnoredWarning(UserWarning):
 
 
 class NetworkError(FedBilevelError, ValueError):
-    """A network that is not one, or that never connects its peers."""
+    """A network is invalid, or never connects its peers."""
 
 
 class DataError(FedBilevelError, ValueError):
-    """A data file that is missing, or that does not hold what its name says."""
+    """A data file is missing or invalid."""
 
 
 class LogError(FedBilevelError, ValueError):
-    """A log of a run that cannot be written, or that belongs to another run."""
+    """A log of a run cannot be written, or belongs to another run."""
 
 
 class ExperimentError(FedBilevelError, ValueError):
-    """An experiment file, or a result of one, that cannot be used."""
+    """An experiment file or a result of one cannot be used."""
 
 
 class WireError(FedBilevelError, ValueError):
-    """A message that is not one, or that was refused."""
+    """A message is invalid, or was refused."""
 
 
 class PlanError(FedBilevelError, ValueError):
-    """A plan of a run between sites or peers, or a site's own settings, that cannot be used."""
+    """A plan of a run between sites or peers, or the settings of a site, cannot be used."""
 
 
 class PolicyError(FedBilevelError, PermissionError):
-    """A site does not allow what it was asked for."""
+    """A site refuses a request by its policy."""
 
 
 class AwaitingOperatorError(PolicyError):
-    """A site that answers when its operator lets it: the plan is not approved yet, or the site is paused."""
+    """A site waits for its operator: the plan is not approved yet, or the site is paused."""
 
 
 class QuorumError(FedBilevelError, ConnectionError):
-    """Too few sites or peers are there."""
+    """Too few sites or peers are present."""
 
 
 class SuspendedError(QuorumError):
-    """The server itself was suspended, so that answers which did not arrive are not held against the sites."""
+    """The server itself was suspended, so that answers which did not arrive are not held against
+    the sites.
+    """
 
 
 class RosterError(FedBilevelError, ValueError):
-    """A roster of peers, or a key of one, that cannot be used."""
+    """A roster of peers or a key cannot be used."""
 
 
 class PluginError(FedBilevelError, ImportError):
-    """A task or an algorithm of another package that cannot be used."""
+    """A task or an algorithm of another package cannot be used."""
 
 
 class ReportError(FedBilevelError, ValueError):
-    """A record that no page can be made of."""
+    """A record cannot be shown on a page."""
+
+
+def reason(error: Exception) -> str:
+    """Describe an exception of the user's own function, short and on one line."""
+    text = " ".join(str(error).split()).split(". ", 1)[0]
+    return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + ' ...'}".rstrip(".: ")

@@ -1,19 +1,21 @@
-"""Text of other parties, in letters that a terminal and a reader of a log take for text only."""
+"""Text of other parties, with visible escapes in place of control characters."""
 
 from __future__ import annotations
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Replace what Unicode calls not printable by a visible escape: control characters, reversals of the writing direction, line separators, halves of
-    pairs, and blanks and letters without a shape.
+    r"""Replace every character that Unicode calls not printable by a visible escape.
 
-    lines: keep line ends and tabs, for texts of several lines that nobody else had a part in.
+    These are control characters, marks of the writing direction, line separators, lone surrogates,
+    and blanks and characters without a shape.
+
+    lines: keep line ends and tabs, for texts of several lines that no other party wrote.
 
     >>> print(printable("done\x1b[2J\nError: none"))
     done\x1b[2J\nError: none
     """
     kept = "\n\t" if lines else ""
     return "".join(
-        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
-        for letter in text
+        character if character.isprintable() or character in kept else character.encode("unicode_escape").decode()
+        for character in text
     )

@@ -1,4 +1,6 @@
-"""Settings of algorithms and tasks: dataclass fields that carry their range, their meaning and the paper's symbol."""
+"""Settings of algorithms and tasks: dataclass fields with their range, their meaning and the
+paper's symbol.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def setting(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A dataclass field. `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for every entry."""
+    """A dataclass field.
+
+    `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for
+    every entry.
+    """
     return dataclasses.field(
         default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most}
     )
@@ -33,7 +39,7 @@ def setting(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Checks every field against its declared type and range when made."""
+    """A frozen dataclass that checks every field against its declared type and range."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -45,7 +51,7 @@ class Settings:
 
 
 def made(kind: type[S], values: Mapping[str, Any]) -> S:
-    """Settings from a file, where a tuple is a list and a misspelt name must not pass for a default."""
+    """Make settings from a file, in which a tuple is a list; raise for an unknown name."""
     if not isinstance(values, Mapping):
         raise SettingError(f"the settings of {kind.__name__} are {values!r}, expected a table.")
     known = [spec.name for spec in dataclasses.fields(kind)]
@@ -63,9 +69,8 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-PLAIN: dict[
-    str, tuple[str, Callable[[Any], bool]]
-] = {  # what a value from a file may have to be: in words, and as a test
+# kinds of values in files: in words, and as a test
+PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("text", lambda value: isinstance(value, str)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "table": ("a table", lambda value: isinstance(value, Mapping)),
@@ -84,7 +89,7 @@ PLAIN: dict[
         "a whole number of samples, at least 1 (in a file also 'all', or a table of such by role)",
         lambda value: _size(value) or (isinstance(value, Mapping) and all(map(_size, value.values()))),
     ),
-    "maybe": ("a whole number, at least 1, or nothing", lambda value: value is None or _whole(value)),
+    "maybe": ("a whole number, at least 1, or None (omit it)", lambda value: value is None or _whole(value)),
 }
 
 
@@ -99,16 +104,17 @@ def check_plain(where: str, value: Any, kind: str, error: type[Exception] = Sett
 
 
 def whole_number(label: str, value: Any, least: int | None = None, other: str = "") -> int:
-    """A plain int, which a record can hold, also where numpy's was given."""
+    """Return a plain int, which a record can hold, also for a number of numpy."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         raise SettingError(
-            f"{label} is {value!r:.80}, expected a whole number{f', at least {least}' if least is not None else ''}{other}."
+            f"{label} is {value!r:.80}, expected a whole "
+            f"number{f', at least {least}' if least is not None else ''}{other}."
         )
     return int(value)
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: `float | None` gives (float, NoneType)."""
+    """Return the alternatives of a type: `float | None` gives (float, NoneType)."""
     return (
         typing.get_args(hint)
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
@@ -162,7 +168,7 @@ def _words(hint: Any) -> str:
             words.append("one whole number per client")
         else:
             words.append(
-                {float: "a number", int: "a whole number", bool: "true or false", str: "a word", type(None): "nothing"}[
+                {float: "a number", int: "a whole number", bool: "true or false", str: "a word", type(None): "None"}[
                     kind
                 ]
             )

@@ -74,10 +74,10 @@ def test_the_lengths_of_changes_do_not_matter_and_a_client_that_did_not_move_is_
     assert _two_parts(still).tolist() in ([False, True, True, False], [False, False, True, False])
 
 
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_two_groups_are_found_and_each_settles_at_its_own_solution(weights: Any) -> None:
     labels = [0, 1, 1, 0, 1, 0]
-    built = groups(labels, weights=weights)
+    built = groups(labels, client_weights=weights)
     algorithm = ClusteredFL(lr_lower=0.3, num_local_steps=1, tolerance_mean=0.05, tolerance_max=0.5)
     sizes = (
         np.array([len(client["train"]["c"]) for client in built.clients], float)
@@ -125,7 +125,7 @@ def test_one_cluster_splits_while_another_goes_on_as_it_is() -> None:
 
 def test_one_outer_iteration_by_hand_around_both_tolerances() -> None:
     """Several local steps; the split is made, and the new clusters are averaged, in the same outer iteration."""
-    task = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, heterogeneity=2.0, weights="by_samples")
+    task = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, heterogeneity=2.0, client_weights="by_samples")
     samples, x, start, weights = (
         Samples(task),
         np.array([0.7, -1.1]),
@@ -178,9 +178,9 @@ def test_the_unit_is_that_of_the_first_outer_iteration_and_makes_tolerances_free
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_a_single_cluster_is_fedavg_bit_for_bit(weights: Any, dtype: torch.dtype) -> None:
-    built, options = Quadratic(bend=0.5, weights=weights).build(), {"batch_size": 2, "seed": 1, "dtype": dtype}
+    built, options = Quadratic(bend=0.5, client_weights=weights).build(), {"batch_size": 2, "seed": 1, "dtype": dtype}
     settings: dict[str, Any] = {"lr_lower": 0.15, "num_local_steps": (3, 1, 2, 4, 1)}
     _, plain = drive(FedAvg(**settings), built, 4, **options)
     _, state = drive(ClusteredFL(**settings, tolerance_max=NEVER), built, 4, **options)

@@ -92,7 +92,7 @@ def test_equals_dense_algebra(data: st.DataObject) -> None:
     task = Quadratic(
         **{**SMALL, "dim_lower": 4},
         upper=data.draw(st.sampled_from(["shared", "private"])),
-        weights=data.draw(st.sampled_from(["mean", "by_samples"])),
+        client_weights=data.draw(st.sampled_from(["equal", "by_samples"])),
     )
     algorithm = CommFedBiO(
         **STEPS,

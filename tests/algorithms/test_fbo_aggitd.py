@@ -20,9 +20,9 @@ from support.numeric.yardstick import Drawing, drive, relative
 TAUS = (3, 1, 4, 2, 5)  # unequal local work
 SCOPES = [
     {},
-    {"weights": "by_samples"},
+    {"client_weights": "by_samples"},
     {"upper": "private"},
-    {"upper": "private", "weights": "by_samples"},
+    {"upper": "private", "client_weights": "by_samples"},
     {"lower": "local"},
     {"lower": "local", "upper": "private"},
 ]

@@ -34,7 +34,9 @@ def settled(closed: ClosedForm, lr: float, taus: tuple[int, ...]) -> np.ndarray:
     return np.linalg.solve(closed._mean(pull), closed._mean(np.einsum("nij,nj->ni", pull, own)))
 
 
-@pytest.mark.parametrize("scopes", [{}, {"weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str)
+@pytest.mark.parametrize(
+    "scopes", [{}, {"client_weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str
+)
 def test_one_local_step_settles_at_the_lower_solution_and_leaves_x_alone(scopes):
     task = Quadratic(**scopes)
     fed, state = drive(FedAvg(lr_lower=0.35, num_local_steps=1), away_from_zero(task), 80)
@@ -43,9 +45,9 @@ def test_one_local_step_settles_at_the_lower_solution_and_leaves_x_alone(scopes)
 
 
 @pytest.mark.parametrize("taus", [(5, 5, 5, 5, 5), (3, 1, 4, 2, 5)], ids=str)
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_more_local_steps_settle_where_dense_algebra_says(taus, weights):
-    task = Quadratic(weights=weights)
+    task = Quadratic(client_weights=weights)
     num = 5 if len(set(taus)) == 1 else taus
     _, state = drive(FedAvg(lr_lower=0.1, num_local_steps=num), away_from_zero(task), 60)
     assert relative(state.y, settled(task.closed_form(), 0.1, taus)) < 1e-8

@@ -17,9 +17,9 @@ from support.numeric.yardstick import drive, relative
 TAUS = (3, 1, 4, 2, 5)  # unequal local work
 SCOPES = [
     ({}, 0.1, 250),
-    ({"weights": "by_samples"}, 0.1, 250),
+    ({"client_weights": "by_samples"}, 0.1, 250),
     ({"upper": "private"}, 0.12, 350),
-    ({"upper": "private", "weights": "by_samples"}, 0.12, 350),
+    ({"upper": "private", "client_weights": "by_samples"}, 0.12, 350),
     ({"lower": "local"}, 0.06, 300),
     ({"lower": "local", "upper": "private"}, 0.05, 600),
 ]

@@ -25,7 +25,11 @@ Y0 = np.array([[-1.0, 0.0], [1.0, 0.2], [0.3, -1.0]])
 
 
 def mixture(
-    *, softmax: bool = False, lower: Any = "global", weights: Any = "mean", sizes: tuple[int, ...] = (40, 55, 70, 60)
+    *,
+    softmax: bool = False,
+    lower: Any = "global",
+    client_weights: Any = "equal",
+    sizes: tuple[int, ...] = (40, 55, 70, 60),
 ) -> Built:
     """Unit Gaussians around y_m; clients draw from the same ones in their own proportions."""
     rng = np.random.default_rng(5)
@@ -45,7 +49,7 @@ def mixture(
         x0=lambda sizes: x0,
         y0={"centre": torch.tensor(Y0)},
         scopes=Scopes(lower, "private"),
-        weights=weights,
+        client_weights=client_weights,
         name="mixture",
     )
     return Built(problem, [{"train": draw(i, num), "val": draw(i, 5)} for i, num in enumerate(sizes)])
@@ -58,10 +62,10 @@ def responsibilities(samples: np.ndarray, log_pi: np.ndarray, centres: np.ndarra
 
 
 @pytest.mark.parametrize("lower", ["global", "local"])
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_agrees_with_em_by_hand(weights: Any, lower: Any) -> None:
     """pi is the mean responsibility; a step on a centre goes along the mean of q_m (s - centre_m), with the new pi and q of the moment."""
-    built, lr, counts = mixture(weights=weights, lower=lower), 0.3, (2, 3, 1, 2)
+    built, lr, counts = mixture(client_weights=weights, lower=lower), 0.3, (2, 3, 1, 2)
     data = [client["train"]["s"] for client in built.clients]
     share = (
         np.array([len(s) for s in data]) / sum(len(s) for s in data) if weights == "by_samples" else np.full(4, 0.25)

@@ -132,7 +132,7 @@ def test_expectation_over_cohorts_and_lengths_is_the_global_series(size: int) ->
 
 @scopes
 def test_expectation_over_lengths_in_every_scope(lower: str, upper: str) -> None:
-    task = Quadratic(**SMALL, bend=BEND, lower=lower, upper=upper, weights="by_samples")  # type: ignore[arg-type]
+    task = Quadratic(**SMALL, bend=BEND, lower=lower, upper=upper, client_weights="by_samples")  # type: ignore[arg-type]
     algorithm = FedMBO(**STEPS, num_lower_rounds=0, num_terms=5)
     built = task.build()
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
@@ -184,8 +184,8 @@ def test_every_path_equals_dense_algebra(data: st.DataObject) -> None:
     """Two outer iterations with clients that come and go between the calls: any scope, weights and lengths, on a lower level whose Hessian
     depends on y."""
     lower, upper = data.draw(st.sampled_from(SCOPES))
-    weights = data.draw(st.sampled_from(["mean", "by_samples"]))
-    task = Quadratic(**SMALL, bend=BEND, lower=lower, upper=upper, weights=weights)
+    weights = data.draw(st.sampled_from(["equal", "by_samples"]))
+    task = Quadratic(**SMALL, bend=BEND, lower=lower, upper=upper, client_weights=weights)
     algorithm = FedMBO(**STEPS, num_lower_rounds=data.draw(st.integers(0, 3)), num_terms=data.draw(st.integers(1, 5)))
     present = st.just({0, 1, 2}) if lower == "local" or upper == "private" else st.sets(st.integers(0, 2), min_size=1)
     script = data.draw(st.lists(present, min_size=10, max_size=10))

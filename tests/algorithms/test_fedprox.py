@@ -17,7 +17,9 @@ from support.numeric.yardstick import X0, Y0, check_continues, drive, relative, 
 
 
 @pytest.mark.parametrize("batch_size", [None, 2], ids=["all samples", "minibatches"])
-@pytest.mark.parametrize("scopes", [{}, {"weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str)
+@pytest.mark.parametrize(
+    "scopes", [{}, {"client_weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str
+)
 def test_agrees_with_the_equations_by_hand(scopes: dict[str, Any], batch_size: int | None) -> None:
     task, counts, lr, mu = small(**scopes), (2, 4, 3), 0.2, 0.9
     samples, share = Samples(task, seed=4, batch_size=batch_size), task.closed_form().share

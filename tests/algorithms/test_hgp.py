@@ -148,9 +148,9 @@ class Point:
     "settings",
     [
         {},
-        {"weights": "by_samples"},
+        {"client_weights": "by_samples"},
         {"upper": "shared"},
-        {"upper": "shared", "weights": "by_samples"},
+        {"upper": "shared", "client_weights": "by_samples"},
         {"lower": "local"},
         {"lower": "local", "upper": "shared"},
     ],
@@ -176,7 +176,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{"weights": "by_samples"}, {"upper": "shared"}], ids=["private", "shared"])
+@pytest.mark.parametrize("settings", [{"client_weights": "by_samples"}, {"upper": "shared"}], ids=["private", "shared"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_averaging_operator_gives_the_exact_hypergradient(name, settings):
     if name == "lossy" and settings == {"upper": "shared"}:
@@ -221,7 +221,7 @@ def test_ragged_private_variables_get_their_own_blocks():
 
 
 def test_truncation_in_m_is_the_neumann_series_of_the_mean_hessian_to_the_last_digit():
-    point = Point(bent(weights="by_samples").build())
+    point = Point(bent(client_weights="by_samples").build())
     dense, eta = point.dense, point.eta
     rate, u = 1 - eta * dense.smallest, torch.linalg.solve(dense.mean_H, dense.mean_fy)
     J = dense.J.reshape(-1, dense.J.shape[2])
@@ -393,7 +393,7 @@ def by_hand(
     samples = Samples(task, batch_size=batch_size)
     n, links = len(samples), network.between(len(samples))
     counts = np.array([len(client["train"]["c"]) for client in samples.clients], float)
-    p = (counts / counts.mean() if task.weights == "by_samples" else np.ones(n))[:, None]
+    p = (counts / counts.mean() if task.client_weights == "by_samples" else np.ones(n))[:, None]
     time, carried = 0, p
     x, z, w = np.zeros((n, samples.dx)), np.zeros((n, samples.dy)), p
     first, second = np.zeros_like(x), np.zeros_like(x)
@@ -454,22 +454,22 @@ def by_hand(
 PUSH = Averaging(num_steps=3)
 CASES = {
     "private": ({}, {}, DIRECTED, PUSH),
-    "shared, by samples": ({"upper": "shared", "weights": "by_samples"}, {}, DIRECTED, PUSH),
+    "shared, by samples": ({"upper": "shared", "client_weights": "by_samples"}, {}, DIRECTED, PUSH),
     "shared minibatches, adam": ({}, {"minibatches": "shared", "optimiser": "adam"}, DIRECTED, PUSH),
     "weights kept": (
-        {"upper": "shared", "weights": "by_samples"},
+        {"upper": "shared", "client_weights": "by_samples"},
         {"optimiser": "adam"},
         DIRECTED,
         Averaging(num_steps=2, weights="kept"),
     ),
     "mix, from the start": (
-        {"weights": "by_samples"},
+        {"client_weights": "by_samples"},
         {"lower_solver": "mix", "warm_start": False},
         Network(kind="exponential"),
         PUSH,
     ),
     "push, from the start": ({}, {"warm_start": False}, DIRECTED, PUSH),
-    "exact": ({"upper": "shared", "weights": "by_samples"}, {"lower_solver": "mix"}, Network(), EXACT),
+    "exact": ({"upper": "shared", "client_weights": "by_samples"}, {"lower_solver": "mix"}, Network(), EXACT),
     "milestones": ({}, {"lower_schedule": "milestones", "num_lower_steps": 12}, DIRECTED, PUSH),
     "one term": ({"upper": "shared"}, {"num_terms": 1}, DIRECTED, PUSH),
 }
@@ -616,7 +616,9 @@ def test_values_that_are_not_finite_name_the_client_and_the_sequence():
         algorithm.round(peers, algorithm.init(peers))
 
 
-@pytest.mark.parametrize("settings", [{}, {"upper": "shared", "weights": "by_samples"}], ids=["private", "shared"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"upper": "shared", "client_weights": "by_samples"}], ids=["private", "shared"]
+)
 def test_order_strategy_and_precision_change_nothing_that_matters(settings):
     built, algorithm = bent(num_clients=4, **settings).build(), HGP(num_terms=3, num_lower_steps=3, lr_system=0.1)
     ids = [2, 0, 3, 1]

@@ -17,7 +17,9 @@ from support.numeric.yardstick import X0, Y0, check_continues, drive, relative, 
 
 
 @pytest.mark.parametrize("batch_size", [None, 2], ids=["all samples", "minibatches"])
-@pytest.mark.parametrize("scopes", [{}, {"weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str)
+@pytest.mark.parametrize(
+    "scopes", [{}, {"client_weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str
+)
 def test_agrees_with_the_equations_by_hand(scopes: dict[str, Any], batch_size: int | None) -> None:
     task, counts, lr, eta, lam, beta, K = small(**scopes), (2, 4, 3), 0.15, 0.3, 1.7, 1.3, 2
     samples, share = Samples(task, seed=4, batch_size=batch_size), task.closed_form().share
@@ -44,7 +46,7 @@ def test_agrees_with_the_equations_by_hand(scopes: dict[str, Any], batch_size: i
 
 
 def test_at_rest_every_theta_is_the_prox_of_w_and_w_is_their_mean() -> None:
-    task, lam = small(weights="by_samples"), 2.0
+    task, lam = small(client_weights="by_samples"), 2.0
     closed = task.closed_form()
     s, eye = closed.stacked, np.eye(3)
     lr = 1 / (np.linalg.eigvalsh(s["A"]).max() + lam)

@@ -40,9 +40,9 @@ def after(num: int, algorithm: Any, built: Any, *args: Any, **options: Any) -> A
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_steps_on_a_directed_network_are_those_written_by_hand(weights, batch_size):
-    task = Quadratic(num_clients=4, weights=weights)
+    task = Quadratic(num_clients=4, client_weights=weights)
     algorithm, n = SGP(lr_lower=0.1, num_lower_steps=5), 4
     start = start_at(task, np.linspace(-1, 1, 4), np.linspace(1, 2, 6))
     peers = engine(algorithm, start, batch_size=batch_size)
@@ -81,9 +81,9 @@ def test_on_the_complete_network_it_is_fedavg_with_one_local_step(batch_size):
         assert relative(after(1, SGP(lr_lower=0.1, num_lower_steps=5), built, Network()).y[2], server.y) < 1e-12
 
 
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_it_settles_at_a_distance_proportional_to_the_step(weights):
-    task = Quadratic(num_clients=4, dim_lower=3, weights=weights)
+    task = Quadratic(num_clients=4, dim_lower=3, client_weights=weights)
     target = torch.tensor(task.closed_form().lower_solution(np.zeros(4)))
     distances = []
     for lr, steps in ((0.03, 160), (0.015, 320)):
@@ -93,10 +93,10 @@ def test_it_settles_at_a_distance_proportional_to_the_step(weights):
     assert ((distances[0] / distances[1] - 2).abs() < 0.15).all(), distances
 
 
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_weights_are_conserved_by_every_push_and_start_at_the_clients_shares(weights):
     algorithm = SGP(num_lower_steps=1)
-    peers = engine(algorithm, Quadratic(num_clients=4, weights=weights).build(), LOPSIDED)
+    peers = engine(algorithm, Quadratic(num_clients=4, client_weights=weights).build(), LOPSIDED)
     state = algorithm.init(peers)
     assert (
         relative(state.w[:, 0], [4 / 5.5, 5 / 5.5, 6 / 5.5, 7 / 5.5] if weights == "by_samples" else [1, 1, 1, 1])
@@ -142,7 +142,7 @@ def test_with_a_local_lower_level_nothing_is_pushed_and_everybody_trains_alone()
 
 def test_order_strategy_and_precision_change_nothing_that_matters():
     built, algorithm, ids = (
-        Quadratic(num_clients=4, bend=0.5, weights="by_samples").build(),
+        Quadratic(num_clients=4, bend=0.5, client_weights="by_samples").build(),
         SGP(num_lower_steps=4),
         [3, 1, 0, 2],
     )

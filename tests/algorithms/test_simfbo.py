@@ -87,7 +87,9 @@ def draw_settings(data: st.DataObject, num_clients: int) -> dict[str, Any]:
 
 def check_against_dense(kind: Any, data: st.DataObject, *, divide: bool, server: Any = lambda algorithm: plain) -> None:
     lower, upper = data.draw(st.sampled_from(SCOPES))
-    task = Quadratic(**SMALL, lower=lower, upper=upper, weights=data.draw(st.sampled_from(["mean", "by_samples"])))
+    task = Quadratic(
+        **SMALL, lower=lower, upper=upper, client_weights=data.draw(st.sampled_from(["equal", "by_samples"]))
+    )
     algorithm = kind(**draw_settings(data, task.num_clients))
     gone = data.draw(st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=3, max_size=3))
     fed, state = drive(algorithm, task.build(), 3, drops=lambda iteration, call: gone[iteration - 1])

@@ -137,12 +137,14 @@ def check_transcription(
 @pytest.mark.parametrize("scope", [{}, {"upper": "private"}], ids=["shared", "private"])
 @each_strategy
 def test_three_outer_iterations_follow_the_recursion(exchange: str, correction: str, upper: str, scope: Any) -> None:
-    check_transcription(Quadratic(**SMALL, cross=0.4, weights="by_samples", **scope), (exchange, correction, upper))
+    check_transcription(
+        Quadratic(**SMALL, cross=0.4, client_weights="by_samples", **scope), (exchange, correction, upper)
+    )
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES[5], STRATEGIES[3], STRATEGIES[-1]], ids=str)
 def test_with_a_local_lower_level_only_x_is_exchanged(strategy: Any) -> None:
-    check_transcription(Quadratic(**SMALL, cross=0.4, weights="by_samples", lower="local"), strategy)
+    check_transcription(Quadratic(**SMALL, cross=0.4, client_weights="by_samples", lower="local"), strategy)
 
 
 def test_two_minibatches_instead_of_five() -> None:
@@ -183,7 +185,7 @@ def one_way(folder: Path) -> tuple[Network, torch.Tensor]:
     return network, weights
 
 
-FOUR = {"num_clients": 4, "dim_upper": 2, "dim_lower": 2, "weights": "by_samples"}
+FOUR = {"num_clients": 4, "dim_upper": 2, "dim_lower": 2, "client_weights": "by_samples"}
 ONES = torch.ones(4, 1, dtype=torch.float64)
 
 
@@ -237,7 +239,9 @@ def test_without_a_correction_the_distance_is_proportional_to_the_step(strategy:
 
 
 @pytest.mark.parametrize(
-    "scope", [{}, {"weights": "by_samples"}, {"upper": "private", "weights": "by_samples"}, {"lower": "local"}], ids=str
+    "scope",
+    [{}, {"client_weights": "by_samples"}, {"upper": "private", "client_weights": "by_samples"}, {"lower": "local"}],
+    ids=str,
 )
 def test_on_a_complete_network_without_correction_it_is_fedbio_with_one_local_step(scope: Any) -> None:
     task = Quadratic(cross=0.4, **scope)
@@ -271,7 +275,7 @@ class WithoutWeights(PeerSimulation):
 
 
 def test_a_directed_network_that_changes_is_no_obstacle() -> None:
-    task = Quadratic(**SMALL, weights="by_samples")
+    task = Quadratic(**SMALL, client_weights="by_samples")
     _, state = drive(algorithm("push", "gradient_tracking", "same"), task.build(), 200, network=CHANGING["push"])
     assert max(distances(task, state._asdict()).values()) < 1e-8
 

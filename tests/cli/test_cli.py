@@ -93,7 +93,7 @@ def test_run_resume_and_the_record(tmp_path):
         (["run", "quadratic", "-a", "fedbio", "--num-iterations", "-5"], "num_iterations is -5"),
         (["run", "quadratic", "-a", "fedbio", "--device", "tpu9"], "device is 'tpu9'"),
         (["run", "data_cleaning", "-a", "fedavg", "--noise", "1.5"], "noise is 1.5, expected a value at most 1"),
-        (["run", "data_cleaning", "-a", "fedavg", "--num-clean", "500"], "500 were asked for"),
+        (["run", "data_cleaning", "-a", "fedavg", "--num-clean", "500"], "500 were requested"),
         (["resume", "nowhere"], "there is no run in nowhere"),
         (["compare", "quadratic", "--algorithms", "fedbio", "--target", "distance"], "expected METRIC=VALUE"),
         (

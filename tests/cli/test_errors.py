@@ -97,12 +97,12 @@ AT_THE_START = {
     ),
     "x0 of nothing": (
         losses(x0=lambda sizes: {}, scopes=PRIVATE),
-        r"what x0\(\) returns must be a dict .* got an empty one",
+        r"what x0\(\) returns must be a dict .* got an empty dict",
     ),
     "x0 of numbers": (losses(x0=lambda sizes: {"x": 1.0}, scopes=PRIVATE), "got an entry 'x' of type float"),
     "statistics of nobody": (
         losses(statistics={"tset": raising}),
-        "statistics for the role 'tset', expected one that the clients have: train, val",
+        "statistics for the role 'tset', expected a role of the clients: train, val",
     ),
     "statistics that fail": (
         losses(statistics={"val": raising}),
@@ -158,7 +158,7 @@ def test_the_users_own_functions_are_named_when_they_fail(what):
 
 
 def test_modules_that_are_none():
-    with pytest.raises(ProblemError, match=r"lower_module is of type dict, expected a torch\.nn\.Module"):
+    with pytest.raises(ProblemError, match=r"y_module is of type dict, expected a torch\.nn\.Module"):
         Problem.from_modules(torch.nn.Linear(2, 2), {}, upper=raising, lower=raising)
 
 

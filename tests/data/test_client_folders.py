@@ -1,4 +1,6 @@
-"""Many clients in one folder, and Parquet: every format and layout gives the same holdings and run, and every fault is one sentence that names a file."""
+"""Many clients in one folder, and Parquet: every format and layout gives the same holdings and run, and every fault is
+one sentence that names a file.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ def test_formats_may_be_mixed_and_other_files_lie_there(tmp_path):
     same(fb.read_folders(str(tmp_path)), CLIENTS)
 
 
-def test_clients_are_in_the_order_a_person_counts(tmp_path):
+def test_clients_are_sorted_by_the_numbers_in_their_names(tmp_path):
     names = ["a", "B2", "b10", "site 3", "site 21", "site 21 b"]
     for layout in ("by client", "by role"):
         folder = write(tmp_path / layout, "npz", layout, dict.fromkeys(reversed(names), CLIENTS["site1"]))
@@ -309,7 +311,8 @@ def test_without_pyarrow_the_sentence_says_what_to_install(tmp_path, monkeypatch
     refused(
         fb.read_folders,
         tmp_path,
-        r"\.parquet is read by pyarrow, which is not installed: pip install 'fedbilevel\[parquet\]', or write the file as CSV",
+        r"\.parquet is read by pyarrow, which is not installed: pip install "
+        r"'fedbilevel\[parquet\]', or write the file as CSV",
     )
 
 
@@ -376,11 +379,13 @@ def test_two_files_for_one_client(tmp_path):
         ),
         (
             {"a": np.zeros((2, 4)), "b": np.zeros(2)},
-            r"site2/val\.npz has the field 'a' as float64 of shape \(4,\) and \S+site1/val\.npz as single numbers \(float64\)",
+            r"site2/val\.npz has the field 'a' as float64 of shape \(4,\) and \S+site1/val\.npz as "
+            r"single numbers \(float64\)",
         ),
         (
             {"a": np.zeros(2), "b": np.zeros(2, bool)},
-            r"site2/val\.npz has the field 'b' as single numbers \(bool\) and \S+site1/val\.npz as single numbers \(float64\)",
+            r"site2/val\.npz has the field 'b' as single numbers \(bool\) and \S+site1/val\.npz as "
+            r"single numbers \(float64\)",
         ),
     ],
 )
@@ -396,7 +401,7 @@ def test_a_label_beyond_the_classes_names_its_file(tmp_path):
         fb.read_folders(tmp_path, num_classes=1)
 
 
-def test_a_folder_that_is_no_name_and_a_column_with_a_number_beyond_all_others(tmp_path):
+def test_a_folder_of_another_type_is_refused_and_a_huge_column_number_is_part_of_the_name(tmp_path):
     with pytest.raises(DataError, match="the folder of the clients is 3, expected its name"):
         fb.read_folders(3)
     for role in ("train", "val"):

@@ -188,7 +188,7 @@ def test_bad_data_are_refused_with_the_client_and_the_field(clients, says):
     assert says in str(error.value)
 
 
-# ---- split and spoil ---------------------------------------------------------------------------------------------------
+# ---- split and spoil -------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 99))
@@ -216,7 +216,7 @@ def test_take_per_class_takes_that_many_of_each_class():
     for label, places in taken.items():
         assert len(set(places.tolist())) == 2
         assert (labels[places] == label).all()
-    with pytest.raises(ProblemError, match="class 0 has 3 samples, 4 were asked for"):
+    with pytest.raises(ProblemError, match="class 0 has 3 samples, 4 were requested"):
         take_per_class(labels, 4, np.random.default_rng(0))
 
 

@@ -1,4 +1,6 @@
-"""Downloads against a server on this machine: right files arrive whole, wrong ones leave nothing behind, and the command line says what happened."""
+"""Downloads against a server on this machine: right files arrive whole, wrong ones leave nothing behind, and the
+command line says what happened.
+"""
 
 import hashlib
 import os
@@ -134,7 +136,7 @@ def test_what_the_server_does_not_give_is_asked_of_the_user(alone, known, monkey
     assert everything_in(alone) == []
 
 
-def test_a_server_that_does_not_say_how_much_will_come(alone, known):
+def test_a_server_without_a_content_length(alone, known):
     steps = []
     place = fetch.download(known[0]._replace(url=known[0].url + "-silent"), alone, lambda *now: steps.append(now))
     assert place.read_bytes() == CONTENT["/one"]
@@ -187,7 +189,7 @@ def test_the_table_is_whole_and_agrees_with_files_that_are_there():
         assert hashlib.sha256(place.read_bytes()).hexdigest() == file.sha256
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------------
+# ---- the command line ------------------------------------------------------------------------------------------------
 
 
 def test_the_commands_list_fetch_and_find(alone, known, monkeypatch):

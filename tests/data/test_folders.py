@@ -1,4 +1,6 @@
-"""One client's folder: what is written is read as it was, in every format, and every fault is one sentence that names the file."""
+"""One client's folder: what is written is read as it was, in every format, and every fault is one sentence that names
+the file.
+"""
 
 from __future__ import annotations
 
@@ -192,11 +194,12 @@ def test_other_files_and_an_empty_role_that_only_measures_do_no_harm(site):
 
 
 def test_a_folder_that_is_not_there_or_lacks_a_role(tmp_path, site):
-    refused(tmp_path / "none", "is no folder: name the one that holds this client's train.npz")
+    refused(tmp_path / "none", "is no folder: name the folder that holds this client's train.npz")
     (site / "train.npz").rename(site / "training.npz")
     refused(
         site,
-        r"holds training\.npz, val\.npz, but nothing for the role 'train': add train\.npz, \.csv, \.parquet or \.safetensors",
+        r"holds training\.npz, val\.npz, but nothing for the role 'train': add train\.npz, \.csv, "
+        r"\.parquet or \.safetensors",
     )
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -241,7 +244,7 @@ def test_labels_that_are_no_classes(site, label):
     read_folder(site)  # without classes a label may be any number
 
 
-def test_files_that_are_not_what_their_names_say(site):
+def test_files_with_invalid_content_are_refused(site):
     for content in (b"", b"hello", pickle.dumps({"x": 1}), (site / "train.npz").read_bytes()[:-40]):
         (site / "train.npz").write_bytes(content)
         refused(site, r"train\.npz cannot be read as arrays of numpy \(.+\): write it anew")

@@ -112,7 +112,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         idx.images(tmp_path, "train")
 
 
-def test_a_set_is_looked_for_where_the_user_says_and_else_where_the_environment_says(tmp_path, monkeypatch):
+def test_a_set_is_searched_in_the_given_folder_and_otherwise_in_that_of_the_environment(tmp_path, monkeypatch):
     named, around = tmp_path / "named", tmp_path / "around"
     for folder, stem in (
         (named / "MNIST/raw", "train"),
@@ -138,7 +138,7 @@ def test_a_set_is_looked_for_where_the_user_says_and_else_where_the_environment_
             idx.folder_of(name, place)
 
 
-def test_a_folder_with_both_sets_gives_the_one_that_is_asked_for(tmp_path):
+def test_a_folder_with_both_sets_gives_the_requested_one(tmp_path):
     write(tmp_path, "train", PIXELS, [0, 1, 2, 3])
     write(tmp_path, "emnist-byclass-train", PIXELS, [61, 60, 59, 58])
     assert idx.images(tmp_path, "train", emnist=False)[1].tolist() == [0, 1, 2, 3]

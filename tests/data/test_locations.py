@@ -1,4 +1,4 @@
-"""Data files are found in the promised order, and a missing one is reported in one sentence that says where to put it."""
+"""Data files are found in the documented order; the error for a missing file says where to put it."""
 
 from pathlib import Path
 

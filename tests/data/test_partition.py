@@ -1,4 +1,6 @@
-"""Who gets which samples: nothing lost, nothing twice, the sizes and labels that are promised, and a picture of it; counted independently."""
+"""Who gets which samples: nothing lost, nothing twice, the sizes and labels that are promised, and a picture of it;
+counted independently.
+"""
 
 from collections import Counter
 
@@ -36,7 +38,8 @@ def test_shards_are_runs_of_the_samples_sorted_by_label(num_samples, num_clients
     assert len(parts) == num_clients
     is_partition(parts, num_samples)
     assert all(abs(len(part) - num_samples / num_clients) <= per_client for part in parts)
-    # A shard of s samples meets at most 1 + (s - 1) labels; over all shards the sorted labels change only num_labels - 1 times.
+    # A shard of s samples meets at most 1 + (s - 1) labels; over all shards the sorted labels change only num_labels -
+    # 1 times.
     meetings = sum(len(set(labels[part].tolist())) for part in parts)
     assert meetings <= num + len(set(labels.tolist())) - 1
 
@@ -97,14 +100,14 @@ def test_by_label_deals_at_random_and_refuses_what_cannot_be():
 
 
 @given(st.lists(st.sampled_from(["b", "a", "zoe", "c"]), min_size=1, max_size=40))
-def test_by_id_gives_everybody_his_own(ids):
+def test_by_id_gives_every_client_its_own_samples(ids):
     found = by_id(np.array(ids))
     assert list(found) == sorted(set(ids))
     for name, places in found.items():
         assert places.tolist() == [i for i, one in enumerate(ids) if one == name]
 
 
-def test_by_id_takes_numbers_and_refuses_what_names_nobody():
+def test_by_id_takes_numbers_and_refuses_values_that_name_no_client():
     found = by_id(np.array([30, 2, 30], np.int8))
     assert {name: places.tolist() for name, places in found.items()} == {2: [1], 30: [0, 2]}
     assert all(type(name) is int for name in found)
@@ -139,7 +142,7 @@ def test_sizes_of_quantity_skew_vary_as_a_dirichlet_distribution_does():
 
 
 @pytest.mark.parametrize(("alpha", "num_clients"), [(0.0, 3), (-1.0, 3), (float("nan"), 3), (1.0, 0)])
-def test_a_distribution_that_is_none_is_refused(alpha, num_clients):
+def test_an_invalid_distribution_is_refused(alpha, num_clients):
     for split in (
         lambda: quantity_skew(10, num_clients, alpha, rng()),
         lambda: dirichlet(np.zeros(10, int), num_clients, alpha, rng()),
@@ -166,11 +169,11 @@ def test_validation_is_drawn_at_random_and_impossible_shares_are_refused():
     assert (len(train), len(val)) == (700, 300)
     assert 400 < val.mean() < 600
     for num, share in ((1, 0.5), (0, 0.5), (9, 0.0), (9, 1.0), (9, -0.1), (9, float("nan"))):
-        with pytest.raises(ProblemError, match=f"a share of {share} of {num} samples was asked for"):
+        with pytest.raises(ProblemError, match=f"a share of {share} of {num} samples was requested"):
             split_validation(np.arange(num), share, rng())
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------------
+# ---- the picture -----------------------------------------------------------------------------------------------------
 
 
 def test_counts_are_those_of_every_client():

@@ -1,4 +1,6 @@
-"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text: each on a tiny file written here, and on the published files where they are."""
+"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text: each on a tiny file written here, and on the
+published files where they are.
+"""
 
 import gzip
 import io
@@ -71,7 +73,7 @@ def test_arrays_of_objects_are_not_executed(alone):
         hapt(alone)
 
 
-# ---- Omniglot --------------------------------------------------------------------------------------------------------------
+# ---- Omniglot --------------------------------------------------------------------------------------------------------
 
 
 def tiny_omniglot():
@@ -136,7 +138,7 @@ def test_omniglot_as_published():
     assert data.label_names[int(data.label[-1])].startswith(data.alphabet_names[int(data.alphabet[-1])])
 
 
-# ---- CIFAR-10 --------------------------------------------------------------------------------------------------------------
+# ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
 
 COLOURS = [(250, 10, 10), (10, 240, 10), (10, 10, 230)]
 
@@ -244,7 +246,7 @@ def test_cifar_as_published():
     assert stds == pytest.approx([0.2452, 0.2428, 0.2606], abs=0.01)  # of this lossy copy
 
 
-# ---- HAPT ------------------------------------------------------------------------------------------------------------------
+# ---- HAPT ------------------------------------------------------------------------------------------------------------
 
 
 def tiny_hapt():
@@ -257,7 +259,7 @@ def tiny_hapt():
     }
 
 
-def test_hapt_has_windows_labels_and_who_moved(alone):
+def test_hapt_has_windows_labels_and_subjects(alone):
     put(alone, "hapt/hapt_windows.npz", tiny_hapt())
     data = hapt(alone)
     assert data.x.dtype == np.float32
@@ -295,7 +297,7 @@ def test_hapt_as_published():
     assert moves["sitting"] < 0.3 * moves["walking"]
 
 
-# ---- Shakespeare -----------------------------------------------------------------------------------------------------------
+# ---- Shakespeare -----------------------------------------------------------------------------------------------------
 
 PLAY = "ROMEO:\nO, speak:\nagain.\n\nJULIET:\n\nROMEO:\nI will.\n\nNurse:\nAh:\n\nGhost:\n"
 
@@ -366,7 +368,7 @@ def test_shakespeare_as_published():
     assert roles(whole) == found
 
 
-# ---- Adult -----------------------------------------------------------------------------------------------------------------
+# ---- Adult -----------------------------------------------------------------------------------------------------------
 
 PEOPLE = """39, State-gov, 100, Bachelors, 13, Never-married, Sales, Husband, White, Male, 2174, 0, 40, United-States, <=50K
 50, ?, 300, Bachelors, 13, Divorced, Sales, Wife, Black, Female, 0, 0, 13, ?, >50K
@@ -454,7 +456,7 @@ def test_adult_as_published():
     assert (data.train_x[:, unknown].sum(1) > 0).sum() == 2399  # lines of the file with a "?"
 
 
-# ---- LIBSVM text -----------------------------------------------------------------------------------------------------------
+# ---- LIBSVM text -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -37,12 +37,12 @@ def failed(report: Report) -> list[str]:
 @pytest.mark.parametrize(
     ("algorithm", "settings", "options"),
     [
-        (FedBiO(num_local_steps=2), {"weights": "by_samples"}, {}),
-        (FedBiO(), {"weights": "by_samples"}, {"cohort": Cohort(0.4)}),
+        (FedBiO(num_local_steps=2), {"client_weights": "by_samples"}, {}),
+        (FedBiO(), {"client_weights": "by_samples"}, {"cohort": Cohort(0.4)}),
         (FedBiO(), {}, {"ids": (3, 0, 4, 1, 2)}),
         (AdaFBiO(num_local_steps=2, num_terms=2), {"upper": "private"}, {"sampling": "epochs"}),
         (ClusteredFL(), {}, {}),
-        (SGP(num_lower_steps=2), {"weights": "by_samples"}, {"network": Network(kind="ring")}),
+        (SGP(num_lower_steps=2), {"client_weights": "by_samples"}, {"network": Network(kind="ring")}),
         (HGP(num_terms=2, num_lower_steps=2, lr_lower=0.05, lr_system=0.05), {}, {}),
     ],
     ids=["all clients", "cohort", "shuffled", "private", "gather", "push", "mix"],
@@ -66,8 +66,8 @@ def test_sites_keep_the_contract(tmp_path, monkeypatch, fraction):
 
     monkeypatch.setattr("fedbilevel.sites.serve.run_between", checked)
     federation = Loopback(tmp_path, hosts=(1, 2))
-    task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}
-    clients = Quadratic(num_clients=3, weights="by_samples").build().clients
+    task = {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"}
+    clients = Quadratic(num_clients=3, client_weights="by_samples").build().clients
     options = {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop", "fraction": fraction}
     plan = federation.plan({"name": "fedbioacc", "num_local_steps": 2}, task, options=options)
     assert federation.serve(plan) == "finished"
@@ -95,7 +95,7 @@ def test_resumed_server_of_sites_draws_cohorts_by_the_weights_of_its_checkpoint(
     monkeypatch.setattr("fedbilevel.sites.serve.run_between", resumed)
     federation = Loopback(tmp_path)
     options = {"seed": 5, "batch_size": 3, "dtype": "float64", "fraction": 0.67}
-    task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}
+    task = {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"}
     assert federation.serve(federation.plan({"name": "fedbio"}, task, options=options)) == "finished"
     assert len({tuple(ours) for ours, _ in drawn}) == 3
     assert all(ours == theirs for ours, theirs in drawn)
@@ -110,7 +110,7 @@ def test_peers_keep_the_contract(tmp_path, monkeypatch):
         return SimpleNamespace(stopped="finished", state=None)
 
     monkeypatch.setattr("fedbilevel.peers.participant.run_between", checked)
-    settings = {"num_clients": 3, "dim_upper": 2, "dim_lower": 3, "weights": "by_samples"}
+    settings = {"num_clients": 3, "dim_upper": 2, "dim_lower": 3, "client_weights": "by_samples"}
     clients = Quadratic(**settings).build().clients
     plan = {
         "name": "trial",

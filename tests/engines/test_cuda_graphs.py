@@ -20,7 +20,7 @@ from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm, phase
-from fedbilevel.oracle.oracle import one_row
+from fedbilevel.problem.layout import one_row
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief, drive
@@ -111,7 +111,7 @@ def test_features_minibatches_and_whole_batches_of_other_cohorts(algorithm, spli
 
 def test_unequal_clients_with_weights_drawn_twice():
     built = images(split="shards")
-    some = built._replace(problem=dataclasses.replace(built.problem, weights="by_samples"))
+    some = built._replace(problem=dataclasses.replace(built.problem, client_weights="by_samples"))
     assert assert_same_run(
         FedNest(num_local_steps=2), some, cohort=Cohort(0.5, replacement=True), batch_size=5, num_iterations=12
     )._kept

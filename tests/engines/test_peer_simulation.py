@@ -104,7 +104,7 @@ def test_several_names_travel_in_one_message_and_come_back_apart():
     assert torch.equal(y, alone.push(SHARES, y=rows(seed=1))[1])
 
 
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 @pytest.mark.parametrize(
     ("network", "averaging"),
     [
@@ -117,7 +117,7 @@ def test_several_names_travel_in_one_message_and_come_back_apart():
     ids=["exact", "gossip", "push_sum", "tolerance", "robust"],
 )
 def test_every_operator_makes_the_mean_that_the_clients_weights_ask_for(network, averaging, weights):
-    peers = engine(Anything(), network, averaging, task={"weights": weights})
+    peers = engine(Anything(), network, averaging, task={"client_weights": weights})
     share = SHARES if weights == "by_samples" else torch.ones(4, 1, dtype=torch.float64)
     assert torch.equal(peers.weights, share)
     values = (rows(), rows(d=2, seed=2))
@@ -129,7 +129,7 @@ def test_every_operator_makes_the_mean_that_the_clients_weights_ask_for(network,
 
 def test_kept_weights_go_on_where_the_last_average_left_them_and_rows_start_afresh():
     kept, reset = (
-        engine(averaging=Averaging(num_steps=2, weights=weights), task={"weights": "by_samples"})
+        engine(averaging=Averaging(num_steps=2, weights=weights), task={"client_weights": "by_samples"})
         for weights in ("kept", "reset")
     )
     assert torch.equal(kept.mix(u=rows()), reset.mix(u=rows()))
@@ -298,7 +298,7 @@ def test_a_peer_that_hosts_only_itself_computes_its_row_bit_for_bit(task, batch_
     ids=["push_sum", "kept", "exact"],
 )
 def test_the_order_of_peers_in_memory_leaves_rows_and_bills_alone(averaging):
-    ids, built = [2, 0, 3, 1], Quadratic(num_clients=4, dim_upper=2, dim_lower=3, weights="by_samples").build()
+    ids, built = [2, 0, 3, 1], Quadratic(num_clients=4, dim_upper=2, dim_lower=3, client_weights="by_samples").build()
     straight = engine(averaging=averaging, built=built)
     moved = engine(averaging=averaging, built=type(built)(built.problem, [built.clients[i] for i in ids]), ids=ids)
     assert torch.equal(moved.weights, straight.weights[ids])
@@ -375,7 +375,7 @@ def test_a_checkpoint_holds_rows_by_number_time_weights_and_edges(upper):
         Averaging(num_steps=2, weights="kept"),
     )
     built, ids = (
-        Quadratic(num_clients=4, dim_upper=2, dim_lower=3, upper=upper, weights="by_samples").build(),
+        Quadratic(num_clients=4, dim_upper=2, dim_lower=3, upper=upper, client_weights="by_samples").build(),
         [3, 1, 0, 2],
     )
     moved = type(built)(built.problem, [built.clients[i] for i in ids])

@@ -73,9 +73,9 @@ def pooled(clients: Any) -> list[dict[str, dict[str, np.ndarray]]]:
 
 
 @every_algorithm
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_the_order_of_clients_does_not_matter(algorithm, weights):
-    built = Quadratic(bend=0.5, weights=weights).build()
+    built = Quadratic(bend=0.5, client_weights=weights).build()
     assert_same(
         drive(algorithm, built, 3),
         drive(algorithm, Built(built.problem, [built.clients[i] for i in (3, 0, 4, 1, 2)]), 3),
@@ -94,9 +94,9 @@ def test_private_rows_follow_their_clients_when_the_order_changes(algorithm):
 
 
 @every_algorithm
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_listing_every_client_twice_does_not_matter(algorithm, weights):
-    built = Quadratic(bend=0.5, weights=weights).build()
+    built = Quadratic(bend=0.5, client_weights=weights).build()
     assert_same(drive(algorithm, built, 3), drive(algorithm, Built(built.problem, [*built.clients, *built.clients]), 3))
 
 
@@ -106,13 +106,13 @@ def test_listing_every_client_twice_does_not_matter(algorithm, weights):
     ids=list(ALGORITHMS),
 )
 def test_with_one_local_step_clients_weighted_by_samples_are_one_client_with_all_samples(algorithm):
-    built = Quadratic(bend=0.5, weights="by_samples").build()
+    built = Quadratic(bend=0.5, client_weights="by_samples").build()
     assert_same(drive(algorithm, built, 4), drive(algorithm, Built(built.problem, pooled(built.clients)), 4))
 
 
 def test_with_more_local_steps_they_are_not():
     """Guards the test above: the clients differ."""
-    built = Quadratic(weights="by_samples").build()
+    built = Quadratic(client_weights="by_samples").build()
     many, one = (
         drive(ALGORITHMS["fedbio"], built, 2)[1],
         drive(ALGORITHMS["fedbio"], Built(built.problem, pooled(built.clients)), 2)[1],
@@ -137,7 +137,9 @@ def test_full_ragged_batches_are_evaluated_alike(algorithm, strategy):
 
 
 @every_algorithm
-@pytest.mark.parametrize("scopes", [{"weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str)
+@pytest.mark.parametrize(
+    "scopes", [{"client_weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str
+)
 def test_numbered_clients_may_lie_in_any_order_in_memory(algorithm, scopes):
     """Numbers address draws, cohorts, local work and the ledger, so this holds with minibatches and partial participation too."""
     built, order = Quadratic(bend=0.5, **scopes).build(), [3, 0, 4, 1, 2]
@@ -313,7 +315,7 @@ def who(fed: Simulation) -> list[int]:
 def test_every_client_counts_the_same_or_by_its_training_samples():
     assert asking().mean(ASK.present).who.tolist() == pytest.approx([0.2] * 5, abs=1e-15)
     sizes = np.array([4, 5, 6, 7, 8])
-    assert asking(Quadratic(weights="by_samples")).mean(ASK.present).who.tolist() == pytest.approx(
+    assert asking(Quadratic(client_weights="by_samples")).mean(ASK.present).who.tolist() == pytest.approx(
         sizes / sizes.sum(), abs=1e-15
     )
 
@@ -321,7 +323,7 @@ def test_every_client_counts_the_same_or_by_its_training_samples():
 @pytest.mark.parametrize("replacement", [False, True])
 def test_cohort_by_samples_is_drawn_by_weight_and_averaged_plainly(replacement):
     """No client has a whole place here, so that each draw counts the same."""
-    fed = asking(Quadratic(weights="by_samples"), cohort=Cohort(0.6, replacement))
+    fed = asking(Quadratic(client_weights="by_samples"), cohort=Cohort(0.6, replacement))
     share = fed.mean(ASK.present).who.numpy()
     np.testing.assert_allclose(3 * share, (3 * share).round(), atol=1e-14)
     assert share.sum() == pytest.approx(1, abs=1e-15)
@@ -329,7 +331,7 @@ def test_cohort_by_samples_is_drawn_by_weight_and_averaged_plainly(replacement):
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_cohorts_by_samples_depend_on_client_numbers_and_not_on_their_order(replacement):
-    built, order = Quadratic(weights="by_samples").build(), [3, 0, 4, 1, 2]
+    built, order = Quadratic(client_weights="by_samples").build(), [3, 0, 4, 1, 2]
     cohort = Cohort(0.4, replacement)
     one = federate(ASK, built, cohort=cohort)
     other = federate(ASK, Built(built.problem, [built.clients[i] for i in order]), ids=order, cohort=cohort)
@@ -394,7 +396,7 @@ def test_what_is_kept_stays_where_it_is_when_gathered():
 
 
 def test_the_server_knows_what_each_client_counts_by_number():
-    built, order = Quadratic(weights="by_samples").build(), [3, 0, 4, 1, 2]
+    built, order = Quadratic(client_weights="by_samples").build(), [3, 0, 4, 1, 2]
     assert federate(ASK, Built(built.problem, [built.clients[i] for i in order]), ids=order).weights.tolist() == [
         4,
         5,
@@ -738,7 +740,7 @@ PROBLEMS = {
     "shared": Quadratic(bend=0.5).build(),
     "private": Quadratic(upper="private").build(),
     "local": Quadratic(lower="local").build(),
-    "private and local": Quadratic(lower="local", upper="private", weights="by_samples").build(),
+    "private and local": Quadratic(lower="local", upper="private", client_weights="by_samples").build(),
     "private and ragged": ragged_cleaning(),
 }
 

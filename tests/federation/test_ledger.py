@@ -470,10 +470,10 @@ def test_an_exact_average_is_charged_as_if_everybody_sent_to_everybody():
     assert peers.time == ITERATIONS * T  # the network stands still meanwhile
 
 
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_gossip_sends_weights_only_where_clients_count_differently(weights):
     ring, extra = Network(kind="ring"), int(weights == "by_samples")
-    task = Quadratic(dim_upper=DX, dim_lower=DY, weights=weights, upper="private")
+    task = Quadratic(dim_upper=DX, dim_lower=DY, client_weights=weights, upper="private")
     peers = between_peers(
         hgp(lower_solver="mix"), ring, Averaging(kind="gossip", num_steps=S), task, dtype=torch.float32
     )

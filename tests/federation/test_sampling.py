@@ -50,7 +50,7 @@ class Presence(ServerAlgorithm):
 
 def sized(weights: Sequence[int], **settings: Any) -> Built:
     """A quadratic whose client i has weights[i] equal samples, and counts by them."""
-    task = Quadratic(num_clients=len(weights), num_samples=1, noise=0.0, weights="by_samples", **settings)
+    task = Quadratic(num_clients=len(weights), num_samples=1, noise=0.0, client_weights="by_samples", **settings)
     problem, clients = task.build()
     repeated = [
         {

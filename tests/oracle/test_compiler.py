@@ -28,7 +28,7 @@ STEPS = {
 }
 
 
-def test_the_compiler_is_imported_when_somebody_asks_for_it():
+def test_the_compiler_is_imported_on_first_use():
     running = {
         name: subprocess.Popen(
             [sys.executable, "-c", CODE.format(step=step)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

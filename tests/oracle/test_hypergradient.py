@@ -16,7 +16,6 @@ from fedbilevel.oracle.hypergradient import (
     hypergradient,
     largest_curvature,
     lower_solution,
-    measured,
     project,
     solve_cg,
     solve_exact,
@@ -24,13 +23,14 @@ from fedbilevel.oracle.hypergradient import (
     solve_neumann,
 )
 from fedbilevel.oracle.population import Population
+from fedbilevel.oracle.stationarity import measured
 from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
 from support.numeric.yardstick import relative
 
-SCOPES = list(itertools.product(("global", "local"), ("shared", "private"), ("mean", "by_samples")))
+SCOPES = list(itertools.product(("global", "local"), ("shared", "private"), ("equal", "by_samples")))
 OPTIONS = {"exact": {}, "cg": {}, "neumann": {"num_terms": 150}, "fixed_point": {"tolerance": 1e-12}}
 
 
@@ -50,16 +50,24 @@ def point(population, seed=0):
 
 def task(lower, upper, weights, **more):
     return Quadratic(
-        **{"num_clients": 4, "dim_upper": 3, "dim_lower": 4, "lower": lower, "upper": upper, "weights": weights, **more}
+        **{
+            "num_clients": 4,
+            "dim_upper": 3,
+            "dim_lower": 4,
+            "lower": lower,
+            "upper": upper,
+            "client_weights": weights,
+            **more,
+        }
     )
 
 
-# ---- its length, for a look at a run ---------------------------------------------------------------------------------------------
+# ---- its length, for a look at a run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lower", "upper", "weights"), SCOPES)
 @pytest.mark.parametrize("at_once", [1, 2**27])
-def test_the_measured_length_is_that_of_the_closed_form(lower, upper, weights, at_once, monkeypatch):
+def test_measured_norm_is_that_of_the_closed_form(lower, upper, weights, at_once, monkeypatch):
     """From any y, however many clients are looked at together. The oracle of the run is left alone."""
     monkeypatch.setattr(populations, "_LOOK", at_once)
     made = task(lower, upper, weights)
@@ -80,7 +88,9 @@ def test_the_measured_length_is_that_of_the_closed_form(lower, upper, weights, a
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 def test_where_every_client_has_its_own_point_the_mean_is_over_those(lower):
-    """As between peers that do not agree: H, J, f_x and f_y of every client at its own x and at the solution of all or its own, by dense algebra."""
+    """As between peers that do not agree: H, J, f_x and f_y of every client at its own x and at the solution of all or
+    its own, by dense algebra.
+    """
     built = task(lower, "shared", "by_samples", cross=0.3).build()
     population = meet(built)
     rng = torch.Generator().manual_seed(1)
@@ -115,7 +125,7 @@ def test_where_every_client_has_its_own_point_the_mean_is_over_those(lower):
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-3)])
 @pytest.mark.parametrize("condition", [10.0, 1e4])
-def test_the_length_is_found_for_badly_conditioned_lower_levels_in_either_precision(dtype, near, condition):
+def test_measured_norm_is_found_for_badly_conditioned_lower_levels_in_both_precisions(dtype, near, condition):
     """g = y'Hy/2 - x'y and f = |y - b|^2/2: the gradient at x is H^-1 (H^-1 x - b)."""
     eigenvalues = torch.logspace(0, -np.log10(condition), 40, dtype=torch.float64)
     problem = Problem(
@@ -134,7 +144,7 @@ def test_the_length_is_found_for_badly_conditioned_lower_levels_in_either_precis
     assert measured(population, population.x0, population.y0) == pytest.approx(float(wanted), rel=near)
 
 
-def test_a_length_is_not_zero_because_nothing_was_found():
+def test_measured_norm_is_nan_where_no_solution_was_found_although_j_is_zero():
     """A lower level without x has J = 0, whatever u is."""
     fit = lambda y, batch: (batch["weight"] * (batch["a"] @ y["y"] - 1) ** 2).sum()
     made = lambda sign: Problem(
@@ -154,17 +164,17 @@ def test_a_length_is_not_zero_because_nothing_was_found():
 
 
 @pytest.mark.parametrize("lower", ["global", "local"])
-def test_a_length_that_is_not_determined_is_not_a_number(lower, monkeypatch):
-    problem, clients = task(lower, "shared", "mean").build()
+def test_measured_norm_is_nan_where_the_lower_level_is_not_solved(lower, monkeypatch):
+    problem, clients = task(lower, "shared", "equal").build()
     bent = dataclasses.replace(problem, lower=lambda x, y, batch: problem.lower(x, y, batch) - 50 * (y["y"] ** 2).sum())
     population = meet(Built(bent, clients))
     assert np.isnan(measured(population, population.x0, torch.ones(4, dtype=torch.float64)))
-    population = meet(task(lower, "shared", "mean").build())
-    monkeypatch.setattr("fedbilevel.oracle.hypergradient._SOON", 1)
+    population = meet(task(lower, "shared", "equal").build())
+    monkeypatch.setattr("fedbilevel.oracle.stationarity._MOST_PRODUCTS", 1)
     assert np.isnan(measured(population, point(population), torch.ones(4, dtype=torch.float64)))
 
 
-# ---- closed form ---------------------------------------------------------------------------------------------------------------
+# ---- closed form -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lower", "upper", "weights"), SCOPES)
@@ -222,7 +232,7 @@ any_quadratic = {
     "num_samples": st.integers(1, 5),
     "lower": st.sampled_from(["global", "local"]),
     "upper": st.sampled_from(["shared", "private"]),
-    "weights": st.sampled_from(["mean", "by_samples"]),
+    "client_weights": st.sampled_from(["equal", "by_samples"]),
     "data_seed": st.integers(0, 10_000),
 }
 
@@ -263,7 +273,7 @@ def test_the_order_of_clients_leaves_no_trace_and_doubling_all_of_them_changes_n
         torch.testing.assert_close(value, expected if made.upper == "shared" else expected[who], rtol=1e-8, atol=1e-9)
 
 
-# ---- finite differences ----------------------------------------------------------------------------------------------------------
+# ---- finite differences ----------------------------------------------------------------------------------------------
 
 
 def small_cleaning():
@@ -281,7 +291,11 @@ def small_cleaning():
 
 def shares(population):
     sizes = population.data.sizes["train"].double()
-    return sizes / sizes.sum() if population.problem.weights == "by_samples" else torch.full_like(sizes, 1 / len(sizes))
+    return (
+        sizes / sizes.sum()
+        if population.problem.client_weights == "by_samples"
+        else torch.full_like(sizes, 1 / len(sizes))
+    )
 
 
 def losses(built, population, x, y, role, loss):
@@ -356,7 +370,7 @@ def test_the_lower_solution_has_zero_gradient(make):
 
 def test_the_lower_solution_is_found_from_far_away():
     """Backtracking: with a flat far field a full Newton step from here overshoots."""
-    built = task("local", "shared", "mean", bend=20.0).build()
+    built = task("local", "shared", "equal", bend=20.0).build()
     population = meet(built)
     x = point(population)
     far = 50 * torch.ones(len(population), 4, dtype=torch.float64)
@@ -364,7 +378,7 @@ def test_the_lower_solution_is_found_from_far_away():
 
 
 def test_the_hypergradient_in_single_precision_is_close_and_single():
-    built = task("global", "shared", "mean", bend=0.5).build()
+    built = task("global", "shared", "equal", bend=0.5).build()
     single, double = meet(built, dtype=torch.float32), meet(built)
     x = point(double)
     exact = hypergradient(double, x, lower_solution(double, x))
@@ -389,9 +403,9 @@ def test_the_strategy_leaves_no_trace(options):
         )
 
 
-def test_features_leave_no_trace():
+def test_features_do_not_change_the_hypergradient():
     """batch["features"] = B x, which the lower loss is linear in."""
-    made = task("global", "shared", "mean", bend=0.5).build()
+    made = task("global", "shared", "equal", bend=0.5).build()
     plain = made.problem
 
     def lower(x, y, batch):
@@ -414,7 +428,7 @@ def test_features_leave_no_trace():
     torch.testing.assert_close(hypergradient(other, x, y).value, hypergradient(one, x, y).value, rtol=1e-11, atol=1e-11)
 
 
-# ---- solvers on dense matrices ----------------------------------------------------------------------------------------------------
+# ---- solvers on dense matrices ---------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -577,7 +591,7 @@ def test_negative_curvature_is_named():
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 def test_a_lower_level_that_is_not_convex_is_named_through_the_population(lower):
-    made = task(lower, "shared", "mean")
+    made = task(lower, "shared", "equal")
     built = made.build()
     for client in built.clients:
         client["train"]["A"] = client["train"]["A"] - 20 * np.eye(4)

@@ -1,6 +1,9 @@
-"""Every derivative of every strategy against second derivatives taken client by client without the library, and against finite differences."""
+"""Every derivative of every strategy against second derivatives taken client by client without the library, and against
+finite differences.
+"""
 
 import dataclasses
+import math
 import shutil
 
 import numpy as np
@@ -10,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedbilevel.errors import ProblemError, SettingError
-from fedbilevel.oracle import oracle
+from fedbilevel.oracle import evaluation
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -68,7 +71,10 @@ def images():
 
 
 def representation(*, cached, calls=None):
-    """Hyper-representation through modules: the encoder is x, the head is y. With `cached` the losses read batch["features"]."""
+    """Hyper-representation through modules: the encoder is x, the head is y.
+
+    With `cached` the losses read batch["features"].
+    """
     torch.manual_seed(4)
     net, head = nn.Sequential(nn.Linear(5, 4), nn.Tanh()).double(), nn.Linear(4, 3).double()
 
@@ -102,12 +108,13 @@ def representation_in_dicts(*, cached):
 
 
 def meet(built, *, often=None, long=None, **options):
-    """often, long: trace from that call on; measure other ways for calls as long as this."""
+    """A population whose oracle traces from call `often` on and measures calls of at least `long` seconds.
+
+    Without `long` nothing is measured, so that a loaded machine changes no choice.
+    """
     population = Population(built.problem, built.clients, **{"dtype": torch.float64, **options})
-    population.oracle.often, population.oracle.long = (
-        often or population.oracle.often,
-        population.oracle.long if long is None else long,
-    )
+    population.oracle.often = often or population.oracle.often
+    population.oracle.long = math.inf if long is None else long
     return population
 
 
@@ -261,7 +268,9 @@ def slope(function, direction, h=1e-5):
 
 
 def slopes(f, g, x, y, v, dx, dy):
-    """Every derivative of one client along dx or dy, from values of the losses alone: <grad_y g, v> is itself a difference."""
+    """Every derivative of one client along dx or dy, from values of the losses alone: <grad_y g, v> is itself a
+    difference.
+    """
     along_v = lambda x, y: slope(lambda t: g(x, y + t), v, h=1e-3)
     return {
         "gy": (slope(lambda t: g(x, y + t), dy), dy),
@@ -414,7 +423,7 @@ def test_unknown_strategies_and_empty_chunks_are_refused():
         meet(quadratic(), chunk_size=0)
 
 
-# ---- features ------------------------------------------------------------------------------------------------------------------
+# ---- features --------------------------------------------------------------------------------------------------------
 
 FORMS = {"modules": representation, "dicts": representation_in_dicts}
 
@@ -556,7 +565,7 @@ def test_a_loss_that_cannot_be_batched_is_evaluated_one_by_one_with_a_warning():
         Population(branching, built.clients, strategy="vmap")
 
 
-def test_auto_works_in_chunks_when_memory_asks_for_it(monkeypatch):
+def test_auto_evaluates_in_chunks_within_the_memory_budget(monkeypatch):
     built = Quadratic(num_clients=5).build()
     population = Population(built.problem, built.clients, dtype=torch.float64)
     batch = population.data.batch(torch.arange(5), "train")
@@ -619,7 +628,7 @@ def test_pooled_derivatives_are_the_weighted_means_of_those_of_a_loop(make, weig
     assert all((plan.trace is not None) == (often == {"cpu": 1}) for plan in auto.oracle._plans.values())
 
 
-def test_rows_are_not_pooled_where_points_or_wishes_differ():
+def test_rows_are_not_pooled_for_separate_points_or_other_strategies():
     population = meet(quadratic())
     shares, train = torch.full((3,), 1 / 3, dtype=torch.float64), whole(population, "train")
     x, y, _ = point(population, shared_x=True, shared_y=True)
@@ -634,7 +643,7 @@ def test_rows_are_not_pooled_where_points_or_wishes_differ():
         assert_same({"gy": other.oracle.lower_grad(x, y, whole(other, "train"), shares=shares)}, {"gy": rows})
 
 
-def test_a_trace_follows_the_numbers_and_serves_its_shapes_only():
+def test_a_trace_computes_on_new_values_and_holds_for_its_shapes_only():
     population, plain = meet(cleaning(), often={"cpu": 1}), meet(cleaning(), often={"cpu": 10**9})
     for seed in range(3):
         at = point(population, seed)
@@ -698,7 +707,7 @@ def test_short_calls_are_not_measured():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling derivatives needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_compiled_derivatives_are_the_same_up_to_rounding(monkeypatch):
-    monkeypatch.setattr(oracle, "_OFTEN_ENOUGH", 3)
+    monkeypatch.setattr(evaluation, "_OFTEN_ENOUGH", 3)
     built = representation_in_dicts(cached=True)
     population, plain = meet(built, strategy="compiled"), meet(built)
     x, y, v = point(population)
@@ -715,7 +724,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch):
     def broken(run):
         raise RuntimeError("no such file: cc\nand more")
 
-    monkeypatch.setattr(oracle, "compiled", broken)
+    monkeypatch.setattr(evaluation, "compiled", broken)
     with pytest.raises(
         SettingError, match=r"needs a compiler that works \(RuntimeError: no such file: cc\): use strategy='auto'"
     ):
@@ -723,7 +732,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_features_are_computed_a_part_at_a_time_where_memory_asks_for_it(monkeypatch, equal):
+def test_features_are_computed_in_parts_within_the_memory_budget(monkeypatch, equal):
     calls = []
     built = representation(cached=True, calls=calls)
     built = even(built) if equal else built
@@ -731,8 +740,8 @@ def test_features_are_computed_a_part_at_a_time_where_memory_asks_for_it(monkeyp
     x, y, _ = point(population, shared_x=True)
     train = whole(population, "train")
     at_once = population.oracle.lower_grad(x, y, train)
-    monkeypatch.setattr("fedbilevel.oracle.oracle.BUDGET", 8 * 2 * train.fields.sample_bytes())
-    monkeypatch.setattr("fedbilevel.oracle.oracle._KEPT", 0)
+    monkeypatch.setattr("fedbilevel.oracle.features.BUDGET", 8 * 2 * train.fields.sample_bytes())
+    monkeypatch.setattr("fedbilevel.oracle.features._KEPT", 0)
     calls.clear()
     in_parts = meet(built, chunk_size=3)
     calls.clear()
@@ -751,7 +760,9 @@ def even(built):
 
 
 def after_first_derivatives(built, **options):
-    """One derivative of each level at a shared point, so that features are known, and what the loop says of all of them."""
+    """One derivative of each level at a shared point, so that features are known, and what the loop says of all of
+    them.
+    """
     loop, auto = meet(built, strategy="loop"), meet(built, **options)
     x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)
     shares = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -800,7 +811,7 @@ def test_a_derivative_may_be_asked_for_with_and_without_shares():
         assert torch.equal(one, two)
 
 
-def test_results_of_a_trace_are_nobody_elses():
+def test_results_of_a_trace_share_no_memory():
     """The gradient of a sum is a constant, and H v of half a square is v itself."""
     built = quadratic()
     problem = dataclasses.replace(
@@ -818,7 +829,7 @@ def test_results_of_a_trace_are_nobody_elses():
         hv *= 5
 
 
-def test_a_loss_that_reads_what_changes_is_found_out():
+def test_a_loss_that_reads_changing_state_is_refused():
     scale = [1.0]
     built = quadratic()
     lower = built.problem.lower
@@ -838,7 +849,7 @@ def test_a_loss_that_reads_what_changes_is_found_out():
         population.oracle.lower_grad(x, y, train)
 
 
-def test_an_upper_loss_that_looks_at_values_is_evaluated_as_ever():
+def test_an_upper_loss_that_branches_on_values_is_evaluated_without_a_trace():
     built = quadratic()
     upper = built.problem.upper
     looks = lambda x, y, batch: upper(x, y, batch) * (1.0 if float(x["x"].detach().sum()) > -1e9 else 2.0)

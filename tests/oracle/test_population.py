@@ -213,7 +213,7 @@ def test_a_shared_x_has_no_padding_to_remove():
 def test_clients_count_the_same_or_by_their_training_samples():
     some = torch.tensor([2, 0])
     assert Population(cleaning(), clients()).weights(some).tolist() == [1, 1]
-    assert Population(cleaning(weights="by_samples"), clients()).weights(some).tolist() == [7, 5]
+    assert Population(cleaning(client_weights="by_samples"), clients()).weights(some).tolist() == [7, 5]
 
 
 @given(st.integers(1, 8), st.integers(0, 999))
@@ -251,7 +251,7 @@ def measurable(**options):
     )
 
 
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 @pytest.mark.parametrize("budget", [1, 200, 400, 900])
 def test_measuring_a_few_clients_at_a_time_is_measuring_all(monkeypatch, budget, weights):
     sizes = (5, 2, 7, 1, 3, 3)
@@ -259,7 +259,7 @@ def test_measuring_a_few_clients_at_a_time_is_measuring_all(monkeypatch, budget,
         {**client, "test": {name: value[: i % 3] for name, value in client["val"].items()}}
         for i, client in enumerate(clients(sizes))
     ]
-    population = Population(measurable(weights=weights), holdings, dtype=torch.float64)
+    population = Population(measurable(client_weights=weights), holdings, dtype=torch.float64)
     x, y = point(population)[0], torch.randn(6, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     asked, real = [], population.data.look
     monkeypatch.setattr(
@@ -282,7 +282,7 @@ def test_measuring_a_few_clients_at_a_time_is_measuring_all(monkeypatch, budget,
         assert [i for some in asked for i in some] == [*range(6)] * 3
 
 
-def test_a_look_leaves_the_copy_that_phases_use_alone_and_makes_none_where_it_can():
+def test_look_keeps_the_cached_batch_and_copies_nothing_for_adjacent_equal_clients():
     population = Population(cleaning(), clients((4, 4, 4, 2)), dtype=torch.float64)
     data = population.data
     kept = data.batch(torch.tensor([1, 3]), "train")
@@ -305,12 +305,12 @@ def test_rows_of_a_few_clients_are_padded_as_wide_as_those_of_all():
 
 
 @pytest.mark.parametrize("lower", ["global", "local"])
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 @pytest.mark.parametrize("at_once", [1, 2**27])
 def test_residuals_are_those_of_dense_algebra(lower, weights, at_once, monkeypatch):
     """Every client at its own point, a few at a time, equal weights or not; the oracle of the run is left alone."""
     monkeypatch.setattr(module, "_LOOK", at_once)
-    task = Quadratic(num_clients=3, lower=lower, weights=weights, cross=0.3)
+    task = Quadratic(num_clients=3, lower=lower, client_weights=weights, cross=0.3)
     built = task.build()
     population = Population(built.problem, built.clients, dtype=torch.float64)
     rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
-"""FedBiO with one client and one local step is SOBA (Dagreou, Ablin, Vaiter, Moreau, "A framework for bilevel optimization that enables
-stochastic and global variance reduction algorithms", NeurIPS 2022, Algorithm 1), whose v is -u:
+"""FedBiO with one client and one local step is SOBA (Dagreou, Ablin, Vaiter, Moreau, "A framework for bilevel
+optimization that enables stochastic and global variance reduction algorithms", NeurIPS 2022, Algorithm 1), whose v is
+-u:
 
     z <- z - rho * grad_z G(z, x);   v <- v - rho * (H v + grad_z F);   x <- x - gamma * (J v + grad_x F)
 """

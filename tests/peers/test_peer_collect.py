@@ -76,7 +76,7 @@ def both(folder: Path, clients: list[Holdings], plan: dict[str, Any]) -> Both:
 @pytest.fixture(scope="module")
 def quadratic(tmp_path_factory: pytest.TempPathFactory) -> Both:
     """Clients with different weights, and a network whose edges change at every step."""
-    task = {"num_clients": 4, "dim_upper": 2, "dim_lower": 3, "weights": "by_samples"}
+    task = {"num_clients": 4, "dim_upper": 2, "dim_lower": 3, "client_weights": "by_samples"}
     plan = {
         "num_iterations": 3,
         "measure_every": 2,
@@ -246,7 +246,7 @@ def per_sample(role: str, value: float) -> Callable[[Any], dict[str, torch.Tenso
         {"x0": lambda sizes: {"mask": torch.ones(sizes["train"]), "more": torch.ones(1)}},
         {"x0": {"mask": torch.ones(5)}, "scopes": Scopes()},
         {"scopes": Scopes(lower="local", upper="private")},
-        {"weights": "by_samples"},
+        {"client_weights": "by_samples"},
     ],
 )
 def test_problem_without_a_mask_of_ones_has_no_influences(masks: Both, change: dict[str, Any]) -> None:

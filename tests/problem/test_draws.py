@@ -171,7 +171,7 @@ def test_neighbouring_draws_are_independent(apart):
     assert chi_square(torch.bincount(pairs.flatten(), minlength=16).double()) < 37.70  # 15 degrees
 
 
-# ---- passes without replacement ---------------------------------------------------------------------------------------------------
+# ---- passes without replacement --------------------------------------------------------------------------------------
 
 
 def passes(ids, *, seed=3, purpose="B", iteration=2, call=1, steps=range(20), width=4):
@@ -255,7 +255,7 @@ def test_all_orders_of_three_are_equally_likely():
         (lambda: Stream(2**32), "seed must lie .* got 4294967296"),
         (lambda: draw([0], iteration=2**32), "outer iteration must lie"),
         (lambda: draw([0], steps=range(MAX_STEPS, MAX_STEPS + 1)), "at most 65536 steps"),
-        (lambda: draw([0], call=MAX_STEPS), "step 20 of call 65536 was asked for"),
+        (lambda: draw([0], call=MAX_STEPS), "step 20 of call 65536 was requested"),
     ],
 )
 def test_an_address_that_does_not_fit_is_refused(make, says):

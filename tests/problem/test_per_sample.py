@@ -1,6 +1,7 @@
-"""Losses and statistics that return one value per sample: the library contracts them, and padding adds nothing to them."""
+"""Losses and statistics with one value per sample: the library contracts them, and padding adds nothing."""
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.errors import ProblemError
-from fedbilevel.oracle import oracle
+from fedbilevel.oracle import evaluation
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import RESERVED
 from fedbilevel.problem.contraction import contracted, counted, weighted
@@ -77,7 +78,8 @@ def population(form, *, cached=False, often=None, long=None, data=None, **option
     made = Population(
         problem(form, cached=cached), clients() if data is None else data, **{"dtype": torch.float64, **options}
     )
-    made.oracle.often, made.oracle.long = often or made.oracle.often, made.oracle.long if long is None else long
+    made.oracle.often = often or made.oracle.often
+    made.oracle.long = math.inf if long is None else long  # without it a loaded machine changes no choice
     return made
 
 
@@ -116,7 +118,7 @@ def batches(met, *, minibatch):
     return tuple(met.data.batch(every, role, torch.as_tensor(np.stack(index[role]))) for role in ("train", "val"))
 
 
-# ---- both forms are one problem ----------------------------------------------------------------------------------------
+# ---- both forms are one problem --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "features"])
@@ -161,7 +163,7 @@ def test_both_forms_have_the_same_pooled_means(cached):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling derivatives needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_both_forms_are_the_same_compiled(monkeypatch):
-    monkeypatch.setattr(oracle, "_OFTEN_ENOUGH", 3)
+    monkeypatch.setattr(evaluation, "_OFTEN_ENOUGH", 3)
     found = []
     for form in FORMS:
         met = population(form, strategy="compiled")
@@ -264,7 +266,7 @@ def test_the_page_about_batches_names_every_reserved_field():
     assert reserved.count("`") == 2 * len(RESERVED)
 
 
-# ---- padding -----------------------------------------------------------------------------------------------------------
+# ---- padding ---------------------------------------------------------------------------------------------------------
 
 
 def test_padding_with_a_loss_that_is_not_finite_adds_neither_value_nor_gradient():
@@ -339,7 +341,7 @@ def test_a_mean_is_refused_with_the_same_sentence_as_before():
     )
 
 
-# ---- statistics --------------------------------------------------------------------------------------------------------
+# ---- statistics ------------------------------------------------------------------------------------------------------
 
 
 def answers(x, y, batch):
@@ -407,7 +409,7 @@ def test_statistics_that_are_not_defined_away_from_the_start_are_tried_there_alo
     Population(problem("per sample", statistics={"test": near}, metrics=METRICS), clients())
 
 
-def test_nobody_with_samples_of_a_role_has_no_statistics_of_it():
+def test_a_role_without_samples_at_any_client_has_no_statistics():
     met = Population(problem("per sample", statistics={"test": answers}), clients(tested=(0, 0, 0, 0)))
     names, table = met.looked_at(met.x0, met.y0)
     assert table[:, [names.index("right"), names.index("n")]].abs().sum() == 0

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.population import Population
-from fedbilevel.problem.problem import BoundModule, Layout, Problem, Scopes, with_features
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem, Scopes, with_features
 
 DIM = 3
 
@@ -55,7 +56,7 @@ def test_the_good_problem_is_accepted():
     assert population.x0.shape == population.y0.shape == (DIM,)
 
 
-# ---- layouts -------------------------------------------------------------------------------------------------------------
+# ---- layouts ---------------------------------------------------------------------------------------------------------
 
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)
 
@@ -100,7 +101,7 @@ def test_ravel_refuses_other_names():
         layout.ravel({"a": torch.zeros(2), "c": torch.zeros(3)})
 
 
-# ---- what is wrong with the problem itself ---------------------------------------------------------------------------------
+# ---- what is wrong with the problem itself ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,12 @@ def test_ravel_refuses_other_names():
     [
         ({"scopes": Scopes(lower="locals")}, "scopes.lower is 'locals', expected 'global' or 'local'"),
         ({"scopes": Scopes(upper="global")}, "scopes.upper is 'global', expected 'shared' or 'private'"),
-        ({"weights": "by_size"}, "weights is 'by_size', expected 'mean' or 'by_samples'"),
+        ({"client_weights": "by_size"}, "client_weights is 'by_size', expected 'equal' or 'by_samples'"),
         (
             {"x0": lambda sizes: {"x": torch.zeros(DIM)}},
             "x0 is a function of the client's sizes, which only a private x can be",
         ),
-        ({"x0": {}}, "x0 must be a dict of named tensors with at least one entry, got an empty one"),
+        ({"x0": {}}, "x0 must be a dict of named tensors with at least one entry, got an empty dict"),
         ({"x0": torch.zeros(3)}, "x0 must be a dict of named tensors with at least one entry, got Tensor"),
         ({"x0": {"x": [0.0, 0.0]}}, "x0 must be a dict of named tensors"),
         ({"y0": {"y": np.zeros(3)}}, "y0 must be a dict of named tensors"),
@@ -131,7 +132,7 @@ def test_y0_cannot_be_a_function():
         problem(y0=lambda sizes: {"y": torch.zeros(DIM)})
 
 
-# ---- what is wrong with the losses -------------------------------------------------------------------------------------------
+# ---- what is wrong with the losses -----------------------------------------------------------------------------------
 
 
 def test_a_lower_loss_that_ignores_y_is_refused():
@@ -167,7 +168,8 @@ def test_a_loss_must_return_one_real_number_or_one_per_sample(label):
     }
     for got, loss in wrong.items():
         refuse(
-            f"{label}() returned {got} on {n} samples, expected a tensor of floats with one value per sample, shape ({n},), or a scalar",
+            f"{label}() returned {got} on {n} samples, expected a tensor of floats with one value per sample, shape "
+            f"({n},), or a scalar",
             **{label: loss},
         )
 
@@ -224,7 +226,7 @@ def test_a_problem_can_be_met_with_data_where_gradients_are_switched_off():
     assert population.y0.shape == (DIM,)
 
 
-# ---- noise inside a plain function -------------------------------------------------------------------------------------------
+# ---- noise inside a plain function -----------------------------------------------------------------------------------
 
 NOISY = {
     "dropout": lambda a: functional.dropout(a, 0.3),
@@ -288,86 +290,6 @@ def test_layers_that_treat_each_sample_alone_are_allowed(quiet):
         torch.testing.assert_close(rows[i], expected, rtol=1e-12, atol=1e-12)
 
 
-# ---- modules -----------------------------------------------------------------------------------------------------------------
-
-
-def modules(*noise):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), *noise).double(), nn.Linear(4, 1).double()
-
-
-def squared(net, head, batch):
-    return (batch["weight"] * (head(net(batch["a"]))[:, 0] - batch["b"]) ** 2).sum() + 0.1 * sum(
-        (p**2).sum() for p in head.parameters.values()
-    )
-
-
-@pytest.mark.parametrize(
-    ("layer", "says"),
-    [
-        (nn.Dropout(0.2), "upper_module.2 uses dropout in training mode"),
-        (nn.Sequential(nn.AlphaDropout(0.2)), "upper_module.2.0 uses dropout in training mode"),
-        (nn.BatchNorm1d(4), "upper_module.2 uses batch norm in training mode"),
-        (nn.SyncBatchNorm(4), "upper_module.2 uses batch norm in training mode"),
-    ],
-)
-def test_noisy_layers_of_a_module_are_refused_by_name(layer, says):
-    net, head = modules(layer)
-    with pytest.raises(ProblemError) as error:
-        Problem.from_modules(net, head, upper=squared, lower=squared)
-    assert says in str(error.value)
-    with pytest.raises(ProblemError, match="lower_module uses dropout"):
-        Problem.from_modules(head, nn.Dropout(), upper=squared, lower=squared)
-
-
-@pytest.mark.parametrize("layer", [nn.Dropout(0.2), nn.BatchNorm1d(4)])
-def test_the_same_layers_in_eval_mode_are_allowed(layer):
-    net, head = modules(layer)
-    population = Population(
-        Problem.from_modules(net.eval(), head, upper=squared, lower=squared), clients(), dtype=torch.float64
-    )
-    batch = population.data.batch(torch.arange(3), "train")
-    rows = population.oracle.lower_grad(population.x0, population.y0, batch)
-    for i in range(3):
-        row = batch.row(i)
-        loss = (row["weight"] * (head(net(row["a"]))[:, 0] - row["b"]) ** 2).sum() + 0.1 * sum(
-            (p**2).sum() for p in head.parameters()
-        )
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(head.parameters()))])
-        torch.testing.assert_close(rows[i], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_module_without_parameters_is_refused():
-    net, head = modules()
-    with pytest.raises(ProblemError, match="lower_module has no parameters"):
-        Problem.from_modules(net, nn.Tanh(), upper=squared, lower=squared)
-    with pytest.raises(ProblemError, match="upper_module has no parameters"):
-        Problem.from_modules(nn.Tanh(), head, upper=squared, lower=squared)
-
-
-def test_modules_give_their_parameters_and_are_never_changed():
-    net, head = modules()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    population = Population(
-        Problem.from_modules(net, head, upper=squared, lower=squared), clients(), dtype=torch.float64
-    )
-    assert population.layout_x.describe() == {"0.weight": [4, DIM], "0.bias": [4]}
-    assert torch.equal(population.x0, torch.cat([p.detach().flatten() for p in net.parameters()]))
-    population.oracle.upper_grads(population.x0 + 1, population.y0, population.data.batch(torch.arange(3), "val"))
-    population.x0.zero_()
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_a_bound_module_computes_with_the_given_parameters():
-    net, _ = modules()
-    a = torch.ones(2, DIM, dtype=torch.float64)
-    weight, bias = torch.full((4, DIM), 0.1, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    bound = BoundModule(net, {"0.weight": weight, "0.bias": bias})
-    torch.testing.assert_close(bound(a), torch.tanh(a @ weight.T), rtol=1e-14, atol=0)
-    assert bound.parameters["0.weight"] is weight
-
-
 def test_features_enter_a_batch_once():
     calls = []
 
@@ -401,18 +323,3 @@ def test_a_mean_over_padding_is_found_also_where_every_sample_has_the_same_loss(
 def test_a_loss_that_is_defined_only_near_the_start_is_not_refused_for_it():
     safe = problem(lower=lambda x, y, batch: ridge(x, y, batch) + torch.log(0.05 + y["y"]).sum())
     Population(safe, clients(), dtype=torch.float64)
-
-
-def test_frozen_parameters_stay_and_buffers_follow_the_type():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
-    net[0].requires_grad_(False)
-    data = [{role: {"a": torch.randn(5, 3), "b": torch.randn(5)} for role in ("train", "val")} for _ in range(2)]
-    loss = lambda net, head, batch: (
-        (batch["weight"] * (head(net(batch["a"]))[:, 0] - batch["b"]) ** 2).sum()
-        + (head.parameters["weight"] ** 2).sum()
-    )
-    made = Problem.from_modules(net, nn.Linear(2, 1, bias=False), upper=loss, lower=loss)
-    assert set(made.x0) == {"1.weight", "1.bias", "2.weight", "2.bias"}
-    population = Population(made, data, dtype=torch.float64)
-    batch = population.data.batch(torch.arange(2), "val")
-    assert bool(torch.isfinite(population.oracle.upper_grad_x(population.x0, population.y0, batch)).all())

@@ -1,4 +1,6 @@
-"""A problem made of settings and shapes alone is the problem that a task builds out of all data, bit for bit; so is a run on a site's own folder."""
+"""A problem made of settings and shapes alone is the problem that a task builds out of all data, bit for bit; so is a
+run on a site's own folder.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from fedbilevel.algorithms.fedbio_local import FedBiOLocal
 from fedbilevel.data.folders import read_folder, write_folder
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ProblemError
-from fedbilevel.problem.problem import away
+from fedbilevel.problem.validation import away
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.few_shot import FewShot
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
@@ -56,7 +58,7 @@ TASKS = {
     ),
     "few shot": (FewShot(**FEW), None),
     "quadratic": (Quadratic(cross=0.3, bend=0.2, num_clients=3), None),
-    "quadratic private": (Quadratic(upper="private", lower="local", weights="by_samples", num_clients=3), None),
+    "quadratic private": (Quadratic(upper="private", lower="local", client_weights="by_samples", num_clients=3), None),
     "influence": (Influence(num_train=10, num_val=8), 2),
     "influence cnn": (Influence(data="digits", model="cnn", share=0.1), 10),
 }
@@ -90,7 +92,7 @@ def without(client, role: str, *names: str):
 # ---- the description -----------------------------------------------------------------------------------------------
 
 
-def test_shapes_say_what_samples_look_like_and_no_more():
+def test_shapes_hold_shapes_and_types_but_no_values():
     client = {
         "train": {"x": np.zeros((5, 2, 3), np.float32), "label": torch.zeros(5, dtype=torch.int64)},
         "val": {"x": [[1.0], [2.0]]},
@@ -210,9 +212,9 @@ def test_the_problem_of_shapes_is_the_problem_of_all_data(name, built):
         built[name].problem,
         TASKS[name][0].problem(Shapes.from_dict(json.loads(json.dumps(shapes_of(name, built).asdict())))),
     )
-    assert (made.scopes, made.weights, made.name, list(made.statistics)) == (
+    assert (made.scopes, made.client_weights, made.name, list(made.statistics)) == (
         whole.scopes,
-        whole.weights,
+        whole.client_weights,
         whole.name,
         list(whole.statistics),
     )
@@ -396,7 +398,7 @@ def tabular(shape=(6,), dtype=np.float32, label=np.int64, field="image", **other
         ),
     ],
 )
-def test_samples_of_the_wrong_look_are_refused(task, shapes, words):
+def test_samples_of_a_wrong_shape_or_type_are_refused(task, shapes, words):
     with pytest.raises(ProblemError, match=words) as caught:
         task.problem(shapes)
     assert "\n" not in str(caught.value)

@@ -347,7 +347,7 @@ PUSH = HGP(num_terms=2, num_lower_steps=2, lr_system=0.01, lr_upper=0.01, optimi
 
 @pytest.mark.parametrize("upper", ["shared", "private"])
 def test_a_resumed_run_between_peers_is_bit_identical_with_its_network_weights_and_ledger(tmp_path, upper):
-    built = Quadratic(num_clients=3, upper=upper, weights="by_samples").build()
+    built = Quadratic(num_clients=3, upper=upper, client_weights="by_samples").build()
     whole = solve(*built, PUSH, residuals=False, num_iterations=5, record=tmp_path / "whole", **PEERS)
     solve(*built, PUSH, residuals=False, num_iterations=2, record=tmp_path / "half", **PEERS)
     again = solve(*built, PUSH, residuals=False, num_iterations=5, record=tmp_path / "half", resume=True, **PEERS)

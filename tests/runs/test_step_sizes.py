@@ -12,9 +12,9 @@ from support.numeric.yardstick import drive
 
 
 @pytest.mark.parametrize("lower", ["global", "local"])
-@pytest.mark.parametrize("weights", ["mean", "by_samples"])
+@pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_curvature_agrees_with_dense_eigenvalues(lower, weights):
-    task = Quadratic(lower=lower, weights=weights)
+    task = Quadratic(lower=lower, client_weights=weights)
     closed = task.closed_form()
     found = curvature(*task.build(), num_products=300)
     ends = [np.linalg.eigvalsh(A) for A in closed.stacked["A"]]

@@ -204,7 +204,7 @@ def test_an_overflowing_mean_names_the_site_whose_answer_caused_it(tmp_path):
     ours = plan(
         federation,
         "fedbio",
-        {"name": "quadratic", "num_clients": 3, "weights": "by_samples"},
+        {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"},
         dtype="float64",
         max_weight=4,
     )
@@ -223,7 +223,9 @@ def test_an_overflowing_mean_names_the_site_whose_answer_caused_it(tmp_path):
 
 def test_where_all_answers_are_huge_the_error_names_the_step_sizes(tmp_path):
     federation = Loopback(tmp_path)
-    ours = plan(federation, "fedbio", {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}, dtype="float64")
+    ours = plan(
+        federation, "fedbio", {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"}, dtype="float64"
+    )
     huge = lambda answer, arrays: (answer, [torch.full_like(array, 1.7e308) for array in arrays])
     with pytest.raises(
         NonFiniteError,
@@ -276,7 +278,7 @@ def boasting(weight):
 )
 def test_a_false_weight_is_capped_and_reported(tmp_path, more, most):
     federation, said = Loopback(tmp_path), []
-    task = {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}  # 4, 5 and 6 samples
+    task = {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"}  # 4, 5 and 6 samples
     ours = plan(federation, "fedbio", task, dtype="float64", **more)
     assert federation.serve(ours, boasting(2**39), said.append) == "finished"
     tensors, _ = federation.record.load()
@@ -301,7 +303,10 @@ def test_a_measurement_counts_with_the_weights_of_the_means(tmp_path):
         federation = Loopback(tmp_path / place)
         federation.serve(
             plan(
-                federation, "fedbio", {"name": "quadratic", "num_clients": 3, "weights": "by_samples"}, dtype="float64"
+                federation,
+                "fedbio",
+                {"name": "quadratic", "num_clients": 3, "client_weights": "by_samples"},
+                dtype="float64",
             ),
             fault,
         )

@@ -25,7 +25,9 @@ def at(kind, change, who="site-1"):
 @pytest.mark.parametrize(("num", "counted"), [(2, [4, 40]), (3, [4, 50, 6])])
 def test_attack_by_a_false_weight_is_cut_by_what_the_others_say_and_told(tmp_path, num, counted):
     federation, said = Loopback(tmp_path, num), []
-    ours = federation.plan({"name": "fedavg"}, {"name": "quadratic", "num_clients": num, "weights": "by_samples"})
+    ours = federation.plan(
+        {"name": "fedavg"}, {"name": "quadratic", "num_clients": num, "client_weights": "by_samples"}
+    )
     lie = at("join", lambda header, arrays: ({**header, "weights": [399]}, arrays))
     assert federation.serve(ours, lie, said.append) == "finished"
     assert federation.record.load()[0]["sites.weight"].tolist() == counted

@@ -85,7 +85,7 @@ def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tm
             steps if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
         )
     federation = Loopback(tmp_path, hosts=hosts)
-    task = quadratic(scopes, weights="by_samples", cross=0.2, num_clients=sum(hosts) or 3)
+    task = quadratic(scopes, client_weights="by_samples", cross=0.2, num_clients=sum(hosts) or 3)
     plan = federation.plan(settings, task, options=options, num_iterations=3)
     assert federation.serve(plan) == "finished"
     result, wanted = simulated(plan, tmp_path / "simulated")

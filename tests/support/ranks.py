@@ -60,7 +60,7 @@ def quadratic(**settings: Any) -> Built:
 
 def with_figures() -> Built:
     """Clients that count by samples, sums of statistics, and a figure that needs the clients one by one."""
-    built = quadratic(weights="by_samples")
+    built = quadratic(client_weights="by_samples")
     statistics = {
         "val": lambda x, y, batch: {
             "far": (batch["weight"] * (batch["D"] ** 2).sum(tuple(range(1, batch["D"].ndim)))).sum() * y["y"].sum()
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "fedbio": (FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)), with_figures, NOISY),
     "fbo_aggitd": (
         FBOAggITD(lr_lower=0.1, lr_system=0.1, num_lower_rounds=2, num_local_steps=2, estimator="sampled"),
-        lambda: quadratic(weights="by_samples"),
+        lambda: quadratic(client_weights="by_samples"),
         {**NOISY, "cohort": Cohort(0.6, replacement=True)},
     ),
     "fedbioacc": (FedBiOAcc(num_local_steps=2, delta=10.0, offset=1e3), quadratic, NOISY),
@@ -114,13 +114,13 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "fednest": (
         FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2),
-        lambda: quadratic(weights="by_samples", num_samples=1),
+        lambda: quadratic(client_weights="by_samples", num_samples=1),
         {**NOISY, "cohort": Cohort(0.6)},
     ),
     "clustered_fl": (ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6), quadratic, NOISY),
     "commfedbio": (CommFedBiO(num_kept=2, num_local_steps=2), quadratic, {**NOISY, "drops": some_missing}),
     "fedavg_plus": (FedAvgPlus(num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5), "sampling": "epochs"}),
-    "sgp": (SGP(num_lower_steps=3), lambda: quadratic(weights="by_samples"), {**NOISY, "network": DIRECTED}),
+    "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),
         quadratic,
@@ -334,7 +334,7 @@ def counted(size: int) -> dict[str, Any]:
 def contract() -> list[str]:
     """What the contract of an engine says of the ranks, with a server and between peers; empty lines where it is kept."""
     group, options = distributed.join(), {"dtype": torch.float64, "strategy": "loop", **NOISY}
-    weighted = lambda: quadratic(weights="by_samples")
+    weighted = lambda: quadratic(client_weights="by_samples")
     reports = []
     for algorithm, build, more in (
         (FedBiO(num_local_steps=2), weighted, {}),

@@ -1,4 +1,5 @@
-"""Data cleaning on idx files and with a network: who gets which images, which labels are wrong, losses and derivatives against plain numpy.
+"""Data cleaning on idx files and with a network: who gets which images, which labels are wrong, losses and derivatives
+against plain numpy.
 
 The losses and figures of the linear model are in test_tasks.py.
 """
@@ -38,12 +39,14 @@ def keys(fields) -> list[bytes]:
     return [np.rint(255 * image).astype(np.uint8).tobytes() for image in fields["image"]]
 
 
-# ---- who gets what -------------------------------------------------------------------------------------------------------
+# ---- who gets what ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_clients": 12, "num_clean": 7, "noise": 0.8, "data_seed": 5}], ids=str)
 def test_without_new_settings_the_digits_are_split_by_the_draws_they_were_always_split_by(settings):
-    """Step by step from the seed, as results on the digits were made before there were other data: one draw more or less changes all of them."""
+    """Step by step from the seed, as results on the digits were made before there were other data: one draw more or
+    less changes all of them.
+    """
     task = DataCleaning(**settings)
     images, labels = digits()
     rng = np.random.default_rng(task.data_seed)
@@ -119,7 +122,10 @@ def test_which_training_images_are_used_is_random_and_follows_the_seed(tmp_path)
 def test_more_training_images_than_there_are_is_a_clear_error(tmp_path):
     with pytest.raises(
         ProblemError,
-        match="num_train is 200 for each of 10 clients, but only 1148 images are left for training: use at most 114, or fewer",
+        match=(
+            "num_train is 200 for each of 10 clients, but only 1148 images are left for training: use "
+            "at most 114, or fewer"
+        ),
     ):
         DataCleaning(num_train=200).build()
     assert [len(client["train"]["label"]) for client in DataCleaning(num_train=114).build().clients] == [114] * 10
@@ -145,7 +151,7 @@ def test_mnist_is_split_as_in_the_paper():
     )  # of 0.8 * 45000 corrupted labels, a tenth is right by chance
 
 
-# ---- labels --------------------------------------------------------------------------------------------------------------
+# ---- labels ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_uniform_label_is_any_label_and_only_a_really_wrong_one_is_marked():
@@ -169,7 +175,7 @@ def test_a_wrong_label_is_never_the_true_one():
 
 
 @pytest.mark.parametrize(("flip", "true"), [("wrong", 0.05), ("uniform", 0.05 + 0.095)])
-def test_at_high_noise_wrong_labels_tell_what_an_image_is_not_and_uniform_ones_still_what_it_is(flip, true):
+def test_at_high_noise_training_on_wrong_labels_is_worse_than_guessing_and_on_uniform_ones_better(flip, true):
     clients = DataCleaning(noise=0.95, flip=flip).build().clients
     right = ~np.concatenate([client["train"]["wrong"] for client in clients])
     assert abs(right.mean() - true) < 0.03
@@ -180,7 +186,7 @@ def test_at_high_noise_wrong_labels_tell_what_an_image_is_not_and_uniform_ones_s
     assert accuracy < 0.08 if flip == "wrong" else accuracy > 0.25
 
 
-# ---- the network ---------------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------------------
 
 NETWORK = DataCleaning(num_clients=3, num_train=5, num_clean=4, test_share=0.9, model="mlp", num_hidden=6)
 

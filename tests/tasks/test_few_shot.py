@@ -1,4 +1,6 @@
-"""Few-shot classification: who has which characters, the network and losses in plain numpy, hypergradients task by task, and new heads by Newton's method."""
+"""Few-shot classification: who has which characters, the network and losses in plain numpy, hypergradients task by
+task, and new heads by Newton's method.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ norms = pytest.mark.parametrize("norm", ["sample", "image"])
 
 
 def fake(folder, num_alphabets: int = 50, num_drawers: int = 6) -> None:
-    """Alphabets of two or three characters, as a file of Omniglot; every image is unlike all others and unlike itself turned."""
+    """Alphabets of two or three characters, as a file of Omniglot; every image is unlike all others and unlike itself
+    turned.
+    """
     rng = np.random.default_rng(0)
     alphabet_of = np.repeat(np.arange(num_alphabets), 2 + np.arange(num_alphabets) % 2)
     label = np.repeat(np.arange(len(alphabet_of)), num_drawers)
@@ -87,7 +91,7 @@ def check_images(task: FewShot, clients, source: np.ndarray, label: np.ndarray) 
                 assert len({*places}) == len(places)
 
 
-# ---- who has what --------------------------------------------------------------------------------------------------------
+# ---- who has what ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shots", [1, 2])
@@ -157,14 +161,20 @@ def test_data_and_initial_weights_follow_the_seed_alone():
 def test_what_cannot_be_dealt_is_a_clear_error(tmp_path):
     with pytest.raises(
         ProblemError,
-        match=r"^a task has 7 characters, client 0 has only 6, turned ones counted: use fewer ways or more alphabets per client\.$",
+        match=(
+            r"^a task has 7 characters, client 0 has only 6, turned ones counted: use fewer ways or "
+            r"more alphabets per client\.$"
+        ),
     ):
         FewShot(num_ways=7).build()
     with pytest.raises(ProblemError, match=r"^a task has 7 characters, validation has only 6, "):
         FewShot(num_ways=7, alphabets_per_client=4).build()
     with pytest.raises(
         ProblemError,
-        match=r"^5 clients with 3 alphabets each need 15 alphabets, of which digits has 12 for clients: use fewer clients or",
+        match=(
+            r"^5 clients with 3 alphabets each need 15 alphabets, of which digits has 12 for clients: "
+            r"use fewer clients or"
+        ),
     ):
         FewShot(num_clients=5).build()
     with pytest.raises(
@@ -180,12 +190,15 @@ def test_what_cannot_be_dealt_is_a_clear_error(tmp_path):
     fake(tmp_path, num_alphabets=49)
     with pytest.raises(
         ProblemError,
-        match=r"^omniglot has 49 alphabets, expected 33 \+ 5 \+ 12 for clients, validation and testing: get the file anew\.$",
+        match=(
+            r"^omniglot has 49 alphabets, expected 33 \+ 5 \+ 12 for clients, validation and testing: "
+            r"get the file anew\.$"
+        ),
     ):
         FewShot(data="omniglot", data_dir=str(tmp_path)).build()
 
 
-# ---- the same in plain numpy ---------------------------------------------------------------------------------------------
+# ---- the same in plain numpy -----------------------------------------------------------------------------------------
 
 
 def represented(x: dict[str, np.ndarray], images: np.ndarray, norm: str, kind: str = "relu") -> np.ndarray:
@@ -331,7 +344,9 @@ def test_features_are_bounded_whatever_the_backbone(norm):
 
 
 def test_an_image_by_itself_and_samples_by_themselves():
-    """What normalisation may see: with norm=image the image alone, with norm=sample the other images of its task in its sample."""
+    """What normalisation may see: with norm=image the image alone, with norm=sample the other images of its task in its
+    sample.
+    """
     for norm, together in (("image", 1), ("sample", 3)):
         built = FewShot(**SMALL, norm=norm).build()
         population = Population(*built, dtype=torch.float64)
@@ -344,7 +359,7 @@ def test_an_image_by_itself_and_samples_by_themselves():
         assert int(moved[1, 0].sum()) == together
 
 
-# ---- derivatives ---------------------------------------------------------------------------------------------------------
+# ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
 @norms
@@ -406,7 +421,7 @@ def test_minibatches_are_unbiased(norm):
                 assert relative(values[0], values[-1]) > 1e-3
 
 
-# ---- algorithms ----------------------------------------------------------------------------------------------------------
+# ---- algorithms ------------------------------------------------------------------------------------------------------
 
 
 def without_features(built: Built) -> Built:

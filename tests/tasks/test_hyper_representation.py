@@ -1,4 +1,6 @@
-"""Hyper-representation: losses against plain numpy, derivatives against finite differences, splits against the images themselves, and learning."""
+"""Hyper-representation: losses against plain numpy, derivatives against finite differences, splits against the images
+themselves, and learning.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def numbers(tree) -> int:
     return sum(leaf.numel() for leaf in tree.values())
 
 
-# ---- the network ---------------------------------------------------------------------------------------------------------
+# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 def test_the_mlp_has_the_numbers_of_parameters_that_the_papers_name(tmp_path):
@@ -136,7 +138,7 @@ def test_initial_weights_are_uniform_within_one_over_the_root_of_the_inputs_and_
         assert 0.9 * bound < float(tree[name].abs().max()) <= bound
 
 
-# ---- the same in plain numpy ---------------------------------------------------------------------------------------------
+# ---- the same in plain numpy -----------------------------------------------------------------------------------------
 
 
 def activated(z: np.ndarray, kind: str) -> np.ndarray:
@@ -199,7 +201,7 @@ def test_losses_and_figures_are_those_of_plain_numpy(model, activation, data, he
         assert figures[f"{role}_accuracy"] == right[role] / count[role]
 
 
-# ---- derivatives ---------------------------------------------------------------------------------------------------------
+# ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model", "lower"), [("mlp", "global"), ("mlp", "local"), ("cnn", "global")])
@@ -264,7 +266,7 @@ def test_kept_features_change_no_result(name, batch_size):
     assert figures == pytest.approx(other_figures, rel=1e-12)
 
 
-# ---- who has what --------------------------------------------------------------------------------------------------------
+# ---- who has what ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", ["iid", "shards"])
@@ -384,7 +386,9 @@ def test_a_channel_without_deviation_is_not_divided():
     ids=["mnist", "cifar10"],
 )
 def test_published_means_and_deviations_are_found_again(data, share, mean, deviation):
-    """The shift and scale that make `standard` of `unit`, on a part of the images; CIFAR-10 here has passed through JPEG."""
+    """The shift and scale that make `standard` of `unit`, on a part of the images; CIFAR-10 here has passed through
+    JPEG.
+    """
     here(data)
     task = HyperRepresentation(data=data, num_clients=3, split="iid", share=share)
     unit, standard = (
@@ -415,7 +419,7 @@ def test_too_many_clients_are_a_clear_error():
         HyperRepresentation(num_clients=45, split="iid", share=0.05, test_share=0.5).build()
 
 
-# ---- learning ------------------------------------------------------------------------------------------------------------
+# ---- learning --------------------------------------------------------------------------------------------------------
 
 
 def test_the_cnn_learns_with_shorter_steps():

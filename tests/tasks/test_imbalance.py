@@ -1,4 +1,6 @@
-"""Imbalance: the adjusted loss against plain numpy, the long tail against its formula, and what learning the loss is worth."""
+"""Imbalance: the adjusted loss against plain numpy, the long tail against its formula, and what learning the loss is
+worth.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ def test_derivatives_and_hypergradients_agree_with_finite_differences():
     assert fb.check_problem(*Imbalance(**SMALL, model="mlp", num_hidden=4).build(), show=False).ok
 
 
-# ---- who has what --------------------------------------------------------------------------------------------------------
+# ---- who has what ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", ["iid", "dirichlet"])
@@ -152,16 +154,18 @@ def test_what_the_data_cannot_give_is_a_clear_error():
         match=r"with imbalance_ratio 1000 and \d+ training images of the commonest class none is left of the rarest",
     ):
         Imbalance(imbalance_ratio=1000).build()
-    with pytest.raises(ProblemError, match="samples, 1000 were asked for: ask for fewer"):
+    with pytest.raises(ProblemError, match="samples, 1000 were requested: request fewer"):
         Imbalance(num_val=100).build()
 
 
-# ---- learning ------------------------------------------------------------------------------------------------------------
+# ---- learning --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[Built, list[dict[str, float]]]:
-    """Training with x at its start: where FedAvg gets, and the exact minimiser of the lower level, which it can only approach."""
+    """Training with x at its start: where FedAvg gets, and the exact minimiser of the lower level, which it can only
+    approach.
+    """
     built = Imbalance().build()
     settings = {name: Imbalance.suggestions("fedavg")[name] for name in ("lr_lower", "num_local_steps")}
     fed, state = drive(FedAvg(**settings), built, Imbalance.iterations("fedavg") // 2, dtype=torch.float32)

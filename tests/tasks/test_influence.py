@@ -1,4 +1,6 @@
-"""Predicted changes against dense algebra, finite differences and real retraining; scores against scikit-learn; islands against runs of their own."""
+"""Predicted changes against dense algebra, finite differences and real retraining; scores against scikit-learn; islands
+against runs of their own.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def slopes(fields, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dense(built: Built, y: np.ndarray, l2: float) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Changes, mean H and mean f_y in plain numpy: removing j of client i moves y by H^-1 grad loss_j / (n n_i), and F = n mean f."""
+    """Changes, mean H and mean f_y in plain numpy: removing j of client i moves y by H^-1 grad loss_j / (n n_i), and F
+    = n mean f.
+    """
     hessian = np.mean([slopes(one["train"], y)[1] for one in built.clients], axis=0) + l2 * np.eye(len(y))
     fy = np.mean([slopes(one["val"], y)[0].mean(0) for one in built.clients], axis=0)
     u = np.linalg.solve(hessian, fy)
@@ -77,7 +81,7 @@ def optimum(built: Built) -> torch.Tensor:
     return train(built, Training(), **FLOAT64).y[0, 0]
 
 
-# ---- the prediction ---------------------------------------------------------------------------------------------------------
+# ---- the prediction --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["cg", "exact", "neumann", "fixed_point"])
@@ -168,7 +172,7 @@ def test_rows_of_peers_that_differ_count_by_their_mean_for_a_server():
     assert worst(influences(*built, rows, **FLOAT64).changes, influences(*built, y, **FLOAT64).changes) < 1e-12
 
 
-# ---- training again ---------------------------------------------------------------------------------------------------------
+# ---- training again --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [None, 4])
@@ -220,7 +224,7 @@ def test_retraining_in_chunks_and_by_newton_changes_nothing():
     assert float(exact.changes[4]) == pytest.approx(loss - base_loss, abs=1e-10)
 
 
-# ---- scores -----------------------------------------------------------------------------------------------------------------
+# ---- scores ----------------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_those_of_scikit_learn():
@@ -238,7 +242,7 @@ def test_scores_are_those_of_scikit_learn():
         scores([1.0, 2.0], [1.0])
 
 
-# ---- the study --------------------------------------------------------------------------------------------------------------
+# ---- the study -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["cg", HGP(lr_system=1.0, num_terms=200)], ids=["cg", "hgp"])
@@ -310,7 +314,7 @@ def test_gradient_push_of_a_network_of_convolutions_goes_through(tmp_path):
     assert result.settings["network"]["kind"] == "random_directed"
 
 
-# ---- the task ---------------------------------------------------------------------------------------------------------------
+# ---- the task --------------------------------------------------------------------------------------------------------
 
 
 def test_the_losses_are_those_of_numpy_with_any_mask():
@@ -384,7 +388,7 @@ def test_digits_pass_the_checks_of_problems(model):
     assert len({len(one["train"]["label"]) for one in built.clients}) > 1
 
 
-# ---- what is refused, and the command line ------------------------------------------------------------------------------------
+# ---- what is refused, and the command line ---------------------------------------------------------------------------
 
 
 def test_what_makes_no_sense_is_refused():

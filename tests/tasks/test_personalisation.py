@@ -1,4 +1,4 @@
-"""Personalisation: losses and predictions against plain numpy, splits and normalisation against the images themselves."""
+"""Personalisation: losses and predictions against plain numpy, splits and normalisation against the images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(folder, stem, pixels, labels):
         )
 
 
-# ---- the same in plain numpy ---------------------------------------------------------------------------------------------
+# ---- the same in plain numpy -----------------------------------------------------------------------------------------
 
 
 def gelu(z: np.ndarray) -> np.ndarray:
@@ -164,7 +164,7 @@ def test_figures_over_clients_of_unequal_sizes_are_not_the_same_number():
     assert len({round(value, 3) for value in figures.values()}) == 4
 
 
-# ---- derivatives ---------------------------------------------------------------------------------------------------------
+# ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
 @kinds
@@ -241,7 +241,7 @@ def test_all_clients_at_once_and_one_by_one_agree_for_convolutions():
     assert relative(pairs[0], pairs[1]) < 1e-10
 
 
-# ---- what lambda does ----------------------------------------------------------------------------------------------------
+# ---- what lambda does ------------------------------------------------------------------------------------------------
 
 
 def losses(**settings) -> torch.Tensor:
@@ -287,7 +287,7 @@ def test_without_personalisation_lambda_changes_nothing_but_the_regulariser():
     )
 
 
-# ---- initial weights -----------------------------------------------------------------------------------------------------
+# ---- initial weights -------------------------------------------------------------------------------------------------
 
 
 def test_initial_weights_come_from_the_seed_and_leave_the_common_generator_alone():
@@ -319,7 +319,7 @@ def test_initial_weights_are_uniform_with_a_bound_by_the_inputs_of_a_unit(model)
             assert float(leaf.min()) < 0 < float(leaf.max())
 
 
-# ---- data ----------------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 def raw(image: np.ndarray) -> bytes:
@@ -411,7 +411,7 @@ def test_too_many_clients_and_values_out_of_range_are_clear_errors():
         Personalisation(personalise="everything")
 
 
-# ---- images from files ---------------------------------------------------------------------------------------------------
+# ---- images from files -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_mnist_is_read_and_a_share_of_it_used():
     assert built.problem.y0["out.bias"].shape == (10,)
 
 
-# ---- learning ------------------------------------------------------------------------------------------------------------
+# ---- learning --------------------------------------------------------------------------------------------------------
 
 
 def test_fedavg_with_suggested_settings_learns_and_beats_training_alone():

@@ -1,4 +1,6 @@
-"""The task against plain numpy and closed forms: losses, derivatives of the regulariser, hypergradient blocks, figures, and steps that work."""
+"""The task against plain numpy and closed forms: losses, derivatives of the regulariser, hypergradient blocks, figures,
+and steps that work.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def rate(parametrisation: str, lam: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return (np.exp(lam), np.exp(lam)) if parametrisation == "exp" else (lam, np.ones_like(lam))
 
 
-# ---- the problem --------------------------------------------------------------------------------------------------------
+# ---- the problem -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("upper", ["private", "shared"])
@@ -193,7 +195,7 @@ def test_a_negative_linear_lambda_may_leave_the_lower_level_without_a_minimum():
         lower_solution(pop, pop.x0)
 
 
-# ---- settings and data --------------------------------------------------------------------------------------------------
+# ---- settings and data -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_census_data_that_are_nowhere_are_one_sentence(tmp_path, monkeypatch):
         Regularisation(data="a9a").build()
 
 
-# ---- the suggested steps ------------------------------------------------------------------------------------------------
+# ---- the suggested steps ---------------------------------------------------------------------------------------------
 
 
 def census_or_skip() -> None:
@@ -335,7 +337,10 @@ def test_the_real_census_data_make_a_problem_that_passes_the_checks():
     ("name", "data"), [("fedbio", "mixture"), ("fbo_aggitd", "mixture"), ("fednest", "mixture"), ("fedbio", "a9a")]
 )
 def test_suggested_steps_lower_the_upper_loss_and_the_hypergradient(name, data):
-    """Against the best that the initial lambda can do: y*(lambda_0), not y = 0. After half of the suggested outer iterations."""
+    """Against the best that the initial lambda can do: y*(lambda_0), not y = 0.
+
+    After half of the suggested outer iterations.
+    """
     if data == "a9a":
         census_or_skip()
     built = Regularisation(data=data).build()

@@ -20,11 +20,11 @@ from support.numeric.yardstick import drive, relative
 
 SCOPES = [
     {},
-    {"weights": "by_samples"},
+    {"client_weights": "by_samples"},
     {"upper": "private"},
-    {"upper": "private", "weights": "by_samples"},
+    {"upper": "private", "client_weights": "by_samples"},
     {"lower": "local"},
-    {"lower": "local", "weights": "by_samples"},
+    {"lower": "local", "client_weights": "by_samples"},
     {"lower": "local", "upper": "private"},
 ]
 
@@ -33,7 +33,7 @@ def simulate(built: Built, **options) -> Simulation:
     return Simulation(FedAvg(), built.problem, built.clients, **{"dtype": torch.float64, **options})
 
 
-# ---- quadratic ----------------------------------------------------------------------------------------------------------
+# ---- quadratic -------------------------------------------------------------------------------------------------------
 
 
 def point(task: Quadratic) -> np.ndarray:
@@ -132,14 +132,14 @@ def test_the_data_depend_on_the_seed_alone():
 
 
 def test_measured_figures_are_those_of_the_closed_form():
-    task = Quadratic(weights="by_samples")
+    task = Quadratic(client_weights="by_samples")
     closed, x, fed = task.closed_form(), point(task), simulate(task.build())
     figures = fed.measure(torch.tensor(x), torch.tensor(closed.lower_solution(x)))
     assert figures["hypergradient_norm"] == pytest.approx(np.linalg.norm(closed.hypergradient(x)), rel=1e-12)
     assert figures["distance"] == pytest.approx(np.linalg.norm(x - closed.solution()), rel=1e-12)
 
 
-# ---- data cleaning ------------------------------------------------------------------------------------------------------
+# ---- data cleaning ---------------------------------------------------------------------------------------------------
 
 CLEANING = {
     "standard": DataCleaning(),
@@ -194,7 +194,7 @@ def test_at_full_noise_every_training_label_is_wrong():
 
 
 def test_more_clean_samples_than_there_are_is_a_clear_error():
-    with pytest.raises(ProblemError, match="samples, 500 were asked for: ask for fewer"):
+    with pytest.raises(ProblemError, match="samples, 500 were requested: request fewer"):
         DataCleaning(num_clean=500).build()
     with pytest.raises(SettingError, match=r"noise is 1\.5"):
         DataCleaning(noise=1.5)

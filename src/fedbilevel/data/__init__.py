@@ -1,1 +1,1 @@
-"""Data: what clients hold, how it is split between them, and what is spoiled on purpose."""
+"""Data: files and sets, partitions over clients, and corruption on purpose."""

@@ -1,4 +1,4 @@
-"""The sets of data that lie in files: what each is, and where its files are."""
+"""Data sets in files: a description of each, and its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Where = Callable[[str | Path | None], list[Path]]
 
 class Entry(NamedTuple):
     about: str
-    where: Where  # offline; DataError with the names of the files if they are not there
+    where: Where  # never downloads; raises DataError with the names of missing files
 
 
 def _idx(name: str) -> Where:
@@ -43,7 +43,7 @@ SETS: dict[str, Entry] = {
 
 
 def where(name: str, data_dir: str | Path | None = None) -> list[Path]:
-    """The files of a set, or the folder that holds them."""
+    """Return the files of a set, or the folder that holds them."""
     if name not in SETS:
         raise UnknownNameError("set of data", name, SETS)
     return SETS[name].where(data_dir)

@@ -1,4 +1,4 @@
-"""What is spoiled on purpose."""
+"""Data that are corrupted on purpose."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ def flip_labels(
     *,
     to: Literal["wrong", "uniform"] = "wrong",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A share `rate` of the labels, chosen at random, gets another label, uniform over the others, or `to` any label, uniform over all of them.
-    Returns the labels and which of them are wrong: with `uniform`, a label that was drawn again is not."""
+    """Replace a random share `rate` of the labels.
+
+    to: `wrong` draws from the other labels, `uniform` from all labels, so that some stay right.
+
+    Returns the labels, and a mask of those that are wrong.
+    """
     hit = np.zeros(len(labels), dtype=bool)
     hit[rng.choice(len(labels), round(rate * len(labels)), replace=False)] = True
     shift = rng.integers(0 if to == "uniform" else 1, num_classes, size=len(labels))

@@ -1,7 +1,7 @@
-"""Data files from their public homes, on request only: nothing else here uses the network.
+"""Downloads of data files from their publishers, on request only.
 
-Only files whose SHA-256 sum is known are listed. A file is written beside its place and moved there once its sum is right, so that a name never stands
-for half a file.
+Only files with a known SHA-256 sum are listed. A file is written beside its place and moved there
+after its sum was checked, so that a partial file never has the final name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from urllib.request import urlopen
 from fedbilevel.data.locations import find_one_of, folders
 from fedbilevel.errors import DataError, UnknownNameError
 
-Progress = Callable[[str, int, int | None], None]  # name of the file, bytes so far, bytes in all if the server says so
+Progress = Callable[[str, int, int | None], None]  # name of the file, bytes so far, bytes in all if known
 CHUNK = 1 << 16
-SECONDS = 30  # without a byte
+SECONDS = 30  # timeout without a byte
 
 
 class File(NamedTuple):
@@ -51,8 +51,10 @@ KNOWN: dict[str, tuple[File, ...]] = {
 
 
 def ensure(name: str, data_dir: str | Path | None = None, progress: Progress | None = None) -> list[Path]:
-    """The files of a set, from the first folder that holds them all, packed or unpacked; otherwise those that the first folder of the
-    search lacks are fetched into it."""
+    """Return the files of a set from the first folder that holds all of them, packed or unpacked.
+
+    Without such a folder, download the missing files into the first folder of the search.
+    """
     if name not in KNOWN:
         raise UnknownNameError("set of data that can be fetched", name, KNOWN)
     files = KNOWN[name]
@@ -69,7 +71,10 @@ def ensure(name: str, data_dir: str | Path | None = None, progress: Progress | N
 
 
 def download(file: File, folder: Path, progress: Progress | None = None, wanted: Sequence[str] = ()) -> Path:
-    """One file into `folder`. wanted: what to ask the user for if this fails, with those that would come after it."""
+    """Download one file into `folder`.
+
+    wanted: names of all files still missing, for the error message.
+    """
     place = folder / file.name
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
@@ -78,24 +83,26 @@ def download(file: File, folder: Path, progress: Progress | None = None, wanted:
             found = _write(file, part, progress)
             if found == file.sha256:
                 os.replace(part, place)
-        finally:  # also when the user stops it
+        finally:  # also after an interrupt
             part.unlink(missing_ok=True)
     except (OSError, HTTPException) as error:
         if isinstance(error, HTTPError):
-            error.close()  # it is the server's answer too
+            error.close()  # the error is also an open response
         names = ", ".join(wanted or [file.name])
         raise DataError(
-            f"{file.url} could not be fetched ({error or type(error).__name__}): try again, or put {names} under {folder} by hand."
+            f"{file.url} could not be fetched ({error or type(error).__name__}): try again, or put {names} under "
+            f"{folder} by hand."
         ) from error
     if found != file.sha256:
         raise DataError(
-            f"{file.url} has the SHA-256 sum {found}, expected {file.sha256}: it was damaged or replaced, and nothing was kept; try again later."
+            f"{file.url} has the SHA-256 sum {found}, expected {file.sha256}: it was damaged or replaced, and "
+            "nothing was kept; try again later."
         )
     return place
 
 
 def _write(file: File, part: Path, progress: Progress | None) -> str:
-    """Returns the SHA-256 sum of what was written."""
+    """Write the file and return its SHA-256 sum."""
     sums, done = hashlib.sha256(), 0
     with urlopen(file.url, timeout=SECONDS) as response, part.open("wb") as out:
         length = response.headers.get("Content-Length")

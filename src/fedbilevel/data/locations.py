@@ -1,4 +1,4 @@
-"""Where data files are looked for. Nothing is downloaded."""
+"""Search for data files in local folders, without any download."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def folders(data_dir: str | Path | None = None) -> list[Path]:
-    """In the order of the search: what the caller names, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a checkout that has one."""
+    """Return the folders in the order of the search.
+
+    These are the caller's, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a checkout.
+    """
     named = [place for place in (data_dir, os.environ.get("FEDBILEVEL_DATA")) if place]
     found = [*map(Path, named), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedbilevel"]
     shared = CHECKOUT.parent / "shared" / "data"
-    if (CHECKOUT / "pyproject.toml").is_file() and shared.is_dir():  # an installed package lies in no checkout
+    if (CHECKOUT / "pyproject.toml").is_file() and shared.is_dir():  # an installed package has no checkout
         found.append(shared)
     return list(dict.fromkeys(place.expanduser() for place in found))
 
 
 def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
-    """Every file by its name relative to a data folder (`libsvm/a9a.npz`), each in the first folder that has it."""
+    """Find each file, named relative to a data folder (`libsvm/a9a.npz`), in the first folder that
+    has it.
+    """
     searched = folders(data_dir)
     found = {name: place for name in names for folder in reversed(searched) if (place := folder / name).is_file()}
     missing = [name for name in names if name not in found]
@@ -32,7 +37,10 @@ def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
 
 
 def find_one_of(*choices: Sequence[str], data_dir: str | Path | None = None) -> list[Path]:
-    """The files of one choice, for data that come in several forms: the first folder that holds a whole choice wins, and in it the first choice."""
+    """Find the files of one choice, for data that exist in several forms.
+
+    The first folder that holds all files of a choice is taken, and the first choice in it.
+    """
     searched = folders(data_dir)
     for folder in searched:
         for names in choices:
@@ -48,4 +56,8 @@ def find_one_of(*choices: Sequence[str], data_dir: str | Path | None = None) -> 
 
 def _sentence(what: str, one: bool, searched: Sequence[Path]) -> str:
     where = ", ".join(str(folder) if folder.is_dir() else f"{folder} (no such folder)" for folder in searched)
-    return f"there is no {what} in {where}: put {'it' if one else 'them'} under {searched[0]}, or under a folder named by data_dir or $FEDBILEVEL_DATA."
+    them = "it" if one else "them"
+    return (
+        f"there is no {what} in {where}: put {them} under {searched[0]}, "
+        "or under a folder named by data_dir or $FEDBILEVEL_DATA."
+    )

@@ -1,4 +1,4 @@
-"""Who gets which samples."""
+"""Partitions: the samples of every client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedbilevel.errors import ProblemError
 
 
 def iid(num_samples: int, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Indices for each client, at random, sizes equal to within one sample."""
+    """Return random indices for each client, in sizes equal to within one sample."""
     if num_samples < num_clients:
         raise ProblemError(
             f"{num_samples} samples cannot be split among {num_clients} clients: use fewer clients or more data."
@@ -19,12 +19,12 @@ def iid(num_samples: int, num_clients: int, rng: np.random.Generator) -> list[np
 
 
 def take_per_class(labels: np.ndarray, num_each: int, rng: np.random.Generator) -> dict[int, np.ndarray]:
-    """`num_each` samples of every class, at random."""
+    """Return `num_each` random samples of every class."""
     taken = {}
     for label in np.unique(labels):
         places = np.flatnonzero(labels == label)
         if len(places) < num_each:
-            raise ProblemError(f"class {label} has {len(places)} samples, {num_each} were asked for: ask for fewer.")
+            raise ProblemError(f"class {label} has {len(places)} samples, {num_each} were requested: request fewer.")
         taken[int(label)] = np.sort(rng.choice(places, num_each, replace=False))
     return taken
 
@@ -32,10 +32,11 @@ def take_per_class(labels: np.ndarray, num_each: int, rng: np.random.Generator) 
 def dirichlet(
     labels: np.ndarray, num_clients: int, alpha: float, rng: np.random.Generator, least: int = 1
 ) -> list[np.ndarray]:
-    """Indices for each client: the samples of every label are divided in proportions drawn from a Dirichlet distribution over the clients.
+    """Return indices for each client: the samples of every label in Dirichlet proportions.
 
-    The smaller `alpha`, the fewer clients hold most of a label. Whoever then has fewer than `least` samples receives, one by one, a random
-    sample of the client that has most at that moment; drawing again until all have enough could take for ever.
+    The smaller `alpha`, the fewer clients hold most of a label. A client with fewer than `least`
+    samples receives, one by one, a random sample of the client that has most at that moment;
+    drawing again until all clients have enough might never end.
     """
     if num_clients < 1 or not alpha > 0:
         raise ProblemError(
@@ -43,7 +44,8 @@ def dirichlet(
         )
     if len(labels) < least * num_clients:
         raise ProblemError(
-            f"{len(labels)} samples cannot give {num_clients} clients at least {least} each: use fewer clients or more data."
+            f"{len(labels)} samples cannot give {num_clients} clients at least {least} each: use fewer clients or "
+            "more data."
         )
     parts: list[list[int]] = [[] for _ in range(num_clients)]
     for label in np.unique(labels):
@@ -59,13 +61,19 @@ def dirichlet(
 
 
 def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Indices for each client: all samples sorted by label and cut into num_clients * per_client shards of equal size to within one sample, of which
-    every client gets `per_client` at random, and so about as many labels. As McMahan et al., "Communication-Efficient Learning of Deep Networks from
-    Decentralized Data", 2017, with two shards each. Which samples of a label lie in which of its shards is random too."""
+    """Return indices for each client: `per_client` random shards of the samples sorted by label.
+
+    There are num_clients * per_client shards, of sizes equal to within one sample, so a client has
+    about `per_client` labels.
+
+    As McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+    2017, with two shards each. The samples of a label are spread over its shards at random.
+    """
     num = num_clients * per_client
     if num_clients < 1 or per_client < 1 or len(labels) < num:
         raise ProblemError(
-            f"{len(labels)} samples cannot be cut into {per_client} shards for each of {num_clients} clients: use fewer shards or clients, or more data."
+            f"{len(labels)} samples cannot be cut into {per_client} shards for each of {num_clients} clients: use "
+            "fewer shards or clients, or more data."
         )
     mixed = rng.permutation(len(labels))
     cut = np.array_split(mixed[np.argsort(labels[mixed], kind="stable")], num)
@@ -75,8 +83,12 @@ def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random
 
 
 def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Indices for each client: of c labels, client i has only samples of the label number i mod c, and shares them equally with the others of that label.
-    With fewer clients than labels, the label number k goes to client k mod num_clients, so that nothing is left over."""
+    """Return indices for each client: of c labels, client i has only samples of label number i mod
+    c.
+
+    Clients of the same label have equal parts of it. With fewer clients than labels, label number k
+    goes to client k mod num_clients, so that every sample is used.
+    """
     found = np.unique(labels)
     if num_clients < 1 or not len(found):
         raise ProblemError(
@@ -96,7 +108,9 @@ def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> 
 
 
 def by_id(ids: np.ndarray) -> dict[Any, np.ndarray]:
-    """Natural clients: who is named in `ids` (n,) -> the indices of his samples, in the order of the names."""
+    """Return the indices of the samples of every natural client named in `ids` (n,), sorted by
+    name.
+    """
     ids = np.asarray(ids)
     if ids.ndim != 1 or not len(ids):
         raise ProblemError(
@@ -109,17 +123,23 @@ def by_id(ids: np.ndarray) -> dict[Any, np.ndarray]:
 def quantity_skew(
     num_samples: int, num_clients: int, alpha: float, rng: np.random.Generator, least: int = 1
 ) -> list[np.ndarray]:
-    """Indices for each client, at random whatever the label, but of very different numbers: sizes in proportions drawn from a Dirichlet distribution.
-    Nobody has fewer than `least`; see `dirichlet`, which this is for samples that are all of one label."""
+    """Return random indices for each client, in numbers drawn from a Dirichlet distribution.
+
+    Every client has at least `least` samples, see `dirichlet`.
+    """
     return dirichlet(np.zeros(num_samples, np.int64), num_clients, alpha, rng, least)
 
 
 def split_validation(indices: np.ndarray, share: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A client's indices at random in two: for training, and a share for validation; at least one sample each, since a client needs both."""
+    """Split a client's indices at random into training and a share for validation.
+
+    Each part has at least one sample, because a client needs both.
+    """
     num = len(indices)
     if not 0 < share < 1 or num < 2:
         raise ProblemError(
-            f"a share of {share} of {num} samples was asked for, expected a share between 0 and 1 of at least two samples."
+            f"a share of {share} of {num} samples was requested, expected a share between 0 and 1 of at least two "
+            "samples."
         )
     mixed = rng.permutation(indices)
     num_val = min(max(round(share * num), 1), num - 1)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedbilevel.federation.algorithm import Sparse
 from fedbilevel.federation.clients import Bill, Clients
-from fedbilevel.oracle.oracle import one_row
+from fedbilevel.problem.layout import one_row
 
 if TYPE_CHECKING:
     from fedbilevel.federation.host import Host

@@ -17,8 +17,8 @@ from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.host import Host
 from fedbilevel.federation.ledger import Ledger
-from fedbilevel.oracle.hypergradient import measured
 from fedbilevel.oracle.population import Points
+from fedbilevel.oracle.stationarity import measured
 from fedbilevel.problem.client_data import ClientData, Holdings
 from fedbilevel.problem.problem import Problem
 

@@ -18,7 +18,8 @@ from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Val
 from fedbilevel.federation.clients import BatchSize
 from fedbilevel.oracle.population import Points, total
 from fedbilevel.problem.client_data import Holdings
-from fedbilevel.problem.problem import Problem, own_figures
+from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.validation import own_figures
 
 
 class Simulation(Hosting, Server):

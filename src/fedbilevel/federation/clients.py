@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.store import StoreView
-from fedbilevel.oracle.oracle import one_row
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.draws import Address
+from fedbilevel.problem.layout import one_row
 
 if TYPE_CHECKING:
     from fedbilevel.federation.host import Host

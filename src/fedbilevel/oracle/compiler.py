@@ -1,6 +1,8 @@
-"""torch's compiler, imported when somebody compiles. `torch.func.grad` imports it only to turn compiled autograd off: 70 MB and a second of every process.
+"""Postpone the import of torch's compiler until it is used.
 
-Nobody can have turned that on before the compiler was imported, so until then there is nothing to turn off.
+`torch.func.grad` imports it only to turn compiled autograd off, which costs 70 MB and a second in
+every process. Compiled autograd cannot be on before the compiler is imported, so until then there
+is nothing to turn off.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _OFF = SimpleNamespace(_disable=contextlib.nullcontext)
 
 
 class _Postponed:
-    """Stands for `torch._dynamo` until that is imported, which puts the real one in its place."""
+    """Replaces `torch._dynamo` until its import, which sets the real module."""
 
     @property
     def compiled_autograd(self) -> Any:
@@ -28,6 +30,6 @@ class _Postponed:
 
 
 def postpone() -> None:
-    """Let torch.func do without the compiler until somebody imports it."""
+    """Let torch.func work without the compiler until it is imported."""
     if "torch._dynamo" not in sys.modules:
-        setattr(torch, "_dynamo", _Postponed())  # noqa: B010 - as a plain assignment it is an error of types
+        setattr(torch, "_dynamo", _Postponed())  # noqa: B010 - mypy refuses a plain assignment

@@ -1,31 +1,30 @@
-"""The hypergradient when everything can be seen at once, with a certificate; the yardstick for every federated estimator.
+"""The hypergradient from all data of all clients at once, with a residual; the reference for every
+federated estimator.
 
     grad Phi = mean f_x - (mean J) u,   (mean H) u = mean f_y      at y*(x)        global lower level
     grad Phi = mean (f_x,i - J_i u_i),   H_i u_i = f_y,i           at y_i*(x)      local lower level
 
-Linear systems are solved for r right-hand sides at once: r = 1 for a global lower level, one per client for a local one.
+Linear systems are solved for r right-hand sides at once: r = 1 for a global lower level, one per
+client for a local one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.errors import ProblemError, SettingError
-from fedbilevel.oracle.population import Added, Points, Population, Portion, size, squares, total
+from fedbilevel.oracle.population import Population
 
 Product = Callable[[Tensor], Tensor]  # (r, d) -> (r, d), row by row
 Method = Literal["exact", "cg", "neumann", "fixed_point"]
-_LOOKED_AT, _ROUGH = 1e-6, 1e-2  # how exactly a system is solved for a measurement, and what rounding may leave of that
-_STEPS, _SOON = 15, 500  # what may be spent on it: Newton's steps, and products for each solve
 
 
 def project(rows: Tensor, radius: float | None) -> Tensor:
-    """Each row on the ball of the given radius; None leaves it as it is."""
+    """Project each row onto the ball of the given radius; None changes nothing."""
     if radius is None:
         return rows
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -33,7 +32,7 @@ def project(rows: Tensor, radius: float | None) -> Tensor:
 
 
 class Solution(NamedTuple):
-    """u and what it is worth: |H u - b| / |b| (the largest over systems), and how many products H v it took."""
+    """u, its residual |H u - b| / |b| (the largest over systems), and the number of products H v."""
 
     u: Tensor
     residual: float
@@ -48,7 +47,7 @@ def _certified(product: Product, b: Tensor, u: Tensor, num_products: int) -> Sol
 
 
 def solve_exact(product: Product, b: Tensor) -> Solution:
-    """Dense: one product per column, then a factorisation. For small d."""
+    """Solve with a dense matrix: one product per column, then a factorisation. For small d."""
     columns = [product(unit.expand_as(b)) for unit in torch.eye(b.shape[1], dtype=b.dtype, device=b.device)]
     matrix = torch.stack(columns, dim=2)
     return _certified(product, b, torch.linalg.solve(matrix, b[:, :, None])[:, :, 0], b.shape[1])
@@ -57,7 +56,7 @@ def solve_exact(product: Product, b: Tensor) -> Solution:
 def solve_cg(
     product: Product, b: Tensor, *, tolerance: float = 1e-10, max_products: int | None = None, u0: Tensor | None = None
 ) -> Solution:
-    """Conjugate gradient; needs H positive definite and says so when it is not."""
+    """Solve by conjugate gradients; raise where H is not positive definite."""
     u = torch.zeros_like(b) if u0 is None else u0
     r = b.clone() if u0 is None else b - product(u)
     p, rr = r, (r * r).sum(1, keepdim=True)
@@ -71,8 +70,9 @@ def solve_cg(
         curvature = (p * hp).sum(1, keepdim=True)
         if bool(((curvature <= 0) & (rr > goal)).any()):
             raise ProblemError(
-                f"the lower level has curvature {float(curvature.min()):.3g} <= 0 along a direction, so it is not strongly convex there: "
-                "add a regulariser to the lower loss, or use method='fixed_point' with few steps."
+                f"the lower level has curvature {float(curvature.min()):.3g} <= 0 along a direction, so it is not "
+                "strongly convex there: add a regulariser to the lower loss, "
+                "or use method='fixed_point' with few steps."
             )
         step = torch.where(rr > goal, rr / curvature.clamp(min=torch.finfo(b.dtype).tiny), torch.zeros_like(rr))
         u, r = u + step * p, r - step * hp
@@ -90,7 +90,10 @@ def solve_neumann(
     tolerance: float = 1e-10,
     max_products: int = 10_000,
 ) -> Solution:
-    """step * sum_{j < num_terms} (I - step H)^j b; the error is (1 - step mu)^num_terms. None: until a term is small against the first."""
+    """Sum step * sum_{j < num_terms} (I - step H)^j b, with the error (1 - step mu)^num_terms.
+
+    num_terms: None stops when a term is small against the first.
+    """
     if num_terms is not None and num_terms < 1:
         raise SettingError(f"num_terms is {num_terms}, expected at least 1.")
     step, count = _step(product, b, step)
@@ -113,7 +116,10 @@ def solve_fixed_point(
     max_products: int = 10_000,
     u0: Tensor | None = None,
 ) -> Solution:
-    """u <- u - step (H u - b) from any start until the residual is small: what single-loop methods do once per round."""
+    """Iterate u <- u - step (H u - b) from any start until the residual is small.
+
+    Single-loop methods take one such step per round.
+    """
     step, count = _step(product, b, step)
     u = torch.zeros_like(b) if u0 is None else u0
     goal = _reachable(tolerance, b) * torch.linalg.vector_norm(b, dim=1)
@@ -127,7 +133,7 @@ def solve_fixed_point(
 
 
 def _reachable(tolerance: float, like: Tensor) -> float:
-    """What is asked for, or what the number type can give."""
+    """Return the tolerance, or the smallest that the number type allows."""
     return max(tolerance, 100 * torch.finfo(like.dtype).eps if like.dtype != torch.float64 else 0.0)
 
 
@@ -141,12 +147,15 @@ def _step(product: Product, b: Tensor, step: float | None) -> tuple[float, int]:
 
 
 def start_vector(like: Tensor) -> Tensor:
-    """(d,) where power iterations start: fixed, and orthogonal to nothing in particular."""
+    """Return the fixed start (d,) of power iterations, which no special direction is orthogonal to."""
     return torch.linspace(1.0, 2.0, like.shape[-1], dtype=like.dtype, device=like.device).cos()
 
 
 def largest_curvature(product: Product, like: Tensor, *, num_products: int = 30) -> tuple[float, int]:
-    """The largest |eigenvalue| of H by power iteration (a lower estimate that is close after a few dozen products)."""
+    """Return the largest |eigenvalue| of H by power iteration, and the number of products.
+
+    The value is a lower estimate, which is close after a few dozen products.
+    """
     v = start_vector(like).expand_as(like)
     size = like.new_ones(len(like), 1)
     for _ in range(num_products):
@@ -168,7 +177,11 @@ SOLVERS: dict[str, Callable[..., Solution]] = {
 
 
 class Hypergradient(NamedTuple):
-    """value: (d_x,) for a shared x; for a private x one row f_x,i - J_i u per client, without the client's weight in the mean."""
+    """The hypergradient and the quality of its linear system.
+
+    value: (d_x,) for a shared x; for a private x one row f_x,i - J_i u per client, without the
+        client's weight in the mean.
+    """
 
     value: Tensor
     u: Tensor
@@ -179,7 +192,10 @@ class Hypergradient(NamedTuple):
 def hypergradient(
     population: Population, x: Tensor, y: Tensor, *, method: Method = "cg", **options: object
 ) -> Hypergradient:
-    """The hypergradient at (x, y) over all data of all clients. Exact when y = y*(x) and the residual is zero."""
+    """Return the hypergradient at (x, y) over all data of all clients.
+
+    It is exact when y = y*(x) and the residual is zero.
+    """
     if method not in SOLVERS:
         raise SettingError(f"method is {method!r}, expected one of {', '.join(SOLVERS)}.")
     pool, oracle = _Pool(population), population.oracle
@@ -193,94 +209,13 @@ def hypergradient(
     return Hypergradient(value, pool.spread(solution.u), solution.residual, solution.num_products)
 
 
-def measured(population: Population, x: Points, y: Points, added: Added = lambda own: own) -> float:
-    """|grad Phi(x)|, for a look at a run of any algorithm: y*(x) is found from y by Newton's method, the system solved there, over all data, every client at
-    its own x, a few clients at a time, by an oracle of its own. For a private x the root mean square over clients of f_x,i - J_i u.
-
-    nan: not determined, as the lower level is not strongly convex there, or not solved soon."""
-    number, private = population.sum_of_weights(added), population.problem.scopes.upper == "private"
-    first = list(islice(population.portions(x, y), 2))
-    again = lambda: (
-        first if len(first) == 1 else population.portions(x, y)
-    )  # what does not fit at once is looked at anew for every product
-    views: Iterable[_View] = [_View(population, again, mean=lambda summed: added([summed])[0] / number)]
-    if population.problem.scopes.lower == "local":
-        views = (_View(population, lambda part=part: [part]) for part in population.portions(x, y))  # type: ignore[misc]
-    with torch.no_grad():
-        blocks = [
-            total(squares(rows) if private else rows, part.weights) for view in views for part, rows in view.blocks()
-        ]
-    return size(added([torch.stack(blocks).sum(0)])[0], number, of_squares=private)
-
-
-class _View:
-    """One lower level and the clients that have part in it: all of them, or a few with one each. mean: from a sum over the clients hosted here to the mean of
-    all."""
-
-    def __init__(
-        self,
-        population: Population,
-        parts: Callable[[], Iterable[Portion]],
-        mean: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.oracle, self.problem, self.dtype, self.parts, self.mean = (
-            population.watcher,
-            population.problem,
-            population.dtype,
-            parts,
-            mean,
-        )
-
-    def lower(self, ask: Callable[[Portion], Tensor]) -> Tensor:
-        """(1, d) for all clients, or one row each."""
-        if self.mean is None:
-            [rows] = map(ask, self.parts())
-            return rows
-        summed = torch.stack([total(ask(part), part.weights) for part in self.parts()]).sum(0)
-        return self.mean(summed).to(self.dtype)[None]
-
-    def spread(self, rows: Tensor) -> Tensor:
-        return rows if self.mean is None else rows[0]
-
-    def blocks(self) -> Iterator[tuple[Portion, Tensor]]:
-        """f_x,i - J_i u of all clients of every portion; not a number where y*(x) or u was not found."""
-        oracle, spread = self.oracle, self.spread
-        start = self.lower(lambda part: part.y.expand(len(part.weights), -1))
-        value = lambda y: self.lower(
-            lambda part: oracle.evaluate(self.problem.lower, part.x, spread(y), part.train)[:, None]
-        )[:, 0]
-        gradient = lambda y: self.lower(lambda part: oracle.lower_grad(part.x, spread(y), part.train))
-        product = lambda y, v: self.lower(lambda part: oracle.hessian_product(part.x, spread(y), spread(v), part.train))
-        try:
-            y, solved = _newton(
-                start, value, gradient, product, tolerance=_LOOKED_AT**2, max_iterations=_STEPS, max_products=_SOON
-            )
-            found = solve_cg(
-                lambda v: product(y, v),
-                self.lower(lambda part: oracle.upper_grad_y(part.x, spread(y), part.val)),
-                tolerance=_LOOKED_AT,
-                max_products=_SOON,
-            )
-            solved = (
-                solved and found.num_products <= _SOON and found.residual <= _ROUGH
-            )  # the last product is that of the certificate
-        except ProblemError:
-            solved = False
-        for part in self.parts():
-            if solved:
-                yield (
-                    part,
-                    oracle.upper_grad_x(part.x, spread(y), part.val)
-                    - oracle.jacobian_product(part.x, spread(y), spread(found.u), part.train),
-                )
-            else:
-                yield part, torch.full_like(oracle.upper_grad_x(part.x, part.y, part.val), torch.nan)
-
-
 def lower_solution(
     population: Population, x: Tensor, y0: Tensor | None = None, *, tolerance: float = 1e-12, max_iterations: int = 100
 ) -> Tensor:
-    """y*(x) by Newton's method with conjugate gradients and backtracking: (d_y,), or one row per client for a local lower level."""
+    """Return y*(x) by Newton's method with conjugate gradients and backtracking.
+
+    The result is (d_y,), or one row per client for a local lower level.
+    """
     pool, oracle = _Pool(population), population.oracle
     start = population.y0 if y0 is None else y0
     y = pool.lower(start.expand(len(population), -1) if start.ndim == 1 else start)
@@ -295,10 +230,10 @@ def lower_solution(
         return pool.lower(oracle.hessian_product(x, pool.spread(y), pool.spread(v), pool.train))
 
     with torch.no_grad():
-        return pool.spread(_newton(y, value, gradient, product, tolerance=tolerance, max_iterations=max_iterations)[0])
+        return pool.spread(newton(y, value, gradient, product, tolerance=tolerance, max_iterations=max_iterations)[0])
 
 
-def _newton(
+def newton(
     y: Tensor,
     value: Callable[[Tensor], Tensor],
     gradient: Callable[[Tensor], Tensor],
@@ -308,7 +243,10 @@ def _newton(
     max_iterations: int,
     max_products: int | None = None,
 ) -> tuple[Tensor, bool]:
-    """Minimisers of r functions side by side, from their rows y, and whether the gradients there are small, up to what rounding may leave of it."""
+    """Minimise r functions at once, starting from their rows y.
+
+    Returns the minimisers, and whether the gradients are small there, up to rounding.
+    """
     tolerance, rounding = _reachable(tolerance, y), 50 * torch.finfo(y.dtype).eps
     g = gradient(y)
     scale = 1 + torch.linalg.vector_norm(g, dim=1)
@@ -316,7 +254,8 @@ def _newton(
     for _ in range(max_iterations):
         if small(tolerance):
             break
-        d = solve_cg(lambda v: product(y, v), -g, tolerance=1e-4, max_products=max_products).u  # noqa: B023 - called here and now
+        hessian = lambda v: product(y, v)  # noqa: B023 - called in this iteration only
+        d = solve_cg(hessian, -g, tolerance=1e-4, max_products=max_products).u
         slope, now, t = (g * d).sum(1), value(y), y.new_ones(len(y))
         for _ in range(40):
             falls = value(y + t[:, None] * d) <= now + 1e-4 * t * slope + rounding * now.abs()
@@ -329,7 +268,10 @@ def _newton(
 
 
 class _Pool:
-    """Whole batches, and the average that the scope of the lower level asks for: one row for `global`, all rows for `local`."""
+    """Batches of all samples, and the mean over clients for a global lower level.
+
+    For a local lower level there is one row per client.
+    """
 
     def __init__(self, population: Population) -> None:
         self.population = population

@@ -1,4 +1,6 @@
-"""A problem met with the data of the clients hosted in this process: layouts, initial point, weights and the oracle."""
+"""A problem with the data of the clients hosted in this process: layouts, start, weights and
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,19 @@ from torch.utils._pytree import tree_map
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.oracle import Oracle, Strategy
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
-from fedbilevel.problem.problem import Layout, Problem, away, check_kind, check_losses, check_statistics, own_figures
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures
 
-Points = (
-    Tensor | Callable[[Tensor], Tensor]
-)  # one vector, one row per client, or a function from positions to their rows
+# one vector, one row per client, or a function from positions to their rows
+Points = Tensor | Callable[[Tensor], Tensor]
 Added = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # sums over the clients hosted here -> those over all
 _LOOK = 2**27  # bytes of samples and rows that a measurement copies at once
 
 
 @dataclass(frozen=True)
 class Portion:
-    """A few clients, with their own points and weights, and whole batches where they are asked for."""
+    """A few clients with their own points and weights, and batches of all their samples."""
 
     data: ClientData
     positions: Tensor
@@ -85,11 +88,13 @@ class Population:
         )
 
     def _own_x(self, position: int) -> Tensor:
-        """The initial x of one client without padding."""
+        """Return the initial x of one client without padding."""
         return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
 
     def _initial_x(self) -> tuple[Layout, Tensor]:
-        """x0 as a shared vector, or as private rows padded with zeros to the widest client hosted here."""
+        """Return x0 as a shared vector, or as private rows padded with zeros to the longest row
+        here.
+        """
         private = self.problem.scopes.upper == "private"
         trees = [
             self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()})
@@ -98,9 +103,10 @@ class Population:
         for i, tree in enumerate(trees):
             if set(tree) != set(trees[0]):
                 raise ProblemError(
-                    f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the same names for all clients."
+                    f"client {i}: expected tensors named {', '.join(trees[0])}, got {', '.join(tree)}: x0 needs the "
+                    "same names for all clients."
                 )
-        # what would differ for a client of another size is ragged, whoever is hosted here
+        # a tensor whose shape depends on the client's size is ragged, also where all clients here are equal
         probe = (
             self.problem.initial_x({role: int(sizes[0]) + 1 for role, sizes in self.data.sizes.items()})
             if private
@@ -111,7 +117,8 @@ class Population:
         ]
         if len(ragged) > 1 or any(tree[name].ndim != 1 for tree in trees for name in ragged):
             raise ProblemError(
-                f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have one dimension."
+                f"x0 differs in shape between clients in {', '.join(ragged)}: only one tensor may, and it must have "
+                "one dimension."
             )
         layout = Layout(trees[0], ragged[0] if ragged else None)
         flat = [layout.ravel(tree).detach().to(device=self.device, dtype=self.dtype) for tree in trees]
@@ -121,19 +128,25 @@ class Population:
         return layout, torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
 
     def weights(self, positions: Tensor) -> Tensor:
-        """Whole numbers, so that a weighted sum of float32 rows is exact in float64 and the order of clients leaves no trace."""
+        """Return the clients' weights in means.
+
+        They are whole numbers, so that a weighted sum of float32 rows is exact in float64 and does
+        not depend on the order of clients.
+        """
         return (
             self.data.sizes["train"][positions]
-            if self.problem.weights == "by_samples"
+            if self.problem.client_weights == "by_samples"
             else torch.ones(len(positions), dtype=torch.int64)
         )
 
     def average(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Sum in float64, divide once."""
+        """Return the weighted mean: sum in float64, divide once."""
         return (total(rows, weights) / float(weights.sum())).to(rows.dtype)
 
     def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rows of the space of a private x, those of the clients at `positions`, as one flat tensor."""
+        """Join the rows of a private x of the clients at `positions` to one flat tensor without
+        padding.
+        """
         if self.x_sizes is None:
             return rows
         return torch.cat(
@@ -148,17 +161,21 @@ class Population:
             row[: len(values)] = values
         return rows
 
-    # ---- looking at a solution -------------------------------------------------------------------------------------
+    # ---- measurements -----------------------------------------------------------------------------------------------
 
     def measure(self, x: Points, y: Points, join: Callable[[Tensor], Tensor] = lambda own: own) -> dict[str, float]:
-        """Losses and the problem's metrics over all clients hosted here and all their data; x and y shared, one row per client, or rows for the asking.
+        """Return the losses and the problem's metrics over all data of all clients hosted here.
 
-        join: for an engine of several processes: a table with one row per client hosted here -> the same of all clients."""
+        join: for an engine of several processes: turns a table with one row per client hosted here
+            into the table of all clients.
+        """
         names, table = self.looked_at(x, y)
         return figures(self.problem, names, join(table))
 
     def looked_at(self, x: Points, y: Points) -> tuple[list[str], Tensor]:
-        """What a measurement adds up: names, and a float64 table with one row per client hosted here."""
+        """Return the columns of a measurement: names, and a float64 table with one row per client
+        here.
+        """
         problem = self.problem
         with torch.no_grad():
             losses = [
@@ -175,7 +192,10 @@ class Population:
         return ["upper", "lower", "weight", *found], torch.stack(columns, dim=1)
 
     def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
-        """`function` of every client on all its data, float64 on the host; a few clients at a time, so that a look at many takes no copy of all they have."""
+        """Return `function` of every client on all its data, float64 on the host.
+
+        A few clients are evaluated at a time, so that there is never a copy of all data.
+        """
         parts = []
         for some in self.data.positions.split(max(1, _LOOK // self._bytes_of_client(role, x, y))):
             values = self.oracle.evaluate(function, _rows(x, some), _rows(y, some), self.data.look(some, role))
@@ -183,7 +203,7 @@ class Population:
         return tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def _bytes_of_client(self, role: str, x: Points, y: Points) -> int:
-        """What a look at one client copies, at most."""
+        """Return the largest number of bytes that a measurement of one client copies."""
         sample = sum(value[:1].numel() * value.element_size() for value in self.data.fields[role].values())
         row = (
             sum(start.shape[-1] for start, value in ((self.x0, x), (self.y0, y)) if not isinstance(value, Tensor))
@@ -193,12 +213,12 @@ class Population:
 
     @property
     def watcher(self) -> Oracle:
-        """An oracle for those who look on, so that a run does not depend on them."""
+        """An oracle for measurements, so that measuring does not perturb the run."""
         self._watcher = self._watcher or self._oracle("loop" if self.oracle.strategy == "loop" else "auto")
         return self._watcher
 
     def portions(self, x: Points, y: Points) -> Iterator[Portion]:
-        """All clients, each at its own point, as many at a time as a look may copy."""
+        """Yield all clients at their own points, as many at a time as a measurement may copy."""
         most = (
             max(self._bytes_of_client(role, x, y) for role in ("train", "val"))
             + self.y0.shape[-1] * self.y0.element_size()
@@ -211,10 +231,14 @@ class Population:
         return number
 
     def residuals(self, x: Points, y: Points, u: Points | None, added: Added = lambda own: own) -> dict[str, float]:
-        """How far a point is from what a hypergradient asks of it, over all data, every client at its own: |mean g_y|, and |mean (H u - f_y)| / |mean f_y|.
+        """Return the residuals of y and u over all data, with every client at its own point.
+
+        They are |mean g_y| and |mean (H u - f_y)| / |mean f_y|.
+
         For a local lower level these are root mean squares over clients.
 
-        added: for an engine of several processes."""
+        added: for an engine of several processes.
+        """
         oracle, local = self.watcher, self.problem.scopes.lower == "local"
         sums: dict[str, Tensor] = {}
         for part in self.portions(x, y):
@@ -239,7 +263,10 @@ class Population:
         }
 
     def losses_away(self) -> list[float]:
-        """Both losses of the first client at a fixed point near the start: what tells two problems with the same shapes and data apart."""
+        """Return both losses of the first client at a fixed point near the start.
+
+        They distinguish two problems with the same shapes and data.
+        """
         first = torch.tensor([0])
         x, y = away(self.x0 if self.x0.ndim == 1 else self.x0[:1]), away(self.y0)
         with torch.no_grad():
@@ -247,7 +274,7 @@ class Population:
             return [float(self.oracle.evaluate(loss, x, y, self.data.batch(first, role))) for loss, role in both]
 
     def trees(self, value: Tensor, *, upper: bool) -> Any:
-        """The user's structure: a dict, or one dict per client for rows, without padding."""
+        """Return a dict of tensors, or one dict per client for rows, without padding."""
         layout = self.layout_x if upper else self.layout_y
         if value.ndim == 1:
             return layout.unravel(value)
@@ -256,7 +283,7 @@ class Population:
 
 
 def figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, float]:
-    """Losses and metrics from a table of `looked_at` with one row per client."""
+    """Return losses and metrics from a table of `looked_at` with one row per client."""
     upper, lower, weights, *statistics = table.unbind(1)
     found = dict(zip(names[3:], statistics, strict=True))
     losses = {
@@ -268,17 +295,19 @@ def figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, 
 
 
 def squares(rows: Tensor) -> Tensor:
-    """(k, 1): the squared length of every row."""
+    """Return the squared norm of every row, (k, 1)."""
     return (rows.double() ** 2).sum(1, keepdim=True)
 
 
 def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
-    """The length of a mean, or a root mean square, from what was summed with weights whose sum is `number`."""
+    """Return the norm of a mean, or a root mean square, from a sum with weights that sum to
+    `number`.
+    """
     return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
 
 
 def total(rows: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum in float64, where that of float32 rows and whole weights is exact."""
+    """Return the weighted sum in float64, which is exact for float32 rows and whole weights."""
     if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
         return rows[0].double() * float(weights.sum())
     if bool((weights == 1).all()):
@@ -287,7 +316,7 @@ def total(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _rows(value: Points, positions: Tensor) -> Tensor:
-    """A vector as it is; of rows those of a run of clients, as a view."""
+    """Return a vector as it is, or a view of the rows of consecutive clients."""
     if not isinstance(value, Tensor):
         return value(positions)
     return value if value.ndim == 1 else value.narrow(0, int(positions[0]), len(positions))

@@ -1,9 +1,11 @@
-"""A function of tensors as the list of operations that it really does, so that calling it again costs these and nothing else.
+"""Traces: a function of tensors as the list of its operations, so that calls have no overhead.
 
-torch.func builds derivatives anew at every call: for small clients most of the time goes there. Here the function is run once under `make_fx`, which
-writes down every operation; what cannot change between calls is then worked out beforehand, what is done twice is done once, and what nothing
-depends on is dropped (the value of a loss of which only the gradient is asked for). Every operation that is left is the one that was there, on the same
-numbers. A trace holds for one set of shapes, and for functions without side effects, which losses are.
+torch.func builds derivatives anew at every call, which takes most of the time for small clients.
+Here the function is run once under `make_fx`, which records every operation. Then constants are
+computed beforehand, repeated operations are merged, and unused results are dropped (such as the
+value of a loss where only the gradient is needed). Every remaining operation is unchanged, on the
+same numbers. A trace is valid for one set of shapes, and for functions without side effects, as
+losses are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, fx
 
 Flat = Callable[..., tuple[Tensor, ...]]
 _aten = torch.ops.aten
-_LARGEST = 2**18  # bytes of a constant that is kept: larger ones are made anew in every call, as they were
+_LARGEST = 2**18  # bytes of a constant that is kept; larger ones are computed in every call
 _SHAPE_ONLY = {
     _aten.ones_like.default,
     _aten.zeros_like.default,
@@ -50,23 +52,23 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]:
-    """`function(*tensors) -> tuple of tensors` for tensors of the shapes and types of the example, and which it reads: None may stand for others."""
-    from torch._guards import (
-        TracingContext,
-        tracing,
-    )  # these import the compiler, which a process that traces nothing does without
+    """Trace `function(*tensors) -> tuple of tensors` for the shapes and types of the example.
+
+    Returns the trace, and which tensors it reads; None may be passed for the others.
+    """
+    # these import the compiler, which a process without traces does not need
+    from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with tracing(
-        TracingContext(FakeTensorMode())
-    ):  # the form of every value is noted with it; otherwise make_fx makes one for each, which takes as long again
+    # one mode for the metadata of all values; otherwise make_fx makes one for each, which doubles the time
+    with tracing(TracingContext(FakeTensorMode())):
         module = make_fx(function)(*example)
     values = _Values(module)
     values.run(*example)
     graph = module.graph
     mutable = any(_schema(node).is_mutable for node in graph.nodes if _schema(node) is not None)
-    if not mutable:  # an operation that writes into its input would write into what is shared here
+    if not mutable:  # an operation that writes into its input would change shared values
         _fold(module, values)
         _merge(graph)
     _own_results(graph)
@@ -78,12 +80,15 @@ def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]
 
 
 def compiled(run: Flat) -> Flat:
-    """The same operations compiled into few kernels, where there is a compiler for the device. Sums may be rounded otherwise."""
+    """Compile the operations into few kernels, where there is a compiler for the device.
+
+    Sums may be rounded differently.
+    """
     return torch.compile(run, fullgraph=True, dynamic=False)
 
 
 class _Values(fx.Interpreter):
-    """Runs the graph once and remembers every value that may turn out to be constant, and the form of all of them."""
+    """Runs the graph once and records small values, which may be constants, and all shapes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -104,7 +109,7 @@ def _schema(node: fx.Node) -> Any:
 
 
 def _fold(module: fx.GraphModule, values: _Values) -> None:
-    """Constants in place of what depends on no input, and nothing in place of what changes nothing."""
+    """Replace operations that depend on no input by constants, and drop operations without effect."""
     graph, constant = module.graph, set()
     for node in list(graph.nodes):
         if _schema(node) is None or _RANDOM in node.target.tags:
@@ -133,10 +138,8 @@ def _changes_nothing(node: fx.Node, forms: dict[fx.Node, Any]) -> bool:
         or forms[node][::2] != forms[first][::2]
     ):
         return False
-    if forms[node][1] != forms[first][1] and any(
-        user.target in _RESHAPES for user in node.users
-    ):  # laid out otherwise, which a view would notice
-        return False
+    if forms[node][1] != forms[first][1] and any(user.target in _RESHAPES for user in node.users):
+        return False  # the layout differs, which matters to a view
     if node.target in _RESHAPES:
         return forms[node][1] == forms[first][1]
     scales = node.target in (
@@ -150,7 +153,10 @@ def _changes_nothing(node: fx.Node, forms: dict[fx.Node, Any]) -> bool:
 
 
 def _own_results(graph: fx.Graph) -> None:
-    """A copy of every result that is, or looks into, a constant or an input or another result: whoever changes it in place changes that alone."""
+    """Copy every result that is a view of a constant, an input or another result.
+
+    Then a caller can change a result in place.
+    """
     output = next(node for node in graph.nodes if node.op == "output")
     roots: set[fx.Node] = set()
 
@@ -168,7 +174,7 @@ def _own_results(graph: fx.Graph) -> None:
 
 
 def _merge(graph: fx.Graph) -> None:
-    """The same operation on the same values, once."""
+    """Merge equal operations on equal values."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if (

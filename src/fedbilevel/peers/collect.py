@@ -35,7 +35,8 @@ from fedbilevel.oracle.population import figures
 from fedbilevel.peers.participant import HYPERGRADIENT
 from fedbilevel.peers.plan import PeerPlan, plan_of
 from fedbilevel.peers.records import OWN, PeerRecord, check_together, read_record, shared_shapes
-from fedbilevel.problem.problem import Layout, Problem
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem
 from fedbilevel.runs.record import Record, make_folder, write_whole
 from fedbilevel.runs.resume import versions
 from fedbilevel.tasks.task import Shapes
@@ -262,7 +263,7 @@ def is_mask(problem: Problem, roles: Iterable[str]) -> bool:
     This needs a private x with one entry per training sample, initially one, a global y, and equal
     weights of the peers.
     """
-    if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.weights != "mean":
+    if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.client_weights != "equal":
         return False
     leaves = list(problem.initial_x({role: 5 if role == "train" else 3 for role in roles}).values())
     return len(leaves) == 1 and leaves[0].shape == (5,) and bool((leaves[0] == 1).all())

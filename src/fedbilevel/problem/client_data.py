@@ -1,4 +1,7 @@
-"""The data of the clients hosted in this process: one flat tensor per field with offsets, gathered by index, never padded in store."""
+"""Data of the clients hosted in this process: one flat tensor per field with offsets.
+
+Batches are gathered by index; the stored data have no padding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ RESERVED = ("index", "weight", "features")  # filled in by the library
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Fields of a batch, copied out of the clients' data when they are asked for: a loss that reads features never pays for images."""
+    """Fields of a batch, copied from the clients' data on first access.
+
+    A loss that reads only features never copies images.
+    """
 
     def __init__(self, stored: Mapping[str, Tensor], flat: Tensor, ready: Mapping[str, Tensor]) -> None:
         self._stored, self._flat, self._ready = stored, flat, dict(ready)
@@ -40,7 +46,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._ready.keys() | self._stored.keys())
 
     def sample_bytes(self) -> int:
-        """Of one sample, whether it was copied already or not."""
+        """Return the bytes of one sample, also of fields that were not copied yet."""
         tails = {name: (value.shape[1:], value.element_size()) for name, value in self._stored.items()}
         tails |= {name: (value.shape[2:], value.element_size()) for name, value in self._ready.items()}
         return sum(math.prod(tail) * size for tail, size in tails.values())
@@ -59,13 +65,15 @@ class Batch:
     data: ClientData
     positions: Tensor  # (k,) rows of `data`
     active: Tensor | None = None  # (k,) bool; rows that pay for an evaluation; None: all
-    size: int | None = None  # samples of every client, where all have as many
+    size: int | None = None  # samples of every client, where all have the same number
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def row(self, i: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """One client's samples without padding, so that a loop over clients sums exactly what that client would sum alone."""
+        """Return one client's samples without padding: a loop over clients then sums what each
+        would sum alone.
+        """
         n = int(self.counts[i])
         return {name: self.fields[name][i, :n] for name in (self.fields if names is None else names)}
 
@@ -74,7 +82,7 @@ class Batch:
 
 
 class ClientData:
-    """k clients, roles `train` (lower level), `val` (upper level) and any others (`test`, ...), each with named fields."""
+    """Named fields of k clients in the roles `train` (lower level), `val` (upper level) and others."""
 
     def __init__(
         self, clients: Sequence[Holdings], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -89,9 +97,8 @@ class ClientData:
             raise ProblemError("there are no clients: give a sequence with one entry per client.")
         self.dtype, self.device = dtype, torch.device(device)
         self.num_clients = len(clients)
-        self.positions = torch.arange(
-            self.num_clients
-        )  # positions, sizes and counts stay on the host: reading them never waits for a device
+        # positions, sizes and counts stay on the host: reading them never waits for a device
+        self.positions = torch.arange(self.num_clients)
         self.fields: dict[str, dict[str, Tensor]] = {}
         self.sizes: dict[str, Tensor] = {}
         self.offsets: dict[str, Tensor] = {}
@@ -100,12 +107,13 @@ class ClientData:
         for role in REQUIRED:
             if role not in self.fields:
                 raise ProblemError(
-                    f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every client needs the roles 'train' and 'val'."
+                    f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every "
+                    "client needs the roles 'train' and 'val'."
                 )
         self._whole: dict[str, tuple[Tensor, Batch]] = {}
         self._begin: dict[str, tuple[Tensor, Tensor]] = {}
         self._here: tuple[Tensor, Tensor] | None = None
-        self.elsewhere = False  # whether positions stand for clients that only the device knows
+        self.elsewhere = False  # whether only the device knows the clients at the positions
         self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
         self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
 
@@ -115,13 +123,15 @@ class ClientData:
         for i, client in enumerate(clients):
             if set(client) != set(clients[0]):
                 raise ProblemError(
-                    f"client {i} has the roles {sorted(map(str, client))}, client 0 has {sorted(map(str, clients[0]))}: every client needs the same roles."
+                    f"client {i} has the roles {sorted(map(str, client))}, client 0 has "
+                    f"{sorted(map(str, clients[0]))}: every client needs the same roles."
                 )
             fields = {name: self._tensor(value, role, name, i) for name, value in client[role].items()}
             lengths = {name: len(value) for name, value in fields.items()}
             if len(set(lengths.values())) > 1:
                 raise ProblemError(
-                    f"client {i} has fields of different lengths in {role!r} ({lengths}): every field needs one row per sample."
+                    f"client {i} has fields of different lengths in {role!r} ({lengths}): every field needs one row "
+                    "per sample."
                 )
             size = next(iter(lengths.values()), 0)
             if size == 0 and role in REQUIRED:
@@ -131,7 +141,8 @@ class ClientData:
             reserved = set(RESERVED) & set(fields)
             if reserved:
                 raise ProblemError(
-                    f"client {i} has a field named {reserved.pop()!r} in {role!r}; that name is filled in by the library: rename the field."
+                    f"client {i} has a field named {reserved.pop()!r} in {role!r}; that name is filled in by the "
+                    "library: rename the field."
                 )
             sizes.append(size)
             for name, value in fields.items():
@@ -139,13 +150,15 @@ class ClientData:
                 first = parts[name][0]
                 if value.shape[1:] != first.shape[1:] or value.dtype != first.dtype:
                     raise ProblemError(
-                        f"client {i} has {role}/{name} samples of shape {tuple(value.shape[1:])} and type {value.dtype}, client 0 has "
+                        f"client {i} has {role}/{name} samples of shape {tuple(value.shape[1:])} and type "
+                        f"{value.dtype}, client 0 has "
                         f"{tuple(first.shape[1:])} and {first.dtype}: all clients need the same."
                     )
         for name, values in parts.items():
             if len(values) != len(clients):
                 raise ProblemError(
-                    f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need the same fields."
+                    f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need "
+                    "the same fields."
                 )
         self.fields[role] = {name: torch.cat(values).to(self.device) for name, values in parts.items()}
         self.sizes[role] = torch.tensor(sizes)
@@ -155,17 +168,18 @@ class ClientData:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             raise ProblemError(f"client {client} has {role}/{name} as an array of Python objects: give numbers.")
         try:
-            tensor = (
-                value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-            )  # a copy: views may run backwards or be read-only
+            # an array is copied: views may have negative strides or be read-only
+            tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         except (TypeError, ValueError) as error:
-            reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest is about numpy
+            reason = str(error).split(". ", 1)[0].rstrip(".")  # the rest concerns numpy
             raise ProblemError(
-                f"client {client} has {role}/{name} that is no array of numbers ({reason}): give one row of numbers per sample."
+                f"client {client} has {role}/{name} that is no array of numbers ({reason}): give one row of numbers "
+                "per sample."
             ) from error
         if tensor.is_complex() or tensor.layout != torch.strided:
             raise ProblemError(
-                f"client {client} has {role}/{name} as {tensor.dtype} in the layout {tensor.layout}: give dense rows of real numbers."
+                f"client {client} has {role}/{name} as {tensor.dtype} in the layout {tensor.layout}: give dense rows "
+                "of real numbers."
             )
         if tensor.ndim == 0:
             raise ProblemError(f"client {client} has a single number as {role}/{name}: give one row per sample.")
@@ -173,12 +187,17 @@ class ClientData:
             tensor = tensor.to(self.dtype)
             if not torch.isfinite(tensor).all():
                 raise ProblemError(
-                    f"client {client} has a value in {role}/{name} that is not finite in {self.dtype}: clean or drop those samples."
+                    f"client {client} has a value in {role}/{name} that is not finite in {self.dtype}: clean or drop "
+                    "those samples."
                 )
         return tensor
 
     def batch(self, positions: Tensor, role: str, index: Tensor | None = None, active: Tensor | None = None) -> Batch:
-        """The samples `index` (k, b) of the clients at `positions`, or all of them, padded to the longest and weighted by 1/n_i."""
+        """Return the samples `index` (k, b) of the clients at `positions`.
+
+        Without `index`, return all their samples, padded to the longest client, with the weights
+        1/n_i.
+        """
         if index is None:
             return self._all(positions, role, active)
         size, shape = index.shape[1], tuple(index.shape)
@@ -200,7 +219,9 @@ class ClientData:
         )
 
     def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
-        """All samples of these clients, one client after the other without padding, so many at once."""
+        """Yield all samples of these clients, client after client without padding, `at_once`
+        samples at a time.
+        """
         sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
         spread = lambda values: values.repeat_interleave(sizes, output_size=total)
         index = torch.arange(total, device=self.device) - spread(sizes.cumsum(0) - sizes)
@@ -211,7 +232,7 @@ class ClientData:
             yield {"index": index[part], "weight": weight[part], **fields}
 
     def _starts(self, role: str, positions: Tensor) -> Tensor:
-        """(k, 1) where the clients' samples begin; kept for the steps of a phase, which all ask for the same clients."""
+        """Return the offsets of the clients' samples, (k, 1); cached for the steps of a phase."""
         kept = self._begin.get(role)
         if kept is None or kept[0] is not positions:
             kept = (positions, self.offsets[role].index_select(0, self.on_device(positions))[:, None])
@@ -219,23 +240,25 @@ class ClientData:
         return kept[1]
 
     def on_device(self, positions: Tensor) -> Tensor:
-        """The same where the data are; kept, because the steps of a phase all ask for the same."""
+        """Return positions on the device of the data; cached, because all steps of a phase use the
+        same.
+        """
         if self._here is None or self._here[0] is not positions:
             self._here = (positions, positions.to(self.device))
         return self._here[1]
 
     def num_samples(self, positions: Tensor, role: str) -> Tensor:
-        """(k,) on the device."""
+        """Return the numbers of samples, (k,), on the device."""
         return self._sizes[role].index_select(0, self.on_device(positions))
 
     def equal(self, positions: Tensor, role: str) -> bool:
-        """Whether all of these have as many samples."""
+        """Whether all of these clients have the same number of samples."""
         sizes = self.sizes[role][positions]
         return bool((sizes == sizes[:1]).all())
 
     @contextmanager
     def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
-        """Within, everything that depends on which clients these are is computed from `here`, on the device; nothing computed before or within is kept."""
+        """Within this context, take the clients from `here`, on the device, and use no cache."""
         before = self._whole, self._begin, self._here, self.elsewhere
         self._whole, self._begin, self._here, self.elsewhere = {}, {}, (positions, here), True
         try:
@@ -244,7 +267,10 @@ class ClientData:
             self._whole, self._begin, self._here, self.elsewhere = before
 
     def look(self, positions: Tensor, role: str) -> Batch:
-        """All samples, for once: the copy that is kept stays, and there is no other where clients that lie side by side have equally many."""
+        """Return all samples for one use, without replacing the cached copy.
+
+        Adjacent clients with equal numbers of samples need no copy.
+        """
         kept, counts = self._whole.get(role), self.sizes[role][positions]
         if kept is not None and torch.equal(kept[0], positions):
             return kept[1]
@@ -265,9 +291,9 @@ class ClientData:
     def _all(self, positions: Tensor, role: str, active: Tensor | None) -> Batch:
         kept = self._whole.get(role)
         if kept is None or not (kept[0] is positions or torch.equal(kept[0], positions)):
-            self._whole.pop(role, None)  # two copies of everything at once would be one too many
+            self._whole.pop(role, None)  # never two copies of all data at once
             kept = (positions, self._padded(positions, role))
-            self._whole[role] = kept  # gathering everything is a copy of the data: keep the last one
+            self._whole[role] = kept  # gathering all samples copies the data: keep the last copy
         batch = kept[1]
         return batch if active is None else replace(batch, positions=positions, active=active)
 
@@ -280,11 +306,10 @@ class ClientData:
         weight = inside.to(self.dtype) / on_device.clamp(min=1).to(self.dtype)
         ready = {"index": torch.where(inside, place, torch.zeros_like(place)), "weight": weight}
         flat = self._starts(role, positions) + ready["index"]
-        flat = flat.clamp(max=max(0, int(self.sizes[role].sum()) - 1))  # padding of a client that has none of this role
+        # the padding of a client without samples in this role lies inside the data
+        flat = flat.clamp(max=max(0, int(self.sizes[role].sum()) - 1))
         equal = len(counts) > 0 and bool((counts == width).all())
-        if (
-            equal and width and len(counts) == self.num_clients
-        ):  # everybody, with as many samples each: nothing needs copying
+        if equal and width and len(counts) == self.num_clients:  # all clients, equally large: no copy
             ready |= {
                 name: value.view(len(counts), width, *value.shape[1:]) for name, value in self.fields[role].items()
             }

@@ -1,8 +1,10 @@
-"""From one value per sample to one value per client: losses by the weights of a batch, statistics by a sum over real samples.
+"""Contraction of values per sample: losses by the weights of a batch, statistics by sums over
+samples.
 
-Padding has weight 0. Its values are replaced by 0 before anything is multiplied or added, because 0 times infinity is not a number.
-A mask cannot do the same for the gradient at padding (0 times infinity again, inside the loss). That gradient is finite because
-padding repeats the first sample of the same client, see `ClientData`.
+Padding has weight 0. Its values are replaced by 0 before anything is multiplied or added, because 0
+times infinity is not a number. A mask cannot do the same for the gradient at padding (0 times
+infinity again, inside the loss). That gradient is finite because padding repeats the first sample
+of the same client, see `ClientData`.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from torch import Tensor
 
 
 def mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Sum of the losses of a batch without padding times their weights, which sum to one."""
+    """Return the mean loss of a batch without padding: the weights sum to one."""
     return (weight * values).sum()
 
 
 def weighted(values: Tensor, weight: Tensor) -> Tensor:
-    """The same for a batch that may hold padding."""
+    """Return the mean loss of a batch that may hold padding."""
     return mean(torch.where(weight > 0, values, 0.0), weight)
 
 
 def counted(found: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
-    """Statistics of one client: values per sample summed over real samples, scalars as they are."""
+    """Sum the statistics of one client over real samples; keep scalars as they are."""
     real = weight > 0
     return {
         name: torch.where(real, value, torch.zeros_like(value)).sum() if value.ndim else value
@@ -34,7 +36,7 @@ def counted(found: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
 
 
 def contracted(value: Any, weight: Tensor) -> Any:
-    """A loss or statistics of one client, by the shape of what the function returned."""
+    """Contract a loss or statistics of one client, by the shape of the result."""
     if isinstance(value, Mapping):
         return counted(value, weight)
     return weighted(value, weight) if value.ndim else value

@@ -1,8 +1,9 @@
-"""Addressed randomness: every draw is a pure function of where it is used, never of what was drawn before.
+"""Addressed randomness: every draw is a pure function of its address, never of earlier draws.
 
-The stream is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-Key = (seed, purpose); counter = (position, call and step, outer iteration, client). A client therefore draws the same
-numbers whether it is alone in its process or hosted with a thousand others, in any order, and after a resume.
+The stream is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2,
+3", SC 2011). Key = (seed, purpose); counter = (position, call and step, outer iteration, client).
+Therefore a client draws the same numbers whether it is alone in its process or hosted with a
+thousand others, in any order, and after a resume.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from fedbilevel.errors import SettingError
 
-SERVER = 2**32 - 1  # the client number under which the server draws
+SERVER = 2**32 - 1  # client number of the server's draws
 _MASK = 0xFFFFFFFF
 MAX_STEPS = 2**16  # steps share a counter word with the call number
-Address = int | Tensor  # a tensor of one number where a captured phase is replayed at other addresses
+Address = int | Tensor  # a tensor with one number where a captured phase is replayed
 
 
 def _word(value: int, purpose: str) -> int:
@@ -31,8 +32,12 @@ def _word(value: int, purpose: str) -> int:
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, ...]:
-    """Ten rounds on int64 tensors or arrays that hold uint32 words; products wrap modulo 2**64, which is what is wanted. Words that stand for a whole
-    axis of the counter may have length one there: the first rounds then cost little."""
+    """Apply ten rounds to int64 tensors or arrays of uint32 words; products wrap modulo 2**64 on
+    purpose.
+
+    A word that is constant along an axis of the counter may have length one there, which makes the
+    first rounds cheap.
+    """
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -43,7 +48,10 @@ def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[An
 
 
 class Stream:
-    """Draws for one seed. `ids` are client numbers, one row each; the result never depends on which rows are asked together."""
+    """Draws for one seed.
+
+    `ids` are client numbers, one row each; a row never depends on the other rows of a call.
+    """
 
     def __init__(self, seed: int) -> None:
         try:
@@ -52,17 +60,21 @@ class Stream:
             raise SettingError(f"seed is {seed!r}, expected a whole number.") from None
 
     def bits(self, purpose: str, ids: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
-        """Uniform 32-bit words, (k, len(steps), width), as int64."""
+        """Return uniform 32-bit words, (k, len(steps), width), as int64."""
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(
-                f"step {steps.stop} of call {call} was asked for, expected at most {MAX_STEPS} steps per phase and phases per outer iteration."
+                f"step {steps.stop} of call {call} was requested, expected at most {MAX_STEPS} steps per phase and "
+                "phases per outer iteration."
             )
         if isinstance(iteration, int):
             _word(iteration, "the outer iteration")
         return self._words(purpose, ids, (iteration,), steps, call, width)
 
     def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
-        """(k, len(iterations), width): what `bits` gives for call 0 and step 0 of each of these outer iterations; a draw costs little more for several."""
+        """Return `bits` of call 0 and step 0 of each outer iteration, (k, len(iterations), width).
+
+        Several iterations cost little more than one.
+        """
         for end in (iterations.start, iterations.stop - 1):
             _word(end, "the outer iteration")
         return self._words(purpose, ids, iterations, range(1), 0, width)
@@ -70,10 +82,11 @@ class Stream:
     def _words(
         self, purpose: str, ids: Tensor, iterations: Sequence[Address], steps: range, call: Address, width: int
     ) -> Tensor:
-        """(k, len(iterations) * len(steps), width), one of these two being 1: the counter's parts vary along different axes, and meet in the first rounds."""
-        numpy = ids.device.type == "cpu" and isinstance(
-            call, int
-        )  # on small arrays, which these are, it takes a quarter of the time
+        """Return (k, len(iterations) * len(steps), width), where one of the two lengths is 1.
+
+        The parts of the counter vary along different axes, which the first rounds broadcast.
+        """
+        numpy = ids.device.type == "cpu" and isinstance(call, int)  # four times faster on small arrays
         xp: Any
         there: dict[str, Any]
         xp, here, there = (np, ids.numpy(), {}) if numpy else (torch, ids, {"device": ids.device})
@@ -92,24 +105,27 @@ class Stream:
     def integers(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
-        """Integers in [0, high) per client; the bias of the multiply-shift is below high / 2**32."""
+        """Return integers in [0, high) per client; the bias of the multiply-shift is below high /
+        2**32.
+        """
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
         return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
 
     def epochs(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
-        """Like `integers`, without replacement: step s takes the places s * width and following of passes over range(high), each in an order of its own.
-        `high` is on the host: how many passes there are depends on it."""
+        """Draw like `integers`, but without replacement.
+
+        Step s takes `width` places from s * width on of passes over range(high), each pass in a
+        random order. `high` is on the host, because the number of passes depends on it.
+        """
         places = range(steps.start * width, steps.stop * width)
-        scales = torch.frexp(high.double()).exponent * (high > 1)  # who has one sample gets it every time
+        scales = torch.frexp(high.double()).exponent * (high > 1)  # a client with one sample draws it every time
         kinds = scales.unique().tolist()
         if kinds and kinds[0] and len(kinds) == 1:
             return self._passes(purpose, ids, high, places, iteration, call).view(len(ids), len(steps), width)
         out = torch.zeros(len(ids), len(places), dtype=torch.int64, device=ids.device)
-        for scale in filter(
-            None, kinds
-        ):  # clients of about the same size at once, or the passes of a small one would be as long as a large one's
+        for scale in filter(None, kinds):  # clients of similar sizes together, so that passes are short
             rows = (scales == scale).nonzero()[:, 0]
             out[rows.to(ids.device)] = self._passes(
                 purpose, ids[rows.to(ids.device)], high[rows], places, iteration, call
@@ -131,25 +147,28 @@ class Stream:
         )
         if shortest < longest:
             each = high.to(ids.device)[:, None]
-            keys = keys.masked_fill(
-                torch.arange(longest, device=ids.device) >= each[..., None], 2**63 - 1
-            )  # what a client does not have comes last
+            absent = torch.arange(longest, device=ids.device) >= each[..., None]
+            keys = keys.masked_fill(absent, 2**63 - 1)  # samples that a client does not have come last
         orders = keys.argsort(dim=-1, stable=True)
         return orders[torch.arange(len(ids), device=ids.device)[:, None], place // each - passes.start, place % each]
 
     def order(
         self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0, first: int | None = None
     ) -> Tensor:
-        """A permutation of range(num): sort 63-bit keys, ties (one in 2**63) by position. `first`: only so many of its entries, which costs less."""
+        """Return a random permutation of range(num): sort 63-bit keys, ties (one in 2**63) by
+        position.
+
+        first: return only this many entries, which is cheaper.
+        """
         ids = torch.tensor([client])
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=range(1), width=2 * num).view(num, 2)
         keys = _keys(words)
         if first is None or first >= num:
             return keys.argsort(stable=True)
-        near = (keys <= keys.kthvalue(first).values).nonzero()[:, 0]  # one more than asked for where the last is tied
+        near = (keys <= keys.kthvalue(first).values).nonzero()[:, 0]  # one more than requested where the last is tied
         return near[keys[near].argsort(stable=True)[:first]]
 
 
 def _keys(words: Tensor) -> Tensor:
-    """Pairs of words as 63-bit numbers."""
+    """Join pairs of words to 63-bit numbers."""
     return (words[..., 0] >> 1 << 32) | words[..., 1]

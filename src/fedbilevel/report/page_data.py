@@ -29,7 +29,7 @@ OF_A_PROBLEM = (
     "x",
     "y",
     "scopes",
-    "weights",
+    "client_weights",
 )  # what tells problems apart that no task made, besides their losses
 _WRITTEN = ("config.json", "metrics.jsonl", "ledger.json")  # at the start, at every measurement, at every checkpoint
 _LISTED = 20  # instances of a study of influence that are listed of either kind

@@ -38,7 +38,7 @@ def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[
         },
         "problem": problem.name,
         "scopes": problem.scopes._asdict(),
-        "weights": problem.weights,
+        "client_weights": problem.client_weights,
         "num_clients": fed.num_clients,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": fed.seed,

@@ -24,7 +24,8 @@ from fedbilevel.federation.network import AnyNetwork
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.problem.client_data import Holdings
-from fedbilevel.problem.problem import Problem, check_kind
+from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.validation import check_kind
 from fedbilevel.runs.callbacks import Callback, Follower
 from fedbilevel.runs.loop import Loop, configuration
 from fedbilevel.runs.options import torch_device

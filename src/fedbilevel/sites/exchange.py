@@ -21,7 +21,8 @@ from fedbilevel._version import __version__
 from fedbilevel.engines.server import Server
 from fedbilevel.errors import FedBilevelError, NonFiniteError, QuorumError, WireError
 from fedbilevel.federation.algorithm import Algorithm, Kept, Value
-from fedbilevel.problem.problem import Layout, Problem
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Problem
 from fedbilevel.sites.answers import is_free, read_nothing
 from fedbilevel.sites.mailbox import ROOM, Answer, Mailbox, SiteMessage
 from fedbilevel.sites.suspects import Suspects

@@ -206,10 +206,10 @@ def _changes(population: Population, rows: Tensor) -> list[Tensor]:
 
 
 def _check(problem: Problem) -> None:
-    if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.weights != "mean":
+    if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.client_weights != "equal":
         raise ScopeError(
             f"influences need a private mask per client, one shared model and clients that count the same; this problem has a {problem.scopes.upper} x, a "
-            f"{problem.scopes.lower} y and weights {problem.weights!r}: see tasks/influence.py."
+            f"{problem.scopes.lower} y and client_weights {problem.client_weights!r}: see tasks/influence.py."
         )
 
 

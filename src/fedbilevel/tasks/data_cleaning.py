@@ -1,25 +1,32 @@
 """Data cleaning: find wrong labels without sharing data.
 
-Every client holds images with noisy labels and a few clean ones of a single class, so that none can clean its data alone. x_i holds one
-logit per training sample and never leaves its client; y is a classifier that all share:
+Every client holds images with noisy labels and a few clean ones of a single class, so that none can
+clean its data alone. x_i holds one logit per training sample and never leaves its client; y is a
+classifier that all share:
 
     g_i(x_i, y) = 1/n_i sum_j sigmoid(x_ij) CE(y; noisy_ij) + l2/2 |y|^2          f_i(y) = CE(y; clean_i)
 
 A sample whose weight falls below one half is flagged as wrong.
 
-Models: `linear` makes the lower level strongly convex. `mlp`, three fully connected layers as in the paper, does not: l2 cannot outweigh the
-negative curvature of a network, so y*(x) need not be unique, H need not be positive definite and no method has its guarantee there. Second derivatives
-of ReLU are taken as zero.
+Models: `linear` makes the lower level strongly convex. `mlp`, three fully connected layers as in
+the paper, does not: l2 cannot outweigh the negative curvature of a network, so y*(x) need not be
+unique, H need not be positive definite and no method has its guarantee there. Second derivatives of
+ReLU are taken as zero.
 
-Labels: a share `noise` of the training labels is corrupted. `wrong` gives each of them another label, `uniform` any label, as the paper does; with
-c classes that is the true one in a share 1/c of the cases, and marks, precision and recall count really wrong labels only. With `wrong` the true label
-is the rarest of all when noise is above 1 - 1/c: at 0.95 and ten classes an image has its true label with probability 0.05 and each wrong one with
-0.106, so the labels say what an image is not, and who trains on them as they are does worse than by guessing. With `uniform` they are 0.145 and 0.095.
+Labels: a share `noise` of the training labels is corrupted. `wrong` gives each of them another
+label, `uniform` any label, as the paper does; with c classes that is the true one in a share 1/c of
+the cases, and precision and recall count only labels that are really wrong. With `wrong` the true
+label is the rarest of all when noise is above 1 - 1/c: at 0.95 and ten classes an image has its
+true label with probability 0.05 and each wrong one with 0.106, so the labels say what an image is
+not, and training on them as they are does worse than guessing. With `uniform` the probabilities
+are 0.145 and 0.095.
 
-Setting of Li, Huang, Huang (NeurIPS 2023), section 5.1 and appendix B.1, by default on embedded digits. The paper's: data=mnist, num_train=4500,
-num_clean=50, flip=uniform, noise 0.1, 0.4, 0.8 or 0.95, model=mlp (widths are not given there), l2=0.001. Differences from it: the weighted loss is a
-mean over samples and weights pass through a sigmoid (the paper's are neither normalised nor bounded); by default the model is linear and a corrupted
-label always wrong; x is private, so the factor 1/m of a stacked x is absent (divide the paper's step of x by m).
+Setting of Li, Huang, Huang (NeurIPS 2023), section 5.1 and appendix B.1, by default on embedded
+digits. The paper's: data=mnist, num_train=4500, num_clean=50, flip=uniform, noise 0.1, 0.4, 0.8 or
+0.95, model=mlp (widths are not given there), l2=0.001. Differences from it: the weighted loss is a
+mean over samples and weights pass through a sigmoid (the paper's are neither normalised nor
+bounded); by default the model is linear and a corrupted label always wrong; x is private, so the
+factor 1/m of a stacked x is absent (divide the paper's step of x by m).
 """
 
 from __future__ import annotations
@@ -55,14 +62,14 @@ class DataCleaning(Task):
         "digits", "images; all but the embedded digits are read from idx files"
     )
     data_dir: str | None = setting(
-        None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of the idx files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
     noise: float = setting(0.4, "share of training labels that are corrupted", symbol="rho", least=0, most=1)
     flip: Literal["wrong", "uniform"] = setting(
-        "wrong", "a corrupted label is another one, or any, the true one among them, as in the paper"
+        "wrong", "a corrupted label is a wrong one, or any label, also the true one, as in the paper"
     )
     num_train: int | None = setting(
-        None, "noisy training samples per client, 4500 in the paper; nothing: all that are left", least=1
+        None, "noisy training samples per client, 4500 in the paper; None: all that are left", least=1
     )
     num_clean: int = setting(20, "clean validation samples per client, 50 in the paper", least=1)
     test_share: float = setting(
@@ -73,8 +80,8 @@ class DataCleaning(Task):
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of the split, of the noise and of the initial weights of the MLP", least=0)
 
-    # Single-class validation data make the clients' own systems H_i u = f_y,i very different: methods that step u locally drift, so one
-    # local step is suggested for them. All this is for the digits.
+    # Single-class validation data make the clients' own systems H_i u = f_y,i very different: methods that step u
+    # locally drift, so one local step is suggested for them. These values are for the digits.
     suggested = {
         "*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 30.0, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
@@ -146,7 +153,9 @@ class DataCleaning(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """How clean and corrupted samples are weighted, the samples of the smallest weights, and who is served how well."""
+        """Return the weights of clean and corrupted samples, the samples of the smallest weights,
+        and accuracies.
+        """
         served = accuracies(problem, clients, result, role="test", right="right", of="tested")
         if result.x is None:  # weights never leave their site
             return served
@@ -158,7 +167,10 @@ class DataCleaning(Task):
         field = lambda name: np.concatenate([np.asarray(client["train"][name]) for client in clients])
         wrong = field("wrong").astype(bool) if marked else np.zeros(len(every), bool)
         groups = {"clean": every[~wrong], "corrupted": every[wrong]} if marked else {"all samples": every}
-        about = "A sample whose weight falls below one half is flagged as wrong. The weights are learned at each client and never leave it."
+        about = (
+            "A sample whose weight falls below one half is flagged as wrong. "
+            "The weights are learned at each client and never leave it."
+        )
         found: list[Finding | None] = [
             histogram("Learned weights of training samples", about, "weight", groups, np.linspace(0, 1, 41))
         ]
@@ -184,7 +196,7 @@ class DataCleaning(Task):
         return [*(one for one in found if one is not None), *served]
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
-        """Images, the places of those that are not for testing, and the ones that are."""
+        """Return images, the positions of those not for testing, and the images for testing."""
         if self.data != "digits":
             train, test = train_and_test(self.data, rng, data_dir=self.data_dir)
             return train, np.arange(len(train)), test
@@ -193,19 +205,20 @@ class DataCleaning(Task):
         return images, rest, images.some(testing)
 
     def _some(self, places: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """As many of the places for training as were asked for."""
+        """Choose the requested number of positions for training."""
         if self.num_train is None:
             return places
         num = self.num_train * self.num_clients
         if len(places) < num:
             raise ProblemError(
-                f"num_train is {self.num_train} for each of {self.num_clients} clients, but only {len(places)} images are left for training: use at most "
+                f"num_train is {self.num_train} for each of {self.num_clients} clients, but only {len(places)} "
+                "images are left for training: use at most "
                 f"{len(places) // self.num_clients}, or fewer clients."
             )
         return np.sort(rng.choice(places, num, replace=False))
 
     def _start(self, dim: int, num_classes: int) -> dict[str, Tensor]:
-        """Zero where the lower level is convex; a network of zeros would never learn."""
+        """Return zeros where the lower level is convex; a network of zeros would never learn."""
         if self.model == "linear":
             return {"weight": torch.zeros(dim, num_classes), "bias": torch.zeros(num_classes)}
         hidden = self.num_hidden
@@ -214,7 +227,7 @@ class DataCleaning(Task):
 
 
 def _scores(y: Any, image: Tensor) -> Tensor:
-    """Of every class. The names in y tell which model it is."""
+    """Return the scores of every class; the names in y tell the model."""
     if "weight" in y:
         return image @ y["weight"] + y["bias"]
     for layer in ("hidden1", "hidden2"):
@@ -241,7 +254,7 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums over all clients; a mean of per-client ratios would be another number."""
+    """Divide sums over all clients; a mean of ratios per client would be another number."""
     accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if "tested" in sums else {}
     if "tp" not in sums:
         return accuracy

@@ -1,35 +1,46 @@
-"""Few-shot classification: all clients learn one backbone on which a linear head is learned from a few images.
+"""Few-shot classification: learn one backbone on which a linear head learns from a few images.
 
-x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i holds a linear head for each of them; heads stay at their client. A task is
-to tell N characters apart, with K images of each for training (the support) and Q others for validation (the queries):
+x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i holds a linear head
+for each of them; heads stay at their client. A task is to distinguish N characters, with K images
+of each for training (the support) and Q others for validation (the queries):
 
     g_i(x, y_i) = sum_t CE(x, y_it; support_it) + l2/2 |y_i|^2          f_i(x, y_i) = mean_t CE(x, y_it; queries_it)
 
-With a sum over t every head solves a problem of its own, whose curvature does not depend on how many other tasks there are.
+With a sum over t every head solves its own problem, whose curvature does not depend on the number
+of other tasks.
 
-One sample of a client is one image of each character of all its tasks: K samples for training, Q for validation. So a minibatch draws images, and every
-task is in it. If samples were tasks, the minibatches of f_y, H v and J v, which are independent, would seldom meet in a head: what is left of the
-indirect part of the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on the heads that were drawn.
+One sample of a client is one image of each character of all its tasks: K samples for training, Q
+for validation. So a minibatch draws images, and every task is in it. If samples were tasks, the
+minibatches of f_y, H v and J v, which are independent, would seldom share a head: the indirect part
+of the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on
+the heads that were drawn.
 
-The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift and an activation, and then the mean over positions:
-four of them for images of 28 x 28, two for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one of each character
-(`norm=sample`), or that of an image by itself over all channels and positions (`norm=image`). No statistics are kept, and minibatches remain means over
-samples. The last layer has no shift, and none has a scale, which the next layer or the head can make up for: so the squared length of features is at
-most 16 in the mean over a sample, and the curvature of the lower level at most l2 + 17/2, whatever x is. With a shift there, too, long steps
-of x made y diverge.
+The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift
+and an activation, and then the mean over positions: four convolutions for images of 28 x 28, two
+    for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one
+    of each character (`norm=sample`), or that of an image by itself over all channels and positions
+    (`norm=image`). No statistics are kept, and minibatches remain means over samples. The last
+    layer
+has no shift, and none has a scale, which the next layer or the head can make up for: so the squared
+length of features is at most 16 in the mean over a sample, and the curvature of the lower level at
+most l2 + 17/2, whatever x is. With a shift there, too, long steps of x made y diverge.
 
-Characters come from alphabets, and an alphabet belongs to one client, to validation or to testing. A character turned by 90, 180 or 270 degrees is another
-character. Held-out episodes with characters for validation and for testing are dealt to the clients for measuring only: the lower level is solved for
-a new head on the support, and this head answers the queries.
+Characters come from alphabets, and an alphabet belongs to one client, to validation or to testing.
+A character turned by 90, 180 or 270 degrees is another character. Held-out episodes with characters
+for validation and for testing are dealt to the clients for measurements only: the lower level is
+solved for a new head on the support, and this head answers the queries.
 
-    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three each
-    digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, which makes 4 clients
+    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three
+    each
+    digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, and 4 clients
 
-Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level Problems", NeurIPS 2023, section
-5.2 and appendix B.2, with the network of Finn, Abbeel, Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, for
-Omniglot. Differences: the squared norm, without which a head that separates its few images has no minimiser; batch norm is over one sample, not over
-all images at hand; no scales and no last shift; which alphabets are whose is drawn by `data_seed`, and how many tasks a client has is a setting, as
-the paper gives neither.
+Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
+Local Lower Level Problems", NeurIPS 2023, section 5.2 and appendix B.2, with the network of Finn,
+Abbeel, Levine, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", ICML 2017, for
+Omniglot. Differences: the squared norm, without which a head that separates its few images has no
+minimiser; batch norm is over one sample, not over all images of the batch; no scales and no last
+shift; the owners of the alphabets are drawn by `data_seed`, and the number of tasks of a client is
+a setting, because the paper gives neither.
 """
 
 from __future__ import annotations
@@ -44,19 +55,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from fedbilevel.data.sets.digits import digits
-from fedbilevel.data.sets.omniglot import omniglot
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.alphabets import digit_alphabets, omniglot_alphabets
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-_TURNS = 4
-_LENGTH = 4.0  # features are at most so long, in the root of the mean square over the images of a sample
+_LENGTH = 4.0  # the largest root mean square norm of features over the images of a sample
 
 
 class _Size(NamedTuple):
@@ -77,32 +86,18 @@ _ACCELERATED = {
 }
 
 
-class _Alphabets(NamedTuple):
-    """Where the images of every character are, and which characters an alphabet has: number 4 c + k is character c turned by 90 degrees k times."""
-
-    images: np.ndarray  # (n, side, side)
-    places: list[np.ndarray]  # by character
-    members: list[np.ndarray]  # by alphabet
-    parts: tuple[int, int, int]  # alphabets for clients, validation and testing
-
-    def look(self, character: int, places: np.ndarray) -> np.ndarray:
-        """Images of a character, turned as its number says, as rows of pixels."""
-        turned: np.ndarray = np.rot90(self.images[places], character % _TURNS, axes=(1, 2))
-        return turned.reshape(len(places), -1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FewShot(Task):
     data: Literal["digits", "omniglot"] = setting(
         "digits", "characters; Omniglot is read from omniglot/omniglot_28x28.npz"
     )
     data_dir: str | None = setting(
-        None, "folder of that file's folder; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of that file's folder; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
     num_clients: int | None = setting(
-        None, "clients; nothing: as many as the alphabets allow, 11 on Omniglot and 4 on digits", symbol="M", least=1
+        None, "clients; None: as many as the alphabets allow, 11 on Omniglot and 4 on digits", symbol="M", least=1
     )
-    alphabets_per_client: int = setting(3, "alphabets of a client, which nobody else has", least=1)
+    alphabets_per_client: int = setting(3, "alphabets of a client, which no other client has", least=1)
     num_tasks: int = setting(20, "tasks of a client, each with a head of its own", symbol="N_m", least=1)
     num_ways: int = setting(5, "characters of a task", symbol="N", least=2)
     num_shots: int = setting(1, "images of a character for training", symbol="K", least=1)
@@ -113,16 +108,19 @@ class FewShot(Task):
     num_adaptation_steps: int = setting(
         100, "accelerated gradient steps that find the head of a held-out episode", least=1
     )
-    num_filters: int | None = setting(None, "filters of every convolution; nothing: 64, or 16 on digits", least=1)
+    num_filters: int | None = setting(None, "filters of every convolution; None: 64, or 16 on digits", least=1)
     norm: Literal["sample", "image"] = setting(
         "sample", "a channel over the images of a task in one sample, or an image by itself"
     )
-    activation: Literal["relu", "gelu"] = setting("relu", "what follows convolutions: as in the paper, or smooth")
+    activation: Literal["relu", "gelu"] = setting(
+        "relu", "activation after convolutions: relu as in the paper, or the smooth gelu"
+    )
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of alphabets, tasks and initial weights", least=0)
 
-    # The paper's values, but for the steps of x and y of the accelerated methods, which are ten times the paper's: they are multiplied by a, which is
-    # 0.093 with the paper's delta and offset, and so are about as long as those of the other methods. With the paper's, learning was much slower.
+    # The paper's values, but for the steps of x and y of the accelerated methods, which are ten times the paper's: they
+    # are multiplied by a, which is 0.093 with the paper's delta and offset, and so are about as long as those of the
+    # other methods. With the paper's, learning was much slower.
     suggested = {
         "*": {"lr_upper": 1.0, "lr_lower": 0.4, "lr_system": 0.5},
         "fedbioacc_local": _ACCELERATED,
@@ -136,23 +134,28 @@ class FewShot(Task):
     }
     measures = {
         "held_out": {
-            "image": "one episode, num_shots images of every character and then its queries, (images, num_ways, pixels): for validation_accuracy"
+            "image": (
+                "one episode, num_shots images of every character and then its queries, "
+                "(images, num_ways, pixels): for validation_accuracy"
+            )
         },
         "test": {"image": "likewise, of other characters: for test_accuracy"},
     }
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
-        alphabets = _digit_alphabets(rng) if self.data == "digits" else _omniglot_alphabets(self.data_dir)
-        own, validation, test = self._dealt(alphabets, rng)
+        alphabets = digit_alphabets(rng) if self.data == "digits" else omniglot_alphabets(self.data_dir)
+        own, validation, test = alphabets.deal(self.num_clients, self.alphabets_per_client, rng)
+        owners = {f"client {i}": members for i, members in enumerate(own)}
+        owners |= {"validation": validation, "testing": test}
+        alphabets.check_enough(owners, self.num_ways, self.num_shots, self.num_queries)
+        each = self.num_shots + self.num_queries  # the support comes first
+        episodes = lambda members, num: alphabets.episodes(members, num, self.num_ways, each, rng)
         clients: list[Holdings] = []
         for members in own:
-            image, character = self._episodes(alphabets, members, self.num_tasks, rng)
-            sample, which = (
-                image.swapaxes(0, 1),
-                np.broadcast_to(character, (self.num_shots + self.num_queries, *character.shape)),
-            )
-            held = [self._episodes(alphabets, others, self.num_held_out, rng) for others in (validation, test)]
+            image, character = episodes(members, self.num_tasks)
+            sample, which = image.swapaxes(0, 1), np.broadcast_to(character, (each, *character.shape))
+            held = [episodes(others, self.num_held_out) for others in (validation, test)]
             clients.append(
                 {
                     "train": {"image": sample[: self.num_shots], "character": which[: self.num_shots]},
@@ -170,8 +173,9 @@ class FewShot(Task):
         num_tasks, num_ways, num_pixels = shapes.sample("image", "train", "val", ndim=3)
         if (num_tasks, num_ways) != (self.num_tasks, self.num_ways):
             raise ProblemError(
-                f"samples of train/image have {num_tasks} tasks of {num_ways} characters, the settings say {self.num_tasks} of {self.num_ways}: "
-                "set num_tasks and num_ways as the data are."
+                f"samples of train/image have {num_tasks} tasks of {num_ways} characters, the settings say "
+                f"{self.num_tasks} of {self.num_ways}: "
+                "set num_tasks and num_ways as in the data."
             )
         side = math.isqrt(num_pixels)
         if side not in _SIZES or num_pixels != side * side:
@@ -183,7 +187,8 @@ class FewShot(Task):
             num_images, *rest = shapes.sample("image", role, ndim=3)
             if num_images <= self.num_shots or rest != [num_ways, num_pixels]:
                 raise ProblemError(
-                    f"samples of {role}/image have the shape {(num_images, *rest)}, expected more than num_shots ({self.num_shots}) images, and then "
+                    f"samples of {role}/image have the shape {(num_images, *rest)}, expected more than num_shots "
+                    f"({self.num_shots}) images, and then "
                     f"({num_ways}, {num_pixels}) as in train."
                 )
         num_layers, num_filters = _SIZES[side].num_layers, self.num_filters or _SIZES[side].num_filters
@@ -205,58 +210,10 @@ class FewShot(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Of the clients' own heads on their own queries."""
+        """Return the accuracy of the clients' own heads on their own queries."""
         return accuracies(
             problem, clients, result, role="val", right="query_right", of="query_answers", name="query_accuracy"
         )
-
-    def _dealt(
-        self, alphabets: _Alphabets, rng: np.random.Generator
-    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """The characters of every client, and those for validation and for testing."""
-        num_train, num_validation, num_test = alphabets.parts
-        if len(alphabets.members) != num_train + num_validation + num_test:
-            raise ProblemError(
-                f"{self.data} has {len(alphabets.members)} alphabets, expected {num_train} + {num_validation} + {num_test} for clients, validation and "
-                "testing: get the file anew."
-            )
-        num_clients = self.num_clients or max(1, num_train // self.alphabets_per_client)
-        num_used = num_clients * self.alphabets_per_client
-        if num_used > num_train:
-            raise ProblemError(
-                f"{num_clients} clients with {self.alphabets_per_client} alphabets each need {num_used} alphabets, of which {self.data} has {num_train} "
-                "for clients: use fewer clients or fewer alphabets per client."
-            )
-        order = rng.permutation(len(alphabets.members))
-        parts = [*order[:num_used].reshape(num_clients, -1), *np.split(order[num_train:], [num_validation])]
-        *own, validation, test = [np.concatenate([alphabets.members[a] for a in part]) for part in parts]
-        for who, members in [
-            *((f"client {i}", members) for i, members in enumerate(own)),
-            ("validation", validation),
-            ("testing", test),
-        ]:
-            if len(members) < self.num_ways:
-                raise ProblemError(
-                    f"a task has {self.num_ways} characters, {who} has only {len(members)}, turned ones counted: use fewer ways or more alphabets per client."
-                )
-        fewest = min(len(places) for places in alphabets.places)
-        if fewest < self.num_shots + self.num_queries:
-            raise ProblemError(
-                f"a task needs {self.num_shots} + {self.num_queries} images of a character, {self.data} has only {fewest} of one: use fewer shots or queries."
-            )
-        return own, validation, test
-
-    def _episodes(
-        self, alphabets: _Alphabets, members: np.ndarray, num: int, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Images (episodes, shots and queries, ways, pixels) and characters (episodes, ways); the support comes first."""
-        characters = np.stack([rng.choice(members, self.num_ways, replace=False) for _ in range(num)])
-        each = self.num_shots + self.num_queries
-        looks = [
-            [alphabets.look(c, rng.choice(alphabets.places[c // _TURNS], each, replace=False)) for c in episode]
-            for episode in characters.tolist()
-        ]
-        return np.array(looks).swapaxes(1, 2), characters
 
     def _features(self, side: int, num_layers: int) -> Callable[[Any, Any], Tensor]:
         """(x, batch) -> (samples, ..., ways, filters) for images (samples, ..., ways, pixels)."""
@@ -274,27 +231,30 @@ class FewShot(Task):
         return features
 
     def _normalised(self, z: Tensor) -> Tensor:
-        """z is (images, channels, height, width), and the images of a sample follow one another."""
+        """Normalise z (images, channels, height, width), in which the images of a sample are
+        adjacent.
+        """
         together = z if self.norm == "image" else z.reshape(-1, self.num_ways, *z.shape[1:])
         axes = (1, 2, 3) if self.norm == "image" else (1, 3, 4)
         centred = together - together.mean(axes, keepdim=True)
         return (centred * (centred.square().mean(axes, keepdim=True) + 1e-5).rsqrt()).reshape(z.shape)
 
     def _adapted(self, name: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-        """Right answers to the queries of held-out episodes, each by a head of its own."""
+        """Count right answers to the queries of held-out episodes, each by a head of its own."""
 
         def adapted(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-            features = torch.cat(
-                [batch["features"], torch.ones_like(batch["features"][..., :1])], -1
-            )  # the last weight of a head is its bias
+            # the last weight of a head is its bias
+            features = torch.cat([batch["features"], torch.ones_like(batch["features"][..., :1])], -1)
             head = self._head(features[:, : self.num_shots].flatten(1, 2))
             return _counted(name, torch.einsum("rqnd,rcd->rqnc", features[:, self.num_shots :], head))
 
         return adapted
 
     def _head(self, support: Tensor) -> Tensor:
-        """Minimisers of the lower level for supports (episodes, shots * ways, d), by accelerated gradient steps that are as long as is safe: the
-        curvature is at most l2 plus half of the mean squared length of a feature."""
+        """Minimisers of the lower level for supports (episodes, shots * ways, d), by accelerated
+        gradient steps that are as long as is safe: the curvature is at most l2 plus half of the
+        mean squared length of a feature.
+        """
         num = support.shape[1]
         truth = torch.eye(self.num_ways, dtype=support.dtype, device=support.device).repeat(self.num_shots, 1)
         step = 1 / (self.l2 + 0.5 * support.square().sum((1, 2), keepdim=True) / num)
@@ -318,41 +278,20 @@ def _losses(y: Any, batch: Any) -> Tensor:
 
 
 def _counted(name: str, logits: Tensor) -> dict[str, Tensor]:
-    """Right answers and answers of every sample."""
+    """Count right answers and answers of every sample."""
     right = (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).flatten(1)
     return {f"{name}_right": right.sum(1), f"{name}_answers": torch.ones_like(right).sum(1)}
 
 
 def _own(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    """Right answers of the clients' own heads to their own queries."""
+    """Count right answers of the clients' own heads to their own queries."""
     return _counted("query", _logits(y, batch))
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums over all clients."""
+    """Divide sums over all clients."""
     return {
         f"{name}_accuracy": sums[f"{name}_right"] / sums[f"{name}_answers"]
         for name in ("validation", "test", "query")
         if f"{name}_answers" in sums
     }
-
-
-def _digit_alphabets(rng: np.random.Generator) -> _Alphabets:
-    """At random, because a nought is hard to tell from one that is turned."""
-    pixels, labels = digits()
-    pairs = rng.permutation(_TURNS * 10).reshape(-1, 2)
-    return _Alphabets(
-        pixels.reshape(-1, 8, 8), [np.flatnonzero(labels == d) for d in range(10)], list(pairs), (12, 3, 5)
-    )
-
-
-def _omniglot_alphabets(data_dir: str | None) -> _Alphabets:
-    found = omniglot(data_dir)
-    places = [np.flatnonzero(found.label == c) for c in range(len(found.label_names))]
-    home = np.zeros(len(places), np.int64)
-    home[found.label] = found.alphabet
-    members = [
-        (_TURNS * np.flatnonzero(home == a)[:, None] + np.arange(_TURNS)).ravel()
-        for a in range(len(found.alphabet_names))
-    ]
-    return _Alphabets(found.images, places, members, (33, 5, 12))

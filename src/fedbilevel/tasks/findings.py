@@ -1,11 +1,12 @@
-"""What a task has to show of a solution, as plain lists and dicts that a page can draw and a file can hold.
+"""Findings: results of a task besides figures, as plain lists and dicts that a page can draw.
 
 Every finding has a `kind`, a `title` and a sentence `about` it:
 
     histogram   x (what is counted), edges (k + 1 numbers), groups: [{name, counts (k)}]
-    images      shape ([height, width] or [height, width, 3]), items: [{pixels: base64 of 8-bit grey or RGB, row by row, facts: {name: number, word or flag}}]
-    ranking     columns (names), rows (as many numbers, words or flags each), the first first
-    by_client   values: {name: one number per client, or nothing where a client has none}
+    images      shape ([height, width] or [height, width, 3]), items: [{pixels, facts}]; pixels are
+                base64 of 8-bit grey or RGB, row by row, facts {name: number, word or flag}
+    ranking     columns (names), rows (one number, word or flag per column), best first
+    by_client   values: {name: one number per client, or None where a client has none}
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def histogram(
     groups: Mapping[str, Sequence[float] | np.ndarray],
     edges: Sequence[float] | np.ndarray,
 ) -> Finding:
-    """Values outside the edges are counted in the first and the last."""
+    """Count values by group; values outside the edges count in the first and the last bin."""
     counted = [
         {"name": name, "counts": np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0].tolist()}
         for name, values in groups.items()
@@ -68,7 +69,9 @@ def by_client(title: str, about: str, values: Mapping[str, Sequence[float | None
 
 
 def shape_of(num_pixels: int) -> tuple[int, ...] | None:
-    """Of a square image, grey or with three channels one after the other; nothing where a sample is no image."""
+    """Return the shape of a square image, grey or with three channels, or None where a sample is no
+    image.
+    """
     side, coloured = math.isqrt(num_pixels), math.isqrt(num_pixels // 3)
     if side * side == num_pixels and side > 1:
         return side, side
@@ -76,7 +79,10 @@ def shape_of(num_pixels: int) -> tuple[int, ...] | None:
 
 
 def images(title: str, about: str, pictures: np.ndarray, facts: Sequence[Mapping[str, Any]]) -> Finding | None:
-    """Of rows of pixels or of (height, width) images, all on one scale: from 0 to 1, or from the smallest to the largest where they lie outside."""
+    """Show rows of pixels or (height, width) images, all on one scale.
+
+    The scale is from 0 to 1, or from the smallest to the largest value where values lie outside.
+    """
     flat = np.asarray(pictures, np.float64).reshape(len(pictures), -1)
     shape = shape_of(flat.shape[1]) if len(flat) else None
     if shape is None:
@@ -93,13 +99,16 @@ def images(title: str, about: str, pictures: np.ndarray, facts: Sequence[Mapping
 
 
 def of_client(solution: Any, i: int) -> dict[str, Tensor]:
-    """Its own where there is one for each."""
+    """Return the solution of client i."""
     tree = solution if isinstance(solution, Mapping) else solution[i]
     return {name: leaf.detach().cpu() for name, leaf in tree.items()}
 
 
 def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: str) -> list[dict[str, float]]:
-    """The problem's statistics of a role, client by client; nothing where there are none, or where the solution never left the sites."""
+    """Return the problem's statistics of a role by client.
+
+    The list is empty where there are none, or where the solution never left the sites.
+    """
     if (
         result.x is None
         or result.y is None
@@ -118,7 +127,7 @@ def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: st
 
 
 def share(part: float, whole: float) -> float | None:
-    """Nothing where there is nothing to divide by: a file of findings holds no NaN."""
+    """Return a ratio, or None for a zero divisor: a file of findings holds no NaN."""
     return part / whole if whole else None
 
 
@@ -132,7 +141,10 @@ def accuracies(
     of: str,
     name: str = "test_accuracy",
 ) -> list[Finding]:
-    """One finding: right answers over samples of every client, by their names among the statistics. None where nothing was measured."""
+    """Return one finding, the share of right answers of every client, or none without statistics.
+
+    right, of: names of the statistics that are divided.
+    """
     shares = [share(one[right], one[of]) for one in counted(problem, clients, result, role)]
     title = f"{name.replace('_', ' ').capitalize()} of every client"
     return [by_client(title, "On the samples that the client itself holds.", {name: shares})] if shares else []

@@ -1,29 +1,39 @@
-"""Hyper-representation: all clients learn the hidden layers of a network on validation data, and its last layer on training data.
+"""Hyper-representation: learn hidden layers on validation data and the last layer on training data.
 
-x holds the hidden layers (the representation), y the last one (the head), and both are the same for all clients:
+x holds the hidden layers (the representation), y the last one (the head), and both are the same for
+all clients:
 
     g_i(x, y) = CE(x, y; train_i) + l2/2 |y|^2          f_i(x, y) = CE(x, y; val_i)
 
-For a fixed x the lower level is logistic regression on the features that x makes of the images. It is strongly convex because the norm is
-squared, and as only y moves there, second derivatives never pass through an activation: the kinks of ReLU do no harm in H v, and J v
-differentiates the features once. The library computes features once per x.
+For a fixed x the lower level is logistic regression on the features that x makes of the images. It
+is strongly convex because the norm is squared. Only y moves there, so second derivatives never pass
+through an activation: the kinks of ReLU do no harm in H v, and J v differentiates the features
+    once. The library computes features once per x.
 
-    mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and the head of ten classes 2,010
-    cnn   two convolutions, each followed by an activation and by the largest of every two by two, then a hidden layer; the head is linear
+    mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and
+          the head of ten classes 2,010
+    cnn   two convolutions, each followed by an activation and 2 x 2 max pooling, then a hidden
+          layer; the head is linear
 
-`head_layers=2` puts a layer of 84 units between these and the last, and gives both to y. On CIFAR-10 the cnn is then LeNet-5 (6 and 16 channels,
-120, 84, 10), of which Xiao and Ji train the last two layers below. That lower level is not convex: y*(x) is whichever minimum is found.
+`head_layers=2` puts a layer of 84 units between these and the last, and gives both to y. On
+CIFAR-10 the cnn is then LeNet-5 (6 and 16 channels, 120, 84, 10), of which Xiao and Ji train the
+last two layers in the lower level. That lower level is not convex: y*(x) is the minimum that is
+found.
 
-`pixels=standard` subtracts the mean and divides by the deviation of all training images that are used, one number per channel. They are computed
-across clients; between real sites that is one more average of a few numbers.
+`pixels=standard` subtracts the mean and divides by the deviation of all training images that are
+used, one number per channel. They are computed across clients; between real sites that takes one
+more average of a few numbers.
 
-Splits: `shards` sorts the training images by label and deals two shards to each client, so most clients know two to four labels; `iid` deals
-images at random. A random `val_share` of a client's images is its validation part. The test part is dealt at random, for measuring only.
+Splits: `shards` sorts the training images by label and deals two shards to each client, so most
+clients have two to four labels; `iid` deals images at random. A random `val_share` of a client's
+images is its validation part. The test part is dealt at random, for measuring only.
 
-The benchmark of Tarzanagh et al., "FedNest", ICML 2022, and of Xiao and Ji, "Communication-Efficient Federated Hypergradient Computation via
-Aggregated Iterative Differentiation", ICML 2023, section 5, by default on embedded digits. The papers' setting: data=mnist,
-num_clients=100, a cohort of 0.1, val_share 0.2 for shards and 0.5 for iid. Differences from the published code: the squared norm (there the norm
-itself, which is neither strongly convex nor smooth), and no dropout, whose masks would differ between evaluations that have to agree.
+The benchmark of Tarzanagh et al., "FedNest", ICML 2022, and of Xiao and Ji,
+"Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
+Differentiation", ICML 2023, section 5, by default on embedded digits. The papers' setting:
+data=mnist, num_clients=100, a cohort of 0.1, val_share 0.2 for shards and 0.5 for iid. Differences
+from the published code: the squared norm (there the norm itself, which is neither strongly convex
+nor smooth), and no dropout, whose masks would differ between evaluations that must agree.
 """
 
 from __future__ import annotations
@@ -54,7 +64,7 @@ _MIDDLE = 84  # units of the layer before the last, where the head has two
 
 
 class _Sizes(NamedTuple):
-    """What the convolutional network is made of, for images of one size."""
+    """Sizes of the convolutional network for images of one size."""
 
     kernels: tuple[int, int]
     channels: tuple[int, int]
@@ -62,9 +72,8 @@ class _Sizes(NamedTuple):
 
 
 _SIZES = {8: _Sizes((3, 2), (8, 16), 32), 28: _Sizes((5, 5), (10, 20), 50), 32: _Sizes((5, 5), (6, 16), 120)}
-_IMAGES = {
-    channels * side * side: (channels, side) for channels in (1, 3) for side in _SIZES
-}  # channels and side, by how many numbers an image has
+# channels and side by the number of values of an image
+_IMAGES = {channels * side * side: (channels, side) for channels in (1, 3) for side in _SIZES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +83,7 @@ class HyperRepresentation(Task):
         "digits", "images; all but the embedded digits are read from files"
     )
     data_dir: str | None = setting(
-        None, "folder of the files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of the files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
     pixels: Literal["unit", "standard"] = setting(
         "unit", "values from 0 to 1, or with mean 0 and deviation 1 over the training images, per channel"
@@ -95,20 +104,23 @@ class HyperRepresentation(Task):
     model: Literal["mlp", "cnn"] = setting("mlp", "one hidden layer, or two convolutions and a hidden layer")
     num_hidden: int | None = setting(
         None,
-        "units of the hidden layer; nothing: 200 for the MLP; for the CNN 50, 32 on digits, 120 on cifar10",
+        "units of the hidden layer; None: 200 for the MLP; for the CNN 50, 32 on digits, 120 on cifar10",
         least=1,
     )
     head_layers: int = setting(
         1, "layers in y: the last one, or a layer of 84 units before it as well, which is not convex", least=1, most=2
     )
-    activation: Literal["relu", "gelu"] = setting("relu", "what follows hidden layers: as in the papers, or smooth")
+    activation: Literal["relu", "gelu"] = setting(
+        "relu", "activation of hidden layers: relu as in the papers, or the smooth gelu"
+    )
     lower: Literal["global", "local"] = setting("global", "one head for all clients, or one for each")
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
     data_seed: int = setting(0, "seed of the split and of the initial weights", least=0)
 
-    # The curvature of the lower level grows with the features during a run, so steps of y and u stay well below what suits the start. LFedNest
-    # takes each client's own series at a y that is not that client's minimiser: with shards, features then grow without bound where the steps of the
-    # series or of x are longer. All this is for the MLP: the CNN asks for steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
+    # The curvature of the lower level grows with the features during a run, so steps of y and u stay well below what
+    # suits the start. LFedNest takes each client's own series at a y that is not that client's minimiser: with shards,
+    # features then grow without bound where the steps of the series or of x are longer. These values are for the MLP.
+    # The CNN needs steps of x, y and u of about 0.05, 0.2 and 0.1, and more iterations.
     suggested = {
         "*": {"lr_lower": 0.5, "lr_system": 0.2, "lr_upper": 0.2, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
@@ -137,7 +149,8 @@ class HyperRepresentation(Task):
         ):
             if len(mine) < 2:
                 raise ProblemError(
-                    f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer clients or more data."
+                    f"client {i} has {len(mine)} image, expected one for training and one for validation: use fewer "
+                    "clients or more data."
                 )
             num_val = min(max(1, round(self.val_share * len(mine))), len(mine) - 1)
             val, rest = np.split(rng.permutation(mine), [num_val])
@@ -184,8 +197,11 @@ class HyperRepresentation(Task):
         )
 
     def _weights(self, num_pixels: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit); the weights of the CNN's three hidden layers are sqrt(6) times
-        larger, as otherwise so little of an image is left after them that learning hardly begins."""
+        """Return initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit).
+
+        The weights of the CNN's three hidden layers are sqrt(6) times larger: otherwise so little
+        of an image is left after them that learning hardly begins.
+        """
         if self.model == "mlp":
             hidden = self.num_hidden or _HIDDEN
             shapes: dict[str, tuple[int, ...]] = {"hidden": (hidden, num_pixels)}
@@ -208,7 +224,7 @@ class HyperRepresentation(Task):
         return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform(head, draw)
 
     def _features(self, num_pixels: int) -> Callable[[Any, Any], Tensor]:
-        """(x, batch) -> (samples, hidden units)."""
+        """Return a function (x, batch) -> (samples, hidden units)."""
         activation = ACTIVATIONS[self.activation]
 
         def features(x: Any, batch: Any) -> Tensor:
@@ -229,7 +245,7 @@ class HyperRepresentation(Task):
         return linear(z, y["head.weight"], y["head.bias"])
 
     def _entropy(self, x: Any, y: Any, batch: Any) -> Tensor:
-        """x enters through the features."""
+        """Return the loss of each sample; x enters through the features."""
         return cross_entropy(self._logits(y, batch), batch["label"], reduction="none")
 
     def _answers(self, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
@@ -241,7 +257,7 @@ class HyperRepresentation(Task):
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums over all clients."""
+    """Divide sums over all clients."""
     return {
         f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
         for role in ("test", "train")

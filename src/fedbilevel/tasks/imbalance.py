@@ -1,20 +1,26 @@
-"""Imbalance: learn a loss under which training on a long tail of classes serves all classes alike.
+"""Imbalance: learn a loss under which training on a long tail of classes serves all classes.
 
-Class c has about imbalance_ratio^(-c/(C-1)) times as many training images as class 0, validation images are as many of every class, and y is a
-classifier that all clients share. x = (delta, ell) holds two numbers per class, shared by all, which adjust logits z = z(y) in training only:
+Class c has about imbalance_ratio^(-c/(C-1)) times as many training images as class 0, validation
+images are equally many of every class, and y is a classifier that all clients share. x = (delta,
+ell) holds two numbers per class, shared by all, which adjust logits z = z(y) in training only:
 
     g_i(x, y) = CE(s * z + ell; train_i) + l2/2 |y|^2,   s_c = 2 sigmoid(delta_c)          f_i(y) = CE(z; val_i)
 
-This is the vector-scaling loss: s_c multiplies and ell_c shifts the logit of class c. At the start x = 0, s = 1 and the loss is plain
-cross-entropy, so FedAvg with x at its start is ordinary training. s lies in (0, 2), so x can raise the curvature of the lower level four times
-and no more. Every client has `num_val` validation images of every class, which makes the plain mean f_i the class-balanced one.
+This is the vector-scaling loss: s_c multiplies and ell_c shifts the logit of class c. At the start
+x = 0, s = 1 and the loss is plain cross-entropy, so FedAvg with x at its start is ordinary
+training. s lies in (0, 2), so x can raise the curvature of the lower level four times and no more.
+Every client has `num_val` validation images of every class, which makes the plain mean f_i the
+class-balanced one.
 
-Figures: balanced test accuracy is the mean over classes of the share of right answers, and the accuracy of the rarest class that of the last one.
+Figures: balanced test accuracy is the mean over classes of the share of right answers, and
+the accuracy of the rarest class is that of the last class.
 
-The long-tail task of Tarzanagh et al., "FedNest", ICML 2022, whose published code has two numbers per class and sizes 0.01^(c/9) on MNIST
-(imbalance_ratio 100), by default on embedded digits, which are too few for such a ratio. Choices of this project: delta enters through
-2 sigmoid; the classifier is linear by default, so that the lower level is strongly convex; labels are spread unevenly over clients. The
-validation images are worth something by themselves: what learning x gains over plain training includes that plain training never sees them.
+The long-tail task of Tarzanagh et al., "FedNest", ICML 2022, whose published code has two numbers
+per class and sizes 0.01^(c/9) on MNIST (imbalance_ratio 100), by default on embedded digits, which
+are too few for such a ratio. Choices of this project: delta enters through 2 sigmoid; the
+classifier is linear by default, so that the lower level is strongly convex; labels are spread
+unevenly over clients. Plain training never sees the validation images, so part of the gain of
+learning x is the gain of using them.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ class Imbalance(Task):
         "digits", "images; all but the embedded digits are read from idx files"
     )
     data_dir: str | None = setting(
-        None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of the idx files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
     share: float = setting(
         1.0, "share of all images from which training, validation and test images are taken", above=0, most=1
@@ -127,7 +133,9 @@ class Imbalance(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """How well every class is served, with what was learned for it, and how well every client is."""
+        """Return the accuracy of every class with its learned scale and shift, and that of every
+        client.
+        """
         found = counted(problem, clients, result, "test")
         if not found:
             return []
@@ -138,7 +146,7 @@ class Imbalance(Task):
         served = by_client(
             "Test accuracy of every client", "On the samples that the client itself holds.", {"test_accuracy": own}
         )
-        if not isinstance(result.x, Mapping):  # between peers everybody has its own
+        if not isinstance(result.x, Mapping):  # every peer has its own x
             return [served]
         x, labels = of_client(result.x, 0), np.concatenate([np.asarray(client["train"]["label"]) for client in clients])
         scales, shifts = (2 * torch.sigmoid(x["delta"])).tolist(), x["ell"].tolist()
@@ -146,7 +154,10 @@ class Imbalance(Task):
             share(sum(one[f"right_{c}"] for one in found), sum(one[f"tested_{c}"] for one in found)) for c in classes
         ]
         rows = [[c, int((labels == c).sum()), scales[c], shifts[c], accuracy[c]] for c in classes]
-        about = "In training, logits of a class are multiplied by its scale, and its shift is added; both begin where they change nothing, at one and zero."
+        about = (
+            "In training, logits of a class are multiplied by its scale, and its shift is added; "
+            "both start where they change nothing, at one and zero."
+        )
         return [
             ranking(
                 "Classes, the commonest first",
@@ -158,15 +169,19 @@ class Imbalance(Task):
         ]
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Training samples among those that validation leaves: n_c = n_0 ratio^(-c/(C-1)), with the largest n_0 that all classes allow."""
+        """Choose n_c = n_0 ratio^(-c/(C-1)) training samples of class c that are not for
+        validation.
+
+        n_0 is the largest that all classes allow.
+        """
         left = [np.setdiff1d(np.flatnonzero(pool.label == label), taken) for label in range(int(pool.label.max()) + 1)]
         falls = self.imbalance_ratio ** (-np.arange(len(left)) / max(1, len(left) - 1))
         most = min(len(places) / fall for places, fall in zip(left, falls, strict=True))
         sizes = [int(most * fall + 1e-9) for fall in falls]
         if sizes[-1] < 1:
             raise ProblemError(
-                f"with imbalance_ratio {self.imbalance_ratio:g} and {most:.0f} training images of the commonest class none is left of the rarest: "
-                "use a smaller ratio, fewer validation images or more data."
+                f"with imbalance_ratio {self.imbalance_ratio:g} and {most:.0f} training images of the commonest "
+                "class none is left of the rarest: use a smaller ratio, fewer validation images or more data."
             )
         return np.sort(
             np.concatenate([rng.choice(places, size, replace=False) for places, size in zip(left, sizes, strict=True)])
@@ -180,7 +195,10 @@ class Imbalance(Task):
         )
 
     def _weights(self, num_pixels: int, num_classes: int) -> dict[str, Tensor]:
-        """Zeros for the linear classifier; with a hidden layer, uniform on +-1/sqrt(inputs of a unit), as zeros would never part its units."""
+        """Return zeros for the linear classifier, and uniform weights for a hidden layer.
+
+        With zeros all hidden units would stay equal.
+        """
         if self.model == "linear":
             return {"out.weight": torch.zeros(num_classes, num_pixels), "out.bias": torch.zeros(num_classes)}
         shapes = {"hidden": (self.num_hidden, num_pixels), "out": (num_classes, self.num_hidden)}
@@ -215,7 +233,9 @@ def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
 
 
 def _metrics(num_classes: int) -> Callable[[Any], dict[str, float]]:
-    """Per class, right answers of all clients over samples of all clients; classes without a test sample are left out of the mean."""
+    """Divide right answers by samples per class, over all clients; skip classes without a test
+    sample.
+    """
 
     def metrics(sums: Any) -> dict[str, float]:
         each = {

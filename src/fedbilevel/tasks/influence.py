@@ -1,21 +1,26 @@
-"""Influence: what a training instance of one client does to the validation loss of all of them.
+"""Influence: the effect of one client's training sample on the validation loss of all clients.
 
-x_i holds one entry per training sample of client i, the mask of its loss, and starts at ones; y is a model that all share:
+x_i holds one entry per training sample of client i, the mask of its loss, and starts at ones; y is
+a model that all share:
 
     g_i(x_i, y) = 1/n_i sum_j x_ij loss_j(y) + l2/2 |y|^2          f_i(y) = mean validation loss of client i
 
-To remove instance j of client i is to set x_ij to zero; the factor 1/n_i stays. To first order that changes sum_k f_k by minus the derivative
-by x_ij, so one hypergradient at x = 1 predicts all removals at once (see studies/influence.py, which compares with real retraining).
+Removing instance j of client i sets x_ij to zero; the factor 1/n_i stays. To first order this
+changes sum_k f_k by minus the derivative by x_ij, so one hypergradient at x = 1 predicts all
+removals at once (see studies/influence.py, which compares with real retraining).
 
-Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see data/mixture.py), the embedded `digits`, or `mnist`
-from disk, of which a share is used. Images are spread over clients label by label with Dirichlet proportions. Models: `logistic` is binary
-logistic regression on the mixture and softmax regression on images, both strongly convex with l2; `cnn` is the network of the paper's Table 3 on
-mnist (conv 20, 5 x 5; ReLU; pool; the same again; linear 320 to 10) and a smaller one on the 8 x 8 digits, neither of them convex.
+Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see
+data/mixture.py), the embedded `digits`, or `mnist` from disk, of which a share is used. Images are
+spread over clients label by label with Dirichlet proportions. Models: `logistic` is binary logistic
+regression on the mixture and softmax regression on images, both strongly convex with l2; `cnn` is
+the network of the paper's Table 3 on mnist (conv 20, 5 x 5; ReLU; pool; the same again; linear 320
+to 10) and a smaller one on the 8 x 8 digits, neither of them convex.
 
-Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", eq. (12), section 5.2 and appendix A.2.
-Differences from it: l2 = 0.01, where the paper prints none for the mixture (0: as there) and 0.001 for the network. A stronger l2 makes y*(x) less
-bent and the first-order prediction better. MNIST instead of the digits of EMNIST; no clusters of input normalisation; no test part, which
-nothing here uses.
+Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
+Networks", eq. (12), section 5.2 and appendix A.2. Differences from it: l2 = 0.01, where the paper
+prints none for the mixture (0: as there) and 0.001 for the network. A stronger l2 makes y*(x) less
+bent and the first-order prediction better. MNIST instead of the digits of EMNIST; no clusters of
+input normalisation; no test part, which is not used here.
 """
 
 from __future__ import annotations
@@ -103,11 +108,15 @@ class Influence(Task):
         super().__post_init__()
         if self.data == "mixture" and self.model == "cnn":
             raise SettingError(
-                "Influence: model is 'cnn', which needs images, but data is 'mixture': use data='digits' or 'mnist', or model='logistic'."
+                "Influence: model is 'cnn', which needs images, but data is 'mixture': use data='digits' or "
+                "'mnist', or model='logistic'."
             )
 
     def suggests(self, name: str) -> dict[str, Any]:
-        """For one prediction at a trained model, by the data and the model of these settings; `suggestions` are for runs that change x."""
+        """Return settings for one prediction at a trained model, by the data and the model.
+
+        `suggestions` are for runs that change x.
+        """
         return {
             **self.suggestions(name),
             **_PREDICTION.get(name, {}),
@@ -125,13 +134,15 @@ class Influence(Task):
         self.check(shapes)
         if shapes.classes() != self._num_classes():
             raise ProblemError(
-                f"influence on {self.data} has {self._num_classes()} classes, but num_classes is {shapes.num_classes}: choose other data."
+                f"influence on {self.data} has {self._num_classes()} classes, but num_classes is "
+                f"{shapes.num_classes}: choose other data."
             )
         shapes.sample("label", "train", "val", kinds=("int",), ndim=0)
         shape = shapes.sample("input", "train", "val", ndim=1 if self.data == "mixture" else 2)
         if self.data != "mixture" and shape != (_SIDES[self.data],) * 2:
             raise ProblemError(
-                f"influence on {self.data} has images of shape {(_SIDES[self.data],) * 2}, but samples of train/input are of shape {shape}: choose other data."
+                f"influence on {self.data} has images of shape {(_SIDES[self.data],) * 2}, but samples of "
+                f"train/input are of shape {shape}: choose other data."
             )
         return Problem(
             upper=lambda x, y, batch: self._losses(y, batch),
@@ -145,7 +156,9 @@ class Influence(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """The instances that a run weighs least and most: those of the smallest masks harm, those of the largest help."""
+        """Return the instances with the smallest and largest masks: the smallest harm, the largest
+        help.
+        """
         served = accuracies(problem, clients, result, role="val", right="right", of="seen", name="val_accuracy")
         if result.x is None:
             return served
@@ -207,7 +220,9 @@ class Influence(Task):
         return {"right": right, "seen": torch.ones_like(right)}
 
     def _start(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Zero where the model is convex; the network starts uniform within 1 / sqrt(inputs of a unit)."""
+        """Return zeros where the model is convex, and a network uniform within 1 / sqrt(inputs of a
+        unit).
+        """
         if self.data == "mixture":
             return {"weight": torch.zeros(*shape), "bias": torch.zeros(1)}
         if self.model == "logistic":
@@ -276,10 +291,10 @@ _PREDICTION: Mapping[str, Mapping[str, Any]] = {
     "averaging": {"num_steps": 100},
     "training": {"kind": "newton", "lr": 1.0, "num_steps": 5000},
 }
-# Softmax regression on images is stiffer than the mixture. Networks are trained by a fixed number of steps; M eta is of the order of their number times
-# their length, because a series of M terms looks back as far as so much training. Longer steps train digits faster and to where the curvature is at
-# the edge of what the step allows; there a removal sends training elsewhere and nothing predicts it. For MNIST M, S, eta and the number of steps are
-# the paper's.
+# Softmax regression on images is stiffer than the mixture. Networks are trained by a fixed number of steps; M eta is of
+# the order of their number times their length, because a series of M terms looks back as far as so much training.
+# Longer steps train digits faster and to where the curvature is at the edge of what the step allows; there a removal
+# sends training elsewhere and nothing predicts it. For MNIST M, S, eta and the number of steps are the paper's.
 _BY_MODEL: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
     ("digits", "logistic"): {"hgp": {"lr_system": 0.2, "num_terms": 2000}, "averaging": {"num_steps": 20}},
     ("digits", "cnn"): {

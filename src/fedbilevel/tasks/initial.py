@@ -12,8 +12,12 @@ from torch import Tensor
 def uniform(
     shapes: Mapping[str, tuple[int, ...]], draw: torch.Generator, *, scale: float = 1.0, num_networks: int | None = None
 ) -> dict[str, Tensor]:
-    """Per layer (outputs, inputs, ...) a weight and a bias, uniform on +-1/sqrt(inputs of a unit), the weight times `scale`; several networks are stacked
-    in front."""
+    """Draw a weight and a bias per layer (outputs, inputs, ...), uniform on +-1/sqrt(inputs of a
+    unit).
+
+    scale: factor of the weights.
+    num_networks: stack several networks along a first dimension.
+    """
     weights = {}
     for name, shape in shapes.items():
         bound = math.prod(shape[1:]) ** -0.5

@@ -1,23 +1,31 @@
-"""Personalisation: one network trained by all, and a few numbers of its own for every client, learned from above.
+"""Personalisation: one network trained by all clients, and a few numbers of each client's own.
 
-Clients hold images whose labels are spread unevenly and whose inputs are normalised differently. y holds the weights of one network, or of
-several, and is trained by all; lambda_i never leaves its client:
+Clients hold images whose labels are spread unevenly and whose inputs are normalised differently. y
+holds the weights of one network, or of several, and is trained by all; lambda_i never leaves its
+client:
 
-    g_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2/2 |y|^2          f_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2_upper/2 |lambda_i|^2
+    g_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2/2 |y|^2
+    f_i(lambda_i, y) = CE(lambda_i, y; train_i) + l2_upper/2 |lambda_i|^2
 
-    mask      one network; its logits are multiplied, class by class, by softmax(lambda_i)           (HGP-PL)
-    ensemble  several networks; their logits are averaged with the weights softmax(lambda_i)         (HGP-MTL)
-    mixture   several networks; their probabilities are averaged with the weights exp(lambda_i), in g_i as they are, so that
-              - d g_i / d lambda_im is the mean responsibility of network m (FedEM); in f_i and in predictions they are scaled to sum to one
-    none      one network; lambda_i is a number that nothing depends on but the regulariser
+    mask      one network; its logits are multiplied, class by class, by softmax(lambda_i) (HGP-PL)
+    ensemble  several networks; their logits are averaged with the weights softmax(lambda_i)
+    (HGP-MTL)
+    mixture   several networks; their probabilities are averaged with the weights exp(lambda_i).
+              In g_i the weights are not scaled, so that - d g_i / d lambda_im is the mean
+              responsibility of network m (FedEM); in f_i and in predictions they sum to one
+    none      one network; only the regulariser depends on lambda_i
 
-Roles: `train` and `val` are the same samples (the upper level has no data of its own), `stop` is for early stopping, `test` for testing.
+Roles: `train` and `val` are the same samples (the upper level has no data of its own), `stop` is
+for early stopping, `test` for testing.
 
-Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", section 5.3, appendix A.3 and
-Tables 2 and 5, by default on embedded digits. What the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its
-"variance" of the normalisation as the number that inputs are divided by, drawn from U[0, 1] and raised to `least_spread` where it is smaller;
-hidden layers and convolutions are followed by GELU, which resembles the usual ReLU and has the second derivatives that hypergradients
-need. The accuracy of the bottom decile is the quantile 0.1 of the clients' test accuracies, linear between neighbours in rank.
+Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
+Networks", section 5.3, appendix A.3 and Tables 2 and 5, by default on embedded digits. Choices
+that the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its
+    "variance" of the normalisation as the number that inputs are divided by, drawn from U[0, 1] and
+    raised to `least_spread` where it is smaller; hidden layers and convolutions are followed by
+    GELU, which resembles the usual ReLU and has the second derivatives that hypergradients need.
+    The accuracy of the bottom decile is the quantile 0.1 of the clients' test accuracies, linear
+    between neighbours in rank.
 """
 
 from __future__ import annotations
@@ -43,14 +51,13 @@ from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-Network = Callable[
-    [Any, Tensor, int], Tensor
-]  # weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
+# weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
+Network = Callable[[Any, Tensor, int], Tensor]
 Score = Callable[[Any, Any, Any], Tensor]
 
 
 class _Sizes(NamedTuple):
-    """What a network is made of, for images of one size; `width` scales channels and hidden units."""
+    """Sizes of a network for images of one size; `width` scales channels and hidden units."""
 
     kernels: tuple[int, int]
     channels: tuple[int, int]
@@ -63,16 +70,14 @@ _HIDDEN = 64  # of the network with one hidden layer
 
 @dataclass(frozen=True, kw_only=True)
 class Personalisation(Task):
-    personalise: Literal["mask", "ensemble", "mixture", "none"] = setting(
-        "mask", "what the numbers of a client's own do"
-    )
+    personalise: Literal["mask", "ensemble", "mixture", "none"] = setting("mask", "use of a client's own numbers")
     num_clients: int = setting(100, "clients", symbol="n", least=1)
     data: Literal["digits", "mnist", "emnist", "fashion"] = setting(
         "digits", "images; all but the embedded digits are read from idx files"
     )
     share: float = setting(1.0, "share of all images that is used; the paper uses 0.1 of EMNIST", above=0, most=1)
     data_dir: str | None = setting(
-        None, "folder of the idx files; nothing: $FEDBILEVEL_DATA, or shared/data in or beside the checkout"
+        None, "folder of the idx files; None: $FEDBILEVEL_DATA, or shared/data in or beside the checkout"
     )
     split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = setting(
         "byclass", "split of EMNIST; byclass has the paper's 62 classes"
@@ -81,7 +86,7 @@ class Personalisation(Task):
         0.4, "spread of labels over clients by a Dirichlet distribution; smaller: more uneven", symbol="alpha", above=0
     )
     least: int = setting(
-        5, "samples that every client has at least; 5 is the fewest that can be split as asked", least=3
+        5, "samples that every client has at least; 5 is the fewest that can be split into the three parts", least=3
     )
     num_clusters: int = setting(3, "groups of clients that normalise inputs alike", least=1)
     least_spread: float = setting(0.2, "smallest number that inputs are divided by", above=0, most=1)
@@ -98,8 +103,9 @@ class Personalisation(Task):
     l2_upper: float = setting(1e-2, "weight of the squared norm of lambda in the upper level", least=0)
     data_seed: int = setting(0, "seed of the split, the normalisation and the initial weights", least=0)
 
-    # The same mask without the factor needs about ten times the step of y for the same progress. At 0.3 some normalisations make the network with
-    # one hidden layer unstable; images of 28 x 28 have longer inputs and ask for 0.03. The networks of an ensemble or a mixture share the gradient.
+    # The same mask without the factor needs about ten times the step of y for the same progress. At 0.3 some
+    # normalisations make the network with one hidden layer unstable; images of 28 x 28 have longer inputs and need
+    # 0.03. The networks of an ensemble or a mixture share the gradient.
     suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
     suggested_iterations = {"*": 100}
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
@@ -128,7 +134,8 @@ class Personalisation(Task):
         )
         if self.model == "cnn" and (side not in _SIZES or num_pixels != side * side):
             raise ProblemError(
-                f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the model mlp or linear."
+                f"images have {num_pixels} pixels, expected 64 or 784 (8 x 8 or 28 x 28) for the model cnn: use the "
+                "model mlp or linear."
             )
         measured = [role for role in ("test", "stop") if shapes.has(role, "image", "label")]
         score = self._score(_NETWORKS[self.model], side, num_classes)
@@ -163,7 +170,9 @@ class Personalisation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Images (n, pixels) in [0, 1], labels from 0, and how many labels there are: all of the set, however small the share that is used."""
+        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels of the whole
+        set.
+        """
         if self.data == "digits":
             images, labels = digits()
         else:
@@ -178,7 +187,7 @@ class Personalisation(Task):
         return images[used] * scale, labels[used], len(names)
 
     def normalisation(self) -> list[tuple[float, float]]:
-        """What each cluster subtracts from its inputs, and what it then divides them by."""
+        """Return the mean that each cluster subtracts from its inputs, and the divisor."""
         rng = np.random.default_rng([self.data_seed, 1])
         return [
             (mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()
@@ -218,7 +227,11 @@ class Personalisation(Task):
         }
 
     def _score(self, network: Network, side: int, num_classes: int) -> Score:
-        """(x, y, batch) -> (samples, classes): the largest entry is the prediction; for a mixture, logarithms of probabilities."""
+        """Return a function (x, y, batch) -> (samples, classes), of which the largest entry is the
+        prediction.
+
+        For a mixture the entries are logarithms of probabilities.
+        """
         scale = num_classes if self.mask_scale == "classes" else 1
 
         def each(y: Any, batch: Any) -> Tensor:
@@ -267,7 +280,7 @@ def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Ten
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums: means over clients weighted by their samples."""
+    """Divide sums over all clients: means over clients weighted by their samples."""
     return {
         f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
         for role in ("test", "stop")

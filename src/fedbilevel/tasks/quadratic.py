@@ -1,12 +1,13 @@
-"""Heterogeneous quadratics with everything known in closed form: the yardstick of all tests.
+"""Heterogeneous quadratics with known closed forms: the reference of all tests.
 
     g_i(x, y) = 1/2 y'A_i y - y'(B_i x + c_i) + bend * sum log cosh(y + cross * mean x)
     f_i(x, y) = 1/2 (y - t_i)'D_i (y - t_i) + 1/2 x'R_i x - r_i'x + cross * x'B_i'y
 
-Clients differ in every matrix, so the mean of local hypergradients is not the hypergradient of the mean. Samples of one client differ too,
-so that minibatches are noisy. `cross > 0` makes f_x depend on y and f_y on x (and, with bend, J on y), which shows a derivative of f taken at
-the wrong point. `bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a Hessian
-taken at the wrong point); the closed forms are for bend = 0.
+Clients differ in every matrix, so the mean of local hypergradients is not the hypergradient of the
+mean. Samples of one client differ too, so that minibatches are noisy. `cross > 0` makes f_x depend
+on y and f_y on x (and, with bend, J on y), which shows a derivative of f taken at the wrong point.
+`bend > 0` makes the lower level non-quadratic (its curvature then depends on y, which shows a
+Hessian taken at the wrong point); the closed forms are for bend = 0.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Quadratic(Task):
     cross: float = setting(0.0, "weight of terms that couple x and y in the upper level", least=0)
     lower: Literal["global", "local"] = setting("global", "one y for all clients, or one each")
     upper: Literal["shared", "private"] = setting("shared", "one x for all clients, or one each")
-    weights: Literal["mean", "by_samples"] = setting("mean", "how clients are averaged")
+    client_weights: Literal["equal", "by_samples"] = setting(
+        "equal", "clients count equally in means, or in proportion to their training samples"
+    )
     data_seed: int = setting(7, "seed of the data", least=0)
 
     suggested = {
@@ -61,7 +64,8 @@ class Quadratic(Task):
     def build(self) -> Built:
         clients = self.clients()
         problem = self.problem(Shapes.of(clients[0]))
-        if self.upper == "shared" and self.lower == "global" and self.bend == 0:  # known of all clients together only
+        # the closed form is that of all clients together
+        if self.upper == "shared" and self.lower == "global" and self.bend == 0:
             problem = dataclasses.replace(problem, diagnostics=self.closed_form().diagnostics)
         return Built(problem, clients)
 
@@ -85,7 +89,8 @@ class Quadratic(Task):
         for name, shape in sides.items():
             if shapes.sample(name, "train", "val") != shape:
                 raise ProblemError(
-                    f"samples of {name} have the shape {shapes.sample(name, 'train', 'val')}, expected {shape} with dim_upper {dx} and dim_lower {dy}."
+                    f"samples of {name} have the shape {shapes.sample(name, 'train', 'val')}, expected {shape} with "
+                    f"dim_upper {dx} and dim_lower {dy}."
                 )
         return Problem(
             upper=lambda x, y, batch: (
@@ -108,7 +113,7 @@ class Quadratic(Task):
             else {"x": torch.zeros(self.dim_upper)},
             y0={"y": torch.zeros(self.dim_lower)},
             scopes=Scopes(lower=self.lower, upper=self.upper),
-            weights=self.weights,
+            client_weights=self.client_weights,
             name="quadratic",
         )
 
@@ -139,9 +144,8 @@ class Quadratic(Task):
                 "r": r + het * rng.standard_normal(dx),
             }
             num = self.num_samples + i
-            spread = (
-                self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)
-            )  # sums to zero: the mean over samples is the client's value
+            # sums to zero, so that the mean over samples is the client's value
+            spread = self.noise * np.linspace(-1, 1, num) if num > 1 else np.zeros(1)
 
             def samples(name: str, mine: dict[str, np.ndarray] = mine, spread: np.ndarray = spread) -> np.ndarray:
                 return (1 + rng.permutation(spread).reshape(-1, *[1] * mine[name].ndim)) * mine[name]
@@ -163,7 +167,7 @@ class Quadratic(Task):
         for client, mean in zip(self.clients(), means, strict=True):
             mean["Dt"] = np.einsum("sij,sj->i", client["val"]["D"], client["val"]["t"]) / len(client["val"]["t"])
         sizes = np.array([len(client["train"]["c"]) for client in self.clients()], float)
-        share = sizes / sizes.sum() if self.weights == "by_samples" else np.full(len(means), 1 / len(means))
+        share = sizes / sizes.sum() if self.client_weights == "by_samples" else np.full(len(means), 1 / len(means))
         stacked = {name: np.stack([mean[name] for mean in means]) for name in means[0]}
         stacked["E"] = self.cross * stacked.get("E", np.zeros_like(stacked["B"]))
         return ClosedForm(stacked, share, self.lower == "local", self.upper == "private")

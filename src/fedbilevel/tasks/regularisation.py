@@ -1,23 +1,29 @@
-"""Regularisation: tune the weight decay of every feature of a model that all clients share, on validation data that nobody shares.
+"""Regularisation: tune the weight decay of every feature of a shared model on private data.
 
-y is a logistic model (weight and bias; the bias is regularised like the rest), x_i = lambda_i has one entry for each entry of y:
+y is a logistic model (weight and bias; the bias is regularised like the rest), x_i = lambda_i has
+one entry for each entry of y:
 
     g_i(lambda_i, y) = BCE(y; train_i) + 1/2 y' diag(r(lambda_i)) y + l2/2 |y|^2            f_i(y) = BCE(y; val_i)
 
-`parametrisation`: `exp` is r = exp(lambda), always positive; the curvature of the lower level grows with it, so the step of y must still suit the
-largest r. `linear` is r = lambda from 0 as the paper prints it. Nothing keeps it positive: once the mean of r(lambda_i) + l2 is negative in one
-entry, g is unbounded below and y* is a local minimum at best. Use `linear` to compare hypergradients at a point rather than to optimise.
+`parametrisation`: `exp` is r = exp(lambda), always positive; the curvature of the lower level grows
+with it, so the step of y must still suit the largest r. `linear` is r = lambda from 0 as the paper
+prints it. Nothing keeps it positive: once the mean of r(lambda_i) + l2 is negative in one entry, g
+is unbounded below and y* is a local minimum at best. Use `linear` to compare hypergradients at a
+point rather than to optimise.
 
-The hypergradient block of client i is -J_i u = -diag(r'(lambda_i)) (y * u): it knows a client through its lambda_i alone. Clients with
-equal lambda therefore have equal blocks, whatever their data, and under `linear` (r' = 1) blocks are equal everywhere. Only the mean of
-r(lambda_i) matters to y. An error measured at equal lambda cannot tell an estimate of a client's own block from one of the average; for that use
-distinct lambda_i under `exp`, or the task data_cleaning.
+The hypergradient block of client i is -J_i u = -diag(r'(lambda_i)) (y * u): it depends on the
+client through its lambda_i alone. Clients with equal lambda therefore have equal blocks, whatever
+their data, and under `linear` (r' = 1) blocks are equal everywhere. Only the mean of r(lambda_i)
+matters to y. An error measured at equal lambda cannot tell an estimate of a client's own block from
+one of the average; for that use distinct lambda_i under `exp`, or the task data_cleaning.
 
-Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see data/mixture.py), or `a9a`, of whose
-training part every client gets its own samples at random (i.i.d., without replacement), and likewise test samples of its test part.
+Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see
+data/mixture.py), or `a9a`, of whose training part every client gets its own samples at random
+(i.i.d., without replacement), and likewise test samples of its test part.
 
-Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", eq. (11) and appendix A.1. Differences from
-it: l2 keeps the lower level strongly convex (0: as in the paper), and r = exp(lambda) is the default.
+Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
+Networks", eq. (11) and appendix A.1. Differences from it: l2 keeps the lower level strongly convex
+(0: as in the paper), and r = exp(lambda) is the default.
 """
 
 from __future__ import annotations
@@ -69,7 +75,8 @@ class Regularisation(Task):
     data_seed: int = setting(0, "seed of the data or of the split", least=0)
     data_dir: str = setting("", "folder with libsvm/a9a.npz (by default the usual places are searched)")
 
-    # The curvature of the lower level is about 0.4 on the mixture and 2 on a9a at the start, and grows with exp(lambda) during a run.
+    # The curvature of the lower level is about 0.4 on the mixture and 2 on a9a at the start, and grows with exp(lambda)
+    # during a run.
     suggested = {
         "*": {"lr_lower": 0.5, "lr_system": 0.5, "lr_upper": 10.0, "num_local_steps": 1},
         "fednest": {"lr_upper": 50.0, "num_lower_rounds": 3, "num_terms": 10},
@@ -91,7 +98,8 @@ class Regularisation(Task):
         self.check(shapes)
         if shapes.classes() != 2:
             raise ProblemError(
-                f"regularisation tells two classes apart, but num_classes is {shapes.num_classes}: give labels 0 and 1 and num_classes 2."
+                f"regularisation tells two classes apart, but num_classes is {shapes.num_classes}: give labels 0 and "
+                "1 and num_classes 2."
             )
         shapes.sample("label", "train", "val", "test", kinds=("int", "float"), ndim=0)
         (dim,) = shapes.sample("input", "train", "val", "test", ndim=1)
@@ -147,10 +155,13 @@ class Regularisation(Task):
         return clients
 
     def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """`num_each` samples for every client, in random order, so that they may be cut further."""
+        """Return `num_each` samples for every client, in random order, so that they can be split
+        further.
+        """
         if self.num_clients * num_each > num_samples:
             raise ProblemError(
-                f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a has {num_samples}: "
+                f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a "
+                f"has {num_samples}: "
                 "use fewer clients or fewer samples per client."
             )
         order = rng.permutation(num_samples)[: self.num_clients * num_each]
@@ -173,5 +184,5 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Ratios of sums over all clients."""
+    """Divide sums over all clients."""
     return {"test_accuracy": sums["right"] / sums["tested"], "test_loss": sums["loss"] / sums["tested"]}

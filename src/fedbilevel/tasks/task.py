@@ -1,7 +1,8 @@
-"""What a task is: settings that build a problem and its clients.
+"""Tasks: settings that build a problem and its clients.
 
-Where data may not move, nobody can build both: sites have data and the server has none. So the problem is made of settings and `Shapes`, which say
-what samples look like and nothing about what they are; `build()` goes the same way, with the shapes of the data that it made.
+In a federation no party can build both: sites have data and the server has none. So a problem is
+made from settings and `Shapes`, which describe the shapes and types of samples but hold no values.
+`build()` does the same with the shapes of the data that it made.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _WORDS: dict[str, str] = {"float": "floating-point numbers", "int": "whole numbe
 
 
 class Sample(NamedTuple):
-    """What one sample of a field looks like."""
+    """Shape and type of one sample of a field."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def kind(self) -> str:
-        """float, int or bool: the width of floating-point numbers is the run's choice, whatever the data have."""
+        """float, int or bool: a run converts floating-point numbers to its own width."""
         known = {"float": ("float", "bfloat"), "int": ("int", "uint"), "bool": ("bool",)}
         return next((kind for kind, starts in known.items() if self.dtype.startswith(starts)), self.dtype)
 
@@ -41,10 +42,11 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What one client's samples look like. It holds no datum, so a server may know it.
+    """Shapes and types of one client's samples; they hold no values, so a server may know them.
 
     fields: role -> field -> (shape of one sample, name of its type).
-    num_classes: how many classes labels have at all sites together; one site may lack a class, so its data cannot tell.
+    num_classes: number of classes of the labels at all sites together, which the data of one site
+        may not show.
     """
 
     fields: Mapping[str, Mapping[str, Sample]]
@@ -54,7 +56,7 @@ class Shapes:
         num = self.num_classes
         if num is not None and (not isinstance(num, int) or isinstance(num, bool) or num < 2):
             raise ProblemError(
-                f"num_classes is {num!r}, expected a whole number, at least 2, or nothing where labels are no classes."
+                f"num_classes is {num!r}, expected a whole number, at least 2, or None where labels are no classes."
             )
         try:
             same = {
@@ -63,7 +65,8 @@ class Shapes:
             }
         except (AttributeError, TypeError, ValueError) as error:
             raise ProblemError(
-                f"the fields are {self.fields!r}, expected {{role: {{field: (shape of one sample, name of its type)}}}}."
+                f"the fields are {self.fields!r}, expected "
+                f"{{role: {{field: (shape of one sample, name of its type)}}}}."
             ) from error
         object.__setattr__(
             self, "fields", MappingProxyType({role: MappingProxyType(own) for role, own in same.items()})
@@ -96,24 +99,29 @@ class Shapes:
     def classes(self) -> int:
         if self.num_classes is None:
             raise ProblemError(
-                "num_classes is not given, but labels are classes: say how many there are at all sites together, as one site may lack a class."
+                "num_classes is not given, but labels are classes: say how many there are at all sites together, as "
+                "one site may lack a class."
             )
         return self.num_classes
 
     def sample(
         self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None
     ) -> tuple[int, ...]:
-        """The shape of one sample of a field, which has to be the same in all of these roles that have it."""
+        """Return the shape of one sample of a field; it must be the same in all given roles that
+        have it.
+        """
         found = {f"{role}/{name}": self.fields[role][name] for role in roles if self.has(role, name)}
         where, first = next(iter(found.items()))
         for place, one in found.items():
             if one.kind not in kinds:
                 raise ProblemError(
-                    f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected {' or '.join(map(_WORDS.__getitem__, kinds))}."
+                    f"{place} holds {_WORDS.get(one.kind, one.dtype)} ({one.dtype}), expected "
+                    f"{' or '.join(map(_WORDS.__getitem__, kinds))}."
                 )
             if one.shape != first.shape:
                 raise ProblemError(
-                    f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need the same."
+                    f"samples of {where} have the shape {first.shape} and those of {place} {one.shape}: both need "
+                    "the same."
                 )
         if ndim is not None and len(first.shape) != ndim:
             what = ("one number", "one row of numbers", "rows and columns of numbers", "three dimensions")[ndim]
@@ -121,7 +129,10 @@ class Shapes:
         return first.shape
 
     def misfit(self, own: Shapes) -> str | None:
-        """Why data that look like `own` cannot serve a problem for data like these, in words; nothing if they can. More than is asked for does no harm."""
+        """Return why a problem for these shapes cannot use data of the shapes `own`, or None.
+
+        Additional roles and fields are allowed.
+        """
         if own.num_classes != self.num_classes:
             return f"there are {own.num_classes} classes, expected {self.num_classes}"
         for role, fields in self.fields.items():
@@ -135,20 +146,26 @@ class Shapes:
 
 
 class Built(NamedTuple):
+    """A problem and its clients."""
+
     problem: Problem
     clients: Sequence[Holdings]
 
 
 class Task(Settings):
-    """`suggested` holds values that work on this task for settings the user leaves alone, for every algorithm under "*" and by name for one.
+    """Settings that build a problem and its clients.
 
-    `needs` says what a site's own folder has to hold for this task, role -> field -> its meaning in a line, and `measures` what only figures need: where
-    that is absent, the figures made of it are absent, too.
+    suggested: settings of algorithms that work on this task and replace defaults, for every
+        algorithm under "*" and for one under its name.
+    suggested_iterations: outer iterations, likewise.
+    headline: the most important figures.
+    needs: the fields that a site's folder must hold, role -> field -> its meaning in a line.
+    measures: fields that only figures need; without them those figures are absent.
     """
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
-    headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")  # the figures a person looks at first
+    headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")
     needs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     measures: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
@@ -160,13 +177,16 @@ class Task(Settings):
         raise NotImplementedError
 
     def problem(self, shapes: Shapes) -> Problem:
-        """The problem of these settings for clients whose samples look like that, the same at the server and at every site."""
+        """Return the problem for clients with samples of these shapes, the same at the server and
+        at every site.
+        """
         raise ProblemError(
-            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method problem(shapes)."
+            f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method "
+            "problem(shapes)."
         )
 
     def check(self, shapes: Shapes) -> None:
-        """That all is there which this task needs."""
+        """Raise unless all fields that this task needs are there."""
         for role, fields in self.needs.items():
             for name, meaning in fields.items():
                 if not shapes.has(role, name):
@@ -179,12 +199,20 @@ class Task(Settings):
                     )
 
     def repeated(self, r: int) -> Self:
-        """The task of repetition r: other data of the same kind, where the task has a seed for them."""
+        """Return the task of repetition r: other data of the same kind, where the task has a
+        data_seed.
+        """
         values = self.asdict()
-        return dataclasses.replace(self, data_seed=values["data_seed"] + r) if "data_seed" in values else self  # type: ignore[call-arg]
+        if "data_seed" not in values:
+            return self
+        return dataclasses.replace(self, data_seed=values["data_seed"] + r)  # type: ignore[call-arg]
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
-        """What there is to show of a solution besides figures, in the forms of tasks/findings.py. result: has x and y, dicts of tensors, or one per client."""
+        """Return what there is to show of a solution besides figures, in the forms of
+        tasks/findings.py.
+
+        result: has x and y, dicts of tensors, or one dict per client.
+        """
         return []
 
     @classmethod

@@ -1,4 +1,7 @@
-"""LIBSVM's a9a: the UCI Adult census data in 123 binary features; the label says whether somebody earns more than 50,000 dollars a year."""
+"""LIBSVM's a9a: the UCI Adult census data in 123 binary features.
+
+The label says whether a person earns more than 50,000 dollars a year.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,13 @@ CHOICES = (("libsvm/a9a.npz",), ("libsvm/a9a", "libsvm/a9a.t"), ("a9a", "a9a.t")
 
 
 def a9a(data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Train features (n, 123) as float32 and labels (n,) 0 or 1 as int64, then those of the test part: 32,561 and 16,281 samples in the published
-    files. From `libsvm/a9a.npz` (X_train, y_train, X_test, y_test), or from LIBSVM's own text files."""
+    """Return training features (n, 123) as float32 and labels (n,) 0 or 1 as int64, then the test
+    part.
+
+    The published files have 32,561 and 16,281 samples.
+
+    From `libsvm/a9a.npz` (X_train, y_train, X_test, y_test), or from LIBSVM's own text files.
+    """
     places = find_one_of(*CHOICES, data_dir=data_dir)
     if len(places) == 1:
         arrays = packed.read(places[0], ("X_train", "y_train", "X_test", "y_test"), "a9a")
@@ -25,7 +33,8 @@ def a9a(data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray, np.
     for x, y in (arrays[:2], arrays[2:]):
         if x.shape != (len(y), NUM_FEATURES) or not np.isin(y, (-1, 1)).all():
             raise DataError(
-                f"{' and '.join(map(str, places))} hold features of shape {x.shape} and labels {np.unique(y)[:5].tolist()}, expected {NUM_FEATURES} features "
+                f"{' and '.join(map(str, places))} hold features of shape {x.shape} and labels "
+                f"{np.unique(y)[:5].tolist()}, expected {NUM_FEATURES} features "
                 "and labels -1 and 1: get the file anew, or delete it."
             )
     train_x, train_y, test_x, test_y = arrays

@@ -1,4 +1,7 @@
-"""UCI Adult: 14 facts from the census of 1994 about 48,842 people; the label says whether somebody earns more than 50,000 dollars a year."""
+"""UCI Adult: 14 facts from the census of 1994 about 48,842 people.
+
+The label says whether a person earns more than 50,000 dollars a year.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +46,19 @@ class Adult(NamedTuple):
 
 
 def adult(data_dir: str | Path | None = None) -> Adult:
-    """Numbers are standardised by the mean and the standard deviation of the training part; every other attribute has one column of 0 and 1 for each
-    value that the training part names, "?" (unknown) among them. A value that only the test part names is 0 in all of them."""
+    """Return the training and the test part as columns of numbers.
+
+    Numbers are standardised by the mean and the standard deviation of the training part. Every
+    other attribute has one column of 0 and 1 for each of its values in the training part, also for
+    "?" (unknown). A value that is only in the test part is 0 in all of them.
+    """
     (train, train_y), (test, test_y) = (_rows(place) for place in find_one_of(*CHOICES, data_dir=data_dir))
     names: list[str] = []
     columns: list[tuple[np.ndarray, np.ndarray]] = []
     for attribute, ours, theirs in zip(ATTRIBUTES, zip(*train, strict=True), zip(*test, strict=True), strict=True):
         if attribute in NUMERIC:
             known, new = (np.array(values, np.float64) for values in (ours, theirs))
-            scale = known.std() or 1.0  # a column that never changes stays 0
+            scale = known.std() or 1.0  # a constant column stays 0
             names.append(attribute)
             columns.append(((known - known.mean()) / scale, (new - known.mean()) / scale))
         else:
@@ -64,7 +71,10 @@ def adult(data_dir: str | Path | None = None) -> Adult:
 
 
 def _rows(place: Path) -> tuple[list[list[str | float]], np.ndarray]:
-    """The attributes of every person and the labels. The test file starts with a line of its own ("|1x3 ...") and ends its labels with dots."""
+    """Return the attributes of every person and the labels.
+
+    The test file starts with a line of its own ("|1x3 ...") and ends its labels with dots.
+    """
     try:
         content = place.read_bytes()
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("ascii")
@@ -78,7 +88,8 @@ def _rows(place: Path) -> tuple[list[list[str | float]], np.ndarray]:
         *facts, label = (part.strip() for part in line.split(","))
         if len(facts) != len(ATTRIBUTES) or label.removesuffix(".") not in LABELS:
             raise DataError(
-                f"line {number} of {place} has {len(facts)} facts and the label {label!r}, expected {len(ATTRIBUTES)} and one of {LABELS}."
+                f"line {number} of {place} has {len(facts)} facts and the label {label!r}, expected "
+                f"{len(ATTRIBUTES)} and one of {LABELS}."
             )
         rows.append(
             [

@@ -1,7 +1,10 @@
-"""CIFAR-10: colour images of 32 x 32 in ten classes, 50,000 to learn from and 10,000 to test on (Krizhevsky, 2009).
+"""CIFAR-10: colour images of 32 x 32 in ten classes (Krizhevsky, 2009).
 
-The file holds every image as a JPEG of about quality 75, which is **lossy**: pixels differ from the published ones, and figures are not exactly
-comparable with those of the original. The order is by class, then by file name, not that of the original batches; shuffle before use. Decoding needs
+There are 50,000 training and 10,000 test images.
+
+The file holds every image as a JPEG of about quality 75, which is **lossy**: pixels differ from the
+published ones, and figures are not exactly comparable with those of the original. The order is by
+class, then by file name, not that of the original batches; shuffle before use. Decoding needs
 Pillow, which is an extra: `pip install fedbilevel[images]`.
 """
 
@@ -32,7 +35,7 @@ Part = Literal["train", "test"]
 
 
 def num_images(part: Part, data_dir: str | Path | None = None) -> int:
-    """Without decoding any."""
+    """Return the number of images without decoding them."""
     (place,) = find(FILE, data_dir=data_dir)
     return len(packed.read(place, (f"{part}_labels",), "CIFAR-10")[0])
 
@@ -40,11 +43,16 @@ def num_images(part: Part, data_dir: str | Path | None = None) -> int:
 def cifar10(
     part: Part, data_dir: str | Path | None = None, *, which: list[int] | np.ndarray | slice | None = None
 ) -> Cifar10:
-    """One part, or of it only the images that `which` names (numbers, a mask or a slice), since decoding all takes seconds.
-    In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`."""
+    """Decode one part, or only the images `which` of it (numbers, a mask or a slice).
+
+    Decoding all images takes seconds.
+
+    In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`.
+    """
     if find_spec("PIL") is None:
         raise DataError(
-            "the images of CIFAR-10 are JPEG files, which need Pillow, and it is not installed: pip install 'fedbilevel[images]'."
+            "the images of CIFAR-10 are JPEG files, which need Pillow, and it is not installed: pip install "
+            "'fedbilevel[images]'."
         )
     (place,) = find(FILE, data_dir=data_dir)
     jpeg, offsets, labels, names = packed.read(
@@ -53,13 +61,15 @@ def cifar10(
     num = len(labels)
     if offsets.shape != (num + 1,) or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
         raise DataError(
-            f"{place} has {num} labels in its {part} part, but its offsets do not cut the {len(jpeg)} bytes of images into as many pieces: get the file anew."
+            f"{place} has {num} labels in its {part} part, but its offsets do not cut the {len(jpeg)} bytes of "
+            "images into as many pieces: get the file anew."
         )
     try:
         numbers = np.arange(num) if which is None else np.arange(num)[which]
     except IndexError as error:
         raise DataError(
-            f"which names images that the {part} part has not ({error}): name whole numbers from 0 to {num - 1}, or give a mask."
+            f"which names images that the {part} part has not ({error}): name whole numbers from 0 to {num - 1}, or "
+            "give a mask."
         ) from error
     images = np.empty((len(numbers), 3, SIDE, SIDE), np.uint8)
     for row, i in zip(images, numbers, strict=True):

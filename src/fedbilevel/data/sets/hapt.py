@@ -1,7 +1,10 @@
-"""HAPT: what the accelerometer and the gyroscope of a smartphone say while 30 people walk, climb, sit, stand and lie. The person is the natural client.
+"""HAPT: accelerometer and gyroscope of smartphones while 30 people walk, climb, sit, stand and lie.
 
-UCI "Smartphone-Based Recognition of Human Activities and Postural Transitions" (Reyes-Ortiz et al., 2015), in half-overlapping windows of 2.56 seconds
-at 50 Hz. Neighbouring windows of a person share half their samples: split a person's windows in time, not at random, to keep test data unseen.
+The person is the natural client.
+
+UCI "Smartphone-Based Recognition of Human Activities and Postural Transitions" (Reyes-Ortiz et al.,
+2015), in half-overlapping windows of 2.56 seconds at 50 Hz. Neighbouring windows of a person share
+half their samples: split a person's windows in time, not at random, to keep test data unseen.
 """
 
 from __future__ import annotations
@@ -27,17 +30,19 @@ class Hapt(NamedTuple):
 
 
 def hapt(data_dir: str | Path | None = None) -> Hapt:
-    """From `hapt/hapt_windows.npz`, which keeps values in half precision."""
+    """Read `hapt/hapt_windows.npz`, which holds values in half precision."""
     (place,) = find(FILE, data_dir=data_dir)
     x, label, subject, channels, names = packed.read(place, ("x", "y", "subject", "channels", "label_names"), "HAPT")
     packed.same_length(place, {"x": x, "y": label, "subject": subject})
     if x.ndim != 3 or x.shape[2] != len(channels):
         raise DataError(
-            f"{place} holds windows of shape {x.shape}, expected (n, time, {len(channels)}), one column for each channel: get the file anew."
+            f"{place} holds windows of shape {x.shape}, expected (n, time, {len(channels)}), one column for each "
+            "channel: get the file anew."
         )
     if len(label) and not 0 <= label.min() <= label.max() < len(names):
         raise DataError(
-            f"{place} numbers its activities from {label.min()} to {label.max()}, expected 0 to {len(names) - 1}: get the file anew."
+            f"{place} numbers its activities from {label.min()} to {label.max()}, expected 0 to {len(names) - 1}: "
+            "get the file anew."
         )
     return Hapt(
         x.astype(np.float32), label.astype(np.int64), subject.astype(np.int64), channels.tolist(), names.tolist()

@@ -1,7 +1,7 @@
-"""Images in idx files: MNIST, Fashion-MNIST and EMNIST under the names that their publishers give them, gzipped or not.
+"""Images in idx files: MNIST, Fashion-MNIST and EMNIST under their published names, gzipped or not.
 
-An idx file is two zero bytes, a byte for the type, a byte for the number of dimensions, the dimensions as big-endian 32-bit numbers, and
-the values, last dimension fastest.
+An idx file is two zero bytes, a byte for the type, a byte for the number of dimensions, the
+dimensions as big-endian 32-bit numbers, and the values, last dimension fastest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedbilevel.data.locations import folders
 from fedbilevel.errors import DataError
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_PARTS = {"train": ("train", "train"), "test": ("t10k", "test")}  # how MNIST and EMNIST call the part in a file name
+_PARTS = {"train": ("train", "train"), "test": ("t10k", "test")}  # names of the part in files of MNIST and EMNIST
 _FOLDERS = {
     "mnist": ("mnist", "MNIST/raw"),
     "emnist": ("emnist", "EMNIST/raw"),
@@ -26,7 +26,7 @@ _FOLDERS = {
 
 
 def read(path: Path | str) -> np.ndarray:
-    """The array of one idx file. Whether it is gzipped is seen from its first bytes, not from its name."""
+    """Read the array of one idx file; gzip is detected by its first bytes, not by its name."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -38,7 +38,8 @@ def read(path: Path | str) -> np.ndarray:
             raise DataError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES or content[3] == 0:
         raise DataError(
-            f"{path} starts with the bytes {content[:4].hex(' ') or 'of an empty file'}, expected 00 00, a type (08 for images and labels) "
+            f"{path} starts with the bytes {content[:4].hex(' ') or 'of an empty file'}, expected 00 00, a type (08 "
+            "for images and labels) "
             "and the number of dimensions: this is not an idx file."
         )
     kind, start = np.dtype(_TYPES[content[2]]), 4 + 4 * content[3]
@@ -50,7 +51,8 @@ def read(path: Path | str) -> np.ndarray:
         expected *= side
     if len(content) - start != expected:
         raise DataError(
-            f"{path} has {len(content) - start} bytes of values, expected {expected} for the shape {shape}: fetch it again."
+            f"{path} has {len(content) - start} bytes of values, expected {expected} for the shape {shape}: fetch it "
+            "again."
         )
     return np.frombuffer(content, kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))
 
@@ -58,10 +60,12 @@ def read(path: Path | str) -> np.ndarray:
 def images(
     folder: Path | str, kind: Literal["train", "test"], split: str = "byclass", *, emnist: bool | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images (n, height, width) and labels (n,) of the training or the test part that lies in `folder`.
+    """Read images (n, height, width) and labels (n,) of the training or the test part in `folder`.
 
-    EMNIST files (`emnist-<split>-train-images-idx3-ubyte`) are looked for first. They hold every image with rows and columns exchanged; here
-    they come out upright, like those of MNIST. emnist: whether only those are wanted, or only the others; a folder may hold both.
+    EMNIST files (`emnist-<split>-train-images-idx3-ubyte`) are searched first. They hold every
+    image with rows and columns exchanged; the result is upright, as for MNIST.
+
+    emnist: True for EMNIST files only, False for others only; a folder may hold both.
     """
     mnist, theirs = _PARTS[kind]
     stems = [(f"emnist-{split}-{theirs}", True), (mnist, False)]
@@ -82,7 +86,8 @@ def images(
                 )
         if len(pixels) != len(labels):
             raise DataError(
-                f"{paths[0]} has {len(pixels)} images, but {paths[1]} has {len(labels)} labels: fetch both again, from one place."
+                f"{paths[0]} has {len(pixels)} images, but {paths[1]} has {len(labels)} labels: fetch both again, "
+                "from one place."
             )
         return (np.ascontiguousarray(pixels.swapaxes(1, 2)) if exchanged else pixels), labels.astype(np.int64)
     wanted = " or ".join(f"{stem}-images-idx3-ubyte" for stem, _ in stems)
@@ -92,18 +97,22 @@ def images(
 
 
 def folder_of(name: str, data_dir: Path | str | None = None) -> Path:
-    """Where the files of "mnist", "emnist" or "fashion" lie: under `data_dir` or in it, if it is given; otherwise where `places` looks."""
+    """Return the folder of the files of "mnist", "emnist" or "fashion".
+
+    It is `data_dir` or a folder in it; without `data_dir`, the folders of `locations` are searched.
+    """
     roots = [Path(data_dir)] if data_dir else folders()
     pattern = "emnist-*-images-idx3-ubyte*" if name == "emnist" else "t*-images-idx3-ubyte*"
     for place in [root / part for root in roots for part in (*_FOLDERS[name], *([""] if data_dir else []))]:
         if any(place.glob(pattern)):
             return place
     raise DataError(
-        f"no files of {name} were found under {' or '.join(map(str, roots))}: put its idx files into a folder named {name} there, "
+        f"no files of {name} were found under {' or '.join(map(str, roots))}: put its idx files into a folder named "
+        f"{name} there, "
         "or name the folder with data_dir or the environment variable FEDBILEVEL_DATA."
     )
 
 
 def _there(path: Path) -> Path | None:
-    """`path`, or `path` with .gz, whichever exists."""
+    """Return `path` or `path` with .gz, whichever exists."""
     return next((found for found in (path, path.with_name(f"{path.name}.gz")) if found.is_file()), None)

@@ -1,4 +1,6 @@
-"""Images with labels from 0, as a part for training and a part for testing: the embedded digits, or files with a test part of their own."""
+"""Images with labels from 0, in a training and a test part: embedded digits, or files with both
+parts.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from fedbilevel.data.sets import idx
 from fedbilevel.data.sets.cifar10 import cifar10, num_images
 from fedbilevel.data.sets.digits import digits
 
-NUM_CHANNELS = {"cifar10": 3}  # where there is more than one
+NUM_CHANNELS = {"cifar10": 3}  # of sets with more than one
 
 
 class Images(NamedTuple):
-    """Images (n, pixels) as float32, in [0, 1] as they are read, channel after channel; labels (n,) from 0."""
+    """Images (n, pixels) as float32 in [0, 1], channel after channel, and labels (n,) from 0."""
 
     image: np.ndarray
     label: np.ndarray
 
     def __len__(self) -> int:
-        """Samples, not fields."""
+        """Return the number of samples, not of fields."""
         return self.label.shape[0]
 
     def some(self, places: np.ndarray) -> Images:
@@ -39,8 +41,11 @@ def train_and_test(
     test_share: float = 0.25,
     data_dir: Path | str | None = None,
 ) -> tuple[Images, Images]:
-    """A random `share` of both parts. The digits have no test part: it is a random `test_share` of them; the other sets come with their own."""
-    if name == "cifar10":  # decoding takes longest, so only what is used is decoded
+    """Return a random `share` of the training and the test part.
+
+    The test part of the digits is a random `test_share` of them; the other sets have their own.
+    """
+    if name == "cifar10":  # decoding is slow, so only used images are decoded
         used = [
             cifar10(part, data_dir, which=_some(num_images(part, data_dir), share, rng)) for part in ("train", "test")
         ]
@@ -58,7 +63,11 @@ def train_and_test(
 
 
 def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Images, Images]:
-    """Both less the mean of the training part and divided by its deviation, one number per channel; a channel without deviation is not divided."""
+    """Subtract the mean of the training part from both parts and divide by its deviation, per
+    channel.
+
+    A constant channel is not divided.
+    """
     pixels = train.image.reshape(len(train), num_channels, -1)
     mean, deviation = (
         of(axis=(0, 2), dtype=np.float64, keepdims=True)[0].astype(np.float32) for of in (pixels.mean, pixels.std)
@@ -72,7 +81,7 @@ def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Im
 
 
 def _unit(images: np.ndarray) -> np.ndarray:
-    """Bytes to (n, pixels) in [0, 1]."""
+    """Convert bytes to (n, pixels) in [0, 1]."""
     return (images.reshape(len(images), -1) * np.float32(1 / 255)).astype(np.float32)
 
 

@@ -1,4 +1,7 @@
-"""LIBSVM's text format: one sample per line, its label first, then `feature:value` for what is not zero, features counted from one."""
+"""LIBSVM's text format: one sample per line, its label and then `feature:value` where not zero.
+
+Features are counted from one.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ from fedbilevel.errors import DataError
 def read(
     place: str | Path, num_features: int, *, zero_based: bool = False, what: str = "LIBSVM text"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Dense features (n, num_features) as float32 and labels (n,) as float64, as they stand in the file; .gz and .bz2 are unpacked.
+    """Read dense features (n, num_features) as float32 and labels (n,) as float64; unpack .gz and
+    .bz2.
 
-    The number of features is given, since a file need not name the last of them: the test part of a9a never does.
+    The number of features is an argument, because a file may not name the last one, as in the test
+    part of a9a.
     """
     try:
         from sklearn.datasets import load_svmlight_file  # an extra, and slow to import
     except ImportError as error:
         raise DataError(
-            f"{place} is LIBSVM text, which scikit-learn reads, and scikit-learn is not installed: pip install 'fedbilevel[libsvm]'."
+            f"{place} is LIBSVM text, which scikit-learn reads, and scikit-learn is not installed: pip install "
+            "'fedbilevel[libsvm]'."
         ) from error
     try:
         x, y = load_svmlight_file(str(place), n_features=num_features, dtype=np.float32, zero_based=zero_based)

@@ -1,20 +1,24 @@
-"""A synthetic binary classification in which every client mixes the same few linear rules in proportions of its own.
+"""A synthetic binary classification: every client mixes the same linear rules in its own
+proportions.
 
     theta_k, bias_k  uniform in [-1, 1]            K rules that all clients share
     pi_i             Dirichlet(concentration)      client i's proportions
-    counts           multinomial(num, pi_i)        how many of its samples follow each rule
+    counts           multinomial(num, pi_i)        number of its samples of each rule
     x                uniform in [-1, 1]^d
     label            1 if sigmoid(<x, theta_k> + bias_k + noise * normal) > 1/2, else 0
 
-After Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021, appendix I.1.5, with
-d = 5, K = 3 and concentration 0.4 as in Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", appendix
-A.1. That appendix states d, K and the concentration; the rest is as far as known from the description of the data, from memory of the
-literature: the boxes, the normal noise inside the sigmoid and its size, and the bias of a rule, which may belong to the fitted model only.
-Training, validation and test samples of a client are drawn one after the other with the same proportions.
+After Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of
+Distributions", NeurIPS 2021, appendix I.1.5, with d = 5, K = 3 and concentration 0.4 as in
+Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks",
+appendix A.1. That appendix states d, K and the concentration. The boxes, the normal noise inside
+the sigmoid and its size, and the bias of a rule are not stated there and are taken from memory of
+the literature; the bias may belong to the fitted model only. Training, validation and test samples
+of a client are drawn one after the other with the same proportions.
 
-The published generator never advances its running index: every rule labels from the first sample on, the later rule overwrites
-the earlier, and samples beyond the largest count keep the label 0. `bug_compatible=True` does the same, for comparisons with published
-numbers; it draws the same rules, proportions, counts and inputs as the right one, so that only labels differ.
+The published generator never advances its running index: every rule labels from the first sample
+on, the later rule overwrites the earlier, and samples beyond the largest count keep the label 0.
+`bug_compatible=True` does the same, for comparisons with published numbers; it draws the same
+rules, proportions, counts and inputs as the right one, so that only labels differ.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ def mixture(
     noise: float = 0.1,
     bug_compatible: bool = False,
 ) -> Mixture:
-    """`sizes` says how many samples a client has in each role: {"train": 100, "val": 100}."""
+    """Draw the data of all clients; `sizes` are the samples of a client by role: {"train": 100,
+    "val": 100}.
+    """
     theta = rng.uniform(-1, 1, (num_components, dim))
     bias = rng.uniform(-1, 1, num_components)
     proportions = rng.dirichlet(np.full(num_components, concentration), num_clients)
@@ -68,7 +74,7 @@ def mixture(
 
 
 def _overwritten(counts: np.ndarray) -> np.ndarray:
-    """The last rule that reaches a sample when each starts at the first one."""
+    """Return the last rule that labels a sample when every rule starts at the first sample."""
     component = np.full(counts.sum(), -1)
     for k, count in enumerate(counts):
         component[:count] = k

@@ -1,4 +1,4 @@
-"""Arrays packed by numpy: an .npz file by the names of its arrays, or one clear sentence."""
+"""Arrays of an .npz file by their names, with one clear sentence for a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from fedbilevel.errors import DataError
 
 
 def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
-    """The arrays `names` of the file, in that order. Nothing in the file is executed: arrays of Python objects are refused."""
+    """Read the arrays `names` of the file, in that order.
+
+    Nothing in the file is executed: arrays of Python objects are refused.
+    """
     try:
-        with (
-            place.open("rb") as file,
-            np.load(file, allow_pickle=False) as arrays,
-        ):  # numpy leaves a file open that it cannot read
+        # opened here, because numpy leaves a file open that it cannot read
+        with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return [arrays[name] for name in names]
     except (BadZipFile, EOFError, KeyError, OSError, TypeError, ValueError, zlib.error) as error:
         raise DataError(
@@ -27,9 +28,10 @@ def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
 
 
 def same_length(place: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Every array needs one row per sample."""
+    """Raise unless every array has one row per sample."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(
-            f"{place} holds arrays of different lengths ({lengths}), expected one row per sample in each: get the file anew, or delete it."
+            f"{place} holds arrays of different lengths ({lengths}), expected one row per sample in each: get the "
+            "file anew, or delete it."
         )

@@ -1,7 +1,10 @@
-"""Plays of Shakespeare by role: whoever speaks is a natural client with a style of his own; the next character is to be predicted.
+"""Plays of Shakespeare by role, for predicting the next character.
 
-In the text a speech is a line "ROLE:" at the start or after an empty line, and the lines up to the next empty one. Roles go by their names as
-printed: a misprint ("LADY  CAPULET") is a role of its own, and "First Citizen" of two plays is one role.
+A role is a natural client with a style of its own.
+
+In the text a speech is a line "ROLE:" at the start or after an empty line, and the lines up to the
+next empty one. Roles have their printed names: a misprint ("LADY  CAPULET") is a role of its own,
+and "First Citizen" of two plays is one role.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ FILE = "shakespeare/tinyshakespeare.txt"
 
 
 def shakespeare(data_dir: str | Path | None = None) -> dict[str, str]:
-    """Role -> text, in order of first appearance, from `shakespeare/tinyshakespeare.txt`."""
+    """Read role -> text, in order of first appearance, from `shakespeare/tinyshakespeare.txt`."""
     (place,) = find(FILE, data_dir=data_dir)
     try:
         return roles(place.read_text(encoding="utf-8"))
@@ -28,7 +31,7 @@ def shakespeare(data_dir: str | Path | None = None) -> dict[str, str]:
 
 
 def roles(text: str) -> dict[str, str]:
-    """The speeches of each role, one after the other, each with the end of its last line. Roles whose speeches are all empty are left out."""
+    """Return the joined speeches of each role, with their line ends; skip roles without text."""
     speeches: dict[str, list[str]] = {}
     role, fresh = None, True
     for number, line in enumerate(text.split("\n"), 1):
@@ -38,7 +41,8 @@ def roles(text: str) -> dict[str, str]:
             role, fresh = line[:-1], False
         elif role is None or fresh:
             raise DataError(
-                f"line {number} is {line[:40]!r}, expected the name of a role with a colon after it: every speech needs one."
+                f"line {number} is {line[:40]!r}, expected the name of a role with a colon after it: every speech "
+                "needs one."
             )
         else:
             speeches.setdefault(role, []).append(f"{line}\n")
@@ -46,21 +50,24 @@ def roles(text: str) -> dict[str, str]:
 
 
 def vocabulary(texts: dict[str, str]) -> str:
-    """Every character that occurs, once, in order: its place is its number."""
+    """Return every character of the texts once, in order: its position is its number."""
     return "".join(sorted(set().union(*texts.values())))
 
 
 def samples(text: str, characters: str, length: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts (n, length) and the character that follows each (n,), both as int64 numbers of `characters`; a new context starts every `step` characters.
+    """Return contexts (n, length) and the next character of each (n,), as int64 numbers of
+    `characters`.
 
-    A text of `length` characters or fewer has none. A context may reach from one speech of the role into the next.
+    A new context starts every `step` characters, and may span two speeches of a role. A text of
+    `length` characters or fewer has none.
     """
     if length < 1 or step < 1:
         raise DataError(f"length is {length} and step is {step}, expected both to be at least 1.")
     unknown = sorted(set(text) - set(characters))
     if unknown:
         raise DataError(
-            f"the text has the character {unknown[0]!r}, which is not in the vocabulary: make the vocabulary from all texts."
+            f"the text has the character {unknown[0]!r}, which is not in the vocabulary: make the vocabulary from "
+            "all texts."
         )
     number = {character: i for i, character in enumerate(characters)}
     codes = np.array([number[character] for character in text], dtype=np.int64)

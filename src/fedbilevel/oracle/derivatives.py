@@ -1,0 +1,113 @@
+"""Derivatives of the two losses of one client, on flat vectors.
+
+Each function takes the upper and the lower loss and returns a function of vectors and fields.
+H v and J v come from one vector-Jacobian product of the lower gradient: with G = grad_y g, the
+pullback of v is (d<G,v>/dx, d<G,v>/dy) = (J v, H v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from fedbilevel.problem.problem import Fields
+
+FlatLoss = Callable[[Tensor, Tensor, Fields], Tensor]
+Build = Callable[[FlatLoss, FlatLoss], Callable[..., Any]]
+
+
+def lower_grad(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return grad(lower, argnums=1)
+
+
+def lower_grad_x(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return grad(lower, argnums=0)
+
+
+def upper_grad_x(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    return grad(upper, argnums=0)
+
+
+def upper_grad_y(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    return grad(upper, argnums=1)
+
+
+def upper_grads(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    return grad(upper, argnums=(0, 1))
+
+
+def _product(gradient: Callable[..., Tensor], v: Tensor, *points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the derivatives of gradient(*points) . v by the points, and gradient(*points).
+
+    `vjp` does the same, but imports sympy to compare two shapes.
+    """
+
+    def dotted(*at: Tensor) -> tuple[Tensor, Tensor]:
+        value = gradient(*at)
+        return torch.dot(value, v), value
+
+    derivatives, value = grad(dotted, argnums=tuple(range(len(points))), has_aux=True)(*points)
+    return derivatives, value
+
+
+def pull_both(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    def pull(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
+        (jv, hv), _ = _product(lambda x, y: grad(lower, argnums=1)(x, y, fields), v, x, y)
+        return jv, hv
+
+    return pull
+
+
+def pull_x(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return lambda x, y, v, fields: _product(lambda x: grad(lower, argnums=1)(x, y, fields), v, x)[0][0]
+
+
+def pull_y(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    return lambda x, y, v, fields: _product(lambda y: grad(lower, argnums=1)(x, y, fields), v, y)[0][0]
+
+
+def upper_by_features(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
+    """Return the gradients by x with the features fixed, and by the features."""
+    return lambda x, y, fields: grad(lambda x, features: upper(x, y, {**fields, "features": features}), argnums=(0, 1))(
+        x, fields["features"]
+    )
+
+
+def pull_by_features(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+    """Return J v by x with the features fixed, and by the features."""
+
+    def pull(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
+        gradient = lambda x, features: grad(lower, argnums=1)(x, y, {**fields, "features": features})
+        (direct, through), _ = _product(gradient, v, x, fields["features"])
+        return direct, through
+
+    return pull
+
+
+def all_directions(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
+    """Return (f_x - J u, g_y, H u - f_y).
+
+    The flags say which derivatives share a batch: f_x with f_y, J u with H u, and g_y with J u.
+    """
+
+    def build(upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+        def directions(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:
+            b_gy, b_fx, b_fy, b_ju, b_hu = fields
+            if one_upper:
+                d_fx, d_fy = grad(upper, argnums=(0, 1))(x, y, b_fx)
+            else:
+                d_fx, d_fy = grad(upper, argnums=0)(x, y, b_fx), grad(upper, argnums=1)(x, y, b_fy)
+            if one_second:
+                (d_ju, d_hu), value = _product(lambda x, y: grad(lower, argnums=1)(x, y, b_ju), u, x, y)
+            else:
+                value, d_ju, d_hu = None, pull_x(upper, lower)(x, y, u, b_ju), pull_y(upper, lower)(x, y, u, b_hu)
+            d_gy = value if one_lower and value is not None else grad(lower, argnums=1)(x, y, b_gy)
+            return d_fx - d_ju, d_gy, d_hu - d_fy
+
+        return directions
+
+    return build

@@ -1,0 +1,284 @@
+"""Evaluation of one derivative for k clients: in one pass, one by one, or as one mean.
+
+Ways of evaluating, all with the same numbers up to rounding:
+
+    vmap     all clients in one pass, or as many at a time as the memory budget allows
+    loop     one client after the other: less memory, and faster where a client keeps the machine
+             busy by itself (convolutions on a CPU)
+    pooled   one derivative of the clients' weighted mean loss, where only the mean at a shared
+             point is needed
+
+`auto` takes vmap, or pooled where possible, and measures the others once per derivative and shapes
+where a call is long. The choice is kept in `choices`, and in the checkpoint, so that a resumed run
+on the same number of processes continues with it. A derivative that is needed often is traced
+(`tracing`), which changes no number. `compiled` is `auto` with traces compiled by torch.compile:
+half the time of small derivatives, for some seconds at the start of a run, a compiler, and another
+rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.oracle.derivatives import Build, FlatLoss
+from fedbilevel.oracle.tracing import compiled, traced
+from fedbilevel.problem.client_data import Batch
+from fedbilevel.problem.contraction import contracted, mean, weighted
+from fedbilevel.problem.layout import Layout
+from fedbilevel.problem.problem import Fields, Loss, Problem, with_features
+
+BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once on a CPU
+_OFTEN_ENOUGH = 16  # calls before a trace is compiled: rare shapes are not worth compiling
+_SHAPES = 4  # shapes of one derivative that are measured; later ones take the last choice
+_LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
+_OFTEN = {"cpu": 64, "cuda": 2}  # calls before tracing pays; captured calls on a GPU should be short from the start
+_SHARES = "shares of the clients"  # a field of a pooled evaluation; no field of a user has this name
+
+
+class Evaluation:
+    """The two losses on flat vectors, and the choices that all derivatives share."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        layout_x: Layout,
+        layout_y: Layout,
+        *,
+        per_sample: Collection[str],
+        strategy: str,
+        chunk_size: int | None,
+        compiles: bool,
+    ) -> None:
+        """per_sample: the losses (`upper`, `lower`) that return one value per sample, from
+        `check_losses`.
+        """
+        self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
+        self.per_sample = per_sample
+        self.strategy, self.chunk_size, self.compiles = strategy, chunk_size, compiles
+        if compiles:
+            _try_compiler()
+        self.choices: dict[str, str] = {}  # ways that were measured to be fastest, by derivative and shapes
+        self.long, self.often = _LONG, dict.fromkeys(_OFTEN, 2) if compiles else dict(_OFTEN)
+        self.frozen = self.compiles_now = False
+
+    def flat(self, loss: Loss, *, padded: bool = True) -> FlatLoss:
+        """padded: whether batches may hold padding, which costs a mask."""
+        contract = self._contraction(loss, padded=padded)
+
+        def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
+            tree = self.layout_x.unravel(x)
+            value = loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+            return value if contract is None else contract(value, fields["weight"])
+
+        return flat
+
+    def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
+        """Return how values per sample become one.
+
+        The form of the two losses is known, that of other functions is read from their results.
+        """
+        forms = [label in self.per_sample for label in ("upper", "lower") if function is getattr(self.problem, label)]
+        if not forms:
+            return contracted
+        if not forms[0]:
+            return None
+        return weighted if padded else mean
+
+    def pooled(self, loss: Loss, *, padded: bool) -> FlatLoss:
+        """Return the weighted mean over clients, which multiplies with a shared matrix once for all
+        of them.
+        """
+        each = vmap(self.flat(loss, padded=padded), in_dims=(None, None, 0))
+
+        def pooled(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
+            rest = {name: value for name, value in fields.items() if name != _SHARES}
+            return (fields[_SHARES] * each(x, y, rest)).sum()
+
+        return pooled
+
+
+class Plan:
+    """One derivative at given shapes: the way its clients are evaluated, and its trace."""
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        key: tuple[Any, ...],
+        build: Build,
+        way: str,
+        chunk: int | None,
+        *,
+        is_derivative: bool,
+        padded: bool,
+    ) -> None:
+        problem = evaluation.problem
+        self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
+        self.each = build(*(evaluation.flat(loss, padded=padded) for loss in (problem.upper, problem.lower)))
+        self.mean = build(*(evaluation.pooled(loss, padded=padded) for loss in (problem.upper, problem.lower)))
+        self.name, self.label = key[0], repr(key)
+        self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way
+        self.is_derivative = is_derivative  # functions of measurements are not worth compiling
+        self.settled = evaluation.strategy != "auto" or self.label in evaluation.choices
+        self.trace: _Trace | None = None
+        self.untraceable = ""  # the reason
+
+    def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
+        self.calls += 1
+        if not self.settled:
+            return self._settle(vectors, batches, shares)
+        if self.way == "loop" and any(batch.data.elsewhere and batch.size is None for batch in batches):
+            raise RuntimeError(
+                "clients of unequal sizes are evaluated one by one, and a replay would use the sizes of the capture"
+            )
+        if (
+            self.trace is None
+            and self.calls >= self.evaluation.often.get(vectors[0].device.type, 64)
+            and self._is_worth_tracing()
+        ):
+            try:
+                self.trace = _Trace(lambda *given: self._evaluate(self.way, *given), vectors, batches, shares)
+            except RuntimeError as error:  # the loss branches on values, which a trace does not have
+                self.untraceable = str(error).split("\n", 1)[0]
+        if self.trace is None:
+            return self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
+        if not self.trace.compiled and (
+            self.evaluation.compiles_now
+            or (self.calls >= _OFTEN_ENOUGH and self.evaluation.compiles and self.is_derivative)
+        ):
+            self.trace.compile()
+        result = self.trace(vectors, batches, shares)
+        if self.calls.bit_count() == 1 and not self.evaluation.frozen:  # at calls 128, 256, 512, ...
+            self._compare(
+                result, self._evaluate(self.way, vectors, [dict(batch.fields) for batch in batches], shares, batches)
+            )
+        return result
+
+    def _compare(self, traced: Any, fresh: Any) -> None:
+        for one, other in zip(tree_flatten(traced)[0], tree_flatten(fresh)[0], strict=True):
+            scale = float(other.detach().abs().max()) if other.numel() else 0.0
+            if not torch.allclose(one, other, rtol=1e-2, atol=1e-3 * scale, equal_nan=True):
+                raise ProblemError(
+                    f"{self.name} was other than before at the same point: a loss may read nothing that changes "
+                    "during a run but its arguments; give it as data or as part of x or y, or use strategy='loop'."
+                )
+
+    def _is_worth_tracing(self) -> bool:
+        """Exclude long calls, which were measured, and single clients, whose losses may branch on
+        values.
+        """
+        simple = self.way != "loop" and self.chunk is None and not self.untraceable
+        return simple and not self.evaluation.frozen and self.label not in self.evaluation.choices
+
+    def _settle(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
+        """Evaluate for the first time, and measure other ways where a call is long.
+
+        The first call of a process is always long, so only the second one counts.
+        """
+        choices, long = self.evaluation.choices, self.evaluation.long
+        self.settled, usual, device = True, self.way, vectors[0].device
+        fields = [dict(batch.fields) for batch in batches]
+        evaluate = lambda way: self._evaluate(way, vectors, fields, shares, batches)
+        result, seconds = _timed(evaluate, usual, device)
+        if seconds < long or len(batches[0]) == 1 or _timed(evaluate, usual, device)[1] < long:
+            return result
+        start = repr((self.name, usual == "pooled"))[:-1]
+        known = [way for label, way in choices.items() if label.startswith(start)]
+        if len(known) >= _SHAPES:  # every cohort of unequal clients has its own shapes
+            self.way = choices[self.label] = known[-1]
+            return result
+        seconds = min(_timed(evaluate, usual, device)[1] for _ in range(2))
+        for other in ("loop", "vmap"):
+            if other != usual:
+                evaluate(other)
+                again = min(_timed(evaluate, other, device)[1] for _ in range(2))
+                if again < 0.8 * seconds:  # a small gain is not worth another rounding
+                    self.way, seconds = other, again
+        choices[self.label] = self.way
+        return result
+
+    def _evaluate(
+        self,
+        way: str,
+        vectors: Sequence[Tensor],
+        fields: Sequence[dict[str, Tensor]],
+        shares: Tensor | None,
+        batches: Sequence[Batch] = (),
+    ) -> Any:
+        if way == "loop":
+            rows = [
+                self.each(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
+                for i in range(len(batches[0]))
+            ]
+            return tree_map(lambda *leaves: torch.stack(leaves), *rows)
+        if way == "pooled":
+            assert shares is not None
+            return tree_map(
+                lambda mean: mean.expand(len(shares), *mean.shape),
+                self.mean(*vectors, *({**some, _SHARES: shares} for some in fields)),
+            )
+        in_dims = (*(None if v.ndim == 1 else 0 for v in vectors), *(0 for _ in fields))
+        return vmap(self.each, in_dims=in_dims, chunk_size=self.chunk)(*vectors, *fields)
+
+
+class _Trace:
+    """A derivative as a list of operations, with the fields that they read."""
+
+    def __init__(
+        self, evaluate: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None
+    ) -> None:
+        names = [list(batch.fields) for batch in batches]
+        form: list[Any] = []
+
+        def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(leaves)
+            points = [next(rest) for _ in vectors]
+            share = None if shares is None else next(rest)
+            results, spec = tree_flatten(
+                evaluate(points, [{name: next(rest) for name in some} for some in names], share)
+            )
+            form[:] = [spec]
+            return tuple(results)
+
+        self.takes = [(place, name) for place, some in enumerate(names) for name in some]
+        own = () if shares is None else (shares,)
+        fields = (batches[place].fields[name] for place, name in self.takes)
+        self.run, used = traced(flat, [*vectors, *own, *fields])
+        self.form, self.used, self.compiled = form[0], used[-len(self.takes) :], False
+
+    def compile(self) -> None:
+        self.run, self.compiled = compiled(self.run), True
+
+    def __call__(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
+        fields = (
+            batches[place].fields[name] if used else None
+            for (place, name), used in zip(self.takes, self.used, strict=True)
+        )
+        return tree_unflatten(list(self.run(*vectors, *(() if shares is None else (shares,)), *fields)), self.form)
+
+
+def _try_compiler() -> None:
+    """Raise before a run, not in the middle of it, if there is no compiler."""
+    try:
+        compiled(lambda one: (one + 1,))(torch.zeros(2))
+    except Exception as error:  # a compiler may fail in any way; name it, keep the cause
+        reason = str(error).split("\n", 1)[0]
+        raise SettingError(
+            f"strategy 'compiled' needs a compiler that works ({type(error).__name__}: {reason}): use strategy='auto'."
+        ) from error
+
+
+def _timed(evaluate: Callable[[str], Any], way: str, device: torch.device) -> tuple[Any, float]:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = evaluate(way)
+    wait()
+    return result, time.perf_counter() - start

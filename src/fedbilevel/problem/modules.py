@@ -1,0 +1,109 @@
+"""Modules of torch inside a problem: calls with given parameters, and layers that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedbilevel.errors import ProblemError
+from fedbilevel.problem.layout import Tree
+
+
+class BoundModule:
+    """A module called with given parameters, which are `.parameters`."""
+
+    def __init__(self, module: nn.Module, parameters: Tree) -> None:
+        self._module, self.parameters = module, parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        like = next(iter(self.parameters.values()))
+        fixed = {
+            name: value
+            for name, value in (*self._module.named_parameters(), *self._module.named_buffers())
+            if name not in self.parameters
+        }
+        cast = {
+            name: value.detach().to(like.device, like.dtype if value.is_floating_point() else None)
+            for name, value in fixed.items()
+        }
+        return torch.func.functional_call(self._module, {**cast, **self.parameters}, args, kwargs)
+
+
+def initial_parameters(label: str, module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters that require gradients; raise for a module that a problem
+    cannot use.
+    """
+    if not isinstance(module, nn.Module):
+        raise ProblemError(
+            f"{label} is of type {type(module).__name__}, expected a torch.nn.Module: "
+            f"give a dict of tensors as {label[0]}0."
+        )
+    for name, layer in module.named_modules():
+        _refuse_layer(layer, f"{label}.{name}" if name else label)
+    found = {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
+    if not found:
+        raise ProblemError(
+            f"{label} has no parameters that require gradients, so there is nothing to optimise at that level: "
+            "pass a module with parameters."
+        )
+    return found
+
+
+_WHY = {
+    "dropout": (
+        "its random mask differs between the two evaluations that variance reduction and second derivatives must "
+        "share; remove it or put the module in eval mode"
+    ),
+    "batch norm": (
+        "its output for one sample depends on the other samples of the batch, so a client's gradient is not a mean "
+        "over its samples and statistics of one client leak into the shared model; use GroupNorm or LayerNorm, or "
+        "put a module that tracks running statistics in eval mode"
+    ),
+}
+
+
+def _refuse(what: str, where: str) -> None:
+    raise ProblemError(
+        f"{where} uses {what} in training mode, which has no place inside a bilevel derivative: {_WHY[what]}."
+    )
+
+
+def _refuse_layer(layer: nn.Module, where: str) -> None:
+    if layer.training and isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        _refuse("batch norm", where)
+    if layer.training and isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+        _refuse("dropout", where)
+
+
+class RefuseNoise(TorchFunctionMode):
+    """Raises for dropout and batch norm inside a plain function, which cannot be inspected."""
+
+    DROPOUT = (
+        functional.dropout,
+        functional.dropout1d,
+        functional.dropout2d,
+        functional.dropout3d,
+        functional.alpha_dropout,
+        functional.feature_alpha_dropout,
+        torch.dropout,
+    )
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func in self.DROPOUT
+            and (kwargs.get("training", args[2] if len(args) > 2 else True))
+            and (kwargs.get("p", args[1] if len(args) > 1 else 0.5)) > 0
+        ):
+            _refuse("dropout", self.where)
+        if func is functional.batch_norm and kwargs.get("training", args[5] if len(args) > 5 else False):
+            _refuse("batch norm", self.where)
+        return func(*args, **kwargs)

@@ -1,0 +1,105 @@
+"""Characters of few-shot tasks: alphabets, their owners, and episodes drawn from them.
+
+An alphabet belongs to one client, to validation or to testing. A character turned by 90, 180 or
+270 degrees is another character.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.omniglot import omniglot
+from fedbilevel.errors import ProblemError
+
+_TURNS = 4
+
+
+class Alphabets(NamedTuple):
+    """Images by character, and characters by alphabet.
+
+    Character 4 c + k is character c of the data, turned by 90 degrees k times.
+    """
+
+    name: str
+    images: np.ndarray  # (n, side, side)
+    places: list[np.ndarray]  # by character of the data
+    members: list[np.ndarray]  # by alphabet
+    parts: tuple[int, int, int]  # alphabets for clients, validation and testing
+
+    def look(self, character: int, places: np.ndarray) -> np.ndarray:
+        """Return turned images of a character as rows of pixels."""
+        turned: np.ndarray = np.rot90(self.images[places], character % _TURNS, axes=(1, 2))
+        return turned.reshape(len(places), -1)
+
+    def deal(
+        self, num_clients: int | None, per_client: int, rng: np.random.Generator
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """Return the characters of every client, and those for validation and for testing."""
+        num_train, num_validation, num_test = self.parts
+        if len(self.members) != num_train + num_validation + num_test:
+            raise ProblemError(
+                f"{self.name} has {len(self.members)} alphabets, expected {num_train} + {num_validation} + {num_test} "
+                "for clients, validation and testing: get the file anew."
+            )
+        num_clients = num_clients or max(1, num_train // per_client)
+        num_used = num_clients * per_client
+        if num_used > num_train:
+            raise ProblemError(
+                f"{num_clients} clients with {per_client} alphabets each need {num_used} alphabets, of which "
+                f"{self.name} has {num_train} for clients: use fewer clients or fewer alphabets per client."
+            )
+        order = rng.permutation(len(self.members))
+        parts = [*order[:num_used].reshape(num_clients, -1), *np.split(order[num_train:], [num_validation])]
+        *own, validation, test = [np.concatenate([self.members[a] for a in part]) for part in parts]
+        return own, validation, test
+
+    def check_enough(self, owners: dict[str, np.ndarray], num_ways: int, num_shots: int, num_queries: int) -> None:
+        """Raise unless every owner has enough characters, and every character enough images."""
+        for owner, members in owners.items():
+            if len(members) < num_ways:
+                raise ProblemError(
+                    f"a task has {num_ways} characters, {owner} has only {len(members)}, turned ones counted: "
+                    "use fewer ways or more alphabets per client."
+                )
+        fewest = min(len(places) for places in self.places)
+        if fewest < num_shots + num_queries:
+            raise ProblemError(
+                f"a task needs {num_shots} + {num_queries} images of a character, {self.name} has only {fewest} of "
+                "one: use fewer shots or queries."
+            )
+
+    def episodes(
+        self, members: np.ndarray, num: int, num_ways: int, num_images: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return images (episodes, images of a character, ways, pixels) and characters (episodes,
+        ways).
+        """
+        characters = np.stack([rng.choice(members, num_ways, replace=False) for _ in range(num)])
+        looks = [
+            [self.look(c, rng.choice(self.places[c // _TURNS], num_images, replace=False)) for c in episode]
+            for episode in characters.tolist()
+        ]
+        return np.array(looks).swapaxes(1, 2), characters
+
+
+def digit_alphabets(rng: np.random.Generator) -> Alphabets:
+    """Return 20 random pairs of turned digits; random, because a nought looks like a turned nought."""
+    pixels, labels = digits()
+    pairs = rng.permutation(_TURNS * 10).reshape(-1, 2)
+    places = [np.flatnonzero(labels == d) for d in range(10)]
+    return Alphabets("digits", pixels.reshape(-1, 8, 8), places, list(pairs), (12, 3, 5))
+
+
+def omniglot_alphabets(data_dir: str | None) -> Alphabets:
+    found = omniglot(data_dir)
+    places = [np.flatnonzero(found.label == c) for c in range(len(found.label_names))]
+    home = np.zeros(len(places), np.int64)
+    home[found.label] = found.alphabet
+    members = [
+        (_TURNS * np.flatnonzero(home == a)[:, None] + np.arange(_TURNS)).ravel()
+        for a in range(len(found.alphabet_names))
+    ]
+    return Alphabets("omniglot", found.images, places, members, (33, 5, 12))
