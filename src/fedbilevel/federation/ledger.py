@@ -60,6 +60,11 @@ class Totals(dict[str, int]):
         sent = f"{(self['bytes_up'] + self['bytes_down']) / 1e6:.3g} MB ({self['floats_up']} floats up, {self['floats_down']} down)"
         return f"<{self['rounds']} rounds, {sent}; {calls}>"
 
+    def _repr_html_(self) -> str:
+        from fedbilevel import displays  # notebooks only
+
+        return displays.ledger(self, self.phases)
+
 
 class Ledger:
     """Columns: floats and bytes up and down; calls of grad_y g, grad_x g, grad_x f, grad_y f, H v, J v; samples evaluated
@@ -159,6 +164,9 @@ class Ledger:
             amounts,
             {name: {column: paid[column] for column in ("rounds", *COLUMNS)} for name, paid in self.phases.items()},
         )
+
+    def _repr_html_(self) -> str:
+        return self.totals()._repr_html_()
 
     def asdict(self) -> dict[str, Any]:
         """All of it in plain numbers: summed over clients, by phase, by client and, between peers, by sender and receiver."""

@@ -40,7 +40,7 @@ def write_report(
     path: the file to write; by default report.html in the first record's folder.
     target: a metric and the value to reach, e.g. "test_accuracy=0.94".
     """
-    sources = list(records) if isinstance(records, list | tuple) else [records]
+    sources = _listed(records)
     for source in sources:
         if not isinstance(source, Path | str) and not hasattr(source, "rows"):
             raise ReportError(
@@ -65,6 +65,12 @@ def write_report(
             f"{place} cannot be written ({error.strerror}): make room or name another file with --out."
         ) from error
     return place
+
+
+def _listed(records: Any) -> list[page_data.Source]:
+    """Return the sources. A text is one folder, and any other sequence holds several."""
+    is_one = isinstance(records, Path | str) or not isinstance(records, Sequence)
+    return [records] if is_one else list(records)
 
 
 def _beside(source: page_data.Source) -> Path:
