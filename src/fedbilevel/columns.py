@@ -21,7 +21,7 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "gradients": "Evaluations of first derivatives of f and g (fx, fy, gx, gy), summed over clients.",
     "products": "Products of a second derivative of g with a vector (hvp: H v, jvp: J v), summed over clients.",
     "seconds": "Wall-clock time of the run; measuring time is excluded.",
-    "samples": "Samples evaluated, summed over clients; one evaluation counts its samples once.",
+    "samples": "Number of samples; in the ledger, samples evaluated, where one evaluation counts its samples once.",
     "messages": "Messages between peers, each charged to its sender and to its edge.",
     "floats_up": "Numbers sent by clients.",
     "floats_down": "Numbers sent to clients.",
@@ -37,10 +37,12 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "upper_loss": "The upper objective f at the current x and y. Lower is better. It misleads while y is far from "
     "y*(x): see lower gradient.",
     "lower_loss": "The lower objective g at the current x and y. Lower is better.",
-    "hypergradient": "Norm of the gradient of the upper objective at x, with y solved to y*(x) over all data. "
-    "Zero where x is stationary.",
+    "hypergradient": "Norm of the gradient of the upper objective at x: y is solved to y*(x) and the linear system of "
+    "the hypergradient is solved too, both over all data. Zero where x is stationary. Empty where the lower level is "
+    "not strongly convex, or is not solved in reasonable time.",
     "hypergradient_norm": "Norm of the gradient of the upper objective at x. Zero where x is stationary.",
-    "residual": "|mean(H u - f_y)| / |mean f_y|: the error of u in the linear system of the hypergradient.",
+    "residual": "|mean(H u - f_y)| / |mean f_y|: the error of u in the linear system of the hypergradient "
+    "(with a local lower level: root mean squares over clients).",
     "lower_gradient": "|mean g_y|: the distance of y from y*(x), measured by the gradient. Zero at y*(x).",
     "distance": "Distance to the known solution. Lower is better.",
     "disagreement": "Largest relative distance of a peer's y from the mean over peers.",
@@ -55,8 +57,8 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "test_accuracy_bottom_decile": "Test accuracy of the client below which a tenth of the clients lie.",
     "bottom_decile": "Test accuracy of the client below which a tenth of the clients lie.",
     "test_loss": "Mean loss over test samples. Lower is better.",
-    "precision": "Share of flagged samples that are really wrong. Higher is better.",
-    "recall": "Share of really wrong samples that are flagged. Higher is better.",
+    "precision": "Share of the flagged samples that are flagged rightly. Higher is better.",
+    "recall": "Share of the samples to be flagged that are flagged. Higher is better.",
     "f1": "Harmonic mean of precision and recall. Higher is better.",
     "phase": "A method of the algorithm that runs at clients; costs belong to the phase that causes them.",
     "client": "One participant that holds data: a site, a peer, or a simulated client.",

@@ -110,7 +110,8 @@ def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) ->
         return ""
     lines = ["".join(_cell("th", head) for head in heads), *("".join(_cell("td", one) for one in row) for row in rows)]
     head, *body = (f"<tr>{line}</tr>" for line in lines)
-    return f"<table><caption>{escape(caption)}</caption><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+    top = f'<caption style="text-align:left">{escape(caption)}</caption><thead>{head}</thead>'
+    return f"<table>{top}<tbody>{''.join(body)}</tbody></table>"
 
 
 def _block(title: str, tables: str, note: str = "") -> str:

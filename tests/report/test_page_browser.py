@@ -326,10 +326,10 @@ def test_a_value_that_nobody_named_is_reached_as_the_page_says(opened, tmp_path)
             there = [Target(metric, value).reached(rows) is not None for rows in both[:many]]
             assert [row[1] for row in cells(page, "#target-table")] == there
             note = page.run("document.getElementById('target-note').textContent")
-            assert note.startswith("Nobody named a value, so this is one that ")
+            assert note.startswith("No target was given: ")
             assert all(there) == ((many, metric) in every), (metric, value)
-            assert ("every run reaches; type" in note) == all(there)
-            assert (f"{sum(there)} of {many} runs reach: none is reached by every run" in note) == (not all(there))
+            assert ("every run reaches this value." in note) == all(there)
+            assert (f"{sum(there)} of {many} runs reach this value, and no value is reached by every run" in note) == (not all(there))
     page = pages[1]
     page.choose("target-metric", "still")
     assert page.run("document.getElementById('target-value').value") == "7.5113"
@@ -347,7 +347,7 @@ def test_a_figure_that_was_never_measured_has_no_target(opened, tmp_path):
     page.choose("target-metric", "upper_loss")
     assert page.run(
         "[document.getElementById('target-value').value, document.getElementById('target-note').textContent]"
-    ) == ["7.512", "Nobody named a value, so this is one that every run reaches; type another one."]
+    ) == ["7.512", "No target was given: every run reaches this value. Type another value."]
     assert cells(page, "#target-table")[0][1] == 1
     page.choose("target-metric", "test_accuracy")
     assert cells(page, "#target-table")[0][1] == 1
@@ -498,8 +498,8 @@ def test_the_hypergradient_is_explained(opened, tmp_path):
     rows = rows_of(0, hypergradient=lambda i: None if i == 2 else 1.0 / (i + 1))
     page = opened(write_report(write_run(tmp_path / "run", rows=rows, whole=False), tmp_path / "page.html"))
     note = page.run("document.getElementById('diagnostics-note').textContent")
-    assert "y is first solved to y*(x)" in note
-    assert "zero where x is stationary." in note
+    assert "y is solved to y*(x)" in note
+    assert "Zero where x is stationary." in note
     assert "not strongly convex" in note
     [line] = traces(page, "diagnostics-hypergradient", part="mean")
     assert line["x"] == [row["rounds"] for row in rows if row["iteration"] != 10]

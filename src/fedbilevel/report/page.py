@@ -22,7 +22,10 @@ from fedbilevel.errors import ReportError
 from fedbilevel.report import page_data
 
 # parts of the script, in the order in which they are joined: page_NAME.js
-SCRIPTS = ("words", "runs", "drawing", "export", "figures", "clients", "ledger", "findings", "studies", "live", "start")
+SCRIPTS = (
+    *("words", "terms", "runs", "drawing", "export", "tasks", "figures", "clients", "ledger", "findings", "studies"),
+    *("live", "start"),
+)
 _OPEN = re.compile(r"\{\{(\w+)\}\}")
 
 

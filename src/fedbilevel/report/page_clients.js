@@ -1,9 +1,9 @@
-// ---- who holds what --------------------------------------------------------------------------------------------------------
+// ---- data of each client --------------------------------------------------------------------------------------------
 
 const clientName = (run, i) => run?.client_names?.[i] ?? String(i);
-const runName = (number) => {
-  const run = content.runs[number],
-    curve = content.curves.find((one) => one.runs.includes(number));
+const runName = (number, all = content) => {
+  const run = all.runs[number],
+    curve = all.curves.find((one) => one.runs.includes(number));
   const seeds =
     curve.runs.length > 1
       ? `, seed ${[run.seed, run.data_seed].filter((seed) => seed !== null && seed !== undefined).join("/")}`
@@ -114,9 +114,12 @@ function partition() {
     title: { x: "client", y: "samples" },
     height,
     more,
-    alt: `How many ${words(role)} samples each of ${sizes.length} clients holds${labels ? ", by label" : ""}. Least ${Math.min(...sizes)}, most ${Math.max(...sizes)}.`,
+    alt:
+      `How many ${words(role)} samples each of ${sizes.length} clients holds${labels ? ", by label" : ""}. ` +
+      `Least ${Math.min(...sizes)}, most ${Math.max(...sizes)}.`,
   });
   const total = sizes.reduce((sum, size) => sum + size, 0);
   by("partition-note").textContent =
-    `${shown(total)} ${words(role)} samples at ${sizes.length} clients, from ${shown(Math.min(...sizes))} to ${shown(Math.max(...sizes))} each.`;
+    `${shown(total)} ${words(role)} samples at ${sizes.length} clients, ` +
+    `from ${shown(Math.min(...sizes))} to ${shown(Math.max(...sizes))} each.`;
 }

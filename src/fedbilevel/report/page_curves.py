@@ -30,15 +30,23 @@ def curves_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         known[seeds] += 1
     firsts = [runs[some[0]] for some in members.values()]
     keys = list(dict.fromkeys(_task_key(run) for run in runs))
+    groups = [keys.index(_task_key(first)) for first in firsts]
+    # names among the curves of one task need no settings of the task
+    within = {
+        group: iter(_names([run for run, own in zip(firsts, groups, strict=True) if own == group])) for group in groups
+    }
     return [
-        {"name": name, "algorithm": first["algorithm"], "runs": some, "group": keys.index(_task_key(first))}
-        for name, first, some in zip(_names(firsts), firsts, members.values(), strict=True)
+        {"name": name, "short": next(within[group]), "algorithm": first["algorithm"], "runs": some, "group": group}
+        for name, first, some, group in zip(_names(firsts), firsts, members.values(), groups, strict=True)
     ]
 
 
 def groups_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Name every task once, with the settings in which it differs from others of that name."""
-    firsts = list({_task_key(run): run for run in reversed(runs)}.values())[::-1]
+    by_task: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        by_task.setdefault(_task_key(run), run)
+    firsts = list(by_task.values())
     found = []
     for run in firsts:
         alike = [other["traits"] for other in firsts if other["task"] == run["task"]]

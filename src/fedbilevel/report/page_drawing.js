@@ -1,4 +1,4 @@
-// ---- drawing -------------------------------------------------------------------------------------------------------------
+// ---- drawing --------------------------------------------------------------------------------------------------------
 
 const tone = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const narrow = () => window.innerWidth < 560;
@@ -23,16 +23,33 @@ function draw(place, traces, { title = {}, height = 380, more = {}, margin = {},
     yaxis: { ...line, title: axisTitle(title.y), ...(more.yaxis ?? {}) },
   };
   if (alt) div.setAttribute("aria-label", alt);
-  return Plotly.react(div, traces, layout, {
+  underFigure(div, { x: title.x, y: title.y ?? more.yaxis?.title?.text });
+  const drawn = Plotly.react(div, traces, layout, {
     responsive: true,
     displaylogo: false,
     displayModeBar: narrow() ? false : "hover",
-    modeBarButtons: [["toImage", "resetScale2d"]],
+    modeBarButtons: [["resetScale2d"]],
   });
+  if (!div.dataset.explained) {
+    div.dataset.explained = "yes";
+    div.on("plotly_afterplot", () => explainAxes(div));
+    explainAxes(div);
+  }
+  return drawn;
 }
 
-/* Ticks of a logarithmic axis, three to nine of them: powers of ten, in steps that are as wide as they must be; over less than three decades also 2 and 5
-   times them; over less than one, multiples of one step. */
+/* Titles of axes explain themselves under the mouse; the line below the figure does so for the keyboard. */
+function explainAxes(div) {
+  for (const node of div.querySelectorAll(".xtitle, .ytitle")) {
+    const sentence = meaning(node.dataset.unformatted ?? node.textContent);
+    if (!sentence) continue;
+    node.dataset.term = sentence;
+    node.style.pointerEvents = "all";
+  }
+}
+
+/* Ticks of a logarithmic axis, three to nine of them: powers of ten; over less than three decades also 2 and 5 times
+   them; over less than one decade, multiples of one step. */
 function logarithmic(traces) {
   let [least, most] = [Infinity, 0];
   for (const trace of traces)
@@ -41,14 +58,16 @@ function logarithmic(traces) {
   const axis = { type: "log", exponentformat: "power", dtick: 1 };
   if (!most) return axis;
   const decades = Math.log10(most) - Math.log10(least),
-    drawn = 1.1 * decades; // with the room that is left around the lines
-  if (decades < 1e-6) return { ...axis, range: [Math.log10(most) - 0.7, Math.log10(most) + 0.7], dtick: "D2" }; // nothing moves
+    drawn = 1.1 * decades; // with the margin around the lines
+  // a constant figure: some room on both sides
+  if (decades < 1e-6) return { ...axis, range: [Math.log10(most) - 0.7, Math.log10(most) + 0.7], dtick: "D2" };
   if (drawn >= 1) return { ...axis, dtick: drawn < 3 ? "D2" : Math.ceil(drawn / 8) };
   const [low, high] = [least / 10 ** (0.05 * decades), most * 10 ** (0.05 * decades)];
   const power = 10 ** Math.floor(Math.log10((high - low) / 8)),
     steps = [1, 2, 5, 10, 20].map((many) => Number((many * power).toPrecision(1)));
+  // ticks are closest at the top
   const step =
-    steps.find((one) => one >= (high - low) / 8 && Math.log10(high / (high - one)) >= 0.075 * drawn) ?? last(steps); // they are closest at the top
+    steps.find((one) => one >= (high - low) / 8 && Math.log10(high / (high - one)) >= 0.075 * drawn) ?? last(steps);
   return { ...axis, dtick: `L${step}` };
 }
 
@@ -94,12 +113,14 @@ function lines(place, metric, { log, height }) {
     title: { x: AXES[state.axis], y: words(metric) },
     height: height ?? (narrow() ? 340 : 420),
     more: { yaxis: log ? logarithmic(traces) : { type: "linear" }, showlegend: content.curves.length > 1 },
-    alt: `${words(metric)} against ${AXES[state.axis]}, one line for each of: ${content.curves.map(label).join("; ")}. The values are in the table of final figures.`,
+    alt:
+      `${words(metric)} against ${AXES[state.axis]}, one line for each of: ${content.curves.map(label).join("; ")}. ` +
+      "The values are in the table of final figures.",
   });
   return several;
 }
 
-// ---- controls ------------------------------------------------------------------------------------------------------------
+// ---- controls -------------------------------------------------------------------------------------------------------
 
 function options(id, entries, chosen) {
   const select = by(id),

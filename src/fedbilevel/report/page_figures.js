@@ -1,35 +1,43 @@
-// ---- sections ------------------------------------------------------------------------------------------------------------
+// ---- sections -------------------------------------------------------------------------------------------------------
 
 function heading() {
-  document.title = content.title;
-  by("title").textContent = content.title;
-  const count = (many, one, several = `${one}s`) => `${many} ${many === 1 ? one : several}`;
+  document.title = records.title;
+  by("title").textContent = records.title;
+  const count = (many, one, several = `${one}s`) => `${many} ${String(many) === "1" ? one : several}`;
   const said = [];
-  if (content.runs.length) {
-    const clients = [...new Set(content.runs.map((run) => run.num_clients).filter((n) => n))];
-    const names = [...new Set(content.curves.map((curve) => curve.algorithm))];
+  if (records.runs.length) {
+    const clients = [...new Set(records.runs.map((run) => run.num_clients).filter((n) => n))];
+    const names = [...new Set(records.curves.map((curve) => curve.algorithm))];
     said.push(names.length <= 6 ? names.join(", ") : count(names.length, "algorithm"));
     if (clients.length)
       said.push(
-        `${clients.join(" or ")} ${content.runs.every((run) => run.engine === "peers") ? "peers" : clients.length === 1 && clients[0] === 1 ? "client" : "clients"}`,
+        records.runs.every((run) => run.engine === "peers")
+          ? `${clients.join(" or ")} peers`
+          : count(clients.join(" or "), "client"),
       );
-    said.push(count(content.runs.length, "run"));
-    if (content.curves.some((curve) => curve.runs.length > 1))
-      said.push(`${[...new Set(content.curves.map((curve) => curve.runs.length))].join(" or ")} seeds each`);
+    said.push(count(records.runs.length, "run"));
+    if (records.curves.some((curve) => curve.runs.length > 1))
+      said.push(`${[...new Set(records.curves.map((curve) => curve.runs.length))].join(" or ")} seeds each`);
   }
-  for (const study of content.studies) {
+  for (const study of records.studies) {
     if (study.kind === "influence")
       said.push(
-        `${study.method} on ${study.task.data ?? "data"}, ${count(study.num_instances, "instance")}, ${count(study.removed.length, "removal")} tried`,
+        `${study.method} on ${study.task.data ?? "data"}`,
+        count(study.num_instances, "instance"),
+        `${count(study.removed.length, "removal")} tried`,
       );
     else
       said.push(
-        `${count(new Set(study.outcomes.map((one) => one.method)).size, "method")} on ${count(new Set(study.outcomes.map((one) => one.network)).size, "network")}`,
+        `${count(new Set(study.outcomes.map((one) => one.method)).size, "method")} on ` +
+          count(new Set(study.outcomes.map((one) => one.network)).size, "network"),
       );
   }
   by("what").textContent = said.join(" · ");
+  const time = records.made.time.replace("T", " ").replace("+00:00", " UTC");
   by("made").textContent =
-    `${LIVE ? "Served" : "Written"} by fedbilevel ${content.made.fedbilevel}, ${content.made.time.replace("T", " ").replace("+00:00", " UTC")}. Numbers are shown with four digits; point at one for its exact value.`;
+    `${LIVE ? "Served" : "Written"} by fedbilevel ${records.made.fedbilevel}, ${time}. ` +
+    "Numbers are shown with four digits; point at one for its exact value. " +
+    "Underlined words are explained when you point at them or reach them by Tab.";
 }
 
 function cards() {
@@ -64,7 +72,8 @@ function cards() {
         element(
           "p",
           { class: "of" },
-          `${runs.length && runs.every((run) => run.state === "finished") ? "final" : "last"} ${words(state.metric)}${figure.length > 1 ? `, mean of ${figure.length} seeds` : ""}`,
+          `${runs.length && runs.every((run) => run.state === "finished") ? "final" : "last"} ${words(state.metric)}`,
+          figure.length > 1 ? `, mean of ${figure.length} seeds` : "",
         ),
         ...[
           ...new Set(
@@ -78,7 +87,7 @@ function cards() {
           {},
           ...entries.flatMap(([text, name]) => {
             const values = of(name);
-            return values.length ? [element("dt", {}, text), put(element("dd"), spread(values).mean)] : [];
+            return values.length ? [element("dt", {}, explained(text)), put(element("dd"), spread(values).mean)] : [];
           }),
         ),
       );
@@ -114,14 +123,16 @@ function curves() {
   );
   by("log").checked = state.log;
   const several = lines("curves-plot", state.metric, { log: state.log });
-  by("curves-note").textContent = several
-    ? "Lines are means over runs that differ in nothing but their seeds; bands reach from the lowest to the highest."
-    : "";
-  by("curves-note").hidden = !several;
+  const mixed = isMixed() ? "These lines belong to different tasks and are not comparable. " : "";
+  const bands =
+    "Lines are means over runs that differ in their seeds only; bands reach from the lowest to the highest.";
+  by("curves-note").textContent = mixed + (several ? bands : "");
+  by("curves-note").hidden = !mixed && !several;
 }
 
 const falls = (metric) => content.falls.includes(metric);
-/* The side from which a run comes to a value, as compare.Target: figures that fall from above, others from where the first finite measurement lies. */
+/* Whether a run reaches the value from below, as compare.Target decides: falling figures reach it from above, others
+   from the side of their first finite measurement. */
 const rises = (values, metric, value) => !falls(metric) && values.find(Number.isFinite) < value;
 
 /* The first finite measurement at or beyond the value; -1 where there is none. */
@@ -130,7 +141,7 @@ function reached(values, metric, value) {
   return values.findIndex((one) => Number.isFinite(one) && (up ? one >= value : one <= value));
 }
 
-/* Where nobody named a target: of the values at which runs end, also rounded to four digits, the hardest of those that most runs reach. */
+/* Without a given target: of the last values of all runs, also rounded to four digits, the hardest that most reach. */
 function easiest(metric) {
   const runs = content.curves.flatMap(whole).map((run) => column(run, metric).filter(Number.isFinite)),
     ways = runs.filter((values) => values.length);
@@ -183,9 +194,9 @@ function targets() {
   const every = content.runs.some((run) => run.state === "diverged") ? "every run that did not diverge" : "every run";
   const about = () =>
     usual.many === usual.all
-      ? `this is one that ${every} reaches`
-      : `this is one that ${usual.many} of ${usual.all} runs reach: none is reached by ${every}`;
-  by("target-note").textContent = usual?.many ? `Nobody named a value, so ${about()}; type another one.` : "";
+      ? `${every} reaches this value`
+      : `${usual.many} of ${usual.all} runs reach this value, and no value is reached by ${every}`;
+  by("target-note").textContent = usual?.many ? `No target was given: ${about()}. Type another value.` : "";
   by("target-note").hidden = !usual?.many;
   if (value === null || Number.isNaN(value)) {
     by("target-table").replaceChildren(element("p", { class: "note" }, "Type the value to reach."));
@@ -197,14 +208,17 @@ function targets() {
       .map((run) => [run, reached(column(run, metric), metric, value)])
       .filter(([, at]) => at >= 0);
     const head = [rowHead(label(curve), colour(i)), put(element("td"), there.length)];
-    head[1].textContent = `${there.length} of ${all.length}`;
+    head[1].dataset.csv = head[1].textContent = `${there.length} of ${all.length}`;
     if (!there.length)
       return [...head, element("td", { colspan: Object.keys(COSTS).length, class: "none" }, "not reached")];
     return [...head, ...Object.keys(COSTS).map((cost) => spreadCell(there.map(([run, at]) => column(run, cost)[at])))];
   });
+  const several = content.curves.some((curve) => curve.runs.length > 1);
   by("target-table").replaceChildren(
     table(
-      `Paid, summed over clients, at the first measurement where ${words(metric)} is ${side(metric, value)} ${typed(value)}${content.curves.some((curve) => curve.runs.length > 1) ? "; mean ± standard deviation over the runs that got there" : ""}`,
+      `Paid, summed over clients, at the first measurement where ${words(metric)} is ${side(metric, value)} ` +
+        typed(value) +
+        (several ? "; mean ± standard deviation over the runs that reached it" : ""),
       ["curve", "reached", ...Object.values(COSTS)],
       rows,
     ),
@@ -247,17 +261,11 @@ function finals() {
   );
 }
 
-const MEANING = {
-  hypergradient:
-    "Hypergradient: the length of the gradient of the upper objective at x, for which y is first solved to y*(x) and the linear system of the hypergradient solved too, both over all data: zero where x is stationary. Empty where they have no single solution (a lower level that is not strongly convex) or were not solved in reasonable time.",
-  residual:
-    "Residual: |mean(H u − f_y)| / |mean f_y|: how far u, with which the hypergradient is made, is from solving its linear system (for a lower level of every client's own: root mean squares over clients).",
-  lower_gradient: "Lower gradient: |mean g_y|: how far y is from y*(x), where it is zero.",
-};
-
 function diagnostics() {
   if (!show("diagnostics", content.diagnostics.length)) return;
-  by("diagnostics-note").textContent = content.diagnostics.map((name) => MEANING[name]).join(" ");
+  by("diagnostics-note").textContent = content.diagnostics
+    .map((name) => `${words(name)[0].toUpperCase()}${words(name).slice(1)}: ${meaning(name)}`)
+    .join(" ");
   const place = by("diagnostics-plots");
   for (const name of content.diagnostics) {
     if (!by(`diagnostics-${name}`))
@@ -269,6 +277,10 @@ function diagnostics() {
           element("div", { class: "plot", role: "img", id: `diagnostics-${name}` }),
         ),
       );
+  }
+  for (const name of records.diagnostics) {
+    const drawn = by(`diagnostics-${name}`);
+    if (drawn) drawn.parentElement.hidden = !content.diagnostics.includes(name); // another task may lack it
   }
   for (const name of content.diagnostics)
     lines(`diagnostics-${name}`, name, { log: true, height: narrow() ? 300 : 340 }); // now that each has its width

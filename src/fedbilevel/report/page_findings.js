@@ -1,4 +1,4 @@
-// ---- findings and studies ----------------------------------------------------------------------------------------------------
+// ---- findings -------------------------------------------------------------------------------------------------------
 
 const DRAWN = { histogram, images, ranking, by_client: byClient };
 
@@ -11,7 +11,8 @@ function finding(one, run, place) {
   );
   place.append(made);
   if (DRAWN[one.kind]) DRAWN[one.kind](one, made, run);
-  else made.append(element("pre", {}, JSON.stringify(one, null, 1).slice(0, 4000))); // of a task of somebody else's
+  // a kind that this version does not know
+  else made.append(element("pre", {}, JSON.stringify(one, null, 1).slice(0, 4000)));
 }
 
 function plotIn(place) {
@@ -131,7 +132,8 @@ function byClient(one, place, run) {
     alt: series
       .map(
         ([name, values]) =>
-          `${words(name)} of ${values.length} clients, from ${Math.min(...values.map(number))} to ${Math.max(...values.map(number))}`,
+          `${words(name)} of ${values.length} clients, ` +
+          `from ${Math.min(...values.map(number))} to ${Math.max(...values.map(number))}`,
       )
       .join("; "),
   });

@@ -1,4 +1,4 @@
-// ---- costs -----------------------------------------------------------------------------------------------------------------
+// ---- costs ----------------------------------------------------------------------------------------------------------
 
 const phaseCosts = {
   rounds: (phase) => number(phase.rounds ?? 0),
@@ -41,13 +41,7 @@ function ledger() {
       hovertemplate: "%{x}<extra>%{fullData.name}</extra>",
       meta: { phase },
     }));
-    const text = parts.map((one) =>
-      harmless(
-        one.curve.name.length > (narrow() ? 16 : 42)
-          ? one.curve.name.slice(0, narrow() ? 15 : 41) + "…"
-          : one.curve.name,
-      ),
-    );
+    const text = parts.map((one) => shortName(one.curve));
     draw("ledger-plot", traces, {
       title: { x: UNITS[state.unit] },
       height: 130 + 44 * parts.length + 20 * Math.ceil(phases.length / (narrow() ? 2 : 5)),
@@ -58,7 +52,7 @@ function ledger() {
         legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" },
         showlegend: true,
       },
-      alt: `${UNITS[state.unit]} of every phase, as stacked bars, one for each curve. The values are in the table below.`,
+      alt: `${UNITS[state.unit]} of every phase, as stacked bars, one per curve. The values are in the table below.`,
     });
     const names = {
       rounds: "rounds",
@@ -91,7 +85,8 @@ function ledger() {
     });
     by("ledger-table").replaceChildren(
       table(
-        `Costs of every phase, summed over clients${parts.some((one) => one.runs.length > 1) ? "; mean ± standard deviation over runs" : ""}`,
+        "Costs of every phase, summed over clients" +
+          (parts.some((one) => one.runs.length > 1) ? "; mean ± standard deviation over runs" : ""),
         ["curve", "phase", ...Object.values(names)],
         rows,
       ),
@@ -143,7 +138,9 @@ function ledger() {
         title: { x: "client", y: words(state.column) },
         height: 270,
         more: { bargap: 0.15, xaxis: names.length <= 30 ? { tickvals: x, ticktext: names.map(harmless) } : {} },
-        alt: `${words(state.column)} of each of ${amounts.length} clients, from ${Math.min(...amounts)} to ${Math.max(...amounts)}.`,
+        alt:
+          `${words(state.column)} of each of ${amounts.length} clients, ` +
+          `from ${Math.min(...amounts)} to ${Math.max(...amounts)}.`,
       },
     );
   }

@@ -1,4 +1,4 @@
-// ---- configuration -----------------------------------------------------------------------------------------------------------
+// ---- configuration --------------------------------------------------------------------------------------------------
 
 async function copy(text, button) {
   try {
@@ -19,30 +19,30 @@ async function copy(text, button) {
 
 let drawnConfiguration = "";
 function configuration() {
-  const records = [
-    ...content.runs.map((run, i) => ({
-      name: runName(i),
+  const written = [
+    ...records.runs.map((run, i) => ({
+      name: runName(i, records),
       path: run.path,
       config: run.config,
       versions: run.versions,
       state: run.state,
       planned: run.planned,
     })),
-    ...content.studies.map((study) => ({
+    ...records.studies.map((study) => ({
       name: study.kind,
       path: study.path,
       config: study.config,
       versions: study.versions,
     })),
   ];
-  if (!show("configuration", records.length)) return;
-  const key = JSON.stringify(records);
+  if (!show("configuration", written.length)) return;
+  const key = JSON.stringify(written);
   if (key === drawnConfiguration) return;
   drawnConfiguration = key;
   const opened = new Set(
     [...by("configurations").querySelectorAll("details[open] summary")].map((one) => one.textContent),
   );
-  const kinds = [...new Map(records.map((one) => [JSON.stringify(one.versions), one.versions])).values()],
+  const kinds = [...new Map(written.map((one) => [JSON.stringify(one.versions), one.versions])).values()],
     names = [...new Set(kinds.flatMap((one) => Object.keys(one)))];
   by("versions").replaceChildren(
     table(
@@ -52,7 +52,7 @@ function configuration() {
     ),
   );
   const texts = new Map();
-  for (const one of records) texts.set(one.config.text, [...(texts.get(one.config.text) ?? []), one]);
+  for (const one of written) texts.set(one.config.text, [...(texts.get(one.config.text) ?? []), one]);
   by("configurations").replaceChildren(
     ...[...texts.entries()].map(([text, some]) => {
       const button = element("button", { type: "button" }, "Copy");
@@ -77,16 +77,16 @@ function configuration() {
   );
 }
 
-// ---- while a run goes on -------------------------------------------------------------------------------------------------------
+// ---- while a run continues ------------------------------------------------------------------------------------------
 
 let asked = null;
 let lost = false;
 function status() {
-  const going = content.runs.filter((run) => run.state === "going"),
-    stopped = content.runs.filter((run) => run.state === "stopped"),
-    wrong = content.runs.filter(isLost);
-  const alone = content.runs.length === 1;
-  const who = (run) => (alone ? "" : runName(content.runs.indexOf(run)));
+  const going = records.runs.filter((run) => run.state === "going"),
+    stopped = records.runs.filter((run) => run.state === "stopped"),
+    wrong = records.runs.filter(isLost);
+  const alone = records.runs.length === 1;
+  const who = (run) => (alone ? "" : runName(records.runs.indexOf(run), records));
   const told = (sentences) =>
     [
       ...sentences.slice(0, MOST_TOLD),
@@ -94,7 +94,7 @@ function status() {
     ].join(" ");
   const ended = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);
   const failures = told(wrong.map((run) => ended(failure(run, who(run)))));
-  /* Every run by itself: one that goes on must not hide one that is dead. */
+  /* Every run by itself: a running one must not hide a dead one. */
   const silences = () =>
     told(
       going
@@ -102,7 +102,8 @@ function status() {
         .filter(([, minutes]) => minutes >= SILENT)
         .map(
           ([run, minutes]) =>
-            `Nothing new${alone ? "" : ` from ${who(run)}`} for ${minutes} min: it computes, or its process has ended${run.resumable ? ` (then: fedbilevel resume ${run.path})` : ""}.`,
+            `Nothing new${alone ? "" : ` from ${who(run)}`} for ${minutes} min: it computes, or its process has ended` +
+            `${run.resumable ? ` (then: fedbilevel resume ${run.path})` : ""}.`,
         ),
     );
   const place = by("status");
@@ -110,30 +111,33 @@ function status() {
   const where = (run) => {
     const name = run.planned.rounds ? "rounds" : "iteration",
       done = last(column(run, name)) || 0;
-    return `${run.algorithm}: ${name === "rounds" ? `${done}` : `outer iteration ${done}`}${run.planned[name] ? ` of ${run.planned[name]}` : ""}${name === "rounds" ? " rounds" : ""}`;
+    const end = run.planned[name] ? ` of ${run.planned[name]}` : "";
+    return `${run.algorithm}: ${name === "rounds" ? `${done}${end} rounds` : `outer iteration ${done}${end}`}`;
   };
   let text = "";
   if (lost) {
     text = `The connection to fedbilevel watch is lost; this is what was known at ${asked}.`;
     place.classList.add("lost");
-  } else if (LIVE && content.over) {
+  } else if (LIVE && records.over) {
     text =
       failures ||
       (stopped.length
         ? `${alone ? "The run was" : "Runs were"} stopped (${stopped.map(where).join("; ")}).`
-        : content.runs.length > 1
+        : records.runs.length > 1
           ? "The runs have finished."
           : "The run has finished.");
     place.classList.add("over");
   } else if (going.length) {
     const first = going.some((run) => (run.columns.iteration ?? []).length);
-    text = `${LIVE ? "Running" : "Not finished when this was written"}: ${going.map(where).join("; ")}.${LIVE && !first ? " No measurement yet." : ""}`;
-    text = [text, LIVE ? silences() : "", failures].filter(Boolean).join(" ");
+    text = `${LIVE ? "Running" : "Not finished when this was written"}: ${going.map(where).join("; ")}.`;
+    text = [text, LIVE && !first ? "No measurement yet." : "", LIVE ? silences() : "", failures]
+      .filter(Boolean)
+      .join(" ");
   } else if (stopped.length || wrong.length)
     text = [stopped.length ? `Stopped before its end: ${stopped.map(where).join("; ")}.` : "", failures]
       .filter(Boolean)
       .join(" ");
-  else if (LIVE) text = "What is recorded so far; more will appear here.";
+  else if (LIVE) text = "These are the records so far; more will appear here.";
   if (wrong.length) place.classList.add("wrong-end");
   place.textContent = text;
   place.hidden = !text;
@@ -145,8 +149,8 @@ async function ask() {
     if (!answer.ok) throw new Error(String(answer.status));
     const newer = await answer.json();
     const same = (one) => JSON.stringify({ ...one, made: null });
-    const changed = same(newer) !== same(content) || lost;
-    [content, lost, asked] = [newer, false, new Date().toLocaleTimeString()];
+    const changed = same(newer) !== same(records) || lost;
+    [records, lost, asked] = [newer, false, new Date().toLocaleTimeString()];
     if (changed) render();
     else status();
   } catch {
@@ -155,5 +159,5 @@ async function ask() {
       status();
     }
   }
-  if (!(content.over && !lost)) setTimeout(ask, EVERY);
+  if (!(records.over && !lost)) setTimeout(ask, EVERY);
 }

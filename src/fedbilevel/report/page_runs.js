@@ -1,10 +1,10 @@
-// ---- runs and curves -----------------------------------------------------------------------------------------------------
+// ---- runs and curves ------------------------------------------------------------------------------------------------
 
 const column = (run, name) => {
   if (name === "calls") return sums(run, CALLS);
   if (name === "gradients") return sums(run, CALLS.slice(0, 4));
   if (name === "products") return sums(run, CALLS.slice(4));
-  return (run.columns[name] ?? []).map(number);
+  return (Object.hasOwn(run.columns, name) ? run.columns[name] : []).map(number);
 };
 const sums = (run, names) =>
   names
@@ -15,7 +15,7 @@ const sums = (run, names) =>
     );
 const last = (values) => (values.length ? values[values.length - 1] : NaN);
 const runsOf = (curve) => curve.runs.map((number) => content.runs[number]);
-/* Those that count in means: a run that diverged has costs but no figures. */
+/* The runs that count in means: a diverged run has costs but no figures. */
 const whole = (curve) =>
   runsOf(curve).filter((run) => run.state !== "diverged" && (run.columns.iteration ?? []).length);
 const colour = (i) => COLOURS[i % COLOURS.length];
@@ -31,11 +31,15 @@ const label = (curve) => {
   );
 };
 const planned = (run) => (run.planned.iteration ? ` of ${run.planned.iteration}` : "");
-/* How a run came to an end that nobody wanted. */
+/* Why a run failed or diverged, in a sentence. */
 const failure = (run, who = "") => {
   const how =
     run.state === "diverged" ? "diverged" : `failed after outer iteration ${run.end?.iteration ?? 0}${planned(run)}`;
   return (who ? `${who} ${how}` : how[0].toUpperCase() + how.slice(1)) + (run.end?.why ? `: ${run.end.why}` : ".");
+};
+const shortName = ({ name }) => {
+  const most = narrow() ? 16 : 42;
+  return harmless(name.length > most ? `${name.slice(0, most - 1)}…` : name);
 };
 const isLost = (run) => run.state === "failed" || run.state === "diverged";
 
@@ -52,7 +56,8 @@ function band(curve, axis, metric) {
     .map((run) => {
       const x = column(run, axis),
         y = column(run, metric);
-      const kept = x.map((_, i) => i).filter((i) => !Number.isNaN(x[i]) && !Number.isNaN(number(y[i]))); // a run may lack the metric
+      // a run may lack the metric
+      const kept = x.map((_, i) => i).filter((i) => !Number.isNaN(x[i]) && !Number.isNaN(number(y[i])));
       return { x: kept.map((i) => x[i]), y: kept.map((i) => y[i]) };
     })
     .filter((line) => line.x.length);

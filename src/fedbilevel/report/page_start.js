@@ -1,8 +1,11 @@
-// ---- all of it -----------------------------------------------------------------------------------------------------------------
+// ---- the whole page -------------------------------------------------------------------------------------------------
 
 const PARTS = [
+  tasks,
   heading,
   curves,
+  verdict,
+  seeds,
   status,
   cards,
   targets,
@@ -21,7 +24,7 @@ function render(...parts) {
     try {
       part();
     } catch (error) {
-      // what one record holds must not hide the others
+      // one damaged record must not hide the others
       console.error(error);
       const note = document.createElement("p");
       note.className = "note";
@@ -44,9 +47,14 @@ changes(
     state.metric = select.value;
   },
   curves,
+  verdict,
+  seeds,
   cards,
   targets,
 );
+changes("task", (select) => {
+  Object.assign(state, { group: select.value, target: null, typed: false, run: {} });
+});
 changes(
   "log",
   (box) => {

@@ -1,3 +1,5 @@
+// ---- studies --------------------------------------------------------------------------------------------------------
+
 let drawnStudies = "";
 function studies() {
   if (!show("studies", content.studies.length)) return;
@@ -50,7 +52,8 @@ function influence(study, place) {
       element(
         "p",
         { class: "note" },
-        `Change of the validation loss, summed over clients, when one training instance is removed and the model is trained again: ${study.removed.length} removals of the largest predictions. On the line the prediction is exact.`,
+        "Change of the validation loss, summed over clients, when one training instance is removed and the model is " +
+          `trained again: ${study.removed.length} removals of the largest predictions. On the line it is exact.`,
       ),
     );
     const actual = study.removed.map((one) => number(one.actual)),
@@ -69,7 +72,8 @@ function influence(study, place) {
         marker: { color: tinted(colour(wrong ? 1 : 0), 0.75), size: 9, symbol: wrong ? "x" : "circle" },
         customdata: group(wrong).map((one) => [one.client, one.sample, harmless(one.label)]),
         hovertemplate:
-          "client %{customdata[0]}, sample %{customdata[1]}, label %{customdata[2]}<br>actual %{x:.4g}, predicted %{y:.4g}<extra></extra>",
+          "client %{customdata[0]}, sample %{customdata[1]}, label %{customdata[2]}<br>" +
+          "actual %{x:.4g}, predicted %{y:.4g}<extra></extra>",
         meta: { wrong },
       }));
     const div = plotIn(place);
@@ -106,7 +110,8 @@ function influence(study, place) {
       "div",
       { class: "box", id: `instances-${kind}` },
       table(
-        `${rows.length} of ${study.num_instances} instances, by what their removal is predicted to add to the validation loss summed over clients`,
+        `${rows.length} of ${study.num_instances} instances, by the predicted change of the validation loss, ` +
+          "summed over clients, on their removal",
         ["rank", "client", "sample", "label", "made wrong", "predicted change", "actual change"],
         rows.map((one, i) => [
           element("th", { scope: "row" }, String(i + 1)),
@@ -145,15 +150,12 @@ function influence(study, place) {
 }
 
 function personalisation(study, place) {
+  const size = study.task.num_clients ? `${study.task.num_clients} clients` : null;
   const methods = [...new Set(study.outcomes.map((one) => one.method))],
     networks = [...new Set(study.outcomes.map((one) => one.network))];
   const of = (method, network) => study.outcomes.filter((one) => one.method === method && one.network === network);
   place.append(
-    element(
-      "h2",
-      {},
-      `Personalisation: ${[study.task.data, study.task.model, study.task.num_clients ? `${study.task.num_clients} clients` : null].filter(Boolean).join(", ")}`,
-    ),
+    element("h2", {}, `Personalisation: ${[study.task.data, study.task.model, size].filter(Boolean).join(", ")}`),
   );
   const entries = methods.flatMap((method, i) =>
     networks.filter((network) => of(method, network).length).map((network) => [method, network, i]),
@@ -186,7 +188,7 @@ function personalisation(study, place) {
     "div",
     { class: "box", id: "personalisation-table" },
     table(
-      "Where validation accuracy was best, mean ± standard deviation over repetitions; the bottom decile is the accuracy of the client below which a tenth of them lie",
+      "At the best validation accuracy, mean ± standard deviation over repetitions",
       ["method", "network", "runs", ...Object.values(columns)],
       entries.map(([method, network, i]) => [
         rowHead(method, colour(i)),

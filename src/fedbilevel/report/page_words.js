@@ -1,3 +1,6 @@
+/* Draws the content that page_data.py wrote. Text of records becomes text nodes, never markup; plotly reads some markup
+   in its texts, so theirs are escaped. Switches are in `state`; the page follows from `state` and the content, so newer
+   content changes no switch. */
 const LIVE = document.documentElement.dataset.live === "yes";
 const CALLS = ["gy", "gx", "fx", "fy", "hvp", "jvp"];
 const AXES = {
@@ -22,16 +25,18 @@ const DASHES = ["solid", "dash", "dot", "dashdot"];
 const MOST_CARDS = 12;
 const MOST_LABELLED = 400; // cells of a heat map that carry their number
 const MOST_UNFOLDED = 4; // configurations that are printed
-const MOST_TOLD = 4; // failures and silences that are told in full
+const MOST_TOLD = 4; // failures and silences that are reported in full
 const MOST_COLUMNS = 8; // of a table with room around its numbers
-const LONGEST = 30; // letters of a word that is never broken
+const LONGEST = 30; // characters of a word that is never broken
 const PAPER = 660; // pixels across a sheet
-const EVERY = 2000; // milliseconds between questions while a run goes on
-const SILENT = 2; // minutes without anything new after which a live page says so
+const EVERY = 2000; // milliseconds between requests while a run continues
+const SILENT = 2; // minutes without news after which a live page says so
 
-let onScreen = null; // while the page is on paper: how it was on the screen
-let content = JSON.parse(document.getElementById("data").textContent);
+let onScreen = null; // how the page looked on the screen, while it is printed
+let records = JSON.parse(document.getElementById("data").textContent); // everything
+let content = records; // the part that is shown: the runs of one task
 const state = {
+  group: null,
   metric: null,
   axis: "rounds",
   log: false,
@@ -44,14 +49,14 @@ const state = {
 };
 const by = (id) => document.getElementById(id);
 
-// ---- numbers and words ---------------------------------------------------------------------------------------------------
+// ---- numbers and words ----------------------------------------------------------------------------------------------
 
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));
 const words = (name) => String(name).replaceAll("_", " ");
 
 const grouped = (digits) => digits.replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 
-/* One rule for every number that is shown: whole ones in full, others with four digits; the exact value stands in data-value and title. */
+/* One rule for every number: integers in full, others with four digits; data-value and title hold the exact value. */
 function shown(value) {
   if (Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -94,7 +99,7 @@ function element(kind, attributes = {}, ...children) {
 }
 
 function put(node, value, { deviation = 0, count = 1 } = {}) {
-  node.append(shown(value) + (count > 1 ? ` ±\u00a0${shownDeviation(deviation)}` : "")); // it may go on in the next line
+  node.append(shown(value) + (count > 1 ? ` ±\u00a0${shownDeviation(deviation)}` : ""));
   node.dataset.value = String(value);
   if (count > 1) node.dataset.deviation = String(deviation);
   node.title = count > 1 ? `${value} ± ${deviation} over ${count} runs` : String(value);
@@ -114,14 +119,19 @@ const spreadCell = (values) => {
   return cell(found.mean, found);
 };
 
+/* A table, and below it a button that saves it. */
 function table(caption, heads, rows) {
-  return element(
+  const made = element(
     "table",
     { class: heads.length > MOST_COLUMNS ? "many" : null },
     element("caption", {}, element("span", {}, caption)),
-    element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", { scope: "col" }, head)))),
+    element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", { scope: "col" }, explained(head))))),
     element("tbody", {}, ...rows.map((cells) => element("tr", {}, ...cells))),
   );
+  const both = document.createDocumentFragment();
+  const save = saveButton("CSV", `the table ${caption}`, () => saveTable(made));
+  both.append(made, element("div", { class: "under" }, save));
+  return both;
 }
 
 /* Words stay whole, also on paper, but for those that are too long for any column, such as paths. */
