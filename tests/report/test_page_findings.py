@@ -1,4 +1,4 @@
-"""What tasks find in a solution, computed once more by hand, and the accuracies of single clients in the study of personalisation."""
+"""Findings of tasks, computed again by hand, and accuracies of single clients in the study of personalisation."""
 
 import base64
 import json
