@@ -24,7 +24,15 @@ ROOMS = (  # a module imports from its own room and from rooms before it
     "cli",
     "root",
 )
-LEAVES = ("_version", "errors", "escapes", "settings", "columns", "displays", "plots")  # modules of the root that import no room
+LEAVES = (
+    "_version",
+    "errors",
+    "escapes",
+    "settings",
+    "columns",
+    "displays",
+    "plots",
+)  # modules of the root that import no room
 NEVER = {  # edges between rooms in the right direction that are wrong all the same
     ("tasks", "algorithms"),
     ("tasks", "federation"),

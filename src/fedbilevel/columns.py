@@ -1,4 +1,4 @@
-"""Columns of a measurement, known by their names: costs, figures, which direction is better, and their meaning."""
+"""Columns of a measurement by name: costs, figures, which direction is better, and meanings."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def falls(figure: str) -> bool:
 
 
 def rises(figure: str) -> bool:
-    """Return whether higher is better. For a figure that neither rises nor falls, no run is called the best."""
+    """Return whether higher is better.
+
+    For a figure that neither rises nor falls, no run is called the best.
+    """
     return not falls(figure) and not _RISING.isdisjoint(figure.lower().split("_"))
 
 

@@ -35,7 +35,8 @@ def problem(one: Any) -> str:
     roles = ", ".join(map(str, one.statistics)) or "none"
     measured = f"Statistics of: {roles}. Client weights: {one.weights}."
     heads = ("variable", "scope", "meaning", "tensor", "shape")
-    return _block(f"Problem {one.name}", _table("min over x of f(x, y*(x)), y*(x) = argmin over y of g(x, y)", heads, rows), measured)  # fmt: skip
+    variables = _table("min over x of f(x, y*(x)), y*(x) = argmin over y of g(x, y)", heads, rows)
+    return _block(f"Problem {one.name}", variables, measured)
 
 
 def result(one: Any) -> str:
@@ -56,7 +57,7 @@ def ledger(totals: Mapping[str, int], phases: Mapping[str, Mapping[str, int]]) -
 
 
 def algorithm(one: Any, warnings: Mapping[str, str]) -> str:
-    """Show the settings of an algorithm with their symbols, what it does with each scope, and its cost."""
+    """Show the settings of an algorithm with their symbols, its scopes, and its cost."""
     text = inspect.getdoc(inspect.getmodule(type(one))) or ""
     settings = [
         (spec.name, spec.metadata.get("symbol", ""), repr(getattr(one, spec.name)), spec.metadata.get("help", ""))

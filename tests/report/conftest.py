@@ -1,4 +1,7 @@
-"""Fixtures of pages in a browser. The browser and its tabs are shared, because opening a page takes seconds."""
+"""Fixtures of pages in a browser.
+
+The browser and its tabs are shared, because opening a page takes seconds.
+"""
 
 import itertools
 
@@ -18,7 +21,9 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory):
-    """Two seeds of fedbio, whose seconds differ, and one of fedavg, in one page; and a page of each study."""
+    """Two seeds of fedbio, whose seconds differ, and one of fedavg, in one page; and a page of each
+    study.
+    """
     place = tmp_path_factory.mktemp("records")
     for name, seed in (("fedbio", 0), ("fedbio", 1), ("fedavg", 5)):
         write_run(place / "runs" / f"{name}-{seed}", name, seed)
@@ -34,13 +39,17 @@ def reports(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tabs(chromium):
-    """Opening takes a second or two, so tests share tabs, and every test sets the switches that it needs."""
+    """Opening takes a second or two, so tests share tabs, and every test sets the switches that it
+    needs.
+    """
     return {}
 
 
 @pytest.fixture
 def opened(chromium, reports, tabs):
-    """Opens a page once; after every test nothing may have gone wrong in it, and nothing been asked for."""
+    """Opens a page once; after every test nothing may have gone wrong in it, and nothing been asked
+    for.
+    """
     used = []
 
     def look(name, scheme="light"):

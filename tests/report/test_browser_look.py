@@ -1,4 +1,6 @@
-"""The look of the page in a headless Chromium: hostile text, themes, narrow windows, paper and requests."""
+"""The look of the page in a headless Chromium: hostile text, themes, narrow windows, paper and
+requests.
+"""
 
 import pytest
 
@@ -33,7 +35,9 @@ def test_a_table_that_goes_on_behind_its_edge_is_shaded_there(opened, tmp_path):
     assert page.run(f"{box}.scrollWidth > {box}.clientWidth")
 
     def shades():
-        """How far the colours at the edges are from the one in the middle, on a line below the words."""
+        """How far the colours at the edges are from the one in the middle, on a line below the
+        words.
+        """
         page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         place = page.run(
             f"(() => {{ const r = {box}.getBoundingClientRect(); return [r.left + scrollX, r.bottom + scrollY "

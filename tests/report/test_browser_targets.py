@@ -79,7 +79,9 @@ ODD = {
 
 
 def odd(folder, *, scale=1.0):
-    """A run with figures that are empty, infinite, still, or begin on the side where they should end."""
+    """A run with figures that are empty, infinite, still, or begin on the side where they should
+    end.
+    """
     figures = {
         name: (lambda i, values=values: values[i] if values[i] is None else scale * values[i])
         for name, values in ODD.items()
@@ -169,7 +171,9 @@ def test_a_value_that_nobody_named_is_reached_as_the_page_says(opened, tmp_path)
 
 
 def test_a_figure_that_was_never_measured_has_no_target(opened, tmp_path):
-    """A run of no iterations, whose figures do not move, and one where a figure is infinite all along."""
+    """A run of no iterations, whose figures do not move, and one where a figure is infinite all
+    along.
+    """
     rows = rows_of(0, 1, endless=lambda i: float("inf"), upper_loss=lambda i: 7.5113)
     page = opened(
         write_report(write_run(tmp_path / "run", rows=rows, whole=False, iterations=0), tmp_path / "page.html")

@@ -1,4 +1,4 @@
-"""The page in a browser: the sentence about the best run, tasks kept apart, explanations, exports and box plots."""
+"""The page in a browser: the best run, tasks kept apart, explanations, exports and box plots."""
 
 import csv
 import json

@@ -129,7 +129,7 @@ def test_a_study_of_personalisation_is_its_outcomes(tmp_path):
 
 
 def test_problems_that_differ_and_the_same_run_once_more_are_curves_of_their_own(tmp_path):
-    """Runs from Python have no task that would tell them apart: their losses, data and shapes do."""
+    """Runs from Python have no task: their losses, data and shapes distinguish them."""
     own = {
         "losses": [1.0, 2.0],
         "x": {"a": [2]},

@@ -1,4 +1,6 @@
-"""Findings of tasks, computed again by hand, and accuracies of single clients in the study of personalisation."""
+"""Findings of tasks, computed again by hand, and accuracies of single clients in the study of
+personalisation.
+"""
 
 import base64
 import json

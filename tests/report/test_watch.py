@@ -121,7 +121,9 @@ def test_watch_answers_its_own_name_and_its_own_paths_only(served):
 def test_a_port_that_is_taken_is_said_in_one_sentence(served):
     folder, server = served
     port = server.server_address[1]
-    with pytest.raises(ReportError, match=rf"the port {port} cannot be had \(somebody uses it\): name another one"):
+    with pytest.raises(
+        ReportError, match=rf"the port {port} is not available \(another program uses it\): name another one"
+    ):
         Watch(Live([folder]), port)
     with pytest.raises(ReportError, match="expected a number from 1 to 65535"):
         Watch(Live([folder]), 70000)

@@ -85,7 +85,10 @@ def _beside(source: page_data.Source) -> Path:
 
 
 def whole(data: Mapping[str, Any], *, live: bool = False) -> str:
-    """Return the whole page. live: it may request newer content from the server that served it, and from no other."""
+    """Return the whole page.
+
+    live: it may request newer content from the server that served it, and from no other.
+    """
     parts = {
         "title": html.escape(str(data["title"])),
         "policy": policy(live=live),
@@ -110,13 +113,16 @@ def as_data(data: Mapping[str, Any]) -> str:
 
 
 def policy(*, live: bool = False) -> str:
-    """Return the Content-Security-Policy. Inline styles are allowed, because plotly sets them; they can load nothing."""
+    """Return the Content-Security-Policy.
+
+    Inline styles are allowed, because plotly sets them; they can load nothing.
+    """
     asks = "'self'" if live else "'none'"
     return policy_of([_plotly(), script()], "'unsafe-inline'", f"img-src data: blob:; connect-src {asks}")
 
 
 def policy_of(scripts: Sequence[str], styles: str, rest: str) -> str:
-    """Return a policy that allows these scripts by their hashes, and nothing else that is not named."""
+    """Return a policy that allows these scripts by their hashes, and only what is named."""
     allowed = " ".join(map(hash_of, scripts))
     return f"default-src 'none'; script-src {allowed}; style-src {styles}; {rest}; base-uri 'none'; form-action 'none'"
 
@@ -137,7 +143,7 @@ def file_of(name: str) -> str:
 
 @cache
 def script() -> str:
-    """Join the parts of the page's script into one function, so that they share names and leak none."""
+    """Join the parts of the script into one function, so that they share names and leak none."""
     return '"use strict";\n(() => {\n' + "\n".join(file_of(f"page_{name}.js") for name in SCRIPTS) + "})();\n"
 
 

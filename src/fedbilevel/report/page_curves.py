@@ -1,8 +1,8 @@
-"""Curves and tasks of the report page: which runs form one curve, and which curves may share a chart.
+"""Curves of the report page: which runs form a curve, and which curves may share a chart.
 
 Runs that differ in seeds only form one curve, named by the settings that distinguish it from other
-curves. Curves of the same task with the same task settings form one group; the page never draws
-two groups in one chart unless its reader chooses to.
+curves. Curves of the same task with the same task settings form one group; the page never draws two
+groups in one chart unless its reader chooses to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _PLACES = ("task.data_dir",)  # where a machine keeps its data does not change t
 
 
 def curves_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group runs by traits, in the order in which they are given. group: the number of the task in `groups_of`."""
+    """Group runs by traits, in the order in which they are given.
+
+    group: the number of the task in `groups_of`.
+    """
     members: dict[tuple[str, int], list[int]] = {}
     known: Counter[str] = Counter()
     for number, run in enumerate(runs):
@@ -66,7 +69,7 @@ def _is_of_task(name: str) -> bool:
 
 
 def _task_key(run: Mapping[str, Any]) -> str:
-    """Identify a task by its name, its settings and, for a problem without a task, its data, shapes and losses."""
+    """Identify a task by name and settings, else a problem by its data, shapes and losses."""
     return json.dumps(
         {name: value for name, value in run["traits"].items() if _is_of_task(name)}, sort_keys=True, default=str
     )
@@ -78,7 +81,7 @@ def _differing(traits: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Name each curve by its first run: algorithm, task if there are several, and differing settings."""
+    """Name each curve by algorithm, task if there are several, and differing settings."""
     several = len({run["traits"]["task"] for run in runs}) > 1
     names = []
     for run in runs:

@@ -1,4 +1,5 @@
-"""Content of the report page as one plain structure: numbers as they were recorded, and runs grouped into curves.
+"""Content of the report page as one plain structure: numbers as they were recorded, and runs
+grouped into curves.
 
 JSON has no NaN and no infinity, so they are words here.
 """
@@ -28,7 +29,10 @@ _FIRST = ("test_accuracy", "accuracy", "f1")  # shown first where a record does 
 
 @dataclass
 class _Found:
-    """The records read so far. over: all runs have ended (None: the folder may receive more records)."""
+    """The records read so far.
+
+    over: all runs have ended (None: the folder may receive more records).
+    """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     studies: list[dict[str, Any]] = field(default_factory=list)
@@ -141,7 +145,7 @@ def _pair(target: Goal) -> tuple[str, float] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return what strict JSON can hold: NaN and infinities become words that JavaScript's Number() reads."""
+    """Make a value strict JSON: NaN and infinities become words that JavaScript reads."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -152,7 +156,7 @@ def plain(value: Any) -> Any:
 
 
 def _ordered(metrics: Sequence[str], headline: Sequence[str]) -> list[str]:
-    """Sort metrics: those that the task names first, then accuracies and F1, other figures, and losses last."""
+    """Sort metrics: the headline of the task, accuracies and F1, other figures, then losses."""
 
     def rank(name: str) -> int:
         if name in headline:

@@ -1,4 +1,4 @@
-"""One run of the report page: from a record folder, from a comparison, or from a Result in memory."""
+"""Runs of the report page: of a record folder, of a comparison, or of a Result in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _WRITTEN = ("config.json", "metrics.jsonl", "ledger.json")  # at the start, at e
 
 
 class Finished(Protocol):
-    """The fields of a `Result` that the page shows. Declared here, because the page needs no torch."""
+    """The fields of a `Result` that the page shows.
+
+    Declared here, because the page needs no torch.
+    """
 
     @property
     def rows(self) -> list[dict[str, Any]]: ...
@@ -252,7 +255,7 @@ def runs_of_comparison(folder: Path, alone: bool) -> tuple[list[dict[str, Any]],
 
 
 def _about(content: Mapping[str, Any]) -> str:
-    """Return the configuration of a comparison: its options, and the settings of each algorithm once."""
+    """Return the options of a comparison, and the settings of each algorithm once."""
     about = {name: value for name, value in content.items() if name not in ("runs", "outcomes")}
     about["algorithms"] = {
         str(one["algorithm"]): one["settings"]

@@ -1,8 +1,8 @@
 """Files of a record: where they are, what they hold, and one sentence for a file that is damaged.
 
-A folder holds a run (config.json, metrics.jsonl and, from newer versions, ledger.json, clients.json,
-findings.json, end.json and run.toml), a comparison (comparison.json), a study (influence.json or
-personalisation.json), or folders of these.
+A folder holds a run (config.json, metrics.jsonl and, from newer versions, ledger.json,
+clients.json, findings.json, end.json and run.toml), a comparison (comparison.json), a study
+(influence.json or personalisation.json), or folders of these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENDS = ("finished", "callback", "interrupted", "failed")  # a killed run writes 
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a record, also where its main file is given, because commands print that file."""
+    """Return the folder of a record from its path or from that of its main file."""
     if path.is_file():
         if path.name in ("config.json", "metrics.jsonl", *STUDIES):
             return path.parent
@@ -67,7 +67,10 @@ def read_json(place: Path, kind: type[Any] = dict) -> Any:
 
 
 def read_optional(place: Path, kind: type[Any], fits: Callable[[Any], bool], expected: str) -> Any:
-    """Return the content, or None without the file (older versions write fewer). A file that exists must be complete."""
+    """Return the content, or None without the file (older versions write fewer).
+
+    A file that exists must be complete.
+    """
     if not place.exists():
         return None
     content = read_json(place, kind)
@@ -88,7 +91,10 @@ def damaged(place: Path, expected: str) -> ReportError:
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:
-    """Return all measurements. A last line without a line end is still being written, or a crash cut it off: skip it."""
+    """Return all measurements.
+
+    A last line without a line end is still being written, or a crash cut it off: skip it.
+    """
     lines = read_bytes(place).split(b"\n") if place.exists() else [b""]
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -140,7 +146,10 @@ def is_end(content: Mapping[str, Any]) -> bool:
 
 
 def is_ledger(content: Mapping[str, Any]) -> bool:
-    """Test for costs by phase, client or edge. Records that older versions collected from peers have edges only."""
+    """Test for costs by phase, client or edge.
+
+    Records that older versions collected from peers have edges only.
+    """
     phases, clients, edges = (content.get(name, {}) for name in ("phases", "clients", "edges"))
     return (
         all(is_number(value) for phase in phases.values() for value in phase.values())
@@ -161,7 +170,10 @@ def is_partition(content: Mapping[str, Any]) -> bool:
 
 
 def are_findings(content: Sequence[Any]) -> bool:
-    """Test whether each finding has the fields of its kind (`tasks.findings`). An unknown kind is shown as text."""
+    """Test whether each finding has the fields of its kind (`tasks.findings`).
+
+    An unknown kind is shown as text.
+    """
     return all(
         isinstance(one["kind"], str) and isinstance(one["title"], str) and _FITS.get(one["kind"], lambda _: True)(one)
         for one in content

@@ -1,4 +1,6 @@
-"""A headless Chromium, controlled by its DevTools protocol over two pipes, without a driver or a library."""
+"""A headless Chromium, controlled by its DevTools protocol over two pipes, without a driver or a
+library.
+"""
 
 import base64
 import itertools
@@ -103,7 +105,10 @@ class Browser:
 
 
 class Page:
-    """A tab. `requests`: the addresses that it requested. `complaints`: console messages and errors."""
+    """A tab.
+
+    `requests`: the addresses that it requested. `complaints`: console messages and errors.
+    """
 
     def __init__(self, browser, *, width=1100, height=900, scheme="light"):
         self.browser = browser

@@ -96,7 +96,10 @@ CLIENTS = {
 
 
 def write_run(folder, algorithm="fedbio", seed=0, *, rows=None, whole=True, end=None, **settings):
-    """Write a run. whole: with all files of this version; otherwise those of older ones. end: content of end.json."""
+    """Write a run.
+
+    whole: with all files of this version; otherwise those of older ones. end: content of end.json.
+    """
     folder.mkdir(parents=True)
     rows = rows_of(seed) if rows is None else rows
     (folder / "config.json").write_text(json.dumps(config_of(algorithm, seed, **settings)))
