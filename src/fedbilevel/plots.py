@@ -1,4 +1,7 @@
-"""Pictures of experiments, of a study of influence and of who holds which data. Drawn with matplotlib, which is an extra: `pip install fedbilevel[plot]`."""
+"""Pictures of experiments, of influence studies and of the data of each client.
+
+matplotlib draws them; it is an extra: `pip install fedbilevel[plot]`.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ def check() -> None:
 
 
 def _figure(width: float, height: float, *, shown: bool = False) -> Any:
-    """shown: for a notebook or a window, which only pyplot knows."""
+    """Make a figure. shown: for a notebook or a window, which needs pyplot."""
     check()
     from matplotlib import figure, pyplot
 
-    make: Any = pyplot.figure if shown else figure.Figure  # which needs no display
+    make: Any = pyplot.figure if shown else figure.Figure  # a Figure needs no display
     return make(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def scatter(
     pairs: Sequence[tuple[float, float]], path: Path, *, title: str, r2: float | None, f1: float | None
 ) -> None:
-    """Predicted against actual changes, with the diagonal on which they would be equal."""
+    """Draw predicted against actual changes, with the diagonal where they are equal."""
     figure = _figure(4.4, 4.4)
     axes = figure.add_subplot()
     predicted, actual = zip(*pairs, strict=True)
@@ -57,7 +60,7 @@ def scatter(
 
 
 def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
-    """Rows of images, each with a caption under it and a heading over the row."""
+    """Draw rows of images, each image with a caption and each row with a heading."""
     rows = {heading: images for heading, images in rows.items() if images}
     width = max((len(images) for images in rows.values()), default=0)
     figure = _figure(max(4.0, 1.25 * width), 2.05 * max(1, len(rows)))
@@ -77,7 +80,7 @@ def sheet(rows: Mapping[str, Sequence[tuple[Any, str]]], path: Path) -> None:
 def points(
     curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path, *, x: str, y: str, title: str
 ) -> None:
-    """Predicted against actual values, with the diagonal on which they would be equal; a colour per name."""
+    """Draw predicted against actual values and their diagonal, one colour per name."""
     figure = _figure(5.4, 4.8)
     axes = figure.add_subplot()
     every = [point for some in curves.values() for curve in some for point in curve]
@@ -113,7 +116,10 @@ def curve(
     log: Sequence[str] = (),
     shown: bool = False,
 ) -> Any:
-    """A figure with one line per name: the mean over its repetitions, with a band from the lowest to the highest, as far as all of them go."""
+    """Return a figure with one line per name: the mean over its repetitions.
+
+    A band reaches from the lowest to the highest repetition, up to the end of the shortest.
+    """
     figure = _figure(7.2, 4.4, shown=shown)
     axes = figure.add_subplot()
     for number, (name, repetitions) in enumerate(curves.items()):
@@ -155,11 +161,12 @@ def _wrapped(title: str) -> str:
 
 
 def counts_by_client(labels_by_client: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The labels that occur, and how many samples of each (rows) every client (columns) has."""
+    """Return the labels, and the number of samples by label (rows) and client (columns)."""
     everything = [np.asarray(labels).ravel() for labels in labels_by_client]
     if not sum(map(len, everything)):
         raise ProblemError(
-            f"{len(everything)} clients have no samples at all, so there is nothing to draw: give the labels of every client's samples."
+            f"{len(everything)} clients have no samples at all, so there is nothing to draw: "
+            "give the labels of every client's samples."
         )
     found, number = np.unique(np.concatenate([labels for labels in everything if len(labels)]), return_inverse=True)
     counts = np.zeros((len(found), len(everything)), np.int64)
@@ -168,7 +175,7 @@ def counts_by_client(labels_by_client: Sequence[Any]) -> tuple[np.ndarray, np.nd
 
 
 def partition(labels_by_client: Sequence[Any], path: Path, title: str) -> None:
-    """Who has what: a colour for the number of samples of every label at every client, white for none, and above it how many each has in all."""
+    """Draw the samples by label and client (white: none), and the total of each client."""
     check()
     from matplotlib.ticker import MaxNLocator
 
@@ -189,7 +196,7 @@ def partition(labels_by_client: Sequence[Any], path: Path, title: str) -> None:
     )
     axes.set(xlabel="client", ylabel="label", xlim=(-0.5, num_clients - 0.5))
     axes.xaxis.set_major_locator(MaxNLocator(min(num_clients, 20), integer=True, min_n_ticks=1))
-    shown = np.arange(0, num_labels, -(-num_labels // 30))  # names of more than thirty labels would run into each other
+    shown = np.arange(0, num_labels, -(-num_labels // 30))  # more than thirty label names would overlap
     axes.set_yticks(shown, [str(found[i]) for i in shown])
     if num_clients <= 20 and num_labels <= 20 and most < 100_000:
         for (row, column), count in np.ndenumerate(counts):

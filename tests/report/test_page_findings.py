@@ -1,4 +1,6 @@
-"""What tasks find in a solution, computed once more by hand, and the accuracies of single clients in the study of personalisation."""
+"""Findings of tasks, computed again by hand, and accuracies of single clients in the study of
+personalisation.
+"""
 
 import base64
 import json
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from fedbilevel import discovery
-from fedbilevel.report.page_data import _are_findings
+from fedbilevel.report.record_files import are_findings
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import influence
 from fedbilevel.studies.personalisation import Plan, personalise
@@ -185,7 +187,7 @@ def test_accuracies_of_clients_add_up_to_the_figure_of_all(task, algorithm, name
     )
     assert np.average(found["values"][name], weights=sizes) == pytest.approx(result.rows[-1][metric], abs=1e-6)
     assert len(set(found["values"][name])) > 1
-    assert _are_findings(json.loads(json.dumps([found], allow_nan=False)))
+    assert are_findings(json.loads(json.dumps([found], allow_nan=False)))
 
 
 def test_pictures_are_on_one_scale_and_colours_come_last():

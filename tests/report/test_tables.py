@@ -55,5 +55,6 @@ def test_the_cleaning_sentence_is_about_the_best_method():
         "b": {"test_accuracy": 0.95, "precision": 0.9, "recall": 0.8, "f1": 0.847},
     }
     assert tables.cleaning_sentence({"test_accuracy": 0.9}, rows) == (
-        "b: test accuracy 95.0% against 90.0% without cleaning; of the samples it flags 90.0% are wrong, and it finds 80.0% of the wrong ones (F1 0.847)."
+        "b: test accuracy 95.0% against 90.0% without cleaning; of the samples it flags 90.0% are wrong, "
+        "and it finds 80.0% of the wrong ones (F1 0.847)."
     )

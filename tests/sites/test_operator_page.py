@@ -144,7 +144,7 @@ def test_another_host_name_or_origin_is_refused(page, folder):
 def test_every_start_has_another_token(kit):
     with OperatorPage(kit, lambda: look(kit / "site"), "ada") as one, OperatorPage(kit, one.look, "ada") as two:
         assert one.token != two.token
-        with pytest.raises(ReportError, match="somebody uses it"):
+        with pytest.raises(ReportError, match="another program uses it"):
             OperatorPage(kit, one.look, "ada", one.server_address[1])
 
 

@@ -180,6 +180,11 @@ class Algorithm(Settings):
         """Warnings by scope. Overridden where a setting changes them."""
         return self.warns
 
+    def _repr_html_(self) -> str:
+        from fedbilevel import displays  # notebooks only
+
+        return displays.algorithm(self, self.scope_warnings(Scopes()))
+
     def check_scopes(self, scopes: Scopes) -> list[Warning]:
         for scope in scopes:
             if scope in self.refuses:

@@ -63,6 +63,11 @@ class Totals(dict[str, int]):
         sent = f"{megabytes:.3g} MB ({self['floats_up']} floats up, {self['floats_down']} down)"
         return f"<{self['rounds']} rounds, {sent}; {calls}>"
 
+    def _repr_html_(self) -> str:
+        from fedbilevel import displays  # notebooks only
+
+        return displays.ledger(self, self.phases)
+
 
 class Ledger:
     """The costs of one run.
@@ -168,6 +173,9 @@ class Ledger:
             amounts,
             {name: {column: paid[column] for column in ("rounds", *COLUMNS)} for name, paid in self.phases.items()},
         )
+
+    def _repr_html_(self) -> str:
+        return self.totals()._repr_html_()
 
     def asdict(self) -> dict[str, Any]:
         """All costs as plain numbers: summed over clients, by phase, by client and, between peers,

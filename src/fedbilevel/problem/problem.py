@@ -148,6 +148,11 @@ class Problem:
         x = "made for each client's sizes" if callable(self.x0) else shapes(self.x0)
         return f"<Problem {self.name}: x ({self.scopes.upper}) = {x}, y ({self.scopes.lower}) = {shapes(self.y0)}>"
 
+    def _repr_html_(self) -> str:
+        from fedbilevel import displays  # notebooks only
+
+        return displays.problem(self)
+
     def initial_x(self, sizes: Mapping[str, int]) -> Tree:
         if not callable(self.x0):
             return self.x0

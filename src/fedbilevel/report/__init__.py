@@ -1,10 +1,13 @@
-"""One page in a browser that shows what runs did: `write_report` writes it as a file, `watch` serves it while a run goes on.
+"""Results for people: tables in a terminal, and one page in a browser.
 
-Only JSON files of records are read, and nothing here needs torch.
+    tables.py         tables and sentences in a terminal
+    page.py           `write_report`: page.html, page.css, page_*.js, plotly and content in one file
+    page_data.py      content of the page as plain numbers and words, from
+                      record_files.py, page_runs.py, page_curves.py and page_studies.py
+    watch.py          the same page, served to this machine while a run continues
+    operating.py      the page of a site's operator
 
-    content.py    what records say, as plain numbers and words
-    writing.py    page.html, page.css, page.js, plotly's script and the content, joined into one file that asks for nothing from outside
-    watching.py   the same page from this machine for this machine, with content that is read again
+The page reads only JSON files of records and needs no torch.
 """
 
 from fedbilevel.report.page import write_report

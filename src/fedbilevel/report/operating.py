@@ -1,8 +1,9 @@
-"""The page of a site's operator, served by the site's machine to itself: what the site does, and buttons to decide.
+"""The page of a site's operator: the state of the site, and buttons to decide.
 
-Other users of the machine can reach the port, too. So every answer needs the token, which is made anew at each start
-and is part of the address that only the operator's terminal shows. A browser's command line would show the address to
-all users, so a browser opens a private file that leads to it.
+The site's machine serves it to itself. Other users of the machine can reach the port too, so every
+answer needs a token, which is new at each start and is part of the address in the operator's
+terminal. The command line of a browser would show the address to all users, so the browser opens a
+private file that redirects to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LOOK = Callable[[], View]
 
 
 def content(view: View, kit: Path) -> dict[str, Any]:
-    """All that the page shows, in words."""
+    """Return everything that the page shows, in words."""
     return {
         "name": view.name,
         "kit": str(kit),
@@ -45,7 +46,7 @@ def content(view: View, kit: Path) -> dict[str, Any]:
 
 
 def _trouble(view: View) -> str:
-    """What keeps the site from answering; empty where nothing is known to."""
+    """Return what prevents the site from answering; empty if nothing is known."""
     if view.running is False:
         return "This site is not running: start it with start-site."
     if view.connected is False:
@@ -58,7 +59,7 @@ def _named(request: dict[str, Any]) -> dict[str, str]:
 
 
 def act(folder: Path, by: str, asked: Any) -> str:
-    """Carry out what a button asked for, and say what was done."""
+    """Carry out the action of a button, and return a sentence about it."""
     match asked:
         case {"action": "approve", "digest": str(digest)}:
             return f"{operator.approve(folder, digest, by)['run']} is approved."
@@ -77,7 +78,7 @@ def act(folder: Path, by: str, asked: Any) -> str:
 
 
 class OperatorPage(OwnMachine):
-    """look: what the site does now. by: who presses the buttons."""
+    """The server of the page. look: returns the state of the site. by: the operator's name."""
 
     def __init__(self, kit: Path, look: LOOK, by: str, port: int = 0) -> None:
         self.kit, self.folder, self.look, self.by = kit, operator.site_folder(kit), look, by
@@ -86,8 +87,10 @@ class OperatorPage(OwnMachine):
         super().__init__(_OfSite, port)
 
     def make_way(self) -> Path:
-        """A file for its owner's eyes only that leads a browser here. It is gone after the first visit, or at the end.
-        It lies in the kit, because some browsers see no files of /tmp and none in hidden folders."""
+        """Make a private file that redirects a browser here; the first visit removes it.
+
+        It is in the kit, because some browsers cannot read files in /tmp or in hidden folders.
+        """
         file, name = tempfile.mkstemp(prefix="open-", suffix=".html", dir=self.kit.resolve())
         self.way = Path(name)
         with os.fdopen(file, "w") as opened:
@@ -120,7 +123,7 @@ class _OfSite(Answer):
         return policy_of([file_of("operator.js")], hash_of(_style()), "connect-src 'self'; img-src data:")
 
     def do_GET(self) -> None:
-        """The page, with the token in its address; its content, with the token in a header."""
+        """Answer with the page (token in its address) or with its content (token in a header)."""
         place = urlsplit(self.path)
         if not self.is_for_us():
             return
@@ -172,7 +175,7 @@ def _style() -> str:
 
 
 def serve(page: OperatorPage, begun: Callable[[str], None]) -> None:
-    """Until Ctrl-C. begun: told the address."""
+    """Serve until Ctrl-C. begun: receives the address."""
     with page:
         begun(page.address)
         with contextlib.suppress(KeyboardInterrupt):

@@ -50,7 +50,7 @@
     at("leave").textContent = `Leave ${data.run}`;
     at("leave").className = "away";
     at("leave").hidden = !data.run;
-    at("leave").onclick = () => {  // asked twice: the page has no button that takes it back
+    at("leave").onclick = () => {  // ask for confirmation, because no button undoes it
       at("leave").textContent = `Leave ${data.run}: press again to confirm`;
       at("leave").onclick = () => act({ action: "leave", run: data.run });
     };
@@ -60,7 +60,7 @@
     const [done, all] = data.progress;
     at("progress").hidden = !all;
     at("progress").max = all || 1;
-    if (done !== null) at("progress").value = done;  // else the last message was about no outer iteration
+    if (done !== null) at("progress").value = done;  // otherwise the last message names no outer iteration
     document.documentElement.dataset.drawn = "yes";
   }
 
@@ -73,7 +73,7 @@
     at("status").className = `status ${failed || data.trouble ? "lost" : data.paused ? "" : "over"}`;
   }
 
-  // drawn anew only when something changed, so that a button stays under the pointer
+  // redraw only after a change, so that a button stays under the pointer
   function update(data, acted) {
     const text = JSON.stringify(data);
     if (text !== shown) {

@@ -1,6 +1,7 @@
-"""The page as one file. What it needs is inside it, and its Content-Security-Policy forbids the browser to ask for anything else.
+"""The report page as one file. Its Content-Security-Policy forbids the browser every request.
 
-Scripts are allowed by their hashes alone, so that nothing that a record says can become one; the content is data and never markup.
+Scripts are allowed by their hashes only, so no text of a record can become a script. Content is
+embedded as data, never as markup.
 """
 
 from __future__ import annotations
@@ -20,34 +21,48 @@ from typing import Any
 from fedbilevel.errors import ReportError
 from fedbilevel.report import page_data
 
+# parts of the script, in the order in which they are joined: page_NAME.js
+SCRIPTS = (
+    *("words", "terms", "runs", "drawing", "export", "tasks", "figures", "clients", "ledger", "findings", "studies"),
+    *("live", "start"),
+)
 _OPEN = re.compile(r"\{\{(\w+)\}\}")
 
 
 def write_report(
-    paths: Sequence[Path | str] | Path | str,
-    out: Path | str | None = None,
+    records: Sequence[page_data.Source] | page_data.Source,
+    path: Path | str | None = None,
     *,
     target: page_data.Goal = None,
     title: str | None = None,
 ) -> Path:
-    """One self-contained page of these records. out: where (default: report.html in the first folder). target: e.g. "test_accuracy=0.94"."""
-    places = [paths] if isinstance(paths, Path | str) else list(paths)
-    page = whole(page_data.read(places, target=target, title=title))
-    first = Path(places[0])
-    place = Path(out) if out is not None else (first if first.is_dir() else first.parent) / "report.html"
+    """Write one self-contained HTML page of these records and return its path.
+
+    records: a `Result`, the folder of a run, comparison or study, a folder of such folders, or a
+    list of these. A `Result` with a record shows the record.
+    path: the file to write; by default report.html in the first record's folder.
+    target: a metric and the value to reach, e.g. "test_accuracy=0.94".
+    """
+    sources = _listed(records)
+    for source in sources:
+        if not isinstance(source, Path | str) and not hasattr(source, "rows"):
+            raise ReportError(
+                f"a record is of type {type(source).__name__}, expected a Result, the folder of a record, or a list."
+            )
+    page = whole(page_data.read(sources, target=target, title=title))
+    place = Path(path) if path is not None else _beside(sources[0])
     if place.is_dir():
-        raise ReportError(
-            f"{place} is a folder: name the file that the page is to be written to, e.g. {place / 'report.html'}."
-        )
+        raise ReportError(f"{place} is a folder: name the file of the page, e.g. {place / 'report.html'}.")
     if place.suffix.lower() not in (".html", ".htm"):
         raise ReportError(
-            f"the page is to be written to {place}, expected a name that ends in .html, so that nothing of a record is written over."
+            f"the page would be written to {place}, expected a name that ends in .html, "
+            "so that no file of a record is overwritten."
         )
-    beside = place.with_name(place.name + ".part")
+    part = place.with_name(place.name + ".part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, encoding="utf-8", newline="\n")
-        os.replace(beside, place)
+        part.write_text(page, encoding="utf-8", newline="\n")
+        os.replace(part, place)
     except OSError as error:
         raise ReportError(
             f"{place} cannot be written ({error.strerror}): make room or name another file with --out."
@@ -55,15 +70,31 @@ def write_report(
     return place
 
 
+def _listed(records: Any) -> list[page_data.Source]:
+    """Return the sources. A text is one folder, and any other sequence holds several."""
+    is_one = isinstance(records, Path | str) or not isinstance(records, Sequence)
+    return [records] if is_one else list(records)
+
+
+def _beside(source: page_data.Source) -> Path:
+    """Return report.html in the folder of a record."""
+    folder = Path(source) if isinstance(source, Path | str) else source.path
+    if folder is None:
+        raise ReportError("the first result has no record, so the page has no folder: give the path of the page.")
+    return (folder if folder.is_dir() else folder.parent) / "report.html"
+
+
 def whole(data: Mapping[str, Any], *, live: bool = False) -> str:
-    """live: it may ask the server that it came from for newer content, and nobody else."""
-    script, plotly = file_of("page.js"), _plotly()
+    """Return the whole page.
+
+    live: it may request newer content from the server that served it, and from no other.
+    """
     parts = {
         "title": html.escape(str(data["title"])),
         "policy": policy(live=live),
         "style": file_of("page.css"),
-        "plotly": plotly,
-        "script": script,
+        "plotly": _plotly(),
+        "script": script(),
         "data": as_data(data),
         "live": "yes" if live else "no",
     }
@@ -71,30 +102,33 @@ def whole(data: Mapping[str, Any], *, live: bool = False) -> str:
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
-    """A template with its places {{part}} filled in."""
+    """Fill the places {{part}} of a template."""
     return _OPEN.sub(lambda found: parts[found[1]], file_of(name))
 
 
 def as_data(data: Mapping[str, Any]) -> str:
-    """JSON that no HTML parser can take for the end of a script, nor for the beginning of anything."""
+    """Return JSON in which no HTML parser finds a tag or the end of a script."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def policy(*, live: bool = False) -> str:
-    """What a browser may do with the page. Styles are free because plotly sets them on what it draws; a style can ask for nothing here either."""
+    """Return the Content-Security-Policy.
+
+    Inline styles are allowed, because plotly sets them; they can load nothing.
+    """
     asks = "'self'" if live else "'none'"
-    return policy_of([_plotly(), file_of("page.js")], "'unsafe-inline'", f"img-src data: blob:; connect-src {asks}")
+    return policy_of([_plotly(), script()], "'unsafe-inline'", f"img-src data: blob:; connect-src {asks}")
 
 
 def policy_of(scripts: Sequence[str], styles: str, rest: str) -> str:
-    """A policy that allows these scripts, by their hashes, and nothing that is not named."""
+    """Return a policy that allows these scripts by their hashes, and only what is named."""
     allowed = " ".join(map(hash_of, scripts))
     return f"default-src 'none'; script-src {allowed}; style-src {styles}; {rest}; base-uri 'none'; form-action 'none'"
 
 
 def hash_of(text: str) -> str:
-    """As a Content-Security-Policy names a script or a style."""
+    """Return the hash by which a Content-Security-Policy names a script or a style."""
     return f"'sha256-{_digest(text)}'"
 
 
@@ -108,9 +142,15 @@ def file_of(name: str) -> str:
 
 
 @cache
+def script() -> str:
+    """Join the parts of the script into one function, so that they share names and leak none."""
+    return '"use strict";\n(() => {\n' + "\n".join(file_of(f"page_{name}.js") for name in SCRIPTS) + "})();\n"
+
+
+@cache
 def _plotly() -> str:
-    """plotly.js as the Python package brings it: no network."""
-    from plotly.offline import get_plotlyjs  # long to import
+    """Return plotly.js from the Python package, without network."""
+    from plotly.offline import get_plotlyjs  # slow import
 
     text: str = get_plotlyjs().replace("\r\n", "\n")
     return text

@@ -1,4 +1,4 @@
-"""Tables and sentences for people, from the rows of a record. Never touches tensors."""
+"""Tables and sentences in a terminal, from the rows of a record. Never touches tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from fedbilevel.studies.tune import Chosen
 
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
-    """One line per method: its figures and what they cost, summed over clients (grads: first-order; products: H v and J v)."""
+    """Show figures and costs of each method, summed over clients.
+
+    grads: first derivatives. products: H v and J v.
+    """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("method")
     for name in (*headline, "rounds", "MB", "grads", "products", "s"):
@@ -35,7 +38,10 @@ def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequen
 
 
 def comparison(result: Comparison, headline: Sequence[str]) -> Table:
-    """One line per algorithm: what it took to reach the target, and where it ended, as mean +- standard deviation over repetitions."""
+    """Show the cost of each algorithm to reach the target and its final figures.
+
+    Values are mean +- standard deviation over repetitions.
+    """
     goal = result.target
     finals = [goal.metric, *(name for name in headline if name != goal.metric)] if goal is not None else list(headline)
     what = (
@@ -82,7 +88,7 @@ def figure(value: float | None) -> str:
 
 
 def influence(result: Study, num_listed: int) -> list[Table | str]:
-    """Scores beside those of the paper, what the prediction is worth and cost, and who harms and helps most."""
+    """Show scores beside the paper's, costs, and the most harmful and helpful samples."""
     data, model = result.task["data"], result.task["model"]
     table = Table(
         title=f"Influence of instances: {data}, {model}, {result.method}",
@@ -103,7 +109,8 @@ def influence(result: Study, num_listed: int) -> list[Table | str]:
             "-",
         )
     worth = [
-        f"total validation loss {result.loss:.4g}, validation accuracy {result.val_accuracy:.1%}, |grad g| {result.lower_gradient:.1e}"
+        f"total validation loss {result.loss:.4g}, validation accuracy {result.val_accuracy:.1%}, "
+        f"|grad g| {result.lower_gradient:.1e}"
     ]
     worth += [f"residual of u {result.residual:.1e}"] if result.residual is not None else []
     worth += [f"peers' u differ by {result.disagreement:.1e}"] if result.disagreement is not None else []
@@ -135,7 +142,7 @@ def instances(title: str, rows: Sequence[Instance]) -> Table:
 
 
 def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Table]:
-    """A table per panel: ours as mean +- deviation, the paper's in brackets with the difference."""
+    """Make a table per panel: our mean +- deviation (the paper's value; the difference)."""
     tables = []
     for panel in dict.fromkeys(panel for panel, _ in means):
         table = Table(
@@ -159,7 +166,9 @@ def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping
 
 
 def recorded(experiment: Experiment) -> str:
-    """What the file holds of results, as Markdown: a table per panel, ours (the paper's; the difference)."""
+    """Return the recorded results as Markdown: a table per panel, ours (the paper's; the
+    difference).
+    """
     result = experiment.content.get("result", {})
     lines = [
         f"## {experiment.name}: {experiment.title}",
@@ -200,7 +209,7 @@ def recorded(experiment: Experiment) -> str:
 
 
 def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:
-    """The best trials, the chosen one first."""
+    """Show the best trials, the chosen one first."""
     title = f"{experiment.name}, {chosen.panel}, {chosen.row}: {len(chosen.trials)} trials, {chosen.rounds} rounds"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     names = list(chosen.best.values)
@@ -234,16 +243,17 @@ def _score(value: float | None, digits: int) -> str:
 
 
 def cleaning_sentence(floor: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> str:
-    """What cleaning bought, for the method with the best test accuracy."""
+    """State the benefit of cleaning for the method with the best test accuracy."""
     name, best = max(others.items(), key=lambda item: item[1]["test_accuracy"])
     return (
-        f"{name}: test accuracy {best['test_accuracy']:.1%} against {floor['test_accuracy']:.1%} without cleaning; of the samples it flags "
-        f"{best['precision']:.1%} are wrong, and it finds {best['recall']:.1%} of the wrong ones (F1 {best['f1']:.3f})."
+        f"{name}: test accuracy {best['test_accuracy']:.1%} against {floor['test_accuracy']:.1%} without cleaning; "
+        f"of the samples it flags {best['precision']:.1%} are wrong, "
+        f"and it finds {best['recall']:.1%} of the wrong ones (F1 {best['f1']:.3f})."
     )
 
 
 def names(title: str, found: Mapping[str, type[Any]]) -> Table:
-    """The first line of each module's docstring."""
+    """List names, each with the first line of its module's docstring."""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, kind in sorted(found.items()):
         table.add_row(name, first_line(kind))
@@ -251,15 +261,21 @@ def names(title: str, found: Mapping[str, type[Any]]) -> Table:
 
 
 def first_line(kind: type[Any]) -> str:
-    """Of the docstring of its module."""
+    """Return the first line of the docstring of a class's module."""
     return (inspect.getdoc(inspect.getmodule(kind)) or "").split("\n", 1)[0]
 
 
 def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:
-    """One line per method, one column per network: mean / bottom-decile test accuracy in per cent, means over repetitions, the paper's below."""
+    """Show mean / bottom-decile test accuracy in per cent, one line per method, one column per
+    network.
+
+    Values are means over repetitions, with the paper's values below.
+    """
     networks = list(dict.fromkeys(one.network for one in outcomes))
     table = Table(
-        title="Test accuracy in %: over all test samples / of the client at the bottom decile (below: the paper, EMNIST)",
+        title=(
+            "Test accuracy in %: over all test samples / of the client at the bottom decile (below: the paper, EMNIST)"
+        ),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -291,7 +307,7 @@ def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tu
 
 
 def removals(title: str, rows: Sequence[Removal]) -> Table:
-    """Instances of peers: whose, which of its training samples, and what removing it is predicted to do."""
+    """List training samples of peers with the predicted change of the loss when each is removed."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("peer", "sample", "predicted change"):
         table.add_column(name, justify="left" if name == "peer" else "right")

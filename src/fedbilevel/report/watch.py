@@ -1,7 +1,8 @@
-"""The page of a run that goes on, served by this machine to itself.
+"""The report page of a running run, served by this machine to itself.
 
-The server listens on 127.0.0.1 alone and answers two paths. It refuses names that are not its own in the Host header, so that no page from elsewhere can
-reach it under a name of its own (DNS rebinding). Files are read again when they have changed.
+The server listens on 127.0.0.1 only and answers two paths. It refuses other names in the Host
+header, so that no page from another host can reach it (DNS rebinding). Files are read again when
+they change.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _READ = (
     "*/run.toml",
     "solution.safetensors",
     "*/solution.safetensors",
-)  # what content depends on
+)  # files that the content depends on
 
 
 class Live:
-    """What the records say now."""
+    """The current content of records."""
 
     def __init__(self, paths: Sequence[Path], *, target: page_data.Goal = None, title: str | None = None) -> None:
         self.paths, self.target, self.title = paths, target, title
@@ -40,7 +41,10 @@ class Live:
         self.content()
 
     def content(self) -> dict[str, Any]:
-        """Read anew if a file has changed. A file that is damaged for a moment leaves what was known before."""
+        """Return the content, read again if a file has changed.
+
+        While a file is damaged, the last content stays.
+        """
         with self._lock:
             seen = self._stamps()
             if seen != self._seen:
@@ -58,14 +62,17 @@ class Live:
         for place in sorted({place for folder in folders for pattern in _READ for place in folder.glob(pattern)}):
             try:
                 about = place.stat()
-            except FileNotFoundError:  # moved into its place at this moment
+            except FileNotFoundError:  # a file is being replaced at this moment
                 continue
             found.append((str(place), about.st_mtime_ns, about.st_size))
         return found
 
 
 class OwnMachine(ThreadingHTTPServer):
-    """Answers on this machine alone. port 0: any that is free. Closed with the `with` statement."""
+    """An HTTP server for this machine only.
+
+    port 0: any free port. Close it with the `with` statement.
+    """
 
     daemon_threads = True
     allow_reuse_address = False  # two watches on one port would take turns
@@ -75,12 +82,12 @@ class OwnMachine(ThreadingHTTPServer):
             super().__init__((HOST, port), answer)
         except OverflowError:
             raise ReportError(
-                f"the port is {port}, expected a number from 1 to 65535, or 0 for any that is free."
+                f"the port is {port}, expected a number from 1 to 65535, or 0 for any free port."
             ) from None
         except OSError as error:
-            why = "somebody uses it" if error.errno == errno.EADDRINUSE else error.strerror
+            why = "another program uses it" if error.errno == errno.EADDRINUSE else error.strerror
             raise ReportError(
-                f"the port {port} cannot be had ({why}): name another one with --port, or 0 for any that is free."
+                f"the port {port} is not available ({why}): name another one with --port, or 0 for any free port."
             ) from error
 
     @property
@@ -92,22 +99,24 @@ class OwnMachine(ThreadingHTTPServer):
         return f"{HOST}:{port}", f"localhost:{port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignore a browser that closes its connection during an answer."""
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Checks the Host header, and sends headers that forbid the browser all that the page does not need."""
+    """Checks the Host header, and sends headers that forbid the browser everything the page does
+    not need.
+    """
 
     server: OwnMachine
     server_version, sys_version = "fedbilevel", ""
     timeout = 30
 
     def policy(self) -> str:
-        """The Content-Security-Policy of every answer."""
+        """Return the Content-Security-Policy of every answer."""
         return policy(live=True)
 
     def is_for_us(self) -> bool:
-        """Else it is refused here."""
+        """Return whether the request names this server; refuse it otherwise."""
         ours = self.headers.get("Host") in self.server.hosts()
         if not ours:
             self.say(403, "text/plain", "This server answers its own machine only, under its own name.")
@@ -130,7 +139,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """The terminal is for the run."""
+        """Log nothing, because the terminal belongs to the run."""
 
 
 class Watch(OwnMachine):
@@ -158,7 +167,7 @@ class _OfRecord(Answer):
 def watch(
     live: Live, port: int, begun: Callable[[str], None], ended: Callable[[str], None], *, every: float = 2.0
 ) -> None:
-    """Serve until Ctrl-C. begun: told the address. ended: told, once, how the run ended."""
+    """Serve until Ctrl-C. begun: receives the address. ended: receives, once, how the run ended."""
     with Watch(live, port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
         thread.start()
@@ -179,7 +188,7 @@ def watch(
 
 
 def _ending(found: dict[str, Any]) -> str:
-    """One sentence: the worst that happened."""
+    """Return one sentence about the worst end of a run."""
     runs = found["runs"]
     for state, how in (("failed", "failed"), ("stopped", "was stopped")):
         for run in runs:
@@ -188,7 +197,8 @@ def _ending(found: dict[str, Any]) -> str:
                 end, planned = run["end"] or {}, run["planned"]["iteration"]
                 done = end.get("iteration") or (run["columns"].get("iteration") or [0])[-1]
                 why = printable(end.get("why") or "")
-                return f"The {name} {how} after outer iteration {done}{f' of {planned}' if planned else ''}{f': {why}' if why else '.'}"
+                length = f" of {planned}" if planned else ""
+                return f"The {name} {how} after outer iteration {done}{length}{f': {why}' if why else '.'}"
     return (
         "The runs have finished." if len(runs) > 1 else "The run has finished." if runs else "The study has finished."
     )

@@ -71,3 +71,8 @@ class Result:
         figures = ", ".join(f"{name} {last[name]:.4g}" for name in figures_of(last)[:3])
         end = "" if self.stopped == "finished" else f" (stopped: {self.stopped})"
         return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB; {figures}>"
+
+    def _repr_html_(self) -> str:
+        from fedbilevel import displays  # notebooks only
+
+        return displays.result(self)

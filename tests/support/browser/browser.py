@@ -1,4 +1,6 @@
-"""A headless Chromium, spoken to in its own DevTools protocol over two pipes: no driver and no library between."""
+"""A headless Chromium, controlled by its DevTools protocol over two pipes, without a driver or a
+library.
+"""
 
 import base64
 import itertools
@@ -28,12 +30,15 @@ FLAGS = [
     "--remote-debugging-pipe",
 ]
 # the browser reads commands from file 3 and writes answers to file 4
-LAUNCH = "import os, sys; r, w = map(int, sys.argv[1:3]); os.dup2(r, 10); os.dup2(w, 11); os.dup2(10, 3); os.dup2(11, 4); os.execv(sys.argv[3], sys.argv[3:])"
+LAUNCH = (
+    "import os, sys; r, w = map(int, sys.argv[1:3]); os.dup2(r, 10); os.dup2(w, 11); "
+    "os.dup2(10, 3); os.dup2(11, 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 PATIENCE = 30.0
 
 
 def find():
-    """Where a Chromium is, or nothing."""
+    """Return the path of a Chromium, or None."""
     return os.environ.get("FEDBILEVEL_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -60,7 +65,7 @@ class Browser:
         self.numbers, self.answers, self.events = itertools.count(1), {}, {}
 
     def send(self, method, session=None, **values):
-        """The answer to a command; events that come meanwhile are kept by session."""
+        """Return the answer to a command; events that arrive meanwhile are kept by session."""
         number = next(self.numbers)
         message = {"id": number, "method": method, "params": values, **({"sessionId": session} if session else {})}
         os.write(self.writing, json.dumps(message).encode() + b"\0")
@@ -100,7 +105,10 @@ class Browser:
 
 
 class Page:
-    """A tab. `requests` are the addresses it asked for, `complaints` what it wrote to the console and what went wrong in it."""
+    """A tab.
+
+    `requests`: the addresses that it requested. `complaints`: console messages and errors.
+    """
 
     def __init__(self, browser, *, width=1100, height=900, scheme="light"):
         self.browser = browser
@@ -126,7 +134,7 @@ class Page:
         return self
 
     def run(self, script):
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -135,6 +143,13 @@ class Page:
         end = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < end, f"never true: {script}; {self.complaints}"
+            time.sleep(0.05)
+
+    def until_here(self, condition, seconds=PATIENCE):
+        """Wait for a condition outside of the page, such as a saved file."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"never true; {self.complaints}"
             time.sleep(0.05)
 
     def happened(self, *methods):
@@ -152,22 +167,23 @@ class Page:
         return self.happened("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
 
     def choose(self, name, value):
-        """What a person does with a select, a tick or a number."""
+        """Set a select, a checkbox or a number as a user does."""
         self.run(
             f"(() => {{ const e = document.getElementById({json.dumps(name)}); const v = {json.dumps(value)};"
             " if (e.type === 'checkbox') { e.click(); return; } e.focus(); e.value = v;"
-            " e.dispatchEvent(new Event('input', {bubbles: true})); e.dispatchEvent(new Event('change', {bubbles: true})); e.blur(); })()"
+            " e.dispatchEvent(new Event('input', {bubbles: true}));"
+            " e.dispatchEvent(new Event('change', {bubbles: true})); e.blur(); })()"
         )
 
     def press(self, selector):
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
     def picture(self, *, whole=True):
-        """PNG of all of the page."""
+        """Return a PNG of the whole page."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
     def printed(self):
-        """PDF."""
+        """Return the page as PDF."""
         return base64.b64decode(
             self.send("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)["data"]
         )

@@ -96,7 +96,10 @@ CLIENTS = {
 
 
 def write_run(folder, algorithm="fedbio", seed=0, *, rows=None, whole=True, end=None, **settings):
-    """whole: with all files that a run of this version writes; otherwise as older versions did. end: how it ended, where it says so."""
+    """Write a run.
+
+    whole: with all files of this version; otherwise those of older ones. end: content of end.json.
+    """
     folder.mkdir(parents=True)
     rows = rows_of(seed) if rows is None else rows
     (folder / "config.json").write_text(json.dumps(config_of(algorithm, seed, **settings)))
@@ -200,4 +203,58 @@ def write_personalisation(folder, *, accuracies=True):
     (folder / "personalisation.json").write_text(
         json.dumps({"task": {"data": "digits"}, "plan": {}, "seed": 0, "outcomes": outcomes, "versions": {}})
     )
+    return folder
+
+
+def reopened(folder, name, change):
+    """A JSON file of a record, changed."""
+    place = folder / name
+    value = json.loads(place.read_text())
+    place.write_text(json.dumps(change(value)))
+
+
+def hostile(tmp_path):
+    """A record whose every word is an attack."""
+    folder = write_run(tmp_path / "run", HOSTILE)
+    rows = [{**row, HOSTILE: 1.0} for row in rows_of(0)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reopened(
+        folder,
+        "config.json",
+        lambda config: {
+            **config,
+            "task": HOSTILE,
+            "engine": "peers",
+            "peers": [HOSTILE] * 3,
+            "versions": {HOSTILE: HOSTILE},
+        },
+    )
+    reopened(
+        folder,
+        "ledger.json",
+        lambda bill: {**bill, "phases": {HOSTILE: bill["phases"]["lower_steps"]}, "edges": {"bytes": [[0, 1, 2]] * 3}},
+    )
+    reopened(
+        folder,
+        "clients.json",
+        lambda who: {**who, "labels": {"train": {"values": [HOSTILE, "b"], "counts": [[1, 2, 3], [4, 5, 6]]}}},
+    )
+    reopened(
+        folder,
+        "findings.json",
+        lambda some: [
+            {
+                **some[0],
+                "title": HOSTILE,
+                "about": HOSTILE,
+                "x": HOSTILE,
+                "groups": [{"name": HOSTILE, "counts": [1, 2]}],
+            },
+            {**some[1], "items": [{"pixels": "AECA/w==", "facts": {HOSTILE: HOSTILE, "label": HOSTILE}}]},
+            {**some[2], "columns": [HOSTILE, "b", "c"], "rows": [[HOSTILE, 1, True]]},
+            {**some[3], "values": {HOSTILE: [0.5, 0.6, 0.7]}},
+            {"kind": HOSTILE, "title": HOSTILE},
+        ],
+    )
+    (folder / "run.toml").write_text(HOSTILE)
     return folder
