@@ -1,1 +1,1 @@
-"""What an algorithm may use: clients, verbs, networks and the ledger."""
+"""The vocabulary of algorithms: clients, verbs, networks and the ledger."""
