@@ -135,7 +135,7 @@ def test_problems_that_differ_and_the_same_run_once_more_are_curves_of_their_own
         "x": {"a": [2]},
         "y": {"w": [3]},
         "scopes": {"lower": "global", "upper": "shared"},
-        "weights": "mean",
+        "client_weights": "equal",
     }
     for name, change in {
         "one": {},

@@ -27,7 +27,7 @@ from fedbilevel.report.record_files import (
 
 SEEDS = ("seed", "data_seed")
 UNRECORDED = "task not recorded"  # the task of a Result without a record
-PROBLEM = ("data", "x", "y", "scopes", "weights")  # besides the losses, these identify a problem without a task
+PROBLEM = ("data", "x", "y", "scopes", "client_weights")  # besides the losses, these identify a problem without a task
 _OPTIONS = ("batch_size", "dtype", "sampling", "schedule", "cohort", "network", "averaging")
 _RESUMED = ("simulation", "distributed")  # engines of runs that `fedbilevel resume` can resume
 _WRITTEN = ("config.json", "metrics.jsonl", "ledger.json")  # at the start, at every measurement, at every checkpoint
