@@ -81,6 +81,12 @@ def test_files_that_the_contributing_page_names_exist():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_tests_that_the_security_page_names_exist():
+    named = re.findall(r"`(tests/[^`]+)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) == 4
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_tree_of_the_contributing_page_lists_the_folders_in_the_order_of_imports():
     tree = re.search(r"```text\nsrc/fedbilevel/\n(.*?)\n\n", CONTRIBUTING, re.DOTALL)
     listed = re.findall(r"^  (\w+)(?:/|\.py) {2,}", tree[1], re.MULTILINE)
