@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peer_soak`: a long run between peers that lose messages, are killed and started again, and are stopped for a while."""
+"""`python -m benchmarks.peer_soak`: a long run of peers that lose messages, die and pause."""
 
 from __future__ import annotations
 
@@ -40,23 +40,25 @@ WIDTH = 1000  # numbers in a row
 PER_SECOND = 1.0  # outer iterations that begin in a second, if nothing happens
 SUSPECT = 3.0  # seconds of silence
 BETWEEN = 4.0  # seconds between two events, in the mean
-LONGEST = 7.0  # seconds for which a peer is away
-QUIET = 15.0  # seconds at the end in which nothing happens any more
-CLOSE = 1e-5  # share of its length by which an average may be off
+LONGEST = 7.0  # seconds of the longest absence of a peer
+QUIET = 15.0  # seconds without events at the end
+CLOSE = 1e-5  # relative error of an average that passes
 CEILING = 50.0  # megabytes that a process may grow by
 LOOK = 2.0  # seconds between looks at the memory
-ABOUT = """One robust average of rows of {width} float32 in every outer iteration, {iterations} of them paced over {minutes:g} minutes, between {peers} peers
-over encrypted loopback, which lose {loss:.0%} of all messages on purpose (on_change '{on_change}', silent for {suspect:g} s is gone, seed {seed}).
-Meanwhile peers are killed (SIGKILL) and started again, or stopped (SIGSTOP) and woken, at times drawn from the seed: up to {most} at once, each for
-up to {longest:g} s. {spared} is spared from kills and from stops that are as long as the silence. Every value is compared with the exact means of all
-groups that there could be."""
-RUN = """`formations` is how often a group began, at the peer that saw most. `repeated` are outer iterations that the peer's diary has more than once, as they
-were begun again after their end. `other members` are values that are the exact mean of another group than the diary names. A failure is a peer that
-did not finish, a record of the spared peer without each outer iteration exactly once, one of another peer that does not grow to the last, a value
-that is no mean of any group, peers that count each other in but have different values, last averages that are not the exact one of all peers, a
-process left over, or one that grew by {ceiling:.0f} MB or more."""
-MEMORY = """Of every process that was looked at for 10 s or longer: resident memory at the first look and the last; the first is after an outer
-iteration of its own."""
+ABOUT = """One robust average of rows of {width} float32 in every outer iteration, {iterations} of them paced over
+{minutes:g} minutes, between {peers} peers over encrypted loopback, which lose {loss:.0%} of all messages on purpose
+(on_change '{on_change}', silent for {suspect:g} s is gone, seed {seed}). Meanwhile peers are killed (SIGKILL) and
+started again, or stopped (SIGSTOP) and woken, at times drawn from the seed: up to {most} at once, each for up to
+{longest:g} s. {spared} is spared from kills and from stops that are as long as the silence. Every value is compared
+with the exact means of all groups that there could be."""
+RUN = """`formations` is how often a group began, at the peer that saw most. `repeated` are outer iterations that
+the peer's diary has more than once, as they were begun again after their end. `other members` are values that are
+the exact mean of another group than the diary names. A failure is a peer that did not finish, a record of the
+spared peer without each outer iteration exactly once, one of another peer that does not grow to the last, a value
+that is no mean of any group, peers that count each other in but have different values, last averages that are not
+the exact one of all peers, a process left over, or one that grew by {ceiling:.0f} MB or more."""
+MEMORY = """Of every process that was looked at for 10 s or longer: resident memory at the first look and the last;
+the first is after an outer iteration of its own."""
 HEADINGS = {
     "megabytes_first": "RSS first, MB",
     "megabytes_last": "RSS last, MB",
@@ -68,12 +70,12 @@ HEADINGS = {
 }
 
 
-# ---- what the peers run ------------------------------------------------------------------------------------------------------------
+# ---- what the peers run --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paced(PeerAlgorithm):
-    """One average of rows that nobody has had before, in every outer iteration, none of which begins before its time."""
+    """One average of new rows in every outer iteration, which begins at its scheduled time or later."""
 
     uses = ("mix",)
     start: float = 0.0
@@ -106,12 +108,12 @@ class Paced(PeerAlgorithm):
 
 
 def counts_for(peer: int) -> int:
-    """Samples of a peer, by which it counts in means."""
+    """Number of samples of a peer, its weight in means."""
     return peer + 1
 
 
 def nearest(value: Tensor, num: int, iteration: int) -> tuple[list[int], float]:
-    """Whose mean this value is, and by which share of its length it is off."""
+    """The group of peers whose mean is nearest to this value, and the relative error."""
     rows = torch.stack([row_of(peer, len(value), iteration).double() for peer in range(num)])
     weights = torch.tensor([counts_for(peer) for peer in range(num)], dtype=torch.float64)
     groups = [list(group) for size in range(1, num + 1) for group in combinations(range(num), size)]
@@ -123,7 +125,10 @@ def nearest(value: Tensor, num: int, iteration: int) -> tuple[list[int], float]:
 
 @dataclass(frozen=True)
 class SoakPlan(PeerPlan):
-    """Of an algorithm and a problem that have no names. Every peer has a book of its own, so that is set where the plan is used."""
+    """A plan whose algorithm and problem have no names.
+
+    Every peer has its own book, so the book is set where the plan is used.
+    """
 
     start: float = 0.0
     each: float = 0.0
@@ -148,7 +153,7 @@ class _Wide:
         )
 
 
-_book = ""  # of the peer in this process: no part of the plan, which is the same everywhere
+_book = ""  # of the peer in this process; the plan is the same everywhere
 
 
 def _peer(place: str, plan: SoakPlan, number: int, done: Any) -> None:
@@ -160,7 +165,7 @@ def _peer(place: str, plan: SoakPlan, number: int, done: Any) -> None:
     ones = np.ones((counts_for(number), 1), np.float32)
     holdings: Holdings = {"train": {"a": ones}, "val": {"a": ones}}
     with open(folder / f"p{number}.log", "a", buffering=1) as log:
-        os.dup2(log.fileno(), 2)  # a traceback belongs there too
+        os.dup2(log.fileno(), 2)  # tracebacks go to the log, too
 
         def say(line: str) -> None:
             log.write(f"{time.monotonic():.2f} {line}\n")
@@ -185,26 +190,26 @@ def _peer(place: str, plan: SoakPlan, number: int, done: Any) -> None:
         say("finished")
 
 
-# ---- what happens to them ----------------------------------------------------------------------------------------------------------
+# ---- what happens to them ------------------------------------------------------------------------------------------
 
 
 class Chaos:
-    """Starts peers, and does to them what the seed says."""
+    """Starts peers, and kills or pauses them as the seed determines."""
 
     def __init__(self, folder: Path, plan: SoakPlan, num: int, seed: int, say: Callable[[str], None]) -> None:
         self.folder, self.plan, self.num, self._say = folder, plan, num, say
         self._draw = random.Random(seed)
         self.spared = self._draw.randrange(num)
-        self.most = max(1, num - plan.quorum + 1)  # one more than the run can do without
-        self.done = forked.RawArray("i", num)  # without a lock, which a peer could take along when it is killed
+        self.most = max(1, num - plan.quorum + 1)  # one more than the quorum allows
+        self.done = forked.RawArray("i", num)  # without a lock, which a killed peer could hold
         self.running: dict[int, Any] = {}
         self.pids: list[tuple[int, int]] = []
         self.events: list[dict[str, Any]] = []
-        self.looks: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by peer and process: when, megabytes
+        self.looks: dict[tuple[int, int], list[tuple[float, float]]] = {}  # (peer, process) -> (time, megabytes)
         self.failures: list[str] = []
-        self._back: dict[int, tuple[float, str]] = {}  # when a peer returns, and from what
+        self._back: dict[int, tuple[float, str]] = {}  # peer -> time of its return, kind of event
         self._ended: set[int] = set()
-        self._before = [0] * num  # outer iterations that were done when a process began
+        self._before = [0] * num  # outer iterations done at the start of each process
 
     def start(self, peer: int) -> None:
         self.running[peer] = forked.Process(
@@ -215,7 +220,10 @@ class Chaos:
         self.pids.append((peer, self.running[peer].pid))
 
     def run(self, until: float, limit: float) -> None:
-        """Until all have finished. until: when the last may be disturbed; limit: when those who still run never will finish."""
+        """Run until all peers have finished.
+
+        until: time of the last event; limit: time after which unfinished peers are failures.
+        """
         for peer in range(self.num):
             self.start(peer)
         begun = time.monotonic()
@@ -283,7 +291,7 @@ class Chaos:
                 self.looks.setdefault((peer, process.pid), []).append((now, size))
 
     def stop(self) -> None:
-        """None is left, whatever happened."""
+        """End all processes."""
         for process in self.running.values():
             if process.is_alive():
                 process.kill()
@@ -294,25 +302,28 @@ class Chaos:
 
 
 def resident(pid: int) -> float | None:
-    """Megabytes, or nothing of a process that has gone."""
+    """Resident megabytes of a process, or None if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     except (OSError, IndexError):
         return None
 
 
-# ---- summing up ----------------------------------------------------------------------------------------------------------------
+# ---- summing up ----------------------------------------------------------------------------------------------------
 
 
 def last_values(values: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """By outer iteration; one that began again after its end counts as it was the last time."""
+    """The last value of every outer iteration, which may have begun again after its end."""
     return {line["iteration"]: line for line in values}
 
 
 def failures_in(
     values: Sequence[Sequence[Mapping[str, Any]]], records: Sequence[Sequence[int]], spared: int, num_iterations: int
 ) -> list[str]:
-    """One sentence for each. values: of every peer, what it wrote; records: of every peer, the outer iterations that it measured."""
+    """One sentence per failure.
+
+    values: lines of the book of every peer; records: outer iterations that every peer measured.
+    """
     found, last = [], [last_values(each) for each in values]
     for peer, record in enumerate(records):
         if peer == spared and list(record) != list(range(num_iterations + 1)):
@@ -329,14 +340,16 @@ def failures_in(
         bad = [line for line in each if line["error"] > CLOSE]
         if bad:
             found.append(
-                f"{len(bad)} values of p{peer} are no mean of any group, the first in outer iteration {bad[0]['iteration']}: off by {bad[0]['error']:.1e}."
+                f"{len(bad)} values of p{peer} are not the mean of any group, the first in outer iteration "
+                f"{bad[0]['iteration']}: off by {bad[0]['error']:.1e}."
             )
     for one, other in combinations(range(len(values)), 2):
         for iteration in sorted(set(last[one]) & set(last[other])):
             groups = [last[peer][iteration]["group"] for peer in (one, other)]
             if groups[0] != groups[1] and all(peer in group for peer in (one, other) for group in groups):
                 found.append(
-                    f"in outer iteration {iteration} p{one} has the mean of {groups[0]} and p{other} that of {groups[1]}."
+                    f"in outer iteration {iteration} p{one} has the mean of {groups[0]} "
+                    f"and p{other} that of {groups[1]}."
                 )
     everybody = list(range(len(values)))
     for peer, newest in enumerate(last):
@@ -388,7 +401,7 @@ def peer_row(folder: Path, peer: int, values: Sequence[Mapping[str, Any]], event
     }
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------------------------
 
 
 def soak(
@@ -509,7 +522,8 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if not 3 <= given.peers <= 8 or given.minutes < 0.5:
         parser.error(
-            f"{given.peers} peers for {given.minutes:g} minutes, expected 3 to 8 for at least 0.5: with fewer, nobody can be spared."
+            f"{given.peers} peers for {given.minutes:g} minutes, expected 3 to 8 for at least 0.5: "
+            "with fewer peers none can be spared."
         )
     if given.keep is not None:
         given.keep.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""Tasks and algorithms of other packages are found by entry points; what is wrong with one is said when it is asked for, and never before."""
+"""Tasks and algorithms of other packages are found by entry points.
+
+An invalid one fails when it is used.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,8 @@ def test_a_name_of_our_own_cannot_be_taken(install):
     refused(
         discovery.task,
         "quadratic",
-        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', which is a name of fedbilevel's own: rename",
+        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', "
+        "which is a name of fedbilevel's own: rename",
     )
     assert discovery.task("data_cleaning") is ours["data_cleaning"]
 

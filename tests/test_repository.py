@@ -1,7 +1,7 @@
 """Files for the code host and for contributors.
 
-The workflow calls targets that exist, on the Python versions that the package names, with few rights.
-The contributing page names files and folders that exist.
+The workflow calls targets that exist, on the Python versions that the package names, with few
+rights. The contributing page names files and folders that exist.
 """
 
 import re

@@ -26,7 +26,8 @@ class Sample(Settings):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("lr", 1e-300), ("lr", 2), ("share", 0), ("share", 1.0), ("num", 1), ("steps", 1), ("steps", (1, 2, 7)), ("radius", None), ("radius", 3),
+        ("lr", 1e-300), ("lr", 2), ("share", 0), ("share", 1.0), ("num", 1), ("steps", 1), ("steps", (1, 2, 7)),
+        ("radius", None), ("radius", 3),
         ("kind", "robust"), ("fast", True), ("label", ""),
     ],
 )  # fmt: skip

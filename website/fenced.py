@@ -1,4 +1,4 @@
-"""For the API pages: in docstrings, examples become code, which Markdown would take for quotations, and lines that explain a parameter become a list."""
+"""Docstrings as Markdown for the API pages: examples become code, parameter lines become a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def fenced(docstring: str) -> str:
 
 
 def itemised(docstring: str) -> str:
-    """`name: what it is` or `one, other: what they are` at the start of several lines: one item each. A sentence on a line of its own ends the list."""
+    """Make a list of lines that begin with `name:` or `one, other:`. Another sentence ends the list."""
     item = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ")
     lines = docstring.split("\n")
     if sum(bool(item.match(line)) for line in lines) < 2:

@@ -1,7 +1,8 @@
-"""Code on the pages is run, and what it prints is what they quote: python -m website.quotes writes the quotations anew.
+"""Output of code on the pages: `python -m website.quotes` runs the code and rewrites the output.
 
-A block of Python on a page of ours runs in a namespace of its own; a block of text right after it is what it printed. Blocks of bash are commands. Pages that
-have tests of their own, or whose code needs several processes, are left alone.
+A block of Python runs in its own namespace; the block of text right after it is its output. Blocks
+of bash are commands. Pages that have their own tests, or whose code needs several processes, are
+skipped.
 """
 
 from __future__ import annotations
