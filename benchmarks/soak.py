@@ -275,34 +275,32 @@ def soak(
     failures = failures_in(diary, left, num_iterations, notices, jobs, replaced)
     setup = Setup(threads=1, rounds=num_iterations)
     where = {**results.circumstances(setup), "time": begun.isoformat(timespec="seconds")}
-    about = ABOUT.format(sites=number, rounds=num_iterations, every=EVERY)
-    timed = spread_out(gaps(left[federation.sites[0]], RUN))
     row: Row = {
         "name": f"FedBiO on digits, {number} sites",
         "what": "outer iteration",
-        **timed,
+        **spread_out(gaps(left[federation.sites[0]], RUN)),
         "slowest_answer": spread_out(slowest(diary))["seconds"],
         "failures": len(failures),
         "megabytes": diary[-1]["wire_megabytes"],
         "load_before": before,
         "load_after": os.getloadavg()[0],
     }
-    head = {"where": where, "headings": HEADINGS}
+    about = ABOUT.format(sites=number, rounds=num_iterations, every=EVERY)
+    return sections_of(row, watch.looks, failures, about, {"where": where, "headings": HEADINGS})
+
+
+def sections_of(
+    row: Row, looks: Sequence[Look], failures: Sequence[str], about: str, head: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     memory = about + MEMORY.format(every=EVERY, ceiling=CEILING)
     return {
         "soak": {"title": "Soak", "about": about + ROUNDS, **head, "rows": [row], "failures": failures},
-        "memory": {
-            "title": "Soak: memory",
-            "about": memory,
-            **head,
-            "rows": memory_rows(watch.looks),
-            "looks": watch.looks,
-        },
-        "disk": {"title": "Soak: disk", "about": about + DISK, **head, "rows": disk_rows(watch.looks)},
+        "memory": {"title": "Soak: memory", "about": memory, **head, "rows": memory_rows(looks), "looks": looks},
+        "disk": {"title": "Soak: disk", "about": about + DISK, **head, "rows": disk_rows(looks)},
     }
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak",
         description="A long run between sites: failures, memory, disk; see benchmarks/README.md.",
@@ -340,6 +338,11 @@ def main(words: Sequence[str] | None = None) -> int:
     why = skipped(Setup())
     if why:
         parser.error(why)
+    return given
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = _arguments(words)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fedbilevel-soak-") as temporary:
         try:

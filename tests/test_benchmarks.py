@@ -491,7 +491,8 @@ def test_the_floor_between_peers_brings_the_rows_of_its_senders_in_order(tmp_pat
 
 def test_a_value_is_known_by_whose_mean_it_is():
     pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
-    from benchmarks.peer_soak import nearest, row_of
+    from benchmarks.peer_chaos import nearest
+    from benchmarks.peer_steps import row_of
 
     rows = [row_of(peer, 50, 7).double() for peer in range(4)]
     group, error = nearest((rows[0] + 3 * rows[2] + 4 * rows[3]) / 8, 4, 7)  # a peer counts as one more than its number
@@ -555,7 +556,8 @@ def test_every_kind_of_failure_of_a_soak_of_peers_is_counted(changes, said):
 
 def test_memory_of_peers_is_of_processes_that_lived_long_enough(tmp_path):
     pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
-    from benchmarks.peer_soak import memory_rows, peer_row, resident
+    from benchmarks.peer_chaos import resident
+    from benchmarks.peer_soak import memory_rows, peer_row
 
     [row] = memory_rows(
         {(0, 11): [(100.0, 50.0), (110.0, 90.0), (120.0, 60.0)], (1, 12): [(100.0, 50.0), (109.0, 51.0)]}

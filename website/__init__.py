@@ -1,4 +1,4 @@
-"""The documentation site: hooks of mkdocs, generated pages, pictures and curves.
+"""The documentation site: hooks of mkdocs, generated pages, equations, pictures and curves.
 
 It is not part of the installed package.
 
