@@ -1,1 +1,4 @@
-"""How fast the library is, as ratios to stated floors. Not part of the installed package: `python -m benchmarks` from the top of a checkout."""
+"""Benchmarks of the library, as ratios to stated floors.
+
+They are not part of the installed package: run `python -m benchmarks` in the root of a checkout.
+"""

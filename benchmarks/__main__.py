@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every section, or those that are named, printed as ratios and saved on request."""
+"""`python -m benchmarks`: run all sections or the named ones, print ratios, save them on request."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"some of {', '.join(SECTIONS)}",
     )
     parser.add_argument(
-        "--small", action="store_true", help="a version of seconds, which shows that everything runs and nothing else"
+        "--small", action="store_true", help="a version that takes seconds and only shows that everything runs"
     )
     parser.add_argument(
         "--rounds", type=int, default=7, help="rounds in which the contestants take turns, at least 5 (default 7)"
     )
-    parser.add_argument("--steps", type=int, default=None, help="hgp_paper: time so many lower steps and extrapolate")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="hgp_paper: time this number of lower steps and extrapolate"
+    )
     parser.add_argument(
         "--networks", nargs="+", default=["random_directed"], metavar="NETWORK", help="hgp_paper: which networks"
     )
@@ -57,7 +59,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     given = parser.parse_args(words)
     if given.rounds < 5:
-        parser.error(f"--rounds is {given.rounds}, expected at least 5: medians of fewer say little.")
+        parser.error(f"--rounds is {given.rounds}, expected at least 5: medians of fewer rounds are unreliable.")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", given.device):
         parser.error(f"--device is {given.device!r}, expected cpu, cuda or cuda:N.")
     if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
@@ -66,7 +68,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def section(name: str, setup: Setup) -> dict[str, Any]:
-    """What a section found, with what it must be read with."""
+    """The figures of a section, with the circumstances in which they were measured."""
     where = results.circumstances(setup)
     try:
         module = importlib.import_module("benchmarks.ranks_section" if name == "ranks" else f"benchmarks.{name}")
@@ -98,18 +100,14 @@ def main(words: Sequence[str] | None = None) -> int:
     name = given.save or kind
     for one in given.only:
         found = section(one, setup)
-        print(
-            f"\n{found['title']} ({one})\n{found['about']}\n\n{found.get('skipped') or results.table(found['rows'], found.get('headings', {}))}",
-            flush=True,
-        )
+        body = found.get("skipped") or results.table(found["rows"], found.get("headings", {}))
+        print(f"\n{found['title']} ({one})\n{found['about']}\n\n{body}", flush=True)
         if given.save is not None:
             if one == "growth" and "rows" in found:
                 from benchmarks.growth import draw
 
                 found["picture"] = draw(found["rows"], given.folder / f"growth-{name}.png")
-            results.save(
-                name, {one: found}, given.folder
-            )  # after every section: a long run that is cut short keeps what it has
+            results.save(name, {one: found}, given.folder)  # after every section, so that an interruption loses one
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Seconds, rounds and megabytes per outer iteration of every algorithm, on two tasks with embedded digits."""
+"""Seconds, rounds and megabytes per outer iteration of every algorithm, on two tasks with digits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.task import Built, Task
 
 TITLE = "Every algorithm"
-ABOUT = """One outer iteration on embedded digits with batches of 32, with the settings that the task suggests: on hyper-representation 10 clients, on data
-cleaning 10. Algorithms between peers run on random networks that change at every step. An algorithm that needs another scope gets it where the task has it (a
-local head), and is left out where not. The ratio is to FedAvg on the same task; rounds and megabytes come from the ledger."""
+ABOUT = """One outer iteration on embedded digits with batches of 32, with the settings that the task suggests: on
+hyper-representation 10 clients, on data cleaning 10. Algorithms between peers run on random networks that change at
+every step. An algorithm that needs another scope gets it where the task has it (a local head), and is left out
+where not. The ratio is to FedAvg on the same task; rounds and megabytes come from the ledger."""
 
 BASE = "fedavg"
 SMALL = ("fbo_aggitd", "fedavg", "fedbio_local", "fedem", "hgp", "sparkle")  # one of every kind
@@ -68,7 +69,10 @@ class _Running:
         self.fed = simulate(algorithm, *built, **options)
         self.fed.begin(0)
         self.state = algorithm.init(self.fed)
-        self.before = (self.fed.ledger.rounds, self.fed.ledger.megabytes)  # what the start cost is not of an iteration
+        self.before = (
+            self.fed.ledger.rounds,
+            self.fed.ledger.megabytes,
+        )  # the cost of the start is not part of an iteration
 
     def advance(self) -> None:
         self.iteration += 1
@@ -82,13 +86,10 @@ class _Running:
 
 
 def _running(setup: Setup, name: str, task: Task, forms: list[Built]) -> _Running | None:
-    """On the first form of the task whose scopes the algorithm can solve, if there is one."""
+    """Start the algorithm on the first form of the task whose scopes it can solve, or return None."""
     kind = discovery.algorithm(name)
     known = {spec.name for spec in dataclasses.fields(kind)}
-    given = {
-        **task.suggestions(name),
-        "num_curvature_products": 0,
-    }  # measured once in a run, so not part of an iteration
+    given = {**task.suggestions(name), "num_curvature_products": 0}  # curvature is measured once in a run
     algorithm: Algorithm = kind(**{key: value for key, value in given.items() if key in known})
     for number, built in enumerate(forms):
         try:

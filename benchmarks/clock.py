@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-Row = dict[str, Any]  # name, what, seconds, spread, floor_seconds, ratio and what a section adds
+Row = dict[str, Any]  # name, what, seconds, spread, floor_seconds, ratio and columns of the section
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Where and how thoroughly a section is run."""
+    """Device and thoroughness of a section."""
 
     device: str = "cpu"
     threads: int = 2
     small: bool = False
     rounds: int = 7
-    steps: int | None = None  # of hgp_paper: so many lower steps are timed and the rest is extrapolated
-    networks: tuple[str, ...] = ("random_directed",)  # of hgp_paper
+    steps: int | None = None  # hgp_paper: lower steps that are timed; the rest is extrapolated
+    networks: tuple[str, ...] = ("random_directed",)  # hgp_paper
 
     @property
     def cuda(self) -> bool:
@@ -43,7 +43,7 @@ class Timing(NamedTuple):
 
 
 def seconds_of(call: Callable[[], Any], setup: Setup, repeats: int = 1) -> float:
-    """Of one call; a device has done all of its work when the clock is read."""
+    """Seconds of one call. The clock is read when a GPU has finished its work."""
     if setup.cuda:
         torch.cuda.synchronize(setup.device)
     start = time.perf_counter()
@@ -63,8 +63,12 @@ def compare(
     warm: int = 1,
     least: float = 0.02,
 ) -> dict[str, Timing]:
-    """A, B, C, A, B, C, ...: noise of the machine falls on all alike. Each is called twice before, to warm up and to see how many calls fill `least` seconds;
-    `repeats` fixes that number, for contestants whose calls are not all alike, and each is then called `warm` times before."""
+    """Time the contestants in turns (A, B, C, A, B, C, ...), so that noise affects all equally.
+
+    Each is first called twice, to warm up and to find how many calls take `least` seconds.
+    `repeats` fixes that number, for contestants whose calls differ; each is then called `warm`
+    times.
+    """
     turns: dict[str, int] = {}
     for name, call in contestants.items():
         took = seconds_of(call, setup)
@@ -83,7 +87,10 @@ def compare(
 def rows_of(
     name: str, timings: Mapping[str, Timing], *, floor: str = "floor", ours: str | None = None, **more: Any
 ) -> list[Row]:
-    """One row per contestant but the floor: its time as a multiple of the floor's and, where there is one of `ours`, of that one's."""
+    """One row per contestant except the floor: its time as a multiple of the floor's time.
+
+    ours: a contestant; the rows also have multiples of its time.
+    """
     least = timings[floor].median
     rows = []
     for what, timing in timings.items():

@@ -1,4 +1,4 @@
-"""What the job processes of FLARE run when messages are timed: sites that send back what they get, and a server that reads the clock."""
+"""Jobs of FLARE that time messages: sites that echo every message, and a server with a clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class EchoClient(Client):
 
 
 class EchoServer(Server):
-    """The plan names `parts`, each [number of float32, number of rounds], and the `ports` of processes that answer without FLARE. All take turns here."""
+    """A server that times FLARE, TLS and TCP in turns.
+
+    The plan names `parts`, each [number of float32, number of rounds], and the `ports` of processes
+    that answer without FLARE.
+    """
 
     def serve(
         self, plan: dict[str, Any], transport: SiteTransport, folder: Path, say: Callable[[dict[str, Any]], None]

@@ -1,4 +1,4 @@
-"""Message rounds of a real federation over loopback with mutual TLS, and one outer iteration of an algorithm through it."""
+"""Message rounds and outer iterations of a real federation, over loopback with mutual TLS."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from benchmarks.clock import Row, Setup, Timing
 from benchmarks.sockets import HERE, Echoes
 
 TITLE = "Federation"
-ABOUT = """A message round of NVIDIA FLARE over loopback with mutual TLS: the server's job process sends every site the same vector of float32 and waits
-until all have sent it back; each site has a parent and a job process of its own, as between organisations. The floor is the same bytes there and back over
-plain TCP sockets, in the same job process, to as many processes that answer and do nothing else: no transport over sockets moves less. Beside it the same
-with mutual TLS 1.3 and the kits' own certificates, without FLARE. The three take turns. Aims: 160k floats in less than 0.2 s with 2 sites and 0.5 s
-with 5, on two cores. Then one outer iteration of FedBiO on hyper-representation of embedded digits (batches of 32, I = 1, one communication round) between 3
-sites, each with its data in a folder: the time between two answers of a site; here the reference is an outer iteration of the simulator on the same
-data. All processes have one thread, and both write a checkpoint after each outer iteration. `slowest answer` is what the server waited for the slowest site, by
-its diary; `at the slowest site` is what the slowest of these sites needs to read, compute and write an answer, measured with the sites in one process.
-`load` is the load average of the last minute before and after: the machine is not alone, and the federation itself keeps more processes than it has cores."""
+ABOUT = """A message round of NVIDIA FLARE over loopback with mutual TLS: the server's job process sends every site
+the same vector of float32 and waits until all have sent it back; each site has a parent and a job process of its
+own, as between organisations. The floor is the same bytes there and back over plain TCP sockets, in the same job
+process, to as many processes that answer and do nothing else: no transport over sockets moves less. Beside it the
+same with mutual TLS 1.3 and the kits' own certificates, without FLARE. The three take turns. Aims: 160k floats in
+less than 0.2 s with 2 sites and 0.5 s with 5, on two cores. Then one outer iteration of FedBiO on
+hyper-representation of embedded digits (batches of 32, I = 1, one communication round) between 3 sites, each with
+its data in a folder: the time between two answers of a site; here the reference is an outer iteration of the
+simulator on the same data. All processes have one thread, and both write a checkpoint after each outer iteration.
+`slowest answer` is what the server waited for the slowest site, by its diary; `at the slowest site` is what the
+slowest of these sites needs to read, compute and write an answer, measured with the sites in one process. `load` is
+the load average of the last minute before and after: the machine is not alone, and the federation itself keeps more
+processes than it has cores."""
 HEADINGS = {
     "p10": "p10, s",
     "p90": "p90, s",
@@ -62,7 +66,7 @@ def names(number: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of the processes of a federation: this checkout, whatever else is installed."""
+    """Environment of the federation's processes: they import this checkout."""
     return {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "src")])}
 
 
@@ -80,7 +84,7 @@ def spread_out(seconds: Sequence[float]) -> Row:
     }
 
 
-# ---- messages alone ------------------------------------------------------------------------------------------------------------
+# ---- messages alone ------------------------------------------------------------------------------------------------
 
 
 def echoed(number: int) -> list[Row]:
@@ -105,7 +109,7 @@ def echoed(number: int) -> list[Row]:
 
 
 def message_rows(number: int, label: str, part: Mapping[str, Any]) -> list[Row]:
-    """One for FLARE and one for TLS alone, as multiples of the floor."""
+    """One row for FLARE and one for TLS alone, as multiples of the floor."""
     least = statistics.median(part["seconds"]["tcp"])
     found = []
     for contestant in ("flare", "tls"):
@@ -130,11 +134,11 @@ def message_rows(number: int, label: str, part: Mapping[str, Any]) -> list[Row]:
     return found
 
 
-# ---- a real run ----------------------------------------------------------------------------------------------------------------
+# ---- a real run ----------------------------------------------------------------------------------------------------
 
 
 class Real(NamedTuple):
-    """FedBiO on digits that each site has in a folder of its own."""
+    """FedBiO on digits; each site has its own folder of data."""
 
     plan: dict[str, Any]
     data: dict[str, Path]
@@ -168,19 +172,19 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def gaps(left: Iterable[Mapping[str, Any]], run: str) -> list[float]:
-    """Seconds between the last answers of successive outer iterations, from a site's log of what left."""
+    """Seconds between the last answers of successive outer iterations, from a site's audit log."""
     last = {line["iteration"]: line["time"] for line in left if line["run"] == run and line["kind"] == "phase"}
     times = [last[iteration] for iteration in sorted(last)]
     return [after - before for before, after in pairwise(times)]
 
 
 def slowest(diary: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of every outer iteration, the seconds of the site that took longest."""
+    """Seconds of the slowest site in every outer iteration."""
     return [max(line["sites"].values()) for line in diary if line["sites"]]
 
 
 def second_half(values: Sequence[float]) -> list[float]:
-    """Without the time in which code is loaded and traced."""
+    """The second half of the values, after code was loaded and traced."""
     return list(values[len(values) // 2 :])
 
 
@@ -260,11 +264,11 @@ def _simulated(real: Real, record: Path) -> list[float]:
         callbacks=[lambda _now: times.append(time.perf_counter())],
         **plan.options,
     )
-    return [after - before for before, after in pairwise(times[:-1])]  # the last one is measured
+    return [after - before for before, after in pairwise(times[:-1])]  # the last outer iteration includes a measurement
 
 
 def _in_one_process(real: Real, folder: Path) -> list[dict[str, Any]]:
-    """The diary of the same run with the sites in this process: what a site took is then its own work alone."""
+    """The diary of the same run with the sites in this process, where a site's time is its own work."""
     from fedbilevel.sites.policy import FILE
     from fedbilevel.sites.serve import serve
     from fedbilevel.sites.site import Site

@@ -1,7 +1,8 @@
-"""What cannot be avoided: matrix products and gathers alone, at their real shapes, into memory that is there already.
+"""Floors: only the matrix products and gathers of a computation, at their real shapes.
 
-On CUDA they are captured back to back in one graph, so that launching them costs nothing. Everything else that a method does (activations, losses, steps,
-averages, draws, the ledger, Python) counts as overhead of whoever is compared with the floor.
+The results go into memory that is already allocated. On CUDA the operations are captured in one
+graph, so that launching them costs nothing. All other work of a method (activations, losses, steps,
+averages, draws, the ledger, Python) is overhead.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from benchmarks.clock import Row, Setup, Timing, compare
 
 
 class Floor:
-    """Products and gathers in the order in which they are asked for. Calling it does them all once more."""
+    """Products and gathers in the order in which they are requested. A call runs all of them again."""
 
     def __init__(self, setup: Setup, dtype: torch.dtype = torch.float32) -> None:
         self.setup, self.dtype = setup, dtype
         self._calls: list[Callable[[], Any]] = []
         self._buffers: dict[tuple[int, ...], list[Tensor]] = {}
         self._graph: Any = None
-        self.operations = self.gathered = 0  # multiplications and additions, numbers that are fetched
+        self.operations = self.gathered = 0  # multiplications and additions; numbers that are gathered
 
     def full(self, *shape: int) -> Tensor:
-        """An operand: numbers of size one."""
+        """An operand of standard normal numbers."""
         return torch.randn(shape, dtype=self.dtype, device=self.setup.device)
 
     def mm(self, a: Tensor, b: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class Floor:
         self._calls.append(call)
 
     def _out(self, shape: tuple[int, ...], *operands: Tensor) -> Tensor:
-        """Results of the same shape share their place, unless one is made from the other."""
+        """Return memory for a result. Results of one shape share it, but never with an operand."""
         busy = {operand.untyped_storage().data_ptr() for operand in operands}
         known = self._buffers.setdefault(shape, [])
         for buffer in known:
@@ -102,7 +103,7 @@ def copy_bandwidth(setup: Setup) -> tuple[float, Timing]:
 
 
 def limits(setup: Setup) -> list[Row]:
-    """What this machine reaches at best, so that one sees what floors mean."""
+    """The best rates of this machine, to interpret floors."""
     rate, product = product_rate(setup)
     bandwidth, copy = copy_bandwidth(setup)
     row = lambda what, timing: {"name": "machine", "what": what, "seconds": timing.median, "spread": timing.spread}
@@ -113,7 +114,10 @@ def limits(setup: Setup) -> list[Row]:
 
 
 class Network:
-    """Products of a network pixels - hidden - classes of which x is the hidden layer and y the head, all without activations and losses."""
+    """Products of a network pixels - hidden - classes, without activations and losses.
+
+    x is the hidden layer, y the head.
+    """
 
     def __init__(self, floor: Floor, pixels: int, hidden: int, classes: int) -> None:
         self.floor, self.pixels, self.hidden, self.classes = floor, pixels, hidden, classes
@@ -127,27 +131,30 @@ class Network:
         return self.floor.mm(images, self.inner)
 
     def lower_gradient(self, features: Tensor) -> Tensor:
-        """Of all rows together: one head for all."""
+        """Gradient over all rows together, with one head."""
         return self.floor.mm(features.mT, self.floor.mm(features, self.head))
 
     def lower_gradient_each(self, features: Tensor, heads: Tensor) -> Tensor:
-        """(k, b, hidden) features; one head, or one for each."""
+        """Gradients from (k, b, hidden) features, with one head or one per client."""
         return self.floor.mm(features.mT, self.floor.mm(features, heads))
 
     def hessian_product(self, features: Tensor, *, scored: bool = False) -> Tensor:
-        """Scores (unless they are known), their change along v, and back."""
+        """Scores (unless known), their derivative along v, and the way back."""
         if not scored:
             self.floor.mm(features, self.head)
         return self.floor.mm(features.mT, self.floor.mm(features, self.vector))
 
     def upper_gradient(self, features: Tensor, images: Tensor) -> Tensor:
-        """Scores, back to the features, back to the hidden layer: of all rows together, or of each client where the operands are stacks."""
+        """Scores, back to the features, back to the hidden layer.
+
+        Over all rows together, or per client if the operands are stacks.
+        """
         head = self.head if features.ndim == 2 else self.head.expand(len(features), -1, -1)
         back = self.floor.mm(self.floor.mm(features, head), head.mT)
         return self.floor.mm(back.mT, images)
 
     def jacobian_product(self, features: Tensor, images: Tensor) -> Tensor:
-        """As the upper gradient, with scores and their change along v, and two ways back to the features."""
+        """The upper gradient, plus the derivative of the scores along v and a second way back."""
         head, vector = (
             one if features.ndim == 2 else one.expand(len(features), -1, -1) for one in (self.head, self.vector)
         )

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.footprint`: what `fedbilevel federation try` costs in memory, processor time and processes."""
+"""`python -m benchmarks.footprint`: memory, CPU time and processes of `fedbilevel federation try`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from benchmarks.clock import Row, Setup
 from benchmarks.federation import environment, skipped
 
 TITLE = "Footprint"
-ABOUT = """`fedbilevel federation try` with {sites} sites, from its start to its end, looked at every {every:g} s: of every process the most that it held in
-memory (RSS), the most where pages that processes share are divided among them (PSS), its processor time, its life in seconds, and the number of modules it
-had imported. The row of the command itself has the seconds of the whole; `heavy` names packages that take long to import. All processes have one thread.
-Aims: {job:.0f} MB for the job process of a site, {whole:.0f} s for the whole on two cores with nothing else to do; `load` is the load average before and
-after, as the machine is not alone."""
+ABOUT = """`fedbilevel federation try` with {sites} sites, from its start to its end, looked at every {every:g} s:
+of every process the most that it held in memory (RSS), the most where pages that processes share are divided among
+them (PSS), its processor time, its life in seconds, and the number of modules it had imported. The row of the
+command itself has the seconds of the whole; `heavy` names packages that take long to import. All processes have one
+thread. Aims: {job:.0f} MB for the job process of a site, {whole:.0f} s for the whole on two cores with nothing else
+to do; `load` is the load average before and after, as the machine is not alone."""
 HEADINGS = {
     "rss": "RSS, MB",
     "pss": "PSS, MB",
@@ -63,7 +64,7 @@ threading.Thread(target=note, daemon=True).start()
 
 
 def role_of(words: Sequence[str]) -> str:
-    """What a process of `try` is there for, by its command line."""
+    """The role of a process of `try`, from its command line."""
     line = " ".join(words)
     if "nvflare.lighter" in line:
         return "provision"
@@ -80,25 +81,26 @@ def role_of(words: Sequence[str]) -> str:
 
 
 class Watch:
-    """The most that a process and those below it ever had."""
+    """The peak figures of a process and its children."""
 
     def __init__(self, pid: int, notes: Path) -> None:
         import psutil
 
-        self._root, self._notes, self.found = psutil.Process(pid), notes, {}  # type: Any, Path, dict[int, dict[str, Any]]
+        self._root, self._notes = psutil.Process(pid), notes
+        self.found: dict[int, dict[str, Any]] = {}
 
     def look(self) -> None:
         import psutil
 
         try:
             processes = [self._root, *self._root.children(recursive=True)]
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the command has just ended
             return
         for process in processes:
             try:
                 with process.oneshot():
                     memory, times, words = process.memory_full_info(), process.cpu_times(), process.cmdline()
-            except psutil.Error:  # it ended meanwhile
+            except psutil.Error:  # this process has just ended
                 continue
             if words:
                 self._keep(process, memory, times, words)
@@ -121,7 +123,10 @@ def heavy(modules: Sequence[str]) -> str:
 
 
 def rows_of(found: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Of the command, then of its processes by name. One that lives for less than a second is no part of the picture."""
+    """Rows of the command and of its processes.
+
+    Unnamed processes that last under a second are omitted.
+    """
     lasting = [entry for entry in found if entry["name"] != "other" or entry["seconds"] > 1]
     figures = lambda entry: {name: entry[name] for name in ("seconds", "cpu", "rss", "pss")}
     return [

@@ -1,4 +1,4 @@
-"""Time per round and peak memory against the number of clients, the cohort, the size of the model and the number of local steps."""
+"""Time per round and peak memory against numbers of clients, cohort, model size and local steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Cohort
 
 TITLE = "Growth"
-ABOUT = """Outer iterations of FBO-AggITD (N = 1) on random images of 784 pixels, four for training and two for validation per client, with a network of 100
-hidden units, 5 local steps and a cohort of 100 where nothing else is said; seconds are per round. Each size is run in a process of its own. Peak memory is
-what the run adds to the process: on a CPU the growth of its largest resident size, on CUDA the most that was allocated; `data` is the size of the clients'
-arrays, of which the library keeps a copy. Clients: the ratio is to 100 clients; aims: at 10,000 at most 1.2 times the time, and at most 1.5 times the memory
-of 100 clients plus the data. Elsewhere the ratio is to growth in proportion from the smallest size: below one is better than that."""
+ABOUT = """Outer iterations of FBO-AggITD (N = 1) on random images of 784 pixels, four for training and two for
+validation per client, with a network of 100 hidden units, 5 local steps and a cohort of 100 where nothing else is
+said; seconds are per round. Each size is run in a process of its own. Peak memory is what the run adds to the
+process: on a CPU the growth of its largest resident size, on CUDA the most that was allocated; `data` is the size
+of the clients' arrays, of which the library keeps a copy. Clients: the ratio is to 100 clients; aims: at 10,000 at
+most 1.2 times the time, and at most 1.5 times the memory of 100 clients plus the data. Elsewhere the ratio is to
+growth in proportion from the smallest size: below one is better than that."""
 
 HEADINGS = {"floor_seconds": "reference, s", "ratio": "x reference", "memory_ratio": "memory, x reference"}
 BASE = {"clients": 100, "cohort": 100, "hidden": 100, "steps": 5}
@@ -73,7 +75,7 @@ def rows(setup: Setup) -> list[Row]:
 
 
 def in_a_process(asked: dict[str, Any]) -> dict[str, Any]:
-    """A fresh one: the largest size that a process ever had does not go down again."""
+    """Measure in a new process, because the peak memory of a process never decreases."""
     here = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.growth", json.dumps(asked)],
@@ -84,7 +86,8 @@ def in_a_process(asked: dict[str, Any]) -> dict[str, Any]:
     )
     if done.returncode:
         raise FedBilevelError(
-            f"the process for {asked} ended with {done.stderr.strip().splitlines()[-1:] or done.returncode}: run it by hand to see more."
+            f"the process for {asked} ended with {done.stderr.strip().splitlines()[-1:] or done.returncode}: "
+            "run it by hand to see more."
         )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -94,9 +97,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(asked["threads"])
     setup = Setup(device=asked["device"], threads=asked["threads"], rounds=asked["rounds"], small=asked["small"])
     pixels = 16 if setup.small else 784
-    _Running(
-        setup, {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}, 16
-    ).advance()  # code that is loaded on first use is not of the run
+    _Running(setup, {"clients": 2, "cohort": 2, "hidden": 4, "steps": 1}, 16).advance()  # loads code on first use
     built = random(asked["clients"], 4, 2, pixels=pixels, hidden=asked["hidden"])
     num_bytes = sum(value.nbytes for client in built.clients for role in client.values() for value in role.values())
     before = _start(setup)
@@ -134,19 +135,22 @@ class _Running:
 
 
 def _start(setup: Setup) -> int:
-    """Bytes in use; the peak is counted from here on."""
+    """Bytes in use. Resets the peak."""
     if setup.cuda:
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
     if not _STATUS.exists():
         return _peak(setup)
-    with suppress(OSError):  # where this is not allowed, an earlier peak may hide part of the run's
+    with suppress(OSError):  # where this is forbidden, an earlier peak may hide that of the run
         Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def _peak(setup: Setup) -> int:
-    """Bytes. Not `ru_maxrss` where there is something better: on Linux a new process begins with the value of the one that started it."""
+    """Peak memory in bytes.
+
+    `ru_maxrss` is the last choice: on Linux a new process inherits the value of its parent.
+    """
     if setup.cuda:
         return int(torch.cuda.max_memory_allocated())
     if _STATUS.exists():
@@ -159,11 +163,14 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# ---- the picture ---------------------------------------------------------------------------------------------------------------
+# ---- the picture ---------------------------------------------------------------------------------------------------
 
 
 def draw(found: list[Row], path: Path) -> str:
-    """One panel per quantity: time on the left axis, memory on the right one, growth in proportion as a thin line through the last point."""
+    """Draw one panel per quantity: time on the left axis, memory on the right.
+
+    A thin line through the last point shows proportional growth.
+    """
     if not plots.available():
         return ""
     from matplotlib.figure import Figure  # draws into a file and needs no display

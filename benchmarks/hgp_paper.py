@@ -20,11 +20,13 @@ from fedbilevel.studies.personalisation import METHODS, NETWORKS, Plan
 from fedbilevel.tasks.personalisation import Personalisation
 
 TITLE = "HGP-PL at the paper's size"
-ABOUT = """Personalisation of Terashita and Hara, section 5.3: 100 clients, the convolutional network of Table 5, batch 128, five outer steps of 600 steps of
-gradient push, M = 10 averages of S = 10 steps of Push-Sum. The paper uses a tenth of EMNIST by class (81,000 images of 62 classes), which is not available
-here: all of MNIST takes its place (70,000 images, 10 classes). The floor of a step of gradient push is the products of the gradient and of the exchange in
-float32; that of an average those of S exchanges. The total holds a measurement per outer step, and its ratio is to the paper's time. The paper's times (Table
-8, one V100): complete 1 h 59 min, erdos_renyi 2 h 33 min, random_undirected 12 h 56 min, random_directed 14 h 22 min."""
+ABOUT = """Personalisation of Terashita and Hara, section 5.3: 100 clients, the convolutional network of Table 5,
+batch 128, five outer steps of 600 steps of gradient push, M = 10 averages of S = 10 steps of Push-Sum. The paper
+uses a tenth of EMNIST by class (81,000 images of 62 classes), which is not available here: all of MNIST takes its
+place (70,000 images, 10 classes). The floor of a step of gradient push is the products of the gradient and of the
+exchange in float32; that of an average those of S exchanges. The total holds a measurement per outer step, and its
+ratio is to the paper's time. The paper's times (Table 8, one V100): complete 1 h 59 min, erdos_renyi 2 h 33 min,
+random_undirected 12 h 56 min, random_directed 14 h 22 min."""
 
 PAPER = {"complete": 7140.0, "erdos_renyi": 9180.0, "random_undirected": 46560.0, "random_directed": 51720.0}
 _SAFE: dict[str, Any] = {"lr_lower": 0.03, "lr_system": 0.01}  # of a network on images of 28 x 28

@@ -1,4 +1,7 @@
-"""One outer iteration of hyper-representation in FedNest's published setting, against a loop over clients and against the products in it."""
+"""One outer iteration of hyper-representation in FedNest's published setting.
+
+It is compared with a loop over clients and with the matrix products in it.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,24 @@ from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import Cohort
 
 TITLE = "One outer iteration in FedNest's published setting"
-ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth of them in a cohort, network 784-200-10, five
-local epochs of batch 64 on y (38 steps), one step on x, quantities outside local steps on all of a client's samples. FedNest: T = 1, N = 5,
-iterations in which two of the factors are drawn, the mean; FBO-AggITD: N = 5. Against a loop over clients with `torch.autograd`
-(`benchmarks/published.py`) that is given the same cohorts and minibatches: one cohort for the whole iteration, about as in the published code, which
-draws one for each level, or a new one for every factor of the series, which is the library's default (not on CUDA). `compiled` is the strategy of
-that name. `differs` is how far the loop's x is from the library's at the end, relative to its norm. The floor is that of the whole iteration:
-features once per x and cohort, then the products and gathers of every gradient and product that the algorithm asks for; pairs of gradients that
-cancel in a first local step count nothing. Aims: the loop takes at least 6 times as long as the library on two cores, the library at most 3 times as
-long as the floor (5 on CUDA)."""
+ABOUT = """Hyper-representation on shards of MNIST: 100 clients of 480 training and 120 validation images, a tenth
+of them in a cohort, network 784-200-10, five local epochs of batch 64 on y (38 steps), one step on x, quantities
+outside local steps on all of a client's samples. FedNest: T = 1, N = 5, iterations in which two of the factors are
+drawn, the mean; FBO-AggITD: N = 5. Against a loop over clients with `torch.autograd` (`benchmarks/published.py`)
+that is given the same cohorts and minibatches: one cohort for the whole iteration, about as in the published code,
+which draws one for each level, or a new one for every factor of the series, which is the library's default (not on
+CUDA). `compiled` is the strategy of that name. `differs` is how far the loop's x is from the library's at the end,
+relative to its norm. The floor is that of the whole iteration: features once per x and cohort, then the products
+and gathers of every gradient and product that the algorithm asks for; pairs of gradients that cancel in a first
+local step count nothing. Aims: the loop takes at least 6 times as long as the library on two cores, the library at
+most 3 times as long as the floor (5 on CUDA)."""
 
 STEPS: dict[str, Any] = {"lr_lower": 0.33, "lr_upper": 0.5, "lr_system": 0.0035, "num_upper_steps": 1}
 MEAN_FACTORS = 2
 WARM_ON_CUDA = (
     6  # there phases are captured, and compiled, at their third occurrence; the loop takes seconds per iteration
 )
-WARM = 20  # iterations before the clock is read: what the library traces, compiles and captures on the way is there then, as in a long run
+WARM = 20  # iterations before timing, so that tracing, compilation and capture are done, as in a long run
 
 
 class Case:
@@ -113,7 +118,7 @@ class Case:
         known: dict[int, torch.Tensor] = {}
 
         def features_of(images: torch.Tensor) -> torch.Tensor:
-            """Of a new cohort, or of the one there is."""
+            """Draw a new cohort, or keep the current one."""
             if self.redraw == "per_factor" or id(images) not in known:
                 known[id(images)] = network.features(images)
             return known[id(images)]

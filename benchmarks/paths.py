@@ -25,17 +25,19 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks.personalisation import Personalisation
 
 TITLE = "Hot paths"
-ABOUT = """10 clients, 64 samples each, network 784-200-10, x the hidden layer and y the head. `library`: as users get it; `plain vmap`: `torch.func` on the
-same losses without features or flat rows; `autograd loop`: one client after the other. Gradients of the lower level include fetching the batch by index. With
-features cached, x stands still and only the batch changes. The floor of a draw is `torch.randint` of as many numbers, that of an average the sum of the rows
-in their own type. CNN: the lower gradient of the personalisation task's network (width 1, 28 x 28) with weights of its own for every client, by strategy."""
+ABOUT = """10 clients, 64 samples each, network 784-200-10, x the hidden layer and y the head. `library`: as users
+get it; `plain vmap`: `torch.func` on the same losses without features or flat rows; `autograd loop`: one client
+after the other. Gradients of the lower level include fetching the batch by index. With features cached, x stands
+still and only the batch changes. The floor of a draw is `torch.randint` of as many numbers, that of an average the
+sum of the rows in their own type. CNN: the lower gradient of the personalisation task's network (width 1, 28 x 28)
+with weights of its own for every client, by strategy."""
 
-MANY = 24  # different points, so that nothing kept from an earlier call helps, and batches
+MANY = 24  # different points and batches, so that no cache of an earlier call helps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(ServerAlgorithm):
-    """Phases that ask for one thing each."""
+    """Phases with one request each."""
 
     num_local_steps: int = setting(38, "steps whose minibatches are drawn", least=1)
 
@@ -54,7 +56,7 @@ class Probe(ServerAlgorithm):
 
 
 class Plain:
-    """The same losses on dicts, mapped over clients by `torch.func` and nothing else."""
+    """The same losses on dicts, mapped over clients only by `torch.func`."""
 
     def __init__(self, x: dict[str, Tensor], y: dict[str, Tensor], k: int) -> None:
         self.x, self.y, self.ys = x, y, {name: leaf.expand(k, *leaf.shape).contiguous() for name, leaf in y.items()}
@@ -84,7 +86,7 @@ class Plain:
         return vmap(grad(self._along), in_dims=(None, None, 0, 0))(self.x, self.y, image, label)
 
     def _along(self, x: Any, y: Any, image: Tensor, label: Tensor) -> Any:
-        """The lower gradient along v, for which the head itself stands."""
+        """The lower gradient along v; the head serves as v."""
         gradient = grad(self.lower, argnums=1)(x, y, image, label)
         return sum((gradient[name] * leaf).sum() for name, leaf in self.y.items())
 
@@ -97,7 +99,7 @@ class Bench:
         self.fed = Simulation(self.probe, *images.built, batch_size=self.b, device=setup.device)
         self.population = Population(*images.built, device=setup.device)
         for oracle in (self.fed.host.oracle, self.population.oracle):
-            oracle.often = dict.fromkeys(oracle.often, 2)  # traced early: a path is looked at as it is in a long run
+            oracle.often = dict.fromkeys(oracle.often, 2)  # traced early, as in a long run
         self.k = len(images.built.clients)
         self.positions = torch.arange(self.k)
         self.x, self.y = self.population.x0, self.population.y0
@@ -133,7 +135,7 @@ class Bench:
         return each
 
     def floor(self) -> tuple[Floor, Network, Tensor, Tensor]:
-        """With a floor's network: all images, and the places of a batch among them."""
+        """A floor with its network, all images, and the indices of a batch."""
         floor = Floor(self.setup)
         pixels, hidden = self.images.shape
         images = floor.full(self.stacked[0].shape[0] * self.stacked[0].shape[1], pixels)
@@ -168,7 +170,7 @@ class Bench:
         )
         batch, here = self.next_batch(), self.x.clone()
         gradient = lambda: self.population.oracle.lower_grad(here, self.ys, batch())
-        for _ in range(-(-self.stacked[0].shape[1] // self.b) + 1):  # until as many samples were seen as there are
+        for _ in range(-(-self.stacked[0].shape[1] // self.b) + 1):  # until the cache holds every sample
             gradient()
         return {**self.lower_gradient(), "library": gradient, "floor": floor}
 
@@ -228,7 +230,7 @@ class Bench:
         calls, floor = itertools.count(1), Floor(self.setup)
         floor.also(lambda: torch.randint(1000, out.shape, out=out))
 
-        def one() -> Any:  # of a call of its own each time, as in a run
+        def one() -> Any:  # a new call each time, as in a run
             clients = Clients(fed.host, self.positions, 1 + next(calls), 1)
             return clients.sample_indices("train", "zeta", range(self.tau), self.b)
 
@@ -260,7 +262,7 @@ def rows(setup: Setup) -> list[Row]:
     return found + convolutions(setup)
 
 
-# ---- a network with weights of its own for every client ------------------------------------------------------------------------
+# ---- a network with weights of its own for every client ------------------------------------------------------------
 
 
 def convolutions(setup: Setup) -> list[Row]:
@@ -295,7 +297,10 @@ def convolutions(setup: Setup) -> list[Row]:
 
 
 def products_of_cnn(setup: Setup, k: int, b: int, side: int, sizes: tuple[int, int, int]) -> Floor:
-    """Convolutions as products with unfolded images: forward, back to the weights and, but for the first layer, back to the inputs."""
+    """Convolutions as products with unfolded images.
+
+    Forward, back to the weights and, except in the first layer, back to the inputs.
+    """
     floor = Floor(setup)
     first, second, hidden = sizes
     one, two = (5, 5) if side == 28 else (3, 2)

@@ -1,62 +1,45 @@
-"""`python -m benchmarks.peer_soak`: a long run between peers that lose messages, are killed and started again, and are stopped for a while."""
+"""`python -m benchmarks.peer_soak`: a long run of peers that lose messages, die and pause."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import Any
 
 from benchmarks import results
 from benchmarks.clock import Row, Setup
 from benchmarks.federation import lines
-from benchmarks.peer_steps import forked, row_of
-from fedbilevel.federation.algorithm import PeerAlgorithm, Peers
+from benchmarks.peer_chaos import LONGEST, PER_SECOND, SUSPECT, WIDTH, Chaos, SoakPlan
 from fedbilevel.peers import participant
 from fedbilevel.peers.local import free_ports
-from fedbilevel.peers.plan import PeerPlan, plan_of
-from fedbilevel.peers.roster import assemble, keygen, read_roster, read_secret
-from fedbilevel.peers.sockets import Sockets
-from fedbilevel.problem.client_data import Holdings
-from fedbilevel.problem.problem import Problem
-from fedbilevel.runs.result import Progress
+from fedbilevel.peers.plan import plan_of
+from fedbilevel.peers.roster import assemble, keygen
 
-WIDTH = 1000  # numbers in a row
-PER_SECOND = 1.0  # outer iterations that begin in a second, if nothing happens
-SUSPECT = 3.0  # seconds of silence
-BETWEEN = 4.0  # seconds between two events, in the mean
-LONGEST = 7.0  # seconds for which a peer is away
-QUIET = 15.0  # seconds at the end in which nothing happens any more
-CLOSE = 1e-5  # share of its length by which an average may be off
+QUIET = 15.0  # seconds without events at the end
+CLOSE = 1e-5  # relative error of an average that passes
 CEILING = 50.0  # megabytes that a process may grow by
-LOOK = 2.0  # seconds between looks at the memory
-ABOUT = """One robust average of rows of {width} float32 in every outer iteration, {iterations} of them paced over {minutes:g} minutes, between {peers} peers
-over encrypted loopback, which lose {loss:.0%} of all messages on purpose (on_change '{on_change}', silent for {suspect:g} s is gone, seed {seed}).
-Meanwhile peers are killed (SIGKILL) and started again, or stopped (SIGSTOP) and woken, at times drawn from the seed: up to {most} at once, each for
-up to {longest:g} s. {spared} is spared from kills and from stops that are as long as the silence. Every value is compared with the exact means of all
-groups that there could be."""
-RUN = """`formations` is how often a group began, at the peer that saw most. `repeated` are outer iterations that the peer's diary has more than once, as they
-were begun again after their end. `other members` are values that are the exact mean of another group than the diary names. A failure is a peer that
-did not finish, a record of the spared peer without each outer iteration exactly once, one of another peer that does not grow to the last, a value
-that is no mean of any group, peers that count each other in but have different values, last averages that are not the exact one of all peers, a
-process left over, or one that grew by {ceiling:.0f} MB or more."""
-MEMORY = """Of every process that was looked at for 10 s or longer: resident memory at the first look and the last; the first is after an outer
-iteration of its own."""
+ABOUT = """One robust average of rows of {width} float32 in every outer iteration, {iterations} of them paced over
+{minutes:g} minutes, between {peers} peers over encrypted loopback, which lose {loss:.0%} of all messages on purpose
+(on_change '{on_change}', silent for {suspect:g} s is gone, seed {seed}). Meanwhile peers are killed (SIGKILL) and
+started again, or stopped (SIGSTOP) and woken, at times drawn from the seed: up to {most} at once, each for up to
+{longest:g} s. {spared} is spared from kills and from stops that are as long as the silence. Every value is compared
+with the exact means of all groups that there could be."""
+RUN = """`formations` is how often a group began, at the peer that saw most. `repeated` are outer iterations that
+the peer's diary has more than once, as they were begun again after their end. `other members` are values that are
+the exact mean of another group than the diary names. A failure is a peer that did not finish, a record of the
+spared peer without each outer iteration exactly once, one of another peer that does not grow to the last, a value
+that is no mean of any group, peers that count each other in but have different values, last averages that are not
+the exact one of all peers, a process left over, or one that grew by {ceiling:.0f} MB or more."""
+MEMORY = """Of every process that was looked at for 10 s or longer: resident memory at the first look and the last;
+the first is after an outer iteration of its own."""
 HEADINGS = {
     "megabytes_first": "RSS first, MB",
     "megabytes_last": "RSS last, MB",
@@ -68,251 +51,21 @@ HEADINGS = {
 }
 
 
-# ---- what the peers run ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Paced(PeerAlgorithm):
-    """One average of rows that nobody has had before, in every outer iteration, none of which begins before its time."""
-
-    uses = ("mix",)
-    start: float = 0.0
-    each: float = 0.0
-    book: str = ""
-
-    class State(NamedTuple):
-        x: Tensor
-        y: Tensor
-
-    def init(self, peers: Peers) -> State:
-        return self.State(*peers.initial())
-
-    def round(self, peers: Any, state: State) -> State:
-        early = self.start + self.each * peers.iteration - time.monotonic()
-        if early > 0:
-            time.sleep(early)
-        value = peers.mix(y=row_of(peers.me, state.y.shape[1], peers.iteration)[None].to(state.y.dtype))
-        group, error = nearest(value[0].double(), peers.num_clients, peers.iteration)
-        line = {
-            "iteration": peers.iteration,
-            "members": peers.members_by_averaging[-1],
-            "group": group,
-            "error": error,
-            "time": time.monotonic(),
-        }
-        with open(self.book, "a") as file:
-            file.write(json.dumps(line) + "\n")
-        return self.State(state.x, value)
-
-
-def counts_for(peer: int) -> int:
-    """Samples of a peer, by which it counts in means."""
-    return peer + 1
-
-
-def nearest(value: Tensor, num: int, iteration: int) -> tuple[list[int], float]:
-    """Whose mean this value is, and by which share of its length it is off."""
-    rows = torch.stack([row_of(peer, len(value), iteration).double() for peer in range(num)])
-    weights = torch.tensor([counts_for(peer) for peer in range(num)], dtype=torch.float64)
-    groups = [list(group) for size in range(1, num + 1) for group in combinations(range(num), size)]
-    means = torch.stack([weights[group] @ rows[group] / weights[group].sum() for group in groups])
-    apart = torch.linalg.vector_norm(means - value, dim=1) / torch.linalg.vector_norm(means, dim=1)
-    best = int(apart.argmin())
-    return groups[best], float(apart[best])
-
-
-@dataclass(frozen=True)
-class SoakPlan(PeerPlan):
-    """Of an algorithm and a problem that have no names. Every peer has a book of its own, so that is set where the plan is used."""
-
-    start: float = 0.0
-    each: float = 0.0
-
-    def built_task(self) -> Any:
-        return _Wide()
-
-    def built_algorithm(self) -> PeerAlgorithm:
-        return Paced(start=self.start, each=self.each, book=_book)
-
-
-class _Wide:
-    def problem(self, _shapes: Any) -> Problem:
-        loss = lambda x, y, batch: (batch["weight"] * (y["w"].sum() - x["x"] - batch["a"][:, 0]) ** 2).sum()
-        return Problem(
-            upper=loss,
-            lower=loss,
-            x0={"x": torch.zeros(1)},
-            y0={"w": torch.zeros(WIDTH)},
-            client_weights="by_samples",
-            name="soak",
-        )
-
-
-_book = ""  # of the peer in this process: no part of the plan, which is the same everywhere
-
-
-def _peer(place: str, plan: SoakPlan, number: int, done: Any) -> None:
-    global _book
-    torch.set_num_threads(1)
-    folder = Path(place)
-    _book = str(folder / f"p{number}.values")
-    roster, secret = read_roster(folder / "roster.toml"), read_secret(folder / f"p{number}.key")
-    ones = np.ones((counts_for(number), 1), np.float32)
-    holdings: Holdings = {"train": {"a": ones}, "val": {"a": ones}}
-    with open(folder / f"p{number}.log", "a", buffering=1) as log:
-        os.dup2(log.fileno(), 2)  # a traceback belongs there too
-
-        def say(line: str) -> None:
-            log.write(f"{time.monotonic():.2f} {line}\n")
-
-        def tell(now: Progress) -> None:
-            done[number] = now.iteration
-
-        say(f"started as {os.getpid()}")
-        participant.take_part(
-            plan,
-            [one.name for one in roster.peers],
-            number,
-            lambda most: Sockets(roster, number, secret, max_bytes=most, log=say),
-            holdings,
-            folder / f"run{number}",
-            roster=roster.digest(),
-            say=say,
-            callbacks=[tell],
-            beat=0.2,
-            interval=0.03,
-        )
-        say("finished")
-
-
-# ---- what happens to them ----------------------------------------------------------------------------------------------------------
-
-
-class Chaos:
-    """Starts peers, and does to them what the seed says."""
-
-    def __init__(self, folder: Path, plan: SoakPlan, num: int, seed: int, say: Callable[[str], None]) -> None:
-        self.folder, self.plan, self.num, self._say = folder, plan, num, say
-        self._draw = random.Random(seed)
-        self.spared = self._draw.randrange(num)
-        self.most = max(1, num - plan.quorum + 1)  # one more than the run can do without
-        self.done = forked.RawArray("i", num)  # without a lock, which a peer could take along when it is killed
-        self.running: dict[int, Any] = {}
-        self.pids: list[tuple[int, int]] = []
-        self.events: list[dict[str, Any]] = []
-        self.looks: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by peer and process: when, megabytes
-        self.failures: list[str] = []
-        self._back: dict[int, tuple[float, str]] = {}  # when a peer returns, and from what
-        self._ended: set[int] = set()
-        self._before = [0] * num  # outer iterations that were done when a process began
-
-    def start(self, peer: int) -> None:
-        self.running[peer] = forked.Process(
-            target=_peer, args=(str(self.folder), self.plan, peer, self.done), daemon=True
-        )
-        self.running[peer].start()
-        self._before[peer] = self.done[peer]
-        self.pids.append((peer, self.running[peer].pid))
-
-    def run(self, until: float, limit: float) -> None:
-        """Until all have finished. until: when the last may be disturbed; limit: when those who still run never will finish."""
-        for peer in range(self.num):
-            self.start(peer)
-        begun = time.monotonic()
-        next_event, next_look = self.plan.start + self._draw.expovariate(1 / BETWEEN), begun
-        while len(self._ended) < self.num:
-            now = time.monotonic()
-            self._see_who_ended()
-            for peer in [peer for peer, (when, _) in self._back.items() if now >= when]:
-                self._return(peer)
-            if now >= next_event:
-                next_event = now + self._draw.expovariate(1 / BETWEEN)
-                if now < until and max(self.done) < self.plan.num_iterations - 2 * PER_SECOND * LONGEST:
-                    self._disturb(now)
-            if now >= next_look:
-                next_look = now + LOOK
-                self._look(now)
-            if now > limit:
-                self.failures += [
-                    f"p{peer} has not finished: it is at outer iteration {self.done[peer]}."
-                    for peer in range(self.num)
-                    if peer not in self._ended
-                ]
-                return
-            time.sleep(0.02)
-
-    def _see_who_ended(self) -> None:
-        for peer, process in self.running.items():
-            if peer in self._back or peer in self._ended or process.is_alive():
-                continue
-            self._ended.add(peer)
-            if process.exitcode != 0:
-                last = (self.folder / f"p{peer}.log").read_text().splitlines()[-3:]
-                self.failures.append(f"p{peer} ended with {process.exitcode}: {' / '.join(last)}")
-
-    def _disturb(self, now: float) -> None:
-        free = [peer for peer in range(self.num) if peer not in self._back and peer not in self._ended]
-        if not free or len(self._back) >= self.most:
-            return
-        peer, kind, seconds = (
-            self._draw.choice(free),
-            self._draw.choice(("kill", "stop")),
-            self._draw.uniform(0.3, LONGEST),
-        )
-        if peer == self.spared:
-            kind, seconds = "stop", min(seconds, SUSPECT / 2)
-        os.kill(self.running[peer].pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        self._back[peer] = now + seconds, kind
-        self.events.append(
-            {"time": round(now, 2), "peer": peer, "kind": kind, "seconds": round(seconds, 2), "done": list(self.done)}
-        )
-        self._say(f"{now:.2f} {kind} p{peer} for {seconds:.1f} s, outer iterations {list(self.done)}")
-
-    def _return(self, peer: int) -> None:
-        _, kind = self._back.pop(peer)
-        if kind == "stop":
-            os.kill(self.running[peer].pid, signal.SIGCONT)
-        else:
-            self.running[peer].join()
-            self.start(peer)
-
-    def _look(self, now: float) -> None:
-        for peer, process in self.running.items():
-            busy = peer not in self._back and peer not in self._ended and self.done[peer] > self._before[peer]
-            if busy and (size := resident(process.pid)):
-                self.looks.setdefault((peer, process.pid), []).append((now, size))
-
-    def stop(self) -> None:
-        """None is left, whatever happened."""
-        for process in self.running.values():
-            if process.is_alive():
-                process.kill()
-            process.join()
-
-    def left_over(self) -> list[int]:
-        return [pid for _, pid in self.pids if os.path.exists(f"/proc/{pid}")]
-
-
-def resident(pid: int) -> float | None:
-    """Megabytes, or nothing of a process that has gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    except (OSError, IndexError):
-        return None
-
-
-# ---- summing up ----------------------------------------------------------------------------------------------------------------
+# ---- summing up ----------------------------------------------------------------------------------------------------
 
 
 def last_values(values: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """By outer iteration; one that began again after its end counts as it was the last time."""
+    """The last value of every outer iteration, which may have begun again after its end."""
     return {line["iteration"]: line for line in values}
 
 
 def failures_in(
     values: Sequence[Sequence[Mapping[str, Any]]], records: Sequence[Sequence[int]], spared: int, num_iterations: int
 ) -> list[str]:
-    """One sentence for each. values: of every peer, what it wrote; records: of every peer, the outer iterations that it measured."""
+    """One sentence per failure.
+
+    values: lines of the book of every peer; records: outer iterations that every peer measured.
+    """
     found, last = [], [last_values(each) for each in values]
     for peer, record in enumerate(records):
         if peer == spared and list(record) != list(range(num_iterations + 1)):
@@ -329,14 +82,16 @@ def failures_in(
         bad = [line for line in each if line["error"] > CLOSE]
         if bad:
             found.append(
-                f"{len(bad)} values of p{peer} are no mean of any group, the first in outer iteration {bad[0]['iteration']}: off by {bad[0]['error']:.1e}."
+                f"{len(bad)} values of p{peer} are not the mean of any group, the first in outer iteration "
+                f"{bad[0]['iteration']}: off by {bad[0]['error']:.1e}."
             )
     for one, other in combinations(range(len(values)), 2):
         for iteration in sorted(set(last[one]) & set(last[other])):
             groups = [last[peer][iteration]["group"] for peer in (one, other)]
             if groups[0] != groups[1] and all(peer in group for peer in (one, other) for group in groups):
                 found.append(
-                    f"in outer iteration {iteration} p{one} has the mean of {groups[0]} and p{other} that of {groups[1]}."
+                    f"in outer iteration {iteration} p{one} has the mean of {groups[0]} "
+                    f"and p{other} that of {groups[1]}."
                 )
     everybody = list(range(len(values)))
     for peer, newest in enumerate(last):
@@ -388,20 +143,34 @@ def peer_row(folder: Path, peer: int, values: Sequence[Mapping[str, Any]], event
     }
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------------
+def whole_row(table: Sequence[Row], took: float, iterations: int, num_failures: int, load: Mapping[str, float]) -> Row:
+    """The row of the run, from the rows of its peers."""
+    return {
+        "name": "all",
+        "what": "run",
+        "seconds": took,
+        "kills": sum(row["kills"] for row in table),
+        "stops": sum(row["stops"] for row in table),
+        "formations": max(row["formations"] for row in table),
+        "iterations": iterations,
+        "failures": num_failures,
+        **load,
+    }
 
 
-def soak(
-    folder: Path, num: int, minutes: float, loss: float, seed: int, on_change: str, say: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
-    """Sections of a page of results."""
-    begun, before = datetime.now(UTC), os.getloadavg()[0]
-    iterations = round(60 * minutes * PER_SECOND)
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def plan_for(
+    folder: Path, num: int, minutes: float, start: float, *, loss: float, seed: int, on_change: str
+) -> SoakPlan:
+    """Write the keys and the roster of all peers into the folder, and return the plan of their run."""
     publics = [
         keygen(folder / f"p{peer}.key", name=f"p{peer}", address=f"127.0.0.1:{port}")
         for peer, port in enumerate(free_ports(num))
     ]
     assemble(publics, folder / "roster.toml")
+    iterations = round(60 * minutes * PER_SECOND)
     content = {
         "name": "soak",
         "num_iterations": iterations,
@@ -417,8 +186,17 @@ def soak(
             "averaging": {"kind": "robust"},
         },
     }
+    return SoakPlan(**vars(plan_of(content, num)), start=start, each=60 * minutes / iterations)
+
+
+def soak(
+    folder: Path, num: int, minutes: float, loss: float, seed: int, on_change: str, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Run the soak, and return the sections of its page of results."""
+    begun, before = datetime.now(UTC), os.getloadavg()[0]
     start = time.monotonic() + 3
-    plan = SoakPlan(**vars(plan_of(content, num)), start=start, each=60 * minutes / iterations)
+    plan = plan_for(folder, num, minutes, start, loss=loss, seed=seed, on_change=on_change)
+    iterations = plan.num_iterations
     chaos = Chaos(folder, plan, num, seed, say)
     try:
         chaos.run(start + 60 * minutes - QUIET, start + 120 * minutes + 120)
@@ -447,18 +225,8 @@ def soak(
     )
     head = {"where": where, "headings": HEADINGS}
     table = [peer_row(folder, peer, values[peer], chaos.events) for peer in range(num)]
-    whole: Row = {
-        "name": "all",
-        "what": "run",
-        "seconds": took,
-        "kills": sum(row["kills"] for row in table),
-        "stops": sum(row["stops"] for row in table),
-        "formations": max(row["formations"] for row in table),
-        "iterations": iterations,
-        "failures": len(failures),
-        "load_before": before,
-        "load_after": os.getloadavg()[0],
-    }
+    load = {"load_before": before, "load_after": os.getloadavg()[0]}
+    whole = whole_row(table, took, iterations, len(failures), load)
     return {
         "peer_soak": {
             "title": "Soak of peers",
@@ -472,22 +240,22 @@ def soak(
     }
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peer_soak",
         description="Peers that are killed, stopped and lose messages; see benchmarks/README.md.",
     )
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--minutes", type=float, default=5.0, help="for which outer iterations are paced (default 5)")
-    parser.add_argument("--loss", type=float, default=0.3, help="share of messages that are lost (default 0.3)")
     parser.add_argument(
-        "--seed", type=int, default=1, help="of what is lost, and of what happens when to whom (default 1)"
+        "--minutes", type=float, default=5.0, help="minutes over which outer iterations are paced (default 5)"
     )
+    parser.add_argument("--loss", type=float, default=0.3, help="share of messages that are lost (default 0.3)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of lost messages and of events (default 1)")
     parser.add_argument(
         "--on-change",
         choices=("continue", "restart"),
         default="continue",
-        help="what an average makes of a loss (default continue)",
+        help="reaction of an average when peers leave or join (default continue)",
     )
     parser.add_argument(
         "--save",
@@ -504,13 +272,19 @@ def main(words: Sequence[str] | None = None) -> int:
         "--keep",
         type=Path,
         default=None,
-        help="a new folder for logs and records, which stays (default: a temporary one)",
+        help="keep logs and records in this new folder (default: a temporary folder)",
     )
     given = parser.parse_args(words)
     if not 3 <= given.peers <= 8 or given.minutes < 0.5:
         parser.error(
-            f"{given.peers} peers for {given.minutes:g} minutes, expected 3 to 8 for at least 0.5: with fewer, nobody can be spared."
+            f"{given.peers} peers for {given.minutes:g} minutes, expected 3 to 8 for at least 0.5: "
+            "with fewer peers none can be spared."
         )
+    return given
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = _arguments(words)
     if given.keep is not None:
         given.keep.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="fedbilevel-soak-") as temporary:
@@ -538,6 +312,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from benchmarks.peer_soak import main as run  # a process finds what it runs in the module by its name
-
-    sys.exit(run())
+    sys.exit(main())

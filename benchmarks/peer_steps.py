@@ -1,4 +1,4 @@
-"""What the peers of the section `peers` run: steps and averages through the library, and the same rows through bare sockets."""
+"""The peers of the section `peers`: steps and averages through the library and bare sockets."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ forked.set_forkserver_preload(
     ["benchmarks.peer_steps", "benchmarks.results", "fedbilevel.peers.participant", "torch._dynamo"]
 )  # once, and not in every peer
 MOST_BYTES = 2**23  # of a message
-WAIT = 120.0  # seconds after which a peer that has not answered never will
-_ACKED = 120  # where TCP_INFO of Linux has the number of bytes that were sent and acknowledged
+WAIT = 120.0  # seconds after which a peer has failed to answer
+_ACKED = 120  # offset in TCP_INFO of Linux: bytes that were sent and acknowledged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averages(PeerAlgorithm):
-    """Only averages: what is needed of an algorithm where nothing else is looked at."""
+    """An algorithm that only computes averages."""
 
     uses = ("mix",)
 
@@ -66,7 +66,7 @@ class Averages(PeerAlgorithm):
 
 
 def tiny() -> tuple[Problem, Holdings]:
-    """A problem of one number: rows of any length pass through the verbs."""
+    """A problem with one number. The verbs accept rows of any length."""
     one = {"a": np.ones((1, 1), np.float32)}
     loss = lambda x, y, batch: (batch["weight"] * (y["y"] - x["x"] - batch["a"][:, 0]) ** 2).sum()
     return Problem(upper=loss, lower=loss, x0={"x": torch.zeros(1)}, y0={"y": torch.zeros(1)}), {
@@ -76,13 +76,16 @@ def tiny() -> tuple[Problem, Holdings]:
 
 
 def row_of(peer: int, width: int, number: int = 0) -> Tensor:
-    """A row for every peer and every average that is not like the others."""
+    """A row that differs for every peer and every average."""
     draw = torch.Generator().manual_seed(1000 * number + peer)
     return torch.randn(width, generator=draw) + peer
 
 
 class Bare:
-    """The floor: as many encrypted sockets, in the thread that uses them. Rows in one frame, without a head; those of a sender arrive in its order."""
+    """The floor: the same number of encrypted sockets, in the thread that uses them.
+
+    A row is one frame without a head. Rows of a sender arrive in order.
+    """
 
     def __init__(self, roster: PeerRoster, me: int, secret: Secret, ports: Sequence[int]) -> None:
         self._context = zmq.Context()
@@ -118,7 +121,10 @@ class Bare:
 
 
 class Worker:
-    """One peer. Every contestant goes through the steps of the network from `start` on, so that all send the same messages."""
+    """One peer.
+
+    Every contestant runs the steps of the network from `start`, so all send the same messages.
+    """
 
     def __init__(self, fed: Peer, bare: Bare) -> None:
         self.fed, self.bare, self.weights = fed, bare, fed.weights
@@ -127,7 +133,7 @@ class Worker:
         self.row = row_of(self.fed.me, width)[None]
 
     def used(self) -> dict[str, float]:
-        """By the whole process and since it began: processor, bytes that the others have acknowledged, and what the ledger says."""
+        """CPU time, bytes acknowledged by the others and bytes in the ledger, since the process began."""
         time.sleep(0.05)  # acknowledgements may be late by almost as much
         return {"cpu": time.process_time(), "wire": acked(), "ledger": float(self.fed.ledger.columns["bytes_up"].sum())}
 
@@ -173,7 +179,7 @@ class Worker:
         }
 
     def _plan(self, start: int, steps: int) -> list[tuple[list[int], list[int]]]:
-        """By step: to whom this peer sends, and whose rows it awaits."""
+        """The receivers and the senders of this peer at every step."""
         found, me = [], self.fed.rank
         for step in range(start, start + steps):
             sent = self.fed.links.mixing(step).sent
@@ -182,7 +188,7 @@ class Worker:
 
 
 def acked() -> float:
-    """Bytes that left over TCP and were acknowledged, of all connections of this process that are there; not a number where the system does not say."""
+    """Bytes sent over the open TCP connections of this process and acknowledged; NaN if unknown."""
     found = 0.0
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return math.nan
@@ -199,7 +205,10 @@ def acked() -> float:
 
 
 def work(folder: Path, me: int, num: int, loss: float | None, ports: Sequence[int], pipe: Connection) -> None:
-    """Until it is told nothing. loss: share of messages, for robust averages; None: for steps, of which none may be lost."""
+    """Answer requests until one is None.
+
+    loss: share of lost messages, for robust averages; None: steps, which need every message.
+    """
     roster, secret = read_roster(folder / "roster.toml"), read_secret(folder / f"p{me}.key")
     network = Network(kind="random_directed", loss=loss or 0.0)
     algorithm: PeerAlgorithm = SGP() if loss is None else Averages()
@@ -229,7 +238,11 @@ def _process(*words: Any) -> None:
 
 
 class Fleet:
-    """Peers of a run over encrypted loopback until the block ends: processes, or threads of this one for a small version that has no time to start any."""
+    """Peers of a run over encrypted loopback, until the block ends.
+
+    They are processes, or threads for the small version, which must not wait for processes to
+    start.
+    """
 
     def __init__(self, folder: Path, num: int, *, loss: float | None = None, threads: bool = False) -> None:
         self.num, self._threads = num, threads
@@ -258,7 +271,7 @@ class Fleet:
         return self
 
     def ask(self, what: str, *words: Any) -> list[Any]:
-        """The same of all at once; what each of them answers."""
+        """Send one request to all peers at once, and return their answers."""
         for pipe in self._pipes:
             pipe.send((what, *words))
         return self._answers()
@@ -267,7 +280,7 @@ class Fleet:
         for number, pipe in enumerate(self._pipes):
             if not pipe.poll(WAIT):
                 raise FedBilevelError(
-                    f"peer {number} has not answered for {WAIT:g} s: run the section again on a machine with less to do."
+                    f"peer {number} has not answered for {WAIT:g} s: run the section again on a less busy machine."
                 )
         return [pipe.recv() for pipe in self._pipes]
 

@@ -1,4 +1,4 @@
-"""Steps of Push-Sum and robust averages between peers over encrypted loopback, each a process of its own."""
+"""Steps of Push-Sum and robust averages between peers: one process each, over encrypted loopback."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
     from fedbilevel.engines.peer_simulation import PeerSimulation
 
 TITLE = "Peers"
-ABOUT = """One step of Push-Sum between peers that are processes of their own with one thread each, over loopback and encrypted (CURVE): every peer sends a row
-of float32 along the links of random_directed and has those of all that send to it. `engine` is `Peer.push`, with the network of the step, sums in
-float64, the check for finite values and the ledger; `office` is sending and awaiting the rows alone, with heads, checks and what is kept to be sent
-again. The floor is the same rows between the same processes through bare pyzmq sockets of the same kinds with CURVE, one frame each, used by the
-thread that waits for them: no head, no allow-list, no office, no second thread, no sums. `simulator` is the step of `PeerSimulation` in one process
-and thread. All take turns and go through the same steps of the network; a turn lasts until the slowest peer is through. `wire` is bytes that TCP
-sent, by the kernel's own count, for a byte of the ledger; CPU is of all processes and threads for 10^9 bytes of the ledger. Then one robust average
-until all know that they agree, with no message lost and with 30 % of all messages lost on purpose: wakes and messages with running sums are means
-over the peers, `error` is the largest distance of a peer's value from the exact mean as a share of its length. Peers that have more processes than
-there are cores wait for the system's scheduler too: read the ratios, with the load beside them."""
+ABOUT = """One step of Push-Sum between peers that are processes of their own with one thread each, over loopback
+and encrypted (CURVE): every peer sends a row of float32 along the links of random_directed and has those of all
+that send to it. `engine` is `Peer.push`, with the network of the step, sums in float64, the check for finite values
+and the ledger; `office` is sending and awaiting the rows alone, with heads, checks and what is kept to be sent
+again. The floor is the same rows between the same processes through bare pyzmq sockets of the same kinds with
+CURVE, one frame each, used by the thread that waits for them: no head, no allow-list, no office, no second thread,
+no sums. `simulator` is the step of `PeerSimulation` in one process and thread. All take turns and go through the
+same steps of the network; a turn lasts until the slowest peer is through. `wire` is bytes that TCP sent, by the
+kernel's own count, for a byte of the ledger; CPU is of all processes and threads for 10^9 bytes of the ledger. Then
+one robust average until all know that they agree, with no message lost and with 30 % of all messages lost on
+purpose: wakes and messages with running sums are means over the peers, `error` is the largest distance of a peer's
+value from the exact mean as a share of its length. Peers that have more processes than there are cores wait for the
+system's scheduler too: read the ratios, with the load beside them."""
 HEADINGS = {
     "messages": "messages in a step",
     "messages_each": "messages of a peer",
@@ -113,7 +116,7 @@ def step_rows(fleet: Fleet, simulated: PeerSimulation, name: str, width: int, st
 
 
 def costs(what: str, used: Mapping[str, Sequence[Mapping[str, float]]]) -> Row:
-    """Of the engine, whose ledger says how many bytes there were; the others send as many rows."""
+    """Costs per byte in the ledger of the engine; the others send the same number of rows."""
     if what == "simulator":
         return {}
     total = lambda which, kind: sum(spent[kind] for spent in used[which])

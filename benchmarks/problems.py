@@ -1,4 +1,7 @@
-"""The problem that most sections look at: a network pixels - hidden - classes, x the hidden layer, y the head, as in the task hyper_representation."""
+"""The problem of most sections: a network pixels - hidden - classes.
+
+x is the hidden layer and y the head, as in the task hyper_representation.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ class Images(NamedTuple):
 
 
 def mnist(setup: Setup, num_clients: int, *, share: float = 1.0) -> Images:
-    """Shards of MNIST, 480 images for training and 120 for validation per 600; random ones of the same number and shape where there are no files."""
+    """Shards of MNIST, with 480 images for training and 120 for validation per 600.
+
+    Without the files, random images of the same number and shape.
+    """
     if setup.small:
         return Images(random(4, 12, 6, pixels=20, hidden=8), "random numbers")
     try:
@@ -52,7 +58,7 @@ def mnist(setup: Setup, num_clients: int, *, share: float = 1.0) -> Images:
 def random(
     num_clients: int, num_train: int, num_val: int, *, pixels: int = 784, hidden: int = 200, seed: int = 0
 ) -> Built:
-    """Random images and labels, as views of one array: who builds a thousand clients should not pay for it twice."""
+    """Random images and labels, as views of one array, which saves memory with thousands of clients."""
     rng = np.random.default_rng(seed)
     each = num_train + num_val
     images, labels = (

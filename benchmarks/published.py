@@ -1,8 +1,10 @@
-"""FedNest and FBO-AggITD as published code is written: a loop over clients, one network, `torch.autograd`, nothing shared between gradients.
+"""FedNest and FBO-AggITD in the style of published code: a loop over clients with `torch.autograd`.
 
-Every gradient runs the whole network on its images, H v and J v differentiate a gradient that was made with `create_graph`, and the server averages what
-the clients return. Images lie ready as tensors and batches are taken by index: published code that decodes images in a DataLoader is slower still. Cohorts and
-minibatches are the library's own, so both must arrive at the same x and y.
+Gradients share nothing. Every gradient runs the whole network on its images, H v and J v
+differentiate a gradient that was made with `create_graph`, and the server averages the results of
+the clients. Images are tensors in memory and batches are taken by index: published code that
+decodes images in a DataLoader is even slower. Cohorts and minibatches are those of the library, so
+both must reach the same x and y.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Call(NamedTuple):
 def calls_of(
     fed: Simulation, algorithm: ServerAlgorithm, iterations: Sequence[int], batch: int
 ) -> dict[int, list[Call]]:
-    """What the library draws in these outer iterations, from a run of its own."""
+    """The draws of the library in these outer iterations, from a separate run."""
     seen: list[tuple[str, Any]] = []
     fed.host.captures = None  # a replayed phase could not be watched
     state = algorithm.init(fed)
@@ -50,7 +52,7 @@ def calls_of(
 
 
 def watching(algorithm: Any, seen: list[tuple[str, Any]]) -> Any:
-    """The same algorithm, whose phases note who runs them."""
+    """The same algorithm; its phases note the clients that run them."""
     kind = type(algorithm)
 
     def noting(name: str) -> Any:
@@ -77,7 +79,10 @@ def _indices(name: str, clients: Any, algorithm: Any, batch: int) -> Tensor | No
 
 
 class Loop:
-    """The server and its clients; `fednest` and `fbo_aggitd` take one outer iteration from (x, y), which are parameter lists."""
+    """The server and its clients.
+
+    `fednest` and `fbo_aggitd` run one outer iteration from (x, y), which are parameter lists.
+    """
 
     def __init__(
         self, built: Built, algorithm: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu"

@@ -15,12 +15,14 @@ from fedbilevel.federation.network import Network
 from fedbilevel.problem.problem import Problem
 
 TITLE = "Push-Sum"
-ABOUT = """One step between 1000 peers with rows of 100,000 float32: `engine` is `PeerSimulation.push`, with the network of the step, the check for finite
-values and the ledger; `mixing` is the exchange of the rows alone, the network being known. Sparse networks (exponential, ring): the floor is
-(messages to others + peers) x length of a row x 4 bytes at the bandwidth of a copy of all rows, which takes its turn too: every row is read once
-per message and every result written once. A result in new memory costs its pages on top, as the copy to new memory shows. Dense networks
-(random_directed, where a peer sends to about 600 others; complete with 100 peers): the floor is one product of the matrix and the rows in
-float32; the library sums in float64, and `float64 product` is what that costs by itself."""
+ABOUT = """One step between 1000 peers with rows of 100,000 float32: `engine` is `PeerSimulation.push`, with the
+network of the step, the check for finite values and the ledger; `mixing` is the exchange of the rows alone, the
+network being known. Sparse networks (exponential, ring): the floor is (messages to others + peers) x length of a
+row x 4 bytes at the bandwidth of a copy of all rows, which takes its turn too: every row is read once per message
+and every result written once. A result in new memory costs its pages on top, as the copy to new memory shows. Dense
+networks (random_directed, where a peer sends to about 600 others; complete with 100 peers): the floor is one
+product of the matrix and the rows in float32; the library sums in float64, and `float64 product` is what that costs
+by itself."""
 
 DENSE = ("random_directed", "complete")
 

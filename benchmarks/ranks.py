@@ -1,6 +1,7 @@
-"""Seconds per outer iteration on several ranks of this host, one thread each. `python benchmarks/ranks.py 1 2` compares.
+"""Seconds per outer iteration on several ranks of this host, with one thread each.
 
-Under torchrun, the file runs the task itself and rank 0 prints the number.
+`python benchmarks/ranks.py 1 2` compares one and two ranks. Under torchrun, the file runs the task
+itself and rank 0 prints the number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WARM_UP = 2  # outer iterations that are not counted
 
 
 def measure(ranks: int, **work: Any) -> float:
-    """The median over outer iterations, without the start and without measurements. work: changes of WORK."""
+    """The median over outer iterations without start and measurements. work: changes of WORK."""
     call = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""One process against two, each with one thread: `benchmarks/ranks.py` measures, where the engine `distributed` exists."""
+"""One process against two, each with one thread, measured by `benchmarks/ranks.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from benchmarks.clock import Row, Setup, Timing
 
 TITLE = "Ranks"
-ABOUT = """Seconds per outer iteration of the engine `distributed` on this host, one thread per rank, taking turns. The reference is one rank's time divided
-by the number of ranks: 1 would be a perfect division of the work."""
+ABOUT = """Seconds per outer iteration of the engine `distributed` on this host, one thread per rank, taking turns.
+The reference is one rank's time divided by the number of ranks: 1 would be a perfect division of the work."""
 HEADINGS = {"floor_seconds": "one rank / ranks, s", "ratio": "x reference"}
 RANKS = (1, 2)
 
@@ -23,9 +23,7 @@ def skipped(setup: Setup) -> str | None:
 
 
 def rows(setup: Setup) -> list[Row]:
-    measure = importlib.import_module(
-        "benchmarks.ranks"
-    ).measure  # (ranks) -> seconds per outer iteration, in processes of their own
+    measure = importlib.import_module("benchmarks.ranks").measure  # (ranks) -> seconds per outer iteration
     seconds: dict[int, list[float]] = {ranks: [] for ranks in RANKS}
     for _ in range(setup.rounds):
         for ranks in RANKS:

@@ -1,4 +1,4 @@
-"""What was measured, as files: figures as JSON, one picture, and a page made from the JSON files."""
+"""Files of results: figures as JSON, one picture, and a page made from the JSON files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ HEADINGS = {
     "gigabytes_per_second": "GB/s",
     "aim": "aim",
 }
-KEPT_OUT = ("gflops", "gigabytes_per_second")  # said in words in the same row
+KEPT_OUT = ("gflops", "gigabytes_per_second")  # these figures are in the text of the same row
 
 
 def circumstances(setup: Setup) -> dict[str, Any]:
-    """What a time must be read with."""
+    """The machine, versions, commit and time of a measurement."""
     gpu = {"gpu": torch.cuda.get_device_name(setup.device)} if setup.cuda else {}
     return {
         "machine": machine("cpu"),
@@ -55,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def save(name: str, sections: Mapping[str, Any], folder: Path = FOLDER) -> Path:
-    """Sections that were not run stay as they are; each says by itself when and where it was run."""
+    """Save these sections and keep the others; each states when and where it was run."""
     make_folder(folder)
     path = folder / f"{name}.json"
     write_whole(path, (json.dumps({**read(path), **sections}, indent=1, allow_nan=False) + "\n").encode())
@@ -68,7 +68,8 @@ def page(folder: Path = FOLDER) -> str:
     parts = [
         "# Benchmarks",
         "",
-        "Made from the files in `results/` by `python -m benchmarks --save`; README.md says what is measured and what floors are.",
+        "Made from the files in `results/` by `python -m benchmarks --save`; "
+        "README.md says what is measured and what floors are.",
     ]
     parts += ["Ratios can be compared between commits; seconds belong to the machine that is named.", ""]
     for path in sorted(folder.glob("*.json")):
@@ -91,7 +92,8 @@ def _where(section: Mapping[str, Any]) -> str:
     small = ", the small version: its figures mean nothing" if where["small"] else ""
     found = where["versions"]
     return (
-        f"{gpu}{where['machine']}, {where['threads']} threads, torch {found['torch']}, Python {found['python']}, commit {where['commit']}, {where['time']}, "
+        f"{gpu}{where['machine']}, {where['threads']} threads, torch {found['torch']}, Python {found['python']}, "
+        f"commit {where['commit']}, {where['time']}, "
         f"medians of {where['rounds']} rounds{small}."
     )
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`: a long run between sites, to see that nothing fails and that neither memory nor disk grows without bound."""
+"""`python -m benchmarks.soak`: a long run between sites: failures, and growth of memory and disk."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from fedbilevel.errors import FedBilevelError
 EVERY = 100  # rounds between looks at the processes; the first look is after as many
 CEILING = 250.0  # megabytes that a process may grow by
 RUN = "soak"
-ABOUT = """FedBiO on hyper-representation of embedded digits (batches of 32, I = 1) between {sites} sites over loopback with mutual TLS, {rounds} outer
-iterations of one communication round, with a checkpoint after each and a measurement every {every}, in one job. """
-ROUNDS = """Seconds are between two answers of site-1, by its log of what left; `slowest answer` is what the server waited for the slowest site, by its diary.
-A failure is a site that was missing in an outer iteration, an answer that was an error, a sentence about a fault to who follows the run, a job beyond the
-first, a process that was replaced, or an outer iteration that is not in the diary exactly once. The aim is none."""
-MEMORY = """Of every process, looked at after {every} rounds and then every {every}: what it holds in memory (RSS), and what of it remains where pages that
-processes share are divided among them (PSS). `late` is the growth in the second half of the run for 1000 rounds: what it would go on growing by.
-The ceiling is a growth of {ceiling:.0f} MB by RSS."""
-DISK = """Megabytes below every kit and their growth from the first look to the last, of which logs of FLARE, our own lists of what happened (`left.jsonl` at a
-site: one line for every answer, kept for ever; `sites.jsonl` at the server: one line for every outer iteration), and the rest. `per 1000` is the growth
-for 1000 rounds."""
+ABOUT = """FedBiO on hyper-representation of embedded digits (batches of 32, I = 1) between {sites} sites over
+loopback with mutual TLS, {rounds} outer iterations of one communication round, with a checkpoint after each and a
+measurement every {every}, in one job. """
+ROUNDS = """Seconds are between two answers of site-1, by its log of what left; `slowest answer` is what the server
+waited for the slowest site, by its diary. A failure is a site that was missing in an outer iteration, an answer
+that was an error, a sentence about a fault to who follows the run, a job beyond the first, a process that was
+replaced, or an outer iteration that is not in the diary exactly once. The aim is none."""
+MEMORY = """Of every process, looked at after {every} rounds and then every {every}: what it holds in memory (RSS),
+and what of it remains where pages that processes share are divided among them (PSS). `late` is the growth in the
+second half of the run for 1000 rounds: what it would go on growing by. The ceiling is a growth of {ceiling:.0f} MB
+by RSS."""
+DISK = """Megabytes below every kit and their growth from the first look to the last, of which logs of FLARE, our
+own lists of what happened (`left.jsonl` at a site: one line for every answer, kept for ever; `sites.jsonl` at the
+server: one line for every outer iteration), and the rest. `per 1000` is the growth for 1000 rounds."""
 HEADINGS = {
     "p10": "p10, s",
     "p90": "p90, s",
@@ -61,11 +64,11 @@ HEADINGS = {
 Look = dict[str, Any]  # round, time, memory: {process: {rss, pss}}, disk: {kit: {logs, lists, rest}}, in megabytes
 
 
-# ---- looking -------------------------------------------------------------------------------------------------------------------
+# ---- looking -------------------------------------------------------------------------------------------------------
 
 
 def kind_of(name: str) -> str:
-    """Which growth a file belongs to."""
+    """The category of a file: logs, lists or the rest."""
     if name.endswith(".jsonl"):
         return "lists"
     return "logs" if name.endswith((".txt", ".log")) or ".txt." in name else "rest"
@@ -74,7 +77,7 @@ def kind_of(name: str) -> str:
 def disk_of(kit: Path) -> dict[str, float]:
     sizes = dict.fromkeys(("logs", "lists", "rest"), 0.0)
     for path in kit.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the file was replaced
             if path.is_file():
                 sizes[kind_of(path.name)] += path.stat().st_size / 1e6
     return sizes
@@ -91,7 +94,7 @@ def memory_of(pid: int) -> dict[str, float]:
 
 
 class Watch:
-    """Looks at all processes and kits of a federation whenever enough rounds have gone by."""
+    """Measures all processes and kits of a federation after every `every` rounds."""
 
     def __init__(self, federation: Any, every: int, say: Callable[[str], None]) -> None:
         self._federation, self._every, self._say, self._next = federation, every, say, every
@@ -124,7 +127,7 @@ class Watch:
         self._say(f"{progress['rounds']} rounds, {memory[largest]['rss']:.0f} MB in {largest}")
 
     def _memory(self) -> dict[str, dict[str, float]] | None:
-        """Nothing where one has ended, with the run or by a fault: such a look would compare what is not alike."""
+        """Memory of all processes, or None if one has ended, because figures would not be comparable."""
         import psutil
 
         try:
@@ -143,7 +146,7 @@ class Watch:
         return [name for name, pid in self.pids.items() if pid not in now]
 
 
-# ---- summing up ----------------------------------------------------------------------------------------------------------------
+# ---- summing up ----------------------------------------------------------------------------------------------------
 
 
 def memory_rows(looks: Sequence[Look]) -> list[Row]:
@@ -197,7 +200,7 @@ def failures_in(
     jobs: int,
     replaced: Sequence[str],
 ) -> list[str]:
-    """One sentence for each."""
+    """One sentence per failure."""
     diary = list(diary)
     found = [
         f"outer iteration {line['iteration']} was without {site}: {why}"
@@ -207,7 +210,8 @@ def failures_in(
     counted = [line["iteration"] for line in diary]
     if counted != list(range(1, num_iterations + 1)):
         found.append(
-            f"the diary has {len(counted)} outer iterations, {len(set(counted))} of them different, where {num_iterations} were asked for."
+            f"the diary has {len(counted)} outer iterations, {len(set(counted))} of them different, "
+            f"where {num_iterations} were requested."
         )
     found += [
         f"{site} answered with an error: {line['text']}"
@@ -224,7 +228,7 @@ def above(rows: Sequence[Row]) -> list[str]:
     return [row["name"] for row in rows if row["rss_growth"] >= CEILING]
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------------------------
 
 
 def soak(
@@ -271,34 +275,32 @@ def soak(
     failures = failures_in(diary, left, num_iterations, notices, jobs, replaced)
     setup = Setup(threads=1, rounds=num_iterations)
     where = {**results.circumstances(setup), "time": begun.isoformat(timespec="seconds")}
-    about = ABOUT.format(sites=number, rounds=num_iterations, every=EVERY)
-    timed = spread_out(gaps(left[federation.sites[0]], RUN))
     row: Row = {
         "name": f"FedBiO on digits, {number} sites",
         "what": "outer iteration",
-        **timed,
+        **spread_out(gaps(left[federation.sites[0]], RUN)),
         "slowest_answer": spread_out(slowest(diary))["seconds"],
         "failures": len(failures),
         "megabytes": diary[-1]["wire_megabytes"],
         "load_before": before,
         "load_after": os.getloadavg()[0],
     }
-    head = {"where": where, "headings": HEADINGS}
+    about = ABOUT.format(sites=number, rounds=num_iterations, every=EVERY)
+    return sections_of(row, watch.looks, failures, about, {"where": where, "headings": HEADINGS})
+
+
+def sections_of(
+    row: Row, looks: Sequence[Look], failures: Sequence[str], about: str, head: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     memory = about + MEMORY.format(every=EVERY, ceiling=CEILING)
     return {
         "soak": {"title": "Soak", "about": about + ROUNDS, **head, "rows": [row], "failures": failures},
-        "memory": {
-            "title": "Soak: memory",
-            "about": memory,
-            **head,
-            "rows": memory_rows(watch.looks),
-            "looks": watch.looks,
-        },
-        "disk": {"title": "Soak: disk", "about": about + DISK, **head, "rows": disk_rows(watch.looks)},
+        "memory": {"title": "Soak: memory", "about": memory, **head, "rows": memory_rows(looks), "looks": looks},
+        "disk": {"title": "Soak: disk", "about": about + DISK, **head, "rows": disk_rows(looks)},
     }
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak",
         description="A long run between sites: failures, memory, disk; see benchmarks/README.md.",
@@ -308,7 +310,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--rounds", type=int, default=2000, help="communication rounds, which are outer iterations here (default 2000)"
     )
     parser.add_argument(
-        "--limit", type=float, default=1800.0, help="seconds after which the run is asked to stop (default 1800)"
+        "--limit", type=float, default=1800.0, help="seconds after which the run is stopped (default 1800)"
     )
     parser.add_argument(
         "--save",
@@ -325,16 +327,22 @@ def main(words: Sequence[str] | None = None) -> int:
         "--keep",
         type=Path,
         default=None,
-        help="a new folder for kits and records, which stays (default: a temporary one)",
+        help="keep kits and records in this new folder (default: a temporary folder)",
     )
     given = parser.parse_args(words)
     if given.sites < 1 or given.rounds < 3 * EVERY:
         parser.error(
-            f"{given.sites} sites and {given.rounds} rounds, expected at least 1 and {3 * EVERY}: fewer say nothing about growth."
+            f"{given.sites} sites and {given.rounds} rounds, expected at least 1 and {3 * EVERY}: "
+            "fewer rounds do not show growth."
         )
     why = skipped(Setup())
     if why:
         parser.error(why)
+    return given
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = _arguments(words)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fedbilevel-soak-") as temporary:
         try:

@@ -1,7 +1,7 @@
-"""The least that a message round between processes takes: the same bytes to as many processes and back, over plain sockets or over TLS, with nothing else.
+"""The floor of a message round: the same bytes to the same number of processes and back.
 
-`python -m benchmarks.sockets [CERTIFICATE KEY AUTHORITY]` is one that answers: it prints the ports on which it listens, one for plain bytes and, where
-it is given a certificate, one for mutual TLS.
+`python -m benchmarks.sockets [CERTIFICATE KEY AUTHORITY]` starts a process that echoes messages. It
+prints its ports: one for plain bytes and, with a certificate, one for mutual TLS.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]  # the top of the checkout
 LARGEST = 2**23  # bytes of a message
-_LENGTH = 8  # bytes before a message that say how long it is
+_LENGTH = 8  # bytes of the length before a message
 
 
 class Papers(NamedTuple):
-    """A certificate, its key and the authority that signed those of the others."""
+    """A certificate, its key, and the authority that signed all certificates."""
 
     certificate: str
     key: str
     authority: str
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Both sides must show a certificate. Names are not compared: there are none on loopback."""
+        """TLS with certificates on both sides, without host names, which loopback lacks."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode, context.minimum_version = (
             False,
@@ -44,7 +44,7 @@ class Papers(NamedTuple):
 
 
 def papers(kit: Path, *, is_server: bool) -> Papers:
-    """Those of a startup kit."""
+    """The papers of a startup kit."""
     kind = "server" if is_server else "client"
     return Papers(*(str(kit / "startup" / name) for name in (f"{kind}.crt", f"{kind}.key", "rootCA.pem")))
 
@@ -55,7 +55,7 @@ def send(line: socket.socket, message: bytes | memoryview) -> None:
 
 
 def receive(line: socket.socket, place: bytearray) -> memoryview:
-    """The next message, at the beginning of `place`; empty when the other side has gone."""
+    """The next message, at the beginning of `place`; empty if the other side has closed."""
     header = bytearray(_LENGTH)
     if not _fill(line, memoryview(header)):
         return memoryview(b"")
@@ -76,7 +76,7 @@ def _fill(line: socket.socket, rest: memoryview) -> bool:
 
 
 def answer(listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-    """Send everything back to one that calls, until it hangs up."""
+    """Echo every message of one caller, until it closes the connection."""
     line, _ = listener.accept()
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with line if tls is None else tls.wrap_socket(line, server_side=True) as open_line:
@@ -86,7 +86,7 @@ def answer(listener: socket.socket, tls: ssl.SSLContext | None) -> None:
 
 
 class Lines:
-    """To as many processes as there are ports. Everything is sent before anything is received: they work at the same time."""
+    """Connections to the processes on these ports. All messages are sent before any is received."""
 
     def __init__(self, ports: Sequence[int], tls: ssl.SSLContext | None = None) -> None:
         self._lines = []
@@ -94,7 +94,7 @@ class Lines:
             line = socket.create_connection(("127.0.0.1", port), timeout=60)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._lines.append(line if tls is None else tls.wrap_socket(line))
-        self._places = [bytearray(LARGEST) for _ in ports]  # memory that is there already, as of every floor
+        self._places = [bytearray(LARGEST) for _ in ports]  # allocated once, as for every floor
 
     def exchange(self, message: bytes) -> list[memoryview]:
         for line in self._lines:
@@ -107,7 +107,7 @@ class Lines:
 
 
 class Echoes:
-    """Processes that answer, one for each kit; leaving the context ends them."""
+    """Processes that echo messages, one for each kit. Leaving the context ends them."""
 
     def __init__(self, kits: Sequence[Path | None]) -> None:
         self._kits = kits
@@ -148,7 +148,7 @@ def main(words: Sequence[str]) -> None:
     print(json.dumps({way: listener.getsockname()[1] for way, listener in listeners.items()}), flush=True)
     for way, tls in ways.items():
         threading.Thread(target=answer, args=(listeners[way], tls), daemon=True).start()
-    sys.stdin.read()  # until who started it closes the pipe, or is gone
+    sys.stdin.read()  # until the parent closes the pipe or ends
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Every test runs with one thread: two processes with two threads each on two cores crawl."""
+"""Fixtures and settings of all tests.
+
+Torch uses one thread, because several test processes share the cores.
+"""
 
 import os
 import signal
@@ -11,7 +14,7 @@ from fedbilevel.data import locations
 
 pytest_plugins = ["support.provoked"]
 torch.set_num_threads(1)
-os.fsync = lambda _file: None  # no test can see what a power cut would leave
+os.fsync = lambda _file: None  # no test can observe the effect of fsync
 settings.register_profile(
     "project", deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -25,13 +28,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """A shell that starts the tests in the background lets them ignore Ctrl-C, and what a test called may have left a handler of its own."""
+    """Restore the handler of Ctrl-C: a background shell ignores it, and a test may have replaced it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """A folder, and no other place to look for data in."""
+    """A folder that is the only place for data."""
     monkeypatch.setenv("FEDBILEVEL_DATA", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(locations, "CHECKOUT", tmp_path / "none")

@@ -1,6 +1,7 @@
-"""Try an installation without extras: import it, ask for help, solve the README's example and clean the digits.
+"""Test an installation without extras: import, help, the README's example and a run on digits.
 
-Run by `make smoke`. It needs no pytest, because the packages of the tests would hide a missing dependency.
+Run by `make smoke`. It needs no pytest, because the packages of the tests would hide a missing
+dependency.
 """
 
 import os

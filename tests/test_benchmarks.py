@@ -1,4 +1,4 @@
-"""The benchmarks run, compare like with like and count the right products. Nothing here asserts a time."""
+"""The benchmarks run, compare equal work and count the right products. No test asserts a time."""
 
 import dataclasses
 import json
@@ -117,7 +117,7 @@ def test_contestants_of_a_path_compute_the_same(case):
     looped = torch.stack([flat(each) for each in contestants["autograd loop"]()])
     assert torch.linalg.vector_norm(plain) > 0.1
     torch.testing.assert_close(looped, plain, rtol=1e-4, atol=1e-6)
-    bench.indices = bench.indices[:1]  # every batch the same, however often the library was called to fill its features
+    bench.indices = bench.indices[:1]  # the same batch in every call
     torch.testing.assert_close(getattr(bench, case)()["library"](), plain, rtol=1e-4, atol=1e-6)
 
 
@@ -129,7 +129,10 @@ def test_a_mean_of_upper_gradients_goes_through_a_round_of_the_engine():
 
 
 def test_the_floor_of_an_iteration_counts_its_products():
-    """4 clients of which 2 take part, 12 + 6 samples, 20 pixels, 8 hidden units, 10 classes; 3 local steps of batch 4, the first of which cancels."""
+    """4 clients of which 2 participate, 12 + 6 samples, 20 pixels, 8 hidden units, 10 classes.
+
+    3 local steps with batches of 4; the first step cancels.
+    """
     train, val, pixels, hidden, classes, k, b = 24, 12, 20, 8, 10, 2, 4
     features = lambda n: 2 * n * pixels * hidden
     head = lambda n: 2 * n * hidden * classes  # one product with the head, forwards or back
@@ -159,7 +162,7 @@ def test_a_floor_does_its_products_and_gathers():
     stacked = floor.mm(floor.full(2, 3, 4), floor.full(2, 4, 5))
     floor()
     torch.testing.assert_close(once, a @ b)
-    torch.testing.assert_close(twice, a @ b @ b)  # not into the place of what it is made from
+    torch.testing.assert_close(twice, a @ b @ b)  # not into the memory of its operand
     assert torch.equal(rows, a[index])
     assert stacked.shape == (2, 3, 5)
     assert (floor.operations, floor.gathered) == (2 * 27 * 2 + 2 * 2 * 3 * 5 * 4, 6)
@@ -191,7 +194,7 @@ def test_ratios_are_of_medians():
 
 
 def test_bytes_that_push_sum_must_move():
-    """A copy of the rows of 8 peers moves 16 rows; a ring reads 16 and writes 8, the exponential network 8 and 8."""
+    """A copy of 8 rows moves 16 rows; a ring reads 16 and writes 8, the exponential network 8 and 8."""
     floors = {
         row["name"]: row["floor_seconds"] / row["seconds"]
         for row in push_sum.rows(SMALL)
@@ -211,11 +214,9 @@ def test_memory_is_that_of_the_run_alone():
         "rounds": 2,
         "small": True,
     }
-    found = growth.in_a_process(
-        {**asked, "hidden": 50_000}
-    )  # x has 850,000 numbers, of which each of two clients holds its own
+    found = growth.in_a_process({**asked, "hidden": 50_000})  # 850,000 numbers in x; each of two clients has a copy
     assert found["data_mb"] == pytest.approx(3 * 6 * (16 * 4 + 8) / 1e6)
-    assert 2 * 0.85 * 4 < found["memory_mb"] < 300  # a process with torch in it has more than that before the run
+    assert 2 * 0.85 * 4 < found["memory_mb"] < 300  # a process with torch has more before the run
     assert found["seconds"] > 0
 
 
@@ -238,7 +239,7 @@ def test_ranks_take_turns_and_are_compared_with_a_perfect_division(monkeypatch):
     ]
 
 
-# ---- federations: how figures are summed up; nothing here starts one -------------------------------------------------------------
+# ---- federations: summaries of figures, without a federation -------------------------------------------------------
 
 
 def test_a_federation_is_skipped_with_a_sentence(monkeypatch):
@@ -310,9 +311,8 @@ def test_sites_of_the_real_run_have_the_simulators_data_and_their_own_work_is_ti
         (3, 3, {}),
     ]  # one round in each
     assert all(set(line["sites"]) == {"site-1", "site-2"} and min(line["sites"].values()) > 0 for line in diary)
-    assert (
-        len(federation._simulated(real, tmp_path / "simulated")) == 1
-    )  # neither to the first nor to the one that is measured
+    simulated = federation._simulated(real, tmp_path / "simulated")
+    assert len(simulated) == 1  # neither the first outer iteration nor the measured one
     last = lambda place: json.loads((place / "metrics.jsonl").read_text().splitlines()[-1])["upper_loss"]
     assert last(tmp_path / "here" / "record") == pytest.approx(last(tmp_path / "simulated"), rel=1e-5)
 
@@ -427,13 +427,13 @@ def test_looks_are_taken_at_every_hundred_rounds_and_name_every_process(tmp_path
     assert watch.looks[0]["memory"]["a, job"]["rss"] > 10
     assert len(said) == 3
     assert watch.replaced() == []
-    watch.pids["a, job"] = 2**22 + 1  # above the largest number of a process
+    watch.pids["a, job"] = 2**22 + 1  # above the largest process id
     watch({"rounds": 500})
     assert len(watch.looks) == 3
     assert watch.replaced() == ["a, job"]
 
 
-# ---- peers ---------------------------------------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------------------------
 
 
 def test_peers_are_skipped_with_a_sentence(monkeypatch):
@@ -481,7 +481,9 @@ def test_the_floor_between_peers_brings_the_rows_of_its_senders_in_order(tmp_pat
         [found] = other.exchange(-row.numpy(), [0], [0])
         assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32), row)
     assert [len(one.exchange(rows[0].numpy(), [], [1])) for _ in rows] == [1, 1]
-    one._arrived[1].extend([SimpleNamespace(buffer="next"), SimpleNamespace(buffer="last")])  # of one that is ahead
+    one._arrived[1].extend(
+        [SimpleNamespace(buffer="next"), SimpleNamespace(buffer="last")]
+    )  # from a sender that is ahead
     assert [one.exchange(rows[0].numpy(), [], [1]) for _ in rows] == [["next"], ["last"]]
     one.close()
     other.close()
@@ -489,7 +491,8 @@ def test_the_floor_between_peers_brings_the_rows_of_its_senders_in_order(tmp_pat
 
 def test_a_value_is_known_by_whose_mean_it_is():
     pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
-    from benchmarks.peer_soak import nearest, row_of
+    from benchmarks.peer_chaos import nearest
+    from benchmarks.peer_steps import row_of
 
     rows = [row_of(peer, 50, 7).double() for peer in range(4)]
     group, error = nearest((rows[0] + 3 * rows[2] + 4 * rows[3]) / 8, 4, 7)  # a peer counts as one more than its number
@@ -509,15 +512,15 @@ def value(iteration, group, error=1e-8):
         (
             {"values": [[value(1, [0]), value(1, [0, 1]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]},
             None,
-        ),  # begun again
-        ({"records": [[0, 1, 2], [0, 2]]}, None),  # one that was away
+        ),  # an outer iteration began again
+        ({"records": [[0, 1, 2], [0, 2]]}, None),  # a peer that was absent
         ({"records": [[0, 2], [0, 1, 2]]}, "p0, which was always there, lacks or repeats outer iterations [1]"),
         ({"records": [[0, 1, 2], [0, 1]]}, "p1 does not grow to outer iteration 2"),
         ({"records": [[0, 1, 2], [0, 1, 1, 2]]}, "p1 does not grow to outer iteration 2"),
         ({"records": [[0, 1, 2], []]}, "p1 does not grow to outer iteration 2"),
         (
             {"values": [[value(1, [0], 1e-3), value(2, [0, 1])], [value(2, [0, 1])]]},
-            "1 values of p0 are no mean of any group",
+            "1 values of p0 are not the mean of any group",
         ),
         (
             {"values": [[value(1, [0]), value(2, [0, 1])], [value(1, [0, 1]), value(2, [0, 1])]]},
@@ -553,7 +556,8 @@ def test_every_kind_of_failure_of_a_soak_of_peers_is_counted(changes, said):
 
 def test_memory_of_peers_is_of_processes_that_lived_long_enough(tmp_path):
     pytest.importorskip("zmq", reason="peers need pyzmq: pip install 'fedbilevel[peers]'")
-    from benchmarks.peer_soak import memory_rows, peer_row, resident
+    from benchmarks.peer_chaos import resident
+    from benchmarks.peer_soak import memory_rows, peer_row
 
     [row] = memory_rows(
         {(0, 11): [(100.0, 50.0), (110.0, 90.0), (120.0, 60.0)], (1, 12): [(100.0, 50.0), (109.0, 51.0)]}
@@ -600,7 +604,7 @@ def test_wrong_options_are_refused(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-# ---- footprint -------------------------------------------------------------------------------------------------------------
+# ---- footprint -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -664,5 +668,5 @@ def test_processes_below_a_command_are_watched_with_what_they_imported(tmp_path)
     assert found["name"] == "the command"
     assert "colorsys" in found["modules"]
     assert found["rss"] >= found["pss"] > 1
-    watch.look()  # it is gone
+    watch.look()  # the process has ended
     assert set(watch.found) == {command.pid}

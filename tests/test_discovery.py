@@ -1,5 +1,6 @@
-"""Tasks and algorithms of other packages are found by entry points; what is wrong with one is said when it is asked
-for, and never before.
+"""Tasks and algorithms of other packages are found by entry points.
+
+An invalid one fails when it is used.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def test_an_entry_point_cannot_take_a_name_of_fedbilevel(install):
     refused(
         discovery.task,
         "quadratic",
-        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', which is a name of fedbilevel's own: "
-        "rename",
+        "the package hospital offers hospital.sepsis:Sepsis as 'quadratic', "
+        "which is a name of fedbilevel's own: rename",
     )
     assert discovery.task("data_cleaning") is ours["data_cleaning"]
 

@@ -1,4 +1,4 @@
-"""The documentation site: it builds strictly, every link and picture resolves, nothing comes from other hosts, and what it says is what the code does."""
+"""The documentation site builds strictly, resolves its links, loads no other host and fits the code."""
 
 import dataclasses
 import html
@@ -50,7 +50,7 @@ LOADING = {
 
 
 class Page(HTMLParser):
-    """What a page has and asks for."""
+    """Ids, text and references of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -85,7 +85,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built once as `make docs` builds it, into a folder of its own: path within it -> page."""
+    """The folder of the site, built once as `make docs` builds it, and its pages by path."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -292,7 +292,7 @@ def test_relative_links_of_the_repository_resolve(name):
     assert [link for link in links if not (path.parent / link.partition("#")[0]).exists()] == []
 
 
-# ---- generated from declarations ---------------------------------------------------------------------------------------------------
+# ---- generated from declarations -----------------------------------------------------------------------------------
 
 
 def test_the_table_says_what_the_algorithms_say(site):
@@ -350,7 +350,7 @@ def test_lists_are_made_where_numbers_run_from_one():
 
 
 def test_letters_in_costs_are_explained():
-    """Each is the symbol of a setting that counts something, drawn in the equations above, or a setting of the averaging between peers."""
+    """Every symbol is that of a counting setting, in the equations, or a setting of averaging."""
     for name in NAMES:
         explained = algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))
         assert [letter for letter, words in explained.items() if not words] == [], name
@@ -394,7 +394,7 @@ def test_the_key_of_a_page_names_every_letter(site):
 
 
 def test_a_round_between_peers_is_what_the_pages_say(site):
-    """Which verbs a page names, and how many rounds an outer iteration of the recorded run takes."""
+    """The verbs on a page, and the rounds per outer iteration of the recorded run."""
     words = {
         "mix": "an average is 10 steps of Push-Sum",
         "push": "every push counts as a round",
@@ -449,7 +449,7 @@ def test_what_the_farms_learned(site):
     )
 
 
-# ---- curves and pictures --------------------------------------------------------------------------------------------------------------
+# ---- curves and pictures -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -488,7 +488,7 @@ def test_the_beginning_of_a_curve_can_be_computed_again(name):
 
 
 def test_exact_methods_reach_the_solution_and_biased_ones_do_not():
-    """What the pages say about heterogeneity, in the numbers that they show."""
+    """The statements of the pages about heterogeneity hold for the numbers that they show."""
     ends = {name: curves.found(name)[0][1][-1]["distance"] for name in ("fedbio", "fedbioacc", "simfbo", "lfednest")}
     assert max(ends["fedbio"], ends["fedbioacc"], ends["simfbo"]) < 1e-6
     assert ends["lfednest"] > 0.1
@@ -524,7 +524,7 @@ def test_every_picture_is_on_a_page(site):
 
 
 def test_colours_are_readable_in_both_themes():
-    """Text has a contrast of at least 4.5 to 1 on the background of its theme, and on the boxes of a picture."""
+    """Text has a contrast of at least 4.5 to 1 on the background and on the boxes of a picture."""
 
     def light(colour):
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
@@ -543,7 +543,7 @@ def test_colours_are_readable_in_both_themes():
             assert contrast(colours[name], colours["soft"]) > 4, name
 
 
-# ---- what the pages quote -----------------------------------------------------------------------------------------------------------
+# ---- what the pages quote ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quoted", list(quotes.quoted()), ids=lambda one: f"{one.page}:{one.place[0]}")
@@ -559,7 +559,7 @@ def test_code_on_pages_runs_and_prints_what_they_quote(quoted, tmp_path, monkeyp
 
 
 def parsed(line):
-    """As click reads it, with every flag known and every choice one of those offered; nothing is run."""
+    """click parses the command, with known flags and valid choices; nothing is run."""
     words = shlex.split(line)
     assert words[0] == "fedbilevel"
     command, rest = cli, words[1:]
@@ -587,7 +587,7 @@ def test_names_of_commands_in_running_text_exist():
             assert name in cli.commands, f"{page} speaks of fedbilevel {name}"
 
 
-# ---- CITATION.cff --------------------------------------------------------------------------------------------------------------------
+# ---- CITATION.cff --------------------------------------------------------------------------------------------------
 
 
 def test_the_citation_is_whole():

@@ -27,7 +27,8 @@ class Sample(Settings):
     ("field", "value"),
     [
         ("lr", 1e-300), ("lr", 2), ("share", 0), ("share", 1.0), ("num", 1), ("steps", 1), ("steps", (1, 2, 7)),
-        ("radius", None), ("radius", 3), ("kind", "robust"), ("fast", True), ("label", ""),
+        ("radius", None), ("radius", 3),
+        ("kind", "robust"), ("fast", True), ("label", ""),
     ],
 )  # fmt: skip
 def test_values_inside_their_range_are_kept_as_given(field, value):

@@ -1,4 +1,4 @@
-"""The tutorials in docs/tutorials, run as they are written: block after block as in a notebook, and what a block prints is what the page says."""
+"""The tutorials in docs/tutorials run block after block and print the output on the page."""
 
 from __future__ import annotations
 

@@ -60,7 +60,10 @@ def chart(
     size: Point = (640, 340),
     low: float | None = None,
 ) -> Picture:
-    """`log` names the axes that are logarithmic: "", "x", "y" or "xy". Points that such an axis cannot show are left out."""
+    """Draw lines. `log` names the logarithmic axes: "", "x", "y" or "xy".
+
+    Points that a logarithmic axis cannot show are omitted.
+    """
     shown = [line._replace(points=_fit(line.points, log, low)) for line in lines]
     behind = [_fit(points, log, low) for points in others]
     every = [point for line in shown for point in line.points] + [point for points in behind for point in points]

@@ -1,9 +1,10 @@
-"""Runs of every algorithm on the standard task and on the demo's label cleaning: python -m website.curves writes curves.json.
+"""Curves of every algorithm on the standard task and on the data cleaning of the demo.
 
-The standard task is `quadratic`: five clients that differ, whole batches, float64, a solution in closed form. Steps
-are those that the task suggests; they are tuned for no algorithm. An algorithm runs with a shared x and a global
-lower level unless it refuses, and with a local lower level if it refuses or warns. The curve of an algorithm that
-does not use the upper loss shows the lower loss.
+`python -m website.curves` writes curves.json. The standard task is `quadratic`: five clients that
+differ, full batches, float64, a solution in closed form. Step sizes are those that the task
+suggests; none is tuned. An algorithm runs with a shared x and a global lower level unless it
+refuses that, and with a local lower level if it refuses or warns. For algorithms that do not use
+the upper loss, the curve shows the lower loss.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Case(NamedTuple):
     iterations: int
 
     def command(self) -> str:
-        """The same run on the command line: what is not the default there."""
+        """Flags of the same run on the command line, except defaults."""
         words = [f"fedbilevel run {self.task} --algorithm {self.algorithm}"]
         words += [_flag(name, value) for name, value in self.task_settings.items()]
         words += [
@@ -81,7 +82,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def algorithms() -> dict[str, type[Algorithm]]:
-    """Those of this package, found and not listed; another package that happens to be installed is no matter of this site."""
+    """Names of the algorithms of this package, without those of other installed packages."""
     return {
         name: kind
         for name, kind in sorted(discovery.algorithms().items())
@@ -100,7 +101,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def scopes_of(kind: type[Algorithm], **settings: Any) -> dict[Scopes, str]:
-    """Of every combination: why it is refused or what is warned of, as the algorithm says it; nothing if neither."""
+    """The refusal or warning of the algorithm for every combination of scopes; empty if there is none."""
     found = {}
     for scopes in (Scopes(lower, upper) for lower in ("global", "local") for upper in ("shared", "private")):
         try:
@@ -153,7 +154,10 @@ def _case(
 
 
 def measured(case: Case) -> Iterator[dict[str, float]]:
-    """The rows of a curve, one after the other: at iterations that grow by a tenth, so that a beginning is the beginning of the whole."""
+    """Yield the rows of a curve, at iterations that grow by a tenth.
+
+    A shorter run yields the first rows of a longer run.
+    """
     task: Any = made(task_named(case.task), case.task_settings)
     algorithm = made(algorithms()[case.algorithm], case.settings)
     built = task.build()
@@ -239,7 +243,8 @@ def main() -> None:
                 {**case._asdict(), "columns": columns, "rows": [[row[column] for column in columns] for row in rows]}
             )
             print(
-                f"{name:<16} {case.task:<16} {len(rows):>3} rows, {rows[-1]['rounds']:>6} rounds, {time.perf_counter() - start:6.1f} s",
+                f"{name:<16} {case.task:<16} {len(rows):>3} rows, {rows[-1]['rounds']:>6} rounds, "
+                f"{time.perf_counter() - start:6.1f} s",
                 flush=True,
             )
     if sys.argv[1:]:  # the others stay as they are

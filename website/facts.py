@@ -1,9 +1,10 @@
-"""Runs of two pictures: python -m website.facts writes facts.json.
+"""Runs behind two pictures: `python -m website.facts` writes facts.json.
 
-heterogeneity: two variables x, so that a picture can show the paths. FedBiO shares one u; LFedNest averages the
-hypergradients that clients compute with their own Hessians. Both start at the same point, on clients that differ; the
-distances from the solution at the end are recorded for increasing heterogeneity.
-push_sum: six peers on a directed network that is drawn anew at every step compute the mean of one number each.
+heterogeneity: x has two entries, so that a picture can show the paths of runs. FedBiO shares one u;
+LFedNest averages hypergradients that every client computes with its own Hessian. Both start at the
+same point, with clients that differ. Also the distance of the end from the solution, for increasing
+differences between clients. push_sum: six peers on a directed network that changes at every step
+compute the mean of their six numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepare docstrings for the API pages: examples become code, and lines that explain parameters become a list."""
+"""Docstrings as Markdown for the API pages: examples become code, parameter lines become a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def fenced(docstring: str) -> str:
 
 
 def itemised(docstring: str) -> str:
-    """Make one item of each line that begins with `name: ...` or `one, other: ...`; a sentence on a separate line ends the list."""
+    """Make a list of lines that begin with `name:` or `one, other:`. Another sentence ends the list."""
     item = re.compile(r"^([a-z_]+(?:, [a-z_]+)*): ")
     lines = docstring.split("\n")
     if sum(bool(item.match(line)) for line in lines) < 2:

@@ -23,7 +23,7 @@ MODULES = {dotted(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of everything that the file imports: `from a import b` as a.b, relative imports made absolute."""
+    """Absolute dotted names of all imports of the file; `from a import b` is a.b."""
     package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -44,9 +44,9 @@ def called(node: ast.Call) -> str:
 
 
 def room(name: str) -> str:
-    """The folder of a dotted name, or the module at the top where it has a place of its own in ROOMS.
+    """The folder of a dotted name, or its top-level module if ROOMS lists it.
 
-    Other modules at the top import no folder, and are leaves; the package itself is the root.
+    Other top-level modules import no folder, and are leaves; the package itself is the root.
     """
     parts = name.split(".")
     if len(parts) == 1 or parts[1] == "__main__" or ".".join(parts[:2]) not in MODULES:

@@ -1,7 +1,8 @@
-"""Run the code on the pages and compare or write its quoted output: python -m website.quotes writes it anew.
+"""Output of code on the pages: `python -m website.quotes` runs the code and rewrites the output.
 
-A block of Python on a page runs in a separate namespace; a block of text right after it is its output. Blocks of
-bash are commands. Pages with separate tests, or whose code needs several processes, are skipped.
+A block of Python runs in its own namespace; the block of text right after it is its output. Blocks
+of bash are commands. Pages that have their own tests, or whose code needs several processes, are
+skipped.
 """
 
 from __future__ import annotations

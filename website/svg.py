@@ -1,4 +1,7 @@
-"""Small drawings as SVG text. Colours are names that the page's theme decides, so that one file is readable in light and in dark."""
+"""Small drawings as SVG text.
+
+The theme of the page sets the colours, so one file serves light and dark.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def variables(colours: dict[str, str]) -> str:
 
 
 def _style() -> str:
-    """`:root` is the picture only where it is a document of its own: inside a page, the page says which colours these are."""
+    """Colours for a picture that is its own document. Inside a page, the page sets them."""
     paints = "".join(
         f".fb .{name}{{stroke:var(--fb-{name})}}.fb .{name}-fill,.fb text.{name}{{fill:var(--fb-{name})}}"
         for name in LIGHT
@@ -60,7 +63,8 @@ class Picture:
         path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
         more = (' stroke-dasharray="5 4"' if dashed else "") + (f' opacity="{opacity}"' if opacity < 1 else "")
         self.parts.append(
-            f'<polyline class="{colour}" points="{path}" fill="none" stroke-width="{number(width)}" stroke-linejoin="round"{more}/>'
+            f'<polyline class="{colour}" points="{path}" fill="none" stroke-width="{number(width)}" '
+            f'stroke-linejoin="round"{more}/>'
         )
 
     def arrow(
@@ -107,7 +111,8 @@ class Picture:
 
     def bar(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         self.parts.append(
-            f'<rect class="{colour}-fill" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" rx="1.5"/>'
+            f'<rect class="{colour}-fill" x="{number(x)}" y="{number(y)}" width="{number(width)}" '
+            f'height="{number(height)}" rx="1.5"/>'
         )
 
     def dot(self, x: float, y: float, radius: float = 4, colour: str = "ink", *, open: bool = False) -> None:
@@ -120,7 +125,8 @@ class Picture:
         (x, y), (a, b) = centre, radii
         turn = f'transform="rotate({number(degrees)} {number(x)} {number(y)})"'
         self.parts.append(
-            f'<ellipse class="{colour}" cx="{number(x)}" cy="{number(y)}" rx="{number(a)}" ry="{number(b)}" fill="none" stroke-width="1.1" {turn}/>'
+            f'<ellipse class="{colour}" cx="{number(x)}" cy="{number(y)}" rx="{number(a)}" ry="{number(b)}" '
+            f'fill="none" stroke-width="1.1" {turn}/>'
         )
 
     def text(
@@ -142,12 +148,14 @@ class Picture:
         )
         for place, line in enumerate(words.split("\n")):
             self.parts.append(
-                f'<text class="{colour}{" mono" if mono else ""}" x="{number(x)}" y="{number(y + 1.35 * size * place)}" font-size="{number(size)}" '
+                f'<text class="{colour}{" mono" if mono else ""}" x="{number(x)}" '
+                f'y="{number(y + 1.35 * size * place)}" font-size="{number(size)}" '
                 f'text-anchor="{anchor}"{more}>{_indexed(line, size)}</text>'
             )
 
     def svg(self) -> str:
-        size = f'viewBox="0 0 {number(self.width)} {number(self.height)}" width="{number(self.width)}" height="{number(self.height)}"'
+        width, height = number(self.width), number(self.height)
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="fb" role="img" {size}><title>{escape(self.title)}</title>'
         )

@@ -16,7 +16,10 @@ COMMANDS = {  # and the modules in which they begin
 
 
 def walk(start: str) -> set[tuple[str, str]]:
-    """Pairs of folders: a module that `start` imports, directly or not, in the first imports from the second."""
+    """Pairs of folders: a module of the first imports from the second.
+
+    Only modules that `start` imports, directly or indirectly, count.
+    """
     seen, todo, found = {start}, [start], set()
     while todo:
         name = todo.pop()

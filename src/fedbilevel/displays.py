@@ -33,7 +33,7 @@ def problem(one: Any) -> str:
         for level, name, shape in (*x, *_variables("y", one.y0))
     ]
     roles = ", ".join(map(str, one.statistics)) or "none"
-    measured = f"Statistics of: {roles}. Client weights: {one.weights}."
+    measured = f"Statistics of: {roles}. Client weights: {one.client_weights}."
     heads = ("variable", "scope", "meaning", "tensor", "shape")
     variables = _table("min over x of f(x, y*(x)), y*(x) = argmin over y of g(x, y)", heads, rows)
     return _block(f"Problem {one.name}", variables, measured)

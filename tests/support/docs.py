@@ -1,4 +1,4 @@
-"""Pages of the documentation, run as they are written: their files are made, their commands typed, and what they quote is what comes out."""
+"""Run pages of the documentation: create files, run commands and compare the quoted output."""
 
 import os
 import re
@@ -12,17 +12,17 @@ from typing import NamedTuple
 import fedbilevel
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
-CLOCK = re.compile(  # moments and durations, which are nobody's promise, and what is computed from them
+CLOCK = re.compile(  # times, durations and hashes of them, which differ between runs
     r'(?<="time": )\d+(\.\d+)?|\d+\.\d\d(?= s\b)|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|(?<="chain": ")[0-9a-f]{64}'
 )
 PATIENCE = 120.0  # seconds for a command
-ROUNDING = 1e-5  # what a machine that rounds otherwise may add to a float32 run
+ROUNDING = 1e-5  # difference between machines in a float32 run
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
 class Block(NamedTuple):
     language: str
-    file: str  # empty: it is typed, or quoted
+    file: str  # empty: a command or quoted output
     text: str
 
 
@@ -31,7 +31,7 @@ def blocks(page):
 
 
 def same(quoted, said):
-    """Word for word; decimals up to rounding, and counts of suspicious samples up to some at the threshold."""
+    """Equal text; decimals may differ by rounding, counts of suspicious samples by a few."""
     quoted, said = CLOCK.sub("~", quoted.rstrip()), CLOCK.sub("~", said.rstrip())
     if NUMBER.sub("#", quoted) != NUMBER.sub("#", said):
         return False
@@ -49,7 +49,7 @@ def _close(quoted, said, loose):
 
 
 def check_quoted(quoted, said):
-    """All lines of the quotation in that order; "..." stands for lines that are left out, and there may be more after the last."""
+    """Assert that the output has the quoted lines in order. "..." matches any lines, also at the end."""
     rest, gap = said.splitlines(), False
     for line in quoted.splitlines():
         if line == "...":
@@ -61,7 +61,7 @@ def check_quoted(quoted, said):
 
 
 class Terminal:
-    """Types commands in `folder`. What is typed with & at its end runs until `close`."""
+    """Runs commands in `folder`. A command with & at its end runs until `close`."""
 
     def __init__(self, folder, environment):
         self.folder, self.environment, self.running = folder, environment, []
@@ -104,7 +104,7 @@ class Terminal:
 
 
 def commands(folder):
-    """`fedbilevel` and `python` as words, standing for this Python and this checkout."""
+    """An environment in which `fedbilevel` and `python` are this Python and this checkout."""
     place = folder / "bin"
     place.mkdir()
     for name, words in (

@@ -1,7 +1,9 @@
-"""A plugin of pytest that sees to it that every error a user can cause is provoked by a test and reads as one helpful sentence.
+"""A pytest plugin: a test provokes every error that a user can cause, and its message is one sentence.
 
-The places that make such an error are found by reading the package's source; those that are reached are noted by every process of the tests. When the whole
-suite has run, a place that nothing reached fails the run. A message that does not read well fails every run in which it was made."""
+The plugin finds the places that construct such errors in the source of the package. Every process
+of the tests notes the places that it reaches. After the whole suite, a place that no test reached
+fails the run. A message with a fault fails every run in which it was made.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ from fedbilevel import errors
 
 # (file of the package, part of the source of the error) -> why no test can provoke it
 UNPROVOKED: dict[tuple[str, str], str] = {}
-MEND = (
-    "Provoke each of these as a user would, by a line in a table of tests/test_errors.py or a test of that module. Where no test here can, name it with the "
-    "reason in UNPROVOKED of tests/support/provoked.py; what nobody can provoke should not be there."
+REMEDY = (
+    "Provoke each of these as a user would, by a line in a table of tests/cli/test_errors.py or a test of the module. "
+    "If no test can, name it with the reason in UNPROVOKED of tests/support/provoked.py; "
+    "remove an error that no user can provoke."
 )
 LONGEST = 400
-FOLDER = "FEDBILEVEL_PROVOKED"  # names where the processes of one run leave their notes
+FOLDER = "FEDBILEVEL_PROVOKED"  # environment variable: the folder of the notes of all processes of a run
 PACKAGE, TESTS = Path(errors.__file__).parent, Path(__file__).parents[1]
 KINDS = {
     *(
@@ -39,9 +42,9 @@ KINDS = {
         for name, kind in vars(click.exceptions).items()
         if isinstance(kind, type) and issubclass(kind, click.ClickException)
     ),
-    "error",  # where the kind is an argument
+    "error",  # calls whose kind is an argument
 }
-CONSTRUCTORS = {errors.__file__, click.exceptions.__file__}  # one that calls another is not the place
+CONSTRUCTORS = {errors.__file__, click.exceptions.__file__}  # frames of constructors are skipped
 
 
 class Place(NamedTuple):
@@ -69,19 +72,21 @@ def places() -> list[Place]:
 
 
 def _name(function: ast.expr) -> str:
-    """Of what is called; of a module's functions only click's."""
+    """The name of the called function; of attributes, only those of click."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "click":
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
 
 
 def faults(message: str, kind: str = "SettingError") -> list[str]:
-    """What keeps a message from being one sentence that helps."""
-    plain = re.sub(r"\([^()]*\)|'[^']*'|(/[^\s/,:;]+){3,}|e\.g\. ", "", message)  # without what others wrote, and paths
-    plain, hint, _ = re.sub(r"\. (Did you mean |Known: )", r"\n\1", plain).partition("\n")  # of an unknown name
+    """Reasons why a message is not one helpful sentence."""
+    plain = re.sub(r"\([^()]*\)|'[^']*'|(/[^\s/,:;]+){3,}|e\.g\. ", "", message)  # without quoted text and paths
+    plain, hint, _ = re.sub(r"\. (Did you mean |Known: )", r"\n\1", plain).partition(
+        "\n"
+    )  # the hint for an unknown name
     helps = (
         hint or kind in ("WireError", "RankLostError") or re.search(r": \S|; \S|expected|must|need|give ", message)
-    )  # nobody types what goes over a wire, and run() says more
+    )  # no user types messages on the wire, and the loop adds advice
     rules = {
         "is empty": message.strip(),
         "has a line break": "\n" not in message,
@@ -98,14 +103,15 @@ def faults(message: str, kind: str = "SettingError") -> list[str]:
 
 
 def unreached(known: list[Place], reached: set[tuple[str, int]]) -> list[str]:
-    """A line for each place that should have been reached, and for each line of UNPROVOKED that should not be there."""
+    """A line for each place that no test reached, and for each wrong line of UNPROVOKED."""
     said, excused = [], set()
     for file, part in UNPROVOKED:
         matching = [place for place in known if place.file == file and part in place.source]
         excused.update(matching)
         if len(matching) != 1:
             said.append(
-                f"UNPROVOKED has {file} with {part!r}, which is in the source of {len(matching)} errors, expected one: mend or remove that line."
+                f"UNPROVOKED has {file} with {part!r}, which is in the source of {len(matching)} errors, "
+                "expected one: fix or remove that line."
             )
     for place in known:
         there = any((place.file, line) in reached for line in place.lines)
@@ -113,10 +119,10 @@ def unreached(known: list[Place], reached: set[tuple[str, int]]) -> list[str]:
             said.append(f"{place.file}:{place.lines.start}: a test provokes this, so it should not be in UNPROVOKED.")
         elif not there and place not in excused:
             said.append(f"{place.file}:{place.lines.start}: no test provokes {place.source}")
-    return [*said, MEND] if said else []
+    return [*said, REMEDY] if said else []
 
 
-# ---- noting ------------------------------------------------------------------------------------------------------------
+# ---- noting --------------------------------------------------------------------------------------------------------
 
 _noted: set[tuple[str, int, str]] = set()
 
@@ -132,12 +138,17 @@ def _note(error: Exception, message: str) -> None:
     ):
         return
     _noted.add(one)
-    with open(Path(os.environ[FOLDER]) / "notes", "ab", buffering=0) as file:  # whole lines, whoever else writes
+    with open(
+        Path(os.environ[FOLDER]) / "notes", "ab", buffering=0
+    ) as file:  # whole lines, even if other processes write
         file.write(json.dumps([*one, type(error).__name__]).encode() + b"\n")
 
 
 def listen() -> None:
-    """Note the errors that this process makes from now on, and those of processes forked from it; a process that a test starts calls this itself."""
+    """Note the errors of this process and of its forks.
+
+    A process that a test starts calls this itself.
+    """
     if FOLDER not in os.environ or "__init__" in vars(errors.FedBilevelError):
         return
     made_by_click = click.ClickException.__init__
@@ -154,7 +165,7 @@ def listen() -> None:
     click.ClickException.__init__ = clicks  # type: ignore[method-assign]
 
 
-# ---- what pytest calls -------------------------------------------------------------------------------------------------
+# ---- what pytest calls ---------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser) -> None:
@@ -190,7 +201,7 @@ def pytest_sessionfinish(session) -> None:
 
 
 def _whole(session) -> bool:
-    """Whether all tests were asked for, and nothing ended the run before they were through."""
+    """Whether all tests were requested, and all of them ran."""
     config = session.config
     through = session.exitstatus in (0, 1) and not session.shouldstop and not session.shouldfail
     if config.getoption("all_noted"):

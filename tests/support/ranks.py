@@ -1,8 +1,12 @@
-"""What `test_distributed` runs in several processes. `start` forks the ranks of every world one after the other, so that torch is imported once.
+"""Cases that `test_distributed` runs in several processes.
+
+    python -c "from support import ranks; ranks.start(FOLDER, SIZE, ...)"
+`start` forks the ranks of every world, so that torch is imported once:
 
     python -c "from support import ranks; ranks.start(FOLDER, SIZE, ...)"
 
-Every rank writes what it saw to FOLDER/SIZE/rankR.json; the records of rank 0 lie beside it, and are what the simulator's are compared with.
+Every rank writes its results to FOLDER/SIZE/rankR.json. The records of rank 0 are in the same
+folder; tests compare them with those of the simulation.
 """
 
 import dataclasses
@@ -59,7 +63,7 @@ def quadratic(**settings: Any) -> Built:
 
 
 def with_figures() -> Built:
-    """Clients that count by samples, sums of statistics, and a figure that needs the clients one by one."""
+    """Clients weighted by samples, sums of statistics, and a figure that needs single clients."""
     built = quadratic(client_weights="by_samples")
     statistics = {
         "val": lambda x, y, batch: {
@@ -164,7 +168,7 @@ RESUMED = ("cleaning", "adafbio", "hgp")  # rows that stay at clients, memory, w
 
 
 def compared(size: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """float32 always; float64, and peers that are many, with two ranks and with some cases elsewhere."""
+    """float32 always; float64 and many peers with two ranks, and in some cases elsewhere."""
     close = [name for name in CASES if size == 2 or name in ("cleaning", "hgp")]
     exact = [name for name in CASES if size == 2 or name != "many"]
     return [*((name, "exact", EXACT) for name in exact), *((name, "close", CLOSE) for name in close)]
@@ -183,7 +187,7 @@ def go(name: str, kind: dict[str, Any], num_iterations: int, **options: Any) -> 
     )
 
 
-# ---- what goes wrong ---------------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,7 +284,7 @@ def failures(folder: Path, size: int) -> dict[str, Any]:
     }
 
 
-# ---- what is done, and not done ------------------------------------------------------------------------------------------------
+# ---- what is done, and not done ------------------------------------------------------------------------------------
 
 
 class FromFiles(Sequence):
@@ -298,7 +302,7 @@ class FromFiles(Sequence):
 
 
 def counted(size: int) -> dict[str, Any]:
-    """How often the ranks talk, what they hold, and what passes between peers on a ring of eight."""
+    """Numbers of exchanges, held data, and messages between peers on a ring of eight."""
     group, seen = distributed.join(), {"sums": 0, "passed": []}
     sum_, swapped = group.sum, group.swapped
 
@@ -414,7 +418,7 @@ def rank(folder: Path, size: int) -> None:
 
 
 def frozen(folder: Path) -> list[Any]:
-    """What is said when a rank is lost, and when the others try again."""
+    """Messages when a rank is lost, and when the others try again."""
     found = []
     for _ in range(2):
         try:
@@ -435,7 +439,7 @@ def frozen(folder: Path) -> list[Any]:
 
 
 def world(folder: Path, size: int) -> list[int]:
-    """Fork the ranks; the exit status of each. A rank that stops itself is ended when the others have."""
+    """Fork the ranks and return their exit statuses. A stopped rank is killed after the others end."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,7 +1,8 @@
-"""The FedBiO family on the quadratic task in plain numpy: one client, one step, one sample at a time, as the papers print it.
+"""The FedBiO family on the quadratic task in plain numpy, as the papers print it.
 
-Nothing of the library is used but the addresses of its draws (`Stream`), so that both sides see the same minibatches.
-A point is {"x", "y", "u"} of vectors; the names of `mean` are averaged at a round, the others stay with their client.
+One client, one step and one sample at a time. The only part of the library in use is `Stream`, the
+addresses of draws, so that both sides have the same minibatches. A point is {"x", "y", "u"} of
+vectors; a round averages the names in `mean`, and the others stay at their client.
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ def plain_rounds(
     mean: str,
     radius: float | None = None,
 ) -> Iterator[list[Point]]:
-    """Algorithms 2 and 3: local steps, then the means. Yields every client's point at the start and after every round."""
+    """Algorithms 2 and 3: local steps, then means.
+
+    Yields all points at the start and after each round.
+    """
     points = [start for _ in counts]
     yield points
     for k in range(1, num + 1):
@@ -161,7 +165,7 @@ def storm_rounds(
     radius: float | None = None,
     drops: Drops = lambda k, call: (),
 ) -> Iterator[tuple[list[Point], list[Point]]]:
-    """Algorithms 1 and 4. Yields every client's point and estimates at the start and after every pair of rounds."""
+    """Algorithms 1 and 4. Yields all points and estimates at the start and after each pair of rounds."""
     everyone, I = list(range(len(counts))), max(counts)
     a = lambda t: delta / (offset + t) ** (1 / 3)
     points: list[Point] = [start for _ in counts]

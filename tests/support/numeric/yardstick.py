@@ -1,4 +1,4 @@
-"""What many tests need: drive an algorithm for a few outer iterations in float64 and look at where it went."""
+"""Run an algorithm for a few outer iterations in float64, and find its fixed points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedbilevel.tasks.task import Built
 def drive(
     algorithm: Any, built: Built, num_iterations: int, *, engine: Any = simulate, **options: Any
 ) -> tuple[Any, Any]:
-    """The simulator, with a server or of peers, after `num_iterations` outer iterations, and the state."""
+    """The simulation (with a server or of peers) and the state after `num_iterations` iterations."""
     fed = engine(algorithm, built.problem, built.clients, **{"dtype": torch.float64, **options})
     state = algorithm.init(fed)
     for iteration in range(1, num_iterations + 1):
@@ -34,7 +34,7 @@ def brief(kind: Any) -> Any:
 
 
 def fewer(kind: Any) -> dict[str, int]:
-    """Settings for that: what holds for two steps or terms holds for more, and takes a fraction of the time."""
+    """Settings with two steps or terms: a contract that holds for two holds for more."""
     often = {"num_local_steps", "num_terms", "num_factors", "num_lower_rounds", "num_lower_steps"}
     return dict.fromkeys(often & {spec.name for spec in dataclasses.fields(kind)}, 2)
 
@@ -56,8 +56,11 @@ def relative(value: Any, target: Any) -> float:
 
 
 def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], float]:
-    """On a quadratic the outer iteration is an affine map of the state: its fixed point, and its spectral radius, which is below one if and
-    only if the algorithm converges to that point from everywhere."""
+    """The fixed point and the spectral radius of an outer iteration on a quadratic.
+
+    There the outer iteration is an affine map of the state. The radius is below one if and only if
+    the algorithm converges to the fixed point from every start.
+    """
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
     first = algorithm.init(fed)
     shapes = {name: fed.collect(value).shape for name, value in first._asdict().items()}
@@ -78,7 +81,11 @@ def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], fl
 
 
 def check_continues(algorithm: Any, built: Built, **where: Any) -> None:
-    """Two outer iterations, a checkpoint, three more in a new simulator: everything that a checkpoint holds is as after five in a row."""
+    """Assert that resuming from a checkpoint changes nothing.
+
+    Two outer iterations, a checkpoint and three more in a new simulation give the same checkpoint
+    as five.
+    """
     where = where or {"cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5)}
     options = {"seed": 3, "batch_size": 2, "dtype": torch.float64, **where}
     whole, state = drive(algorithm, built, 5, **options)
@@ -99,17 +106,19 @@ def check_continues(algorithm: Any, built: Built, **where: Any) -> None:
         assert torch.equal(again[name], value), name
 
 
-# ---- peers without a server ----------------------------------------------------------------------------------------------
+# ---- peers without a server ----------------------------------------------------------------------------------------
 
 
 def settled_peers(
     algorithm: Any, built: Built, network: Any, **held: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Where peers on a network that stays the same settle on a quadratic, and the spectral radius of the way there.
+    """The fixed point of peers on a constant network and a quadratic, and the spectral radius.
 
-    The outer iteration is an affine map of the state, but not every state can occur: what a correction remembers belongs to what it has seen (the peers'
-    memories sum to something fixed), and in the other directions the map stands still. So it is looked at on the subspace that can be reached from
-    wherever `init` may start. `held`: parts of the state that stay at a value of their own, in which the map is not affine.
+    The outer iteration is an affine map of the state, but not every state can occur: the memory of
+    a correction depends on past states (the memories of the peers have a constant sum), and in the
+    other directions the map is the identity. So the map is restricted to the subspace that is
+    reachable from all starts of `init`. held: parts of the state that keep their value, in which
+    the map is not affine.
     """
     peers = PeerSimulation(algorithm, built.problem, built.clients, network=network, dtype=torch.float64)
     shapes = {name: value.shape for name, value in algorithm.init(peers)._asdict().items() if name not in held}
@@ -155,7 +164,7 @@ def settled_peers(
     return named(fixed), float(torch.linalg.eigvals(inside).abs().max())
 
 
-# ---- small quadratics for methods that train the lower level alone ------------------------------------------------------------------
+# ---- small quadratics for methods that train the lower level alone -------------------------------------------------
 
 X0, Y0 = np.array([0.7, -1.1]), np.array([1.5, -0.4, 0.8])
 
