@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from fedbilevel.studies.compare import compare
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
-    "checks": ["check_algorithm", "check_hypergradient", "check_problem"],
+    "checks.algorithm": ["check_algorithm"],
+    "checks.hypergradient": ["check_hypergradient"],
+    "checks.problem": ["check_problem"],
     "data.folders": ["read_folders"],
     "errors": ["FedBilevelError"],
     "federation.algorithm": ["Cohort"],
