@@ -364,7 +364,7 @@ def test_estimates_and_averages_that_need_something_else():
         def estimate(self):
             """Anything."""
 
-    from fedbilevel.studies.influence import resolved
+    from fedbilevel.studies.influence.predict import resolved
 
     with pytest.raises(SettingError, match="runs between peers but is not HGP, whose averages"):
         resolved(Other())

@@ -22,7 +22,7 @@ from fedbilevel.runs.result import Progress
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
 from fedbilevel.studies.compare import Target, costs
-from fedbilevel.studies.outcome import Outcome
+from fedbilevel.studies.outcome import RowOutcome
 
 KNOWN = {
     "task": "table",
@@ -38,7 +38,9 @@ KNOWN = {
 }
 
 
-def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
     given.check(row, KNOWN, needs=("task", "algorithm"))
     task, algorithm = given.task(row["task"]), given.algorithm(row["algorithm"])
     target = Target.parse(row["target"]) if "target" in row else None
@@ -101,4 +103,4 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     ends = {
         name: value for name, value in curve[-1].items() if not diverged or name not in names
     }  # what was paid, but no figure of a run that exploded
-    return Outcome({**to_target, **ends, **diverged}, curve)
+    return RowOutcome({**to_target, **ends, **diverged}, curve)
