@@ -63,8 +63,9 @@ def _noisy(algorithm: Algorithm) -> dict[str, Any]:
     """Minibatches, and a cohort or a network that changes from step to step."""
     if not isinstance(algorithm, PeerAlgorithm):
         return {"batch_size": 2, "cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5)}
-    kind = "random_undirected" if "gossip" in algorithm.verbs() else "random_directed"
-    return {"batch_size": 2, "network": Network(kind=kind)}
+    undirected = "gossip" in algorithm.verbs()
+    network = Network(kind="random_undirected") if undirected else Network(kind="random_directed")
+    return {"batch_size": 2, "network": network}
 
 
 def _go(
@@ -94,7 +95,7 @@ def _in_scope(algorithm: Algorithm, lower: Any, upper: Any) -> Check:
     except ScopeError as error:
         return Check(name, True, f"refuses: {error}")
     # peers always hold rows, so a variable that travels shows only in the bytes sent: they must not depend on its size
-    wide = {"dim_upper": 5 if upper == "private" else 4, "dim_lower": 7 if lower == "local" else 6}
+    wide: dict[str, Any] = {"dim_upper": 5 if upper == "private" else 4, "dim_lower": 7 if lower == "local" else 6}
     wider = Quadratic(num_clients=3, lower=lower, upper=upper, **wide).build()
     try:
         fed, state = _go(algorithm, built.problem, built.clients)

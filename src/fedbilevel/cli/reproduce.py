@@ -11,7 +11,7 @@ from fedbilevel.cli import terminal
 from fedbilevel.errors import SettingError
 from fedbilevel.report import tables
 from fedbilevel.runs.options import torch_device
-from fedbilevel.studies import experiment, reproduce, tune
+from fedbilevel.studies import experiment, pictures, reproduce, tune
 
 
 def _parts(text: str) -> list[str]:
@@ -108,7 +108,7 @@ def reproduce_command(
             "This was a small version, on other data: it shows that the experiment runs. "
             "Do not compare its figures with the paper's."
         )
-    drawn = reproduce.draw(chosen_one, found, folder)
+    drawn = pictures.draw(chosen_one, found, folder)
     terminal.say(f"Saved in {folder}" + (f", pictures {', '.join(path.name for path in drawn)}" if drawn else ""))
     if keep:
         reproduce.record(chosen_one, found)

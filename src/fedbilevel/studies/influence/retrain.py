@@ -118,8 +118,8 @@ def _pushed(
     batch_size: BatchSize,
     options: Mapping[str, Any],
 ) -> Trained:
-    num, steps = len(removals), {"num_steps": training.num_steps, "schedule": training.schedule}
-    sgp = SGP(lr_lower=training.lr, num_lower_steps=training.num_steps, lower_schedule=training.schedule)
+    num, steps = len(removals), training.num_steps
+    sgp = SGP(lr_lower=training.lr, num_lower_steps=steps, lower_schedule=training.schedule)
     n, links = len(built.clients), network.between(len(built.clients))
     peers: Any = PeerSimulation(
         sgp,
@@ -135,7 +135,7 @@ def _pushed(
     peers.host.stream = _IslandStream(seed, n)
     x = _masked(peers.host.x0, removals)
     _, y = peers.initial()
-    z, w = gradient_push(peers, x, y, peers.weights, lr=training.lr, **steps)
+    z, w = gradient_push(peers, x, y, peers.weights, lr=training.lr, num_steps=steps, schedule=training.schedule)
     y = debiased(z, w)
     val = peers.host.data.batch(peers.host.data.positions, "val")
     losses = peers.host.oracle.evaluate(built.problem.upper, x, y, val).double().cpu()

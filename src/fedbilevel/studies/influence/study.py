@@ -89,7 +89,7 @@ def study(
     base = train(built, settings.training, **between, **common)
     lap("training")
     progress("predicting every removal")
-    given = {"method": settings.method, "network": settings.network, "averaging": settings.averaging}
+    given: dict[str, Any] = {"method": settings.method, "network": settings.network, "averaging": settings.averaging}
     found = influences(built.problem, built.clients, base.y[0], **given, **common)
     lap("prediction")
     order = _order(found)
