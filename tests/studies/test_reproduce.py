@@ -642,7 +642,7 @@ def test_the_command_runs_prints_draws_records_and_tunes(small, tmp_path):
     result = invoke("reproduce", small, "--quick", "--out", tmp_path / "q")
     assert result.exit_code == 0, result.output
     assert "FedBiO" in result.output
-    assert "not to be compared with the paper's" in result.output
+    assert "Do not compare its figures with the paper's" in result.output
     assert "(7;" in result.output or "not reached (7)" in result.output
     assert plots.available()
     assert (tmp_path / "q" / "one.png").read_bytes().startswith(b"\x89PNG")
