@@ -16,7 +16,7 @@ from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import UnknownNameError
 from fedbilevel.federation.algorithm import debiased
 from fedbilevel.federation.averaging import Averaging
-from fedbilevel.studies.personalisation import METHODS, NETWORKS, Plan
+from fedbilevel.studies.personalisation import METHODS, NETWORKS, PersonalisationPlan
 from fedbilevel.tasks.personalisation import Personalisation
 
 TITLE = "HGP-PL at the paper's size"
@@ -44,11 +44,11 @@ def rows(setup: Setup) -> list[Row]:
     for name in setup.networks:
         if name not in NETWORKS:
             raise UnknownNameError("personalisation network", name, NETWORKS)
-    plan = Plan(num_lower_steps=600, **_SAFE)
+    plan = PersonalisationPlan(num_lower_steps=600, **_SAFE)
     task: Any = Personalisation(data="mnist", model="cnn", **METHODS["hgp_pl"].task)
     batch = 128
     if setup.small:
-        plan, batch = Plan(num_outer=2, num_lower_steps=4, num_terms=2, num_pushes=2, **_SAFE), 4
+        plan, batch = PersonalisationPlan(num_outer=2, num_lower_steps=4, num_terms=2, num_pushes=2, **_SAFE), 4
         task = Personalisation(num_clients=4, share=0.1, model="cnn", width=0.25, **METHODS["hgp_pl"].task)
     built = task.build()
     found: list[Row] = []
@@ -57,7 +57,7 @@ def rows(setup: Setup) -> list[Row]:
     return found
 
 
-def _on(setup: Setup, name: str, plan: Plan, built: Any, batch: int) -> list[Row]:
+def _on(setup: Setup, name: str, plan: PersonalisationPlan, built: Any, batch: int) -> list[Row]:
     short = setup.steps is not None and setup.steps < plan.num_lower_steps
     timed = setup.steps if short and setup.steps else plan.num_lower_steps
     whole: Any = METHODS["hgp_pl"].algorithm(plan)

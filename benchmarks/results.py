@@ -15,7 +15,7 @@ import torch
 from benchmarks.clock import Row, Setup
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.runs.resume import versions
-from fedbilevel.studies.reproduce import commit, machine
+from fedbilevel.studies.provenance import commit, machine
 
 FOLDER = Path(__file__).resolve().parent / "results"
 HEADINGS = {

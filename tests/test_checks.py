@@ -10,24 +10,25 @@ from fedbilevel import discovery
 from fedbilevel.algorithms.clustered_fl import ClusteredFL
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
-from fedbilevel.checks import _difference
+from fedbilevel.checks.differences import difference
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import phase
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
+from fedbilevel.verdict import Check, Report
 from support.numeric.yardstick import brief
 
 
 @pytest.mark.parametrize("name", sorted(discovery.algorithms()))
-def test_every_discovered_algorithm_keeps_the_contract(name):
+def test_every_discovered_algorithm_passes_check_algorithm(name):
     report = fb.check_algorithm(brief(discovery.algorithm(name)), show=False)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("name", sorted(discovery.algorithms()))
-def test_every_algorithm_file_says_what_it_must(name):
+def test_every_algorithm_file_states_reference_deviations_and_cost(name):
     module = __import__(f"fedbilevel.algorithms.{name}", fromlist=["x"])
     for heading in ("Reference:", "Deviations:", "Cost"):
         assert heading in module.__doc__, f"{name} lacks {heading}"
@@ -60,7 +61,7 @@ def test_every_task_passes_the_checks_of_problems_and_hypergradients(name):
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 @pytest.mark.parametrize("upper", ["shared", "private"])
-def test_check_hypergradient_accepts_the_truth_in_every_scope(lower, upper, capsys):
+def test_check_hypergradient_passes_the_solvers_in_every_scope(lower, upper, capsys):
     report = fb.check_hypergradient(*Quadratic(bend=0.5, lower=lower, upper=upper).build())
     assert report.ok
     assert "Verdict: all 5 checks passed." in capsys.readouterr().out
@@ -105,7 +106,7 @@ def stretched(built: Built, factor: float) -> Built:
 
 
 @pytest.mark.parametrize("name", ["quadratic", *KINKED])
-def test_check_hypergradient_sees_the_fourth_digit_whatever_kinks_a_step_crosses(name):
+def test_check_hypergradient_detects_a_relative_error_of_1e_4_despite_kinks(name):
     built = KINKED[name].build() if name in KINKED else Quadratic(bend=0.5).build()
     right = fb.check_hypergradient(*built, estimators=[], num_directions=1, show=False)
     assert right.ok, str(right)
@@ -125,7 +126,7 @@ def added(term: Any) -> Built:
     )
 
 
-def test_check_hypergradient_takes_shorter_steps_than_the_nearest_kink_and_says_where_no_step_will_do():
+def test_check_hypergradient_shortens_steps_below_a_kink_and_reports_a_function_too_rough_for_any_step():
     start = Quadratic().build().problem.x0["x"]
     kinked = added(lambda x: (x - start.to(x) - 3e-6 * torch.arange(1, len(x) + 1)).abs().sum())
     report = fb.check_hypergradient(*kinked, estimators=[], num_directions=1, show=False)
@@ -138,19 +139,18 @@ def test_check_hypergradient_takes_shorter_steps_than_the_nearest_kink_and_says_
     assert "too little to tell right from wrong" in str(rough)
 
 
-def test_a_value_that_a_step_across_a_kink_would_confirm_has_no_say_in_the_choice_of_steps():
+def test_difference_chooses_its_step_without_the_expected_value():
     along = lambda t: (torch.tensor([t], dtype=torch.float64) - 3e-6).abs()
     for seen in (-0.3, -0.5, -1.0):  # a step of 1e-5 sees -0.3, the slope is -1
-        value, trust = _difference(along, torch.tensor([seen], dtype=torch.float64), 1e-4, 1e-5)
+        value, trust = difference(along, torch.tensor([seen], dtype=torch.float64), 1e-4, 1e-5)
         assert value.tolist() == pytest.approx([-1.0], rel=1e-9)
         assert trust.startswith("; differences of steps 1e-06 and 1e-07 agree up to")
-    assert (
-        _difference(along, torch.tensor([-0.03], dtype=torch.float64), 1e-4, 1e-5)[1] == ""
-    )  # only the first step may settle it at once
+    first_step = torch.tensor([-0.03], dtype=torch.float64)  # only agreement with the first step ends the search
+    assert difference(along, first_step, 1e-4, 1e-5)[1] == ""
 
 
 @pytest.mark.parametrize("name", KINKED)
-def test_check_problem_takes_networks_with_kinks(name):
+def test_check_problem_passes_networks_with_kinks_and_detects_a_wrong_gradient(name):
     built = KINKED[name].build()
     report = fb.check_problem(*built, show=False)
     assert report.ok, str(report)
@@ -189,7 +189,7 @@ def test_check_problem_finds_a_detached_loss_and_a_mean_over_padding():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaky(FedBiO):
-    """Keeps something outside its state, so that a resume cannot see it."""
+    """Keeps a counter outside its state, so that a checkpoint misses it."""
 
     seen = []
 
@@ -212,7 +212,7 @@ class Counting(FedBiO):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Averaging(FedBiO):
-    """Sends a variable that its problem calls private or local under another name."""
+    """Sends a private or local variable under another name."""
 
     upper_space = ()
     lower_space = ("u",)
@@ -220,21 +220,21 @@ class Averaging(FedBiO):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Careless(FedBiO):
-    """Says that it needs everyone, and goes on without."""
+    """Declares that it needs every client, but continues without them."""
 
     needs_everyone = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Silent(ClusteredFL):
-    """Needs everyone, and does not say so."""
+    """Needs every client, but does not declare it."""
 
     needs_everyone = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sociable(FedBiO):
-    """Refuses to run with one client, although it does not say that it needs everyone."""
+    """Refuses to run with one client, but does not declare that it needs every client."""
 
     @phase
     def local_steps(self, clients, x, y, u):
@@ -245,10 +245,10 @@ class Sociable(FedBiO):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fussy(FedBiO):
-    refuses = {"shared": "for no reason that anybody could name", "private": "for no reason that anybody could name"}
+    refuses = {"shared": "for a reason of this test", "private": "for a reason of this test"}
 
 
-def test_check_algorithm_finds_who_needs_everyone_and_who_does_not_say_so():
+def test_check_algorithm_detects_a_wrong_needs_everyone():
     failed = lambda algorithm: [
         check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok
     ]
@@ -257,15 +257,22 @@ def test_check_algorithm_finds_who_needs_everyone_and_who_does_not_say_so():
     assert {"deterministic", "cohort of one", "a client that drops"} <= {*failed(Silent())}
 
 
-def test_an_algorithm_that_refuses_everything_cannot_be_checked():
+def test_algorithm_that_refuses_every_scope_cannot_be_checked():
     with pytest.raises(SettingError, match="refuses every combination of scopes"):
         fb.check_algorithm(Fussy())
 
 
-def test_check_algorithm_finds_what_is_broken():
+def test_check_algorithm_detects_hidden_state_row_order_and_leaked_variables():
     failed = lambda algorithm: {
         check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok
     }
     assert {"deterministic", "checkpoint and resume"} <= failed(Leaky())
     assert "order of clients" in failed(Counting())
     assert {"global lower, private upper", "local lower, shared upper"} & failed(Averaging())
+
+
+def test_report_in_a_notebook_escapes_names_and_shows_failures():
+    report = Report("Problem <b>", [Check("a", True, "fine"), Check("b", False, "1 < 2")])
+    page = report._repr_html_()
+    assert "Problem &lt;b&gt;: 1 of 2 checks failed." in page
+    assert "<tr><td>b</td><td>FAIL</td><td>1 &lt; 2</td></tr>" in page

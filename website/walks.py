@@ -11,7 +11,7 @@ COMMANDS = {  # and the modules in which they begin
     "run": "fedbilevel.cli.run",
     "federation submit": "fedbilevel.cli.federation",
     "peer run": "fedbilevel.cli.peer",
-    "reproduce": "fedbilevel.cli.studies",
+    "reproduce": "fedbilevel.cli.reproduce",
 }
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedbilevel import tasks
     from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
     from fedbilevel.data.folders import read_folders
+    from fedbilevel.engines.contract import check_engine
     from fedbilevel.errors import FedBilevelError
     from fedbilevel.federation.algorithm import Cohort
     from fedbilevel.federation.averaging import Averaging
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from fedbilevel.studies.compare import compare
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
-    "checks": ["check_algorithm", "check_hypergradient", "check_problem"],
+    "checks.algorithm": ["check_algorithm"],
+    "checks.hypergradient": ["check_hypergradient"],
+    "checks.problem": ["check_problem"],
     "data.folders": ["read_folders"],
+    "engines.contract": ["check_engine"],
     "errors": ["FedBilevelError"],
     "federation.algorithm": ["Cohort"],
     "federation.averaging": ["Averaging"],
@@ -60,6 +64,7 @@ __all__ = [
     "Schedule",
     "Scopes",
     "check_algorithm",
+    "check_engine",
     "check_hypergradient",
     "check_problem",
     "check_timescales",

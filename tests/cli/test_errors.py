@@ -364,7 +364,7 @@ def test_estimates_and_averages_that_need_something_else():
         def estimate(self):
             """Anything."""
 
-    from fedbilevel.studies.influence import resolved
+    from fedbilevel.studies.influence.predict import resolved
 
     with pytest.raises(SettingError, match="runs between peers but is not HGP, whose averages"):
         resolved(Other())
@@ -462,7 +462,7 @@ def test_files_of_a_record_that_are_not_what_they_should_be(tmp_path):
         ("compare quadratic --algorithms fedbio --set hgp.lr=1", "There is no algorithm in this comparison named 'hgp'. Known: averaging, fedbio,"),
         ("compare quadratic --algorithms fedbio --out .", "already holds a comparison: name another folder"),
         ("reproduce hgp-table2 --panels none", "There is no panel of hgp-table2 named 'none'"),
-        ("tune tuned.toml --panels two", "[tune] searches in the panel 'one' alone, for all panels: leave out --panels"),
+        ("tune tuned.toml --panels two", "[tune] searches in the panel 'one' alone, for all panels: omit --panels"),
         ("tune bare.toml", "declares no ranges: add [tune.ranges]"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from fedbilevel.report import tables
 from fedbilevel.runs.record import Record, read_tensors
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies import influence
+from fedbilevel.studies.influence.predict import influences
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic
@@ -227,9 +227,7 @@ def test_influences_equal_minus_the_hypergradient(masks: Both) -> None:
     assert all(
         torch.equal(change, -row[: len(change)]) for change, row in zip(changes, masks.result.state.h, strict=True)
     )
-    exact = influence.influences(
-        masks.problem, masks.clients, masks.result.state.y, method="exact", dtype=torch.float64
-    )
+    exact = influences(masks.problem, masks.clients, masks.result.state.y, method="exact", dtype=torch.float64)
     assert all(relative(change, target) < 1e-3 for change, target in zip(changes, exact.changes, strict=True))
 
 

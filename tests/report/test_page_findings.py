@@ -13,8 +13,8 @@ import torch
 from fedbilevel import discovery
 from fedbilevel.report.record_files import are_findings
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies import influence
-from fedbilevel.studies.personalisation import Plan, personalise
+from fedbilevel.studies.influence.study import study as influence_study
+from fedbilevel.studies.personalisation import PersonalisationPlan, personalise
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.few_shot import FewShot
 from fedbilevel.tasks.findings import histogram, images, share
@@ -208,7 +208,7 @@ def test_pictures_are_on_one_scale_and_colours_come_last():
 def test_the_study_of_personalisation_keeps_the_accuracies_of_the_best_measurement(tmp_path):
     task, plan = (
         Personalisation(num_clients=6, share=0.1, model="linear"),
-        Plan(num_outer=4, num_lower_steps=3, lr_lower=2.0, repetitions=1),
+        PersonalisationPlan(num_outer=4, num_lower_steps=3, lr_lower=2.0, repetitions=1),
     )
     methods = {"methods": ["sgp"], "networks": ["complete", "random_directed"]}
     outcomes = personalise(task, plan, record=tmp_path, **methods)
@@ -230,7 +230,7 @@ def test_the_study_of_personalisation_keeps_the_accuracies_of_the_best_measureme
 
 def test_a_study_of_influence_on_images_keeps_how_they_look(tmp_path):
     task = Influence(data="digits", share=0.05, wrong=0.2)
-    study = influence.study(task, method="cg", num_removed=0, record=tmp_path)
+    study = influence_study(task, method="cg", num_removed=0, record=tmp_path)
     harmful, helpful = json.loads((tmp_path / "findings.json").read_text())
     clients = task.build().clients
     for found, some in ((harmful, study.harmful(12)), (helpful, study.helpful(12))):

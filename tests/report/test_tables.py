@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from fedbilevel.report import tables
-from fedbilevel.studies.compare import Comparison, Outcome, Spread, Target
+from fedbilevel.studies.compare import AlgorithmOutcome, Comparison, Spread, Target
 
 ROW = {
     "iteration": 3,
@@ -38,8 +38,8 @@ def test_outcomes_show_figures_and_costs():
 
 def test_a_comparison_shows_who_reached_the_target_and_who_diverged():
     spread = {cost: Spread(10.0, 2.0) for cost in ("rounds", "megabytes", "gradients", "products", "seconds")}
-    reached = Outcome("fast", 3, 2, 0, spread, {"loss": Spread(0.5, 0.0)}, spread)
-    never = Outcome("slow", 3, 0, 1, {}, {"loss": Spread(0.9, 0.1)}, spread)
+    reached = AlgorithmOutcome("fast", 3, 2, 0, spread, {"loss": Spread(0.5, 0.0)}, spread)
+    never = AlgorithmOutcome("slow", 3, 0, 1, {}, {"loss": Spread(0.9, 0.1)}, spread)
     shown = text(tables.comparison(Comparison("task", Target("loss", 0.6), [reached, never], []), ("loss", "other")))
     assert "cost to reach loss = 0.6" in shown
     fast, slow = (next(line for line in shown.splitlines() if name in line) for name in ("fast", "slow"))

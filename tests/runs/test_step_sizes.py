@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest_steps, upper_curvature
@@ -91,12 +92,21 @@ def test_suggested_steps_are_stable_and_pass_their_own_check():
     )
     fed, state = drive(method, task.build(), 1500)
     assert fed.measure(state.x, state.y)["distance"] < 1e-6
-    assert check_timescales(method, *task.build()) is None
+    assert check_timescales(method, *task.build()).ok
 
 
-def test_an_upper_step_that_is_too_long_is_warned_about_with_the_bound():
+def test_upper_step_above_the_bound_fails_the_check_and_warns(capsys):
     with pytest.warns(UserWarning, match=r"lr_upper = 5 may be too large .* allows up to 0\.0"):
-        assert check_timescales(FedBiO(lr_upper=5.0), *Quadratic().build())
+        report = check_timescales(FedBiO(lr_upper=5.0), *Quadratic().build())
+    assert not report.ok
+    assert "FAIL  two timescales  lr_upper = 5 may be too large" in capsys.readouterr().out
+
+
+def test_algorithm_without_an_upper_step_passes_the_check_without_a_warning(recwarn):
+    report = check_timescales(FedAvg(), *Quadratic().build(), show=False)
+    assert report.ok
+    assert "has no lr_upper" in str(report)
+    assert not recwarn.list
 
 
 def test_schedules_start_at_one_and_fall():

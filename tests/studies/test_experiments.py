@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fedbilevel.cli import main
 from fedbilevel.report import tables
-from fedbilevel.studies import experiment, reproduce
+from fedbilevel.studies import experiment, pictures, reproduce
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiments"
 NAMES = sorted(path.parent.name for path in RESULTS.glob("*/experiment.toml"))
@@ -26,7 +26,7 @@ def test_every_experiment_runs_in_small(name, tmp_path):
     for job, content in found:
         assert "diverged" not in content["figures"], job.key
         assert set(one.figures) & set(content["figures"]), job.key
-    assert reproduce.draw(one, found, tmp_path) or "plot" not in one.content
+    assert pictures.draw(one, found, tmp_path) or "plot" not in one.content
     assert len(tables.reproduction(one, reproduce.summary(found))) == len({job.panel for job in jobs})
 
 

@@ -15,9 +15,9 @@ from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.errors import ScopeError, UnknownNameError
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
-from fedbilevel.studies.influence import Training, train
+from fedbilevel.studies.influence.retrain import Training, train
 from fedbilevel.studies.kinds.hypergradient_error import run, terms
-from fedbilevel.studies.outcome import Outcome
+from fedbilevel.studies.outcome import RowOutcome
 
 TASKS: dict[str, dict[str, Any]] = {
     "regularisation": {"parametrisation": "linear", "l2": 0.05, "num_train": 40, "num_val": 30, "num_test": 1},
@@ -38,11 +38,11 @@ def row(name: str = "influence", **parts: Any) -> dict[str, Any]:
     return {**start, **parts}
 
 
-def go(*args: Any, repetition: int = 0, **parts: Any) -> Outcome:
+def go(*args: Any, repetition: int = 0, **parts: Any) -> RowOutcome:
     return run(row(*args, **parts), repetition=repetition, folder=Path(), device="cpu", say=lambda text: None)
 
 
-def errors(outcome: Outcome) -> dict[int, float]:
+def errors(outcome: RowOutcome) -> dict[int, float]:
     return {int(point["terms"]): point["error"] for point in outcome.curve}
 
 

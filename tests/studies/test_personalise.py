@@ -12,11 +12,11 @@ from fedbilevel.errors import CheckpointError, SettingError, UnknownNameError
 from fedbilevel.report import tables
 from fedbilevel.runs.callbacks import EarlyStopping
 from fedbilevel.runs.result import Progress
-from fedbilevel.studies.personalisation import METHODS, NETWORKS, PAPER, Plan, personalise
+from fedbilevel.studies.personalisation import METHODS, NETWORKS, PAPER, PersonalisationPlan, personalise
 from fedbilevel.tasks.personalisation import Personalisation
 
 TASK = Personalisation(num_clients=6, share=0.1, model="linear")
-PLAN = Plan(num_outer=3, num_lower_steps=4, num_local_steps=2, num_terms=2, num_pushes=3, repetitions=1)
+PLAN = PersonalisationPlan(num_outer=3, num_lower_steps=4, num_local_steps=2, num_terms=2, num_pushes=3, repetitions=1)
 
 
 def test_every_method_runs_where_it_can(tmp_path):
@@ -47,7 +47,7 @@ def test_the_best_validation_accuracy_is_what_is_reported(tmp_path, monkeypatch)
         return result
 
     monkeypatch.setattr(study, "run", watched)
-    plan = Plan(
+    plan = PersonalisationPlan(
         num_outer=4, num_lower_steps=3, lr_lower=2.0, repetitions=1
     )  # steps long enough for the accuracy to go up and down
     [one] = personalise(TASK, plan, methods=["sgp"], networks=["random_directed"])
@@ -74,7 +74,7 @@ def test_a_record_is_gone_on_with(tmp_path, monkeypatch):
     assert started == ["sgp", "hgp", "hgp"]  # local does not depend on the network
     assert [one for one in both if one in first] == first
     with pytest.raises(SettingError, match="other settings of plan"):
-        personalise(TASK, Plan(num_outer=4), methods=["sgp"], record=tmp_path / "r")
+        personalise(TASK, PersonalisationPlan(num_outer=4), methods=["sgp"], record=tmp_path / "r")
     (tmp_path / "r" / "personalisation.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         personalise(TASK, PLAN, methods=["sgp"], record=tmp_path / "r")

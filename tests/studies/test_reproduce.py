@@ -17,7 +17,7 @@ from fedbilevel.errors import ExperimentError, FedBilevelError, SettingError, Un
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.report import tables
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies import experiment, reproduce, tune
+from fedbilevel.studies import experiment, pictures, provenance, reproduce, tune
 from fedbilevel.studies.experiment import Job
 from fedbilevel.studies.kinds import optimise
 from fedbilevel.tasks.quadratic import Quadratic
@@ -118,8 +118,8 @@ def test_settings_are_merged_from_the_general_to_the_particular(small):
         ("[figures]", "[figures", "cannot be read as TOML"),
         ("repetitions = 3", 'repetitions = "3"', "repetitions is '3', expected a whole number, at least 1"),
         ("repetitions = 3", "repetitions = -3", "repetitions is -3, expected a whole number"),
-        ("[panels.one]", '[panels."../one"]', "'../one' is no name"),
-        ("[panels.one]", "[panels.one--two]", "'one--two' is no name"),
+        ("[panels.one]", '[panels."../one"]', "'../one' is not a valid name"),
+        ("[panels.one]", "[panels.one--two]", "'one--two' is not a valid name"),
         ('rounds_to_target = "rounds"', "rounds_to_target = 3", "figures.rounds_to_target is 3, expected text"),
         ('only = ["one"]', "only = 1", "rows.aggitd.only is 1, expected a list of names"),
         ("paper.one = {rounds_to_target = 7", 'paper.one = {rounds_to_target = "7"', "expected a number"),
@@ -158,7 +158,7 @@ def test_what_is_wrong_in_a_row_is_named(tmp_path, change, named):
     row = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}, "num_iterations": 1, **change}
     with pytest.raises(FedBilevelError, match=named):
         optimise.run(row, repetition=0, folder=tmp_path / "r", device="cpu", say=print)
-    with pytest.raises(ExperimentError, match="so that it ends"):
+    with pytest.raises(ExperimentError, match="needs num_iterations or num_rounds to end"):
         optimise.run(
             {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}},
             repetition=0,
@@ -388,8 +388,8 @@ def test_a_result_is_written_into_the_file_and_nothing_else_changes(small, tmp_p
     assert entry["repetitions"] == loss["runs"] == 3
     assert loss["mean"] == pytest.approx(statistics.fmean(losses), rel=1e-5)
     assert loss["deviation"] == pytest.approx(statistics.stdev(losses), rel=1e-5)
-    assert entry["commit"] == reproduce.commit()
-    assert entry["machine"] == reproduce.machine("cpu")
+    assert entry["commit"] == provenance.commit()
+    assert entry["machine"] == provenance.machine("cpu")
     with pytest.raises(ExperimentError, match="holds 3 repetitions of fedbio in one, these are 1"):
         reproduce.record(experiment.read(small), found[:1])
     assert small.read_text() == text
@@ -419,11 +419,9 @@ def test_rows_of_one_title_have_a_line_each_and_rows_without_the_axes_have_none(
     monkeypatch.setattr(plots, "lines", lambda curves, path, **_: drawn.update(curves))
     line = [{"rounds": 1.0, "upper_loss": 2.0}]
     one = experiment.read(small)
-    assert reproduce._draw_panel(
-        one, "one", {"fedbio": [line], "aggitd": [line, [{"rounds": 1.0}]]}, tmp_path / "p.png"
-    )
+    assert pictures.draw_panel(one, "one", {"fedbio": [line], "aggitd": [line, [{"rounds": 1.0}]]}, tmp_path / "p.png")
     assert drawn == {"fedbio": [line], "aggitd": [line, []]}
-    assert not reproduce._draw_panel(one, "one", {"fedbio": [[{"terms": 1.0}]]}, tmp_path / "p.png")
+    assert not pictures.draw_panel(one, "one", {"fedbio": [[{"terms": 1.0}]]}, tmp_path / "p.png")
 
 
 def test_lines_are_thinned_but_keep_their_ends():
@@ -644,7 +642,7 @@ def test_the_command_runs_prints_draws_records_and_tunes(small, tmp_path):
     result = invoke("reproduce", small, "--quick", "--out", tmp_path / "q")
     assert result.exit_code == 0, result.output
     assert "FedBiO" in result.output
-    assert "not to be compared with the paper's" in result.output
+    assert "Do not compare its figures with the paper's" in result.output
     assert "(7;" in result.output or "not reached (7)" in result.output
     assert plots.available()
     assert (tmp_path / "q" / "one.png").read_bytes().startswith(b"\x89PNG")

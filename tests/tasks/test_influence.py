@@ -29,8 +29,10 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.hypergradient import lower_solution
 from fedbilevel.oracle.population import Population
-from fedbilevel.studies import influence
-from fedbilevel.studies.influence import Instance, Study, Training, influences, retrain, scores, study, train
+from fedbilevel.studies.influence.predict import ESTIMATES, influences
+from fedbilevel.studies.influence.result import Instance, Study, scores
+from fedbilevel.studies.influence.retrain import Training, retrain, train
+from fedbilevel.studies.influence.study import study
 from fedbilevel.tasks.influence import Influence
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.task import Built
@@ -456,4 +458,4 @@ def test_the_command_prints_scores_beside_the_paper_and_saves(tmp_path):
     assert "default 1000 on this task" in text
     assert "--training-num-steps" in text
     assert "--lr-upper" not in text
-    assert influence.ESTIMATES[0].replace("_", "-") in text
+    assert ESTIMATES[0].replace("_", "-") in text

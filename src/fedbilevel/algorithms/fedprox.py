@@ -11,7 +11,8 @@ Networks", MLSys 2020. Written from memory of the literature, not from the paper
 reproduction is claimed. The HGP paper takes mu = 0.01, which is the default.
 
 Deviations: (1) I gradient steps on the local loss replace a solution up to a given inexactness.
-(2) Clients are averaged by the problem's weights, and a cohort is drawn uniformly. (3) With a local
+(2) Clients are averaged by the problem's weights, and a cohort is drawn in proportion to
+them. (3) With a local
 lower level there is no average: every client trains alone, with steps that the proximal term
 shortens.
 

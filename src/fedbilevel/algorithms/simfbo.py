@@ -22,8 +22,8 @@ given as factors of the local ones, gamma / eta. With factors of one, equal tau 
 is FedBiO. (3) The server's step is computed at the clients, as their start minus gamma q: the mean
 of these rows is the same number, and the same source serves variables that stay at their clients.
 P_r is therefore applied to the mean at its next use, so the u of the state is not projected yet.
-(4) A cohort is averaged by weights that sum to one over the cohort, not by (m/|S|) p_i, which
-differ when clients are weighted by samples. (5) With a private x the factor 1/m is dropped; with a
+(4) A cohort is drawn in proportion to weight, and its mean is unbiased for the weighted mean; the
+paper draws uniformly and weighs by (m/|S|) p_i. (5) With a private x the factor 1/m is dropped; with a
 local lower level y_i and u_i stay at their client.
 
 Bias: with unequal tau_i the means weigh client i by tau_i, so the limit solves that weighted

@@ -16,14 +16,17 @@ from fedbilevel import discovery
 from fedbilevel._version import __version__
 from fedbilevel.cli import operator, terminal
 from fedbilevel.cli.check import check_command
+from fedbilevel.cli.compare import compare_command
 from fedbilevel.cli.data import data
 from fedbilevel.cli.federation import federation
+from fedbilevel.cli.influence import influence_command
 from fedbilevel.cli.new import new
 from fedbilevel.cli.peer import peer
+from fedbilevel.cli.personalise import personalise_command
 from fedbilevel.cli.report import report as report_page
 from fedbilevel.cli.report import watch as watch_page
+from fedbilevel.cli.reproduce import reproduce_command, tune_command
 from fedbilevel.cli.run import demo_command, resume_command, run_command
-from fedbilevel.cli.studies import COMMANDS
 from fedbilevel.errors import FedBilevelError, RankLostError
 from fedbilevel.escapes import printable
 from fedbilevel.report import tables
@@ -57,7 +60,11 @@ for command in (
     resume_command,
     demo_command,
     check_command,
-    *COMMANDS,
+    compare_command,
+    personalise_command,
+    influence_command,
+    reproduce_command,
+    tune_command,
     federation,
     peer,
     new,

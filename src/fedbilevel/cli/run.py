@@ -126,7 +126,7 @@ def run_command(
     own = file.algorithm_settings if algorithm == file.algorithm else {}
     settings = chosen(method, values, {**kind.suggestions(algorithm), **own})
     if check_steps:
-        check_timescales(settings, *chosen_task.build())
+        check_timescales(settings, *chosen_task.build(), show=False)
     in_file = {
         name: value
         for name, value in {**file.options, **file.plan}.items()

@@ -15,7 +15,7 @@ from fedbilevel.escapes import printable
 from fedbilevel.peers.collect import Removal
 from fedbilevel.studies.compare import Comparison, Spread
 from fedbilevel.studies.experiment import Experiment
-from fedbilevel.studies.influence import PAPER, Instance, Study
+from fedbilevel.studies.influence.result import PAPER, Instance, Study
 from fedbilevel.studies.reproduce import Figure
 from fedbilevel.studies.tune import Chosen
 

@@ -1,4 +1,4 @@
-"""Step sizes: schedules, the curvature of the lower level, and whether the upper step is slow enough against the lower ones."""
+"""Step sizes: curvatures, suggested steps, and the two-timescale check of the upper step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
+from fedbilevel.verdict import Check, Report
 
 
 class Curvature(NamedTuple):
-    """largest: the largest eigenvalue of any client's Hessian (a step of 0.8 / largest is safe for local steps, while one of the mean Hessian is
-    not if one client is stiffer); smallest: of the mean Hessian, or of the flattest client for a local lower level; flattest: of the
-    flattest client, at least 1e-8 of its largest. Extremes over clients are 16-norms of what clients send, so that only sums leave the
-    clients: at most num_clients^(1/16) too careful."""
+    """Extreme eigenvalues of the lower level's Hessians, and the cost of finding them.
+
+    largest: the largest eigenvalue of any client's Hessian. A step of 0.8 / largest is safe for
+    local steps; a step from the mean Hessian is not, if one client's Hessian is larger.
+    smallest: the smallest eigenvalue of the mean Hessian, or of any client for a local lower level.
+    flattest: the smallest eigenvalue of any client, at least 1e-8 of the client's largest.
+
+    Extremes over clients are 16-norms of the clients' values, so that only sums leave the clients.
+    They are conservative by a factor of at most num_clients^(1/16).
+    """
 
     largest: float
     smallest: float
@@ -44,13 +51,13 @@ class _Probe(ServerAlgorithm):
     lower_space = ("y", "v")
 
     def extremes(self, fed: Federation, x: Any, y: Any) -> tuple[float, float]:
-        """The largest and the smallest eigenvalue of any client."""
+        """Largest and smallest eigenvalue over all clients."""
         largest, flattest = (fed.num_clients * fed.mean(self.ends, x=x, y=y).ends).pow(1 / _NORM).tolist()
         return largest, 1 / flattest
 
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """This client's own largest and smallest eigenvalue, as powers whose sum is dominated by the extreme client."""
+        """Each client's largest and smallest eigenvalue, as powers: the extreme client dominates their sum."""
         batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
         v = start
         for _ in range(self.num_products):
@@ -68,12 +75,14 @@ class _Probe(ServerAlgorithm):
 
 
 def _unit(v: Tensor) -> Tensor:
-    """Zero stays zero: the largest eigenvalue of s I - H is 0 when H = s I."""
+    """v / |v|, and 0 for v = 0: the largest eigenvalue of s I - H is 0 when H = s I."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
 
 
 def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 30) -> Curvature:
-    """L and mu of the lower level at the initial point, by power iterations across clients in float64, with what they cost.
+    """L and mu of the lower level at the initial point, and the cost of finding them.
+
+    The method is power iteration across clients in float64.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -95,7 +104,9 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
 
 
 def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
-    """A ball for u when it is projected at every client: 2 max_i |f_y,i| / min_i mu_i at y*(x0), the 2 for the way x has yet to go. Sees all data.
+    """Radius of a ball for u, for algorithms that project u: 2 max_i |f_y,i| / min_i mu_i at y*(x0).
+
+    The factor 2 allows for the change of x during the run. Needs the data of all clients.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -113,7 +124,10 @@ def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
 def upper_curvature(
     problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4
 ) -> float:
-    """L_Phi, the curvature of Phi at the initial point: power iteration on differences of the exact hypergradient. Sees all data at once."""
+    """L_Phi, the curvature of Phi at the initial point. Needs the data of all clients.
+
+    The method is power iteration on differences of the exact hypergradient.
+    """
     population = Population(problem, clients, dtype=torch.float64)
     x = population.x0
     y = lower_solution(population, x)
@@ -121,22 +135,26 @@ def upper_curvature(
 
     def product(v: Tensor) -> Tensor:
         near = x + step * v.view_as(x)
-        return ((hypergradient(population, near, lower_solution(population, near, y)).value - here) / step).reshape(
-            1, -1
-        )
+        there = hypergradient(population, near, lower_solution(population, near, y)).value
+        return ((there - here) / step).reshape(1, -1)
 
     return largest_curvature(product, here.reshape(1, -1), num_products=num_products)[0]
 
 
 def slow_enough(step: float, found: Curvature, problem: Problem, clients: Sequence[Holdings]) -> float:
-    """The longest upper step of the two-timescale check, 0.5 * step * mu / L_Phi, for a shortest lower or system step `step`."""
+    """Longest upper step that passes the two-timescale check: 0.5 * step * mu / L_Phi.
+
+    step: the shorter of the lower and the system step.
+    """
     return 0.5 * step * found.smallest / upper_curvature(problem, clients)
 
 
 def suggest_steps(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
-    """Step sizes for single-loop methods: lower and system steps 0.8 / L, the upper step at the edge of the two-timescale check.
+    """Suggest step sizes for single-loop methods, from the curvatures at the initial point.
 
-    0.8 / L is longer than the papers' theory allows (1/(2L), 1/(6L)); it is what heterogeneous quadratics bear.
+    The lower and system steps are 0.8 / L. The upper step is the longest that passes
+    `check_timescales`. 0.8 / L exceeds the bounds of the papers' theory (1/(2L), 1/(6L)), but is
+    stable on heterogeneous quadratics.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -149,25 +167,38 @@ def suggest_steps(problem: Problem, clients: Sequence[Holdings]) -> dict[str, fl
     return {"lr_lower": lr, "lr_system": lr, "lr_upper": slow_enough(lr, found, problem, clients)}
 
 
-def check_timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> str | None:
-    """Warns when lr_upper * L_Phi > 0.5 * min(lr_lower, lr_system) * mu: sufficient for stability of single-loop methods, not necessary.
+def check_timescales(
+    algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], *, show: bool = True
+) -> Report:
+    """Check that lr_upper * L_Phi <= 0.5 * min(lr_lower, lr_system) * mu, and warn if it is not.
+
+    The condition is sufficient for stability of single-loop methods, but not necessary. An
+    algorithm without these settings passes.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.algorithms.fedbio import FedBiO
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> problem, clients = Quadratic().build()
-    >>> fb.check_timescales(FedBiO(**fb.suggest_steps(problem, clients)), problem, clients) is None
-    True
+    >>> steps = fb.suggest_steps(problem, clients)
+    >>> fb.check_timescales(FedBiO(**steps), problem, clients, show=False)
+    <Steps of 'fedbio': the check passed>
     """
-    lower = [getattr(algorithm, name) for name in ("lr_lower", "lr_system") if hasattr(algorithm, name)]
+    check = _timescales(algorithm, problem, clients)
+    if not check.ok:
+        warnings.warn(check.text, stacklevel=2)
+    return Report(f"Steps of {algorithm.name()!r}", [check]).shown(show)
+
+
+def _timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> Check:
+    name = "two timescales"
+    lower = [getattr(algorithm, step) for step in ("lr_lower", "lr_system") if hasattr(algorithm, step)]
     if not hasattr(algorithm, "lr_upper") or not lower:
-        return None
+        return Check(name, True, "has no lr_upper to compare with lr_lower and lr_system")
     bound = slow_enough(min(lower), curvature(problem, clients), problem, clients)
     if algorithm.lr_upper <= bound:
-        return None
+        return Check(name, True, f"lr_upper = {algorithm.lr_upper:g}; the bound is {bound:.3g}")
     text = (
-        f"lr_upper = {algorithm.lr_upper:g} may be too large against lr_lower and lr_system: the two-timescale check allows up to {bound:.3g} here; "
-        "lower it, or raise the lower steps, if the run is unstable"
+        f"lr_upper = {algorithm.lr_upper:g} may be too large relative to lr_lower and lr_system: the two-timescale "
+        f"check allows up to {bound:.3g} here; reduce it, or increase the lower steps, if the run is unstable"
     )
-    warnings.warn(text, stacklevel=2)
-    return text
+    return Check(name, False, text)

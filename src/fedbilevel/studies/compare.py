@@ -84,7 +84,7 @@ class Spread(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AlgorithmOutcome:
     """One algorithm: over repetitions, the cost of reaching the target (of those that did) and the final figures (of those that did not diverge)."""
 
     name: str
@@ -100,7 +100,7 @@ class Outcome:
 class Comparison:
     task: str
     target: Target | None
-    outcomes: list[Outcome]
+    outcomes: list[AlgorithmOutcome]
     runs: list[dict[str, Any]]
 
 
@@ -284,7 +284,7 @@ def _iterations(given: Any, algorithms: Mapping[str, Algorithm], task: Task, rou
     return {name: whole_number(f"num_iterations of {name!r}", given[name], 0) for name in algorithms}
 
 
-def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None) -> Outcome:
+def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None) -> AlgorithmOutcome:
     mine = [one for one in runs if one["algorithm"] == name]
     whole = [one["rows"] for one in mine if one["diverged"] is None]
     firsts = (
@@ -293,7 +293,7 @@ def _outcome(name: str, runs: Sequence[Mapping[str, Any]], target: Target | None
         else []
     )
     ends = [rows[-1] for rows in whole]
-    return Outcome(
+    return AlgorithmOutcome(
         name,
         len(mine),
         len(firsts),

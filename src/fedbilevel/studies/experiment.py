@@ -1,31 +1,38 @@
-"""An experiment of a paper as a file: experiments/NAME/experiment.toml says what is run, what the paper printed, and what came out last.
+"""An experiment of a paper as a file: experiments/NAME/experiment.toml.
 
-    title, source, about      what it is, where it is printed, and what differs here
-    study                     which module of fedbilevel.studies runs a row
-    repetitions               each with its own data and draws
-    [figures]                 what the table shows: name = "heading" (in per cent if the heading ends with ", %")
-    [plot]                    x and y of the lines, which axes are logarithmic; kind = "points" for prediction against truth
-    extends, select           another experiment to start from, and which of its panels and rows: select = {panels = [...], rows = [...]}
-    [settings]                what every row has in common
-    [panels.P]                a table or picture of its own: title, and settings that hold in it
-    [rows.R]                  a line in every panel, or in those of `only`: title, settings, `in.P` for one panel, `paper.P` for the printed figures
-                              `from.P = "NAME.P.R"` starts from the settings of a row of another experiment
-    [quick]                   what is smaller with --quick: repetitions, rows, panels, settings (of an algorithm: those that a row has)
-    [tune]                    ranges that `fedbilevel tune` searches
-    [tuned.P.R]               written by it: settings that won, and by which figure, trials, commit, time
-    [result.P.R]              written by `fedbilevel reproduce --record`: figures, commit, machine, time, and a digest of the settings
+The file states the runs, the figures that the paper printed, and the last recorded results.
 
-A row may name a study of its own; then only `task` comes from what is common.
-Settings are merged in this order, later ones win: settings, panel, row, row in that panel, tuned, quick.
+    title, source, about    name, place in the paper, and what differs here
+    study                   module of fedbilevel.studies.kinds that runs a row
+    repetitions             each with its own data and draws
+    [figures]               columns of the table: name = "heading" (in per cent if it ends with ", %")
+    [plot]                  x and y of the lines, and which axes are logarithmic;
+                            kind = "points" for prediction against truth
+    extends, select         an experiment to start from, and which of its panels and rows:
+                            select = {panels = [...], rows = [...]}
+    [settings]              settings of all rows
+    [panels.P]              a table or picture: title, and settings of this panel
+    [rows.R]                a line in every panel, or in the panels of `only`: title, settings,
+                            `in.P` for one panel, `paper.P` for the printed figures;
+                            `from.P = "NAME.P.R"` starts from a row of another experiment
+    [quick]                 smaller values for --quick: repetitions, rows, panels, settings
+                            (of an algorithm: only settings that the row has)
+    [tune]                  ranges that `fedbilevel tune` searches
+    [tuned.P.R]             written by tune: best settings, their figure, trials, commit, time
+    [result.P.R]            written by `fedbilevel reproduce --record`: figures, commit, machine,
+                            time, and a digest of the settings
+
+A row may name its own study; then it takes only `task` from the settings of all rows.
+Settings are merged in this order, later ones win: settings, panel, row, row in that panel, tuned,
+quick.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,49 +41,15 @@ import tomlkit
 
 from fedbilevel.errors import ExperimentError, UnknownNameError
 from fedbilevel.runs.record import write_whole
-from fedbilevel.settings import check_plain
+from fedbilevel.studies.experiment_checks import Tree, among, check_kinds, check_names
 
-Tree = dict[str, Any]
 FILE = "experiment.toml"
-_TOP = {
-    "title": "text",
-    "source": "text",
-    "about": "text",
-    "extends": "text",
-    "select": "table",
-    "study": "text",
-    "repetitions": "whole",
-    "figures": "table",
-    "plot": "table",
-    "settings": "table",
-    "panels": "table",
-    "rows": "table",
-    "quick": "table",
-    "tune": "table",
-    "tuned": "table",
-    "result": "table",
-}
-_NEEDED = ("title", "source", "study", "figures", "panels", "rows")
 _INHERITED = ("study", "repetitions", "figures", "plot", "settings", "panels", "rows", "quick")
-_PANEL = {"title": "text", "settings": "table"}
-_ROW = {
-    "title": "text",
-    "study": "text",
-    "settings": "table",
-    "only": "names",
-    "in": "table",
-    "from": "table",
-    "paper": "table",
-}
-_PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
-_QUICK = {"repetitions": "whole", "rows": "names", "panels": "names", "settings": "table"}
-_SELECT = {"panels": "names", "rows": "names"}
-_NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9_.+=-]*")  # names become those of files, joined by --
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row of one panel, once. Its settings are complete: nothing else of the file matters to what comes out."""
+    """One repetition of one row of one panel, with all settings that determine its result."""
 
     panel: str
     row: str
@@ -90,7 +63,7 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Of the settings: a result that was recorded with another one is no longer that of the row."""
+        """Digest of the settings: a recorded result with another digest is out of date."""
         return hashlib.blake2b(
             json.dumps([self.study, self.settings], sort_keys=True).encode(), digest_size=6
         ).hexdigest()
@@ -137,7 +110,7 @@ class Experiment:
             {"settings": small},
         )
         whole = merged(*(layer.get("settings", {}) for layer in layers))
-        if isinstance(small.get("algorithm"), Mapping):  # what a row does not have is not made smaller
+        if isinstance(small.get("algorithm"), Mapping):  # keep only settings that the row has
             has = merged(*(layer.get("settings", {}) for layer in layers[:-1])).get("algorithm", {})
             whole["algorithm"] = {name: value for name, value in whole["algorithm"].items() if name in has}
         own = merged(one.get("settings", {}), one.get("in", {}).get(panel, {}))
@@ -162,7 +135,7 @@ class Experiment:
     def places(
         self, *, quick: bool = False, panels: Sequence[str] = (), rows: Sequence[str] = ()
     ) -> list[tuple[str, str]]:
-        """(panel, row), in the order of the file; named ones only, if any are named."""
+        """Pairs (panel, row) in the order of the file, restricted to the given names if there are any."""
         small = self.content.get("quick", {}) if quick else {}
         for kind, names in (("panels", panels), ("rows", rows)):
             for name in names:
@@ -192,7 +165,7 @@ class Experiment:
         rows: Sequence[str] = (),
         repetitions: int | None = None,
     ) -> list[Job]:
-        """Every repetition of one before the next, so that an interrupted experiment has something of everything."""
+        """Jobs by repetition, so that an interrupted experiment has results of every row."""
         number = repetitions or (self.content.get("quick", {}) if quick else self.content).get("repetitions", 1)
         places = self.places(quick=quick, panels=panels, rows=rows)
         return [
@@ -209,7 +182,7 @@ class Experiment:
 
 
 def merged(*layers: Mapping[str, Any]) -> Tree:
-    """Tables are merged entry by entry, anything else is replaced."""
+    """Merge tables entry by entry; later values replace earlier ones."""
     out: Tree = {}
     for layer in layers:
         for name, value in layer.items():
@@ -220,7 +193,7 @@ def merged(*layers: Mapping[str, Any]) -> Tree:
 
 
 def folders() -> list[Path]:
-    """Where experiments lie: in the current folder, beside the source, in the installed package."""
+    """Folders of experiments: in the current folder, beside the source, in the installed package."""
     here = Path(__file__).resolve()
     return [
         folder
@@ -238,7 +211,7 @@ def known() -> dict[str, Path]:
 
 
 def read(name: str | Path) -> Experiment:
-    """The experiment of a name, or of a folder or file."""
+    """Read an experiment by its name, folder or file."""
     path = Path(name)
     path = path / FILE if path.is_dir() and (path / FILE).exists() else path
     if path.suffix != ".toml":
@@ -259,21 +232,22 @@ def _read(path: Path, before: tuple[Path, ...]) -> Tree:
     except OSError as error:
         raise ExperimentError(f"{path} cannot be read ({error.strerror}): name another file.") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ExperimentError(
-            f"{path} cannot be read as TOML ({error}): mend it, or restore it from a copy."
-        ) from error
-    _check_kinds(path, content)
+        raise ExperimentError(f"{path} cannot be read as TOML ({error}): fix it, or restore it from a copy.") from error
+    check_kinds(path, content)
     if "extends" in content:
         if path in before:
             raise ExperimentError(f"{path} extends itself: start from another experiment.")
         content = _extended(path, content, (*before, path))
-    _check_names(path, content)
+    check_names(path, content)
     return content
 
 
 def _extended(path: Path, content: Tree, before: tuple[Path, ...]) -> Tree:
-    """On top of what it extends, which lies beside it. Steps that were found there hold here unless this file says otherwise; a row that is there only in
-    panels which are not selected is in all panels."""
+    """Merge the content into the experiment that it extends, which is in a sibling folder.
+
+    Tuned settings of that experiment hold unless this file changes them. A row whose panels are
+    all deselected is in all panels.
+    """
     base = _read(path.parent.parent / str(content["extends"]) / FILE, before)
     for place, rows in base.get("tuned", {}).items():
         for row, entry in rows.items():
@@ -285,9 +259,9 @@ def _extended(path: Path, content: Tree, before: tuple[Path, ...]) -> Tree:
             base["rows"][row] = merged(base["rows"][row], here)
     whole = merged({name: base[name] for name in _INHERITED if name in base}, content)
     for kind, names in content.get("select", {}).items():
-        _among(path, f"select.{kind}", names, whole[kind])
+        among(path, f"select.{kind}", names, whole[kind])
         whole[kind] = {name: whole[kind][name] for name in names}
-    for name, row in whole["rows"].items():  # what was said of panels that are not here is not wrong
+    for name, row in whole["rows"].items():  # drop entries of deselected panels
         kept = {
             key: {panel: row[key][panel] for panel in row[key] if panel in whole["panels"]}
             for key in ("in", "from", "paper")
@@ -305,7 +279,7 @@ def _extended(path: Path, content: Tree, before: tuple[Path, ...]) -> Tree:
 
 
 def write(experiment: Experiment, part: str, document: Any) -> None:
-    """A changed document, if it says the same as before about everything but `part`."""
+    """Write a changed document, if nothing but `part` has changed."""
     text = tomlkit.dumps(document)
     before, after = tomllib.loads(experiment.path.read_text()), tomllib.loads(text)
     if {**before, part: None} != {**after, part: None}:
@@ -313,82 +287,3 @@ def write(experiment: Experiment, part: str, document: Any) -> None:
             f"{experiment.path} has [{part}] in a form that cannot be added to: write it as tables, [{part}.PANEL.ROW]."
         )
     write_whole(experiment.path, text.encode())
-
-
-def _check_kinds(path: Path, content: Tree) -> None:
-    """Tables where tables are expected, and no misspelt name that would pass for a setting that was left out."""
-    _kinds(path, "", content, _TOP)
-    _each(path, "figures", content.get("figures", {}), "text")
-    _kinds(path, "plot", content.get("plot", {}), _PLOT)
-    _kinds(path, "quick", content.get("quick", {}), _QUICK)
-    _kinds(path, "select", content.get("select", {}), _SELECT)
-    for kind, allowed in (("panels", _PANEL), ("rows", _ROW)):
-        for name, one in content.get(kind, {}).items():
-            if not _NAME.fullmatch(name):
-                raise ExperimentError(
-                    f"{path}: {kind}.{name!r} is no name: use letters, digits, single hyphens, dots, _, + and =."
-                )
-            _kinds(path, f"{kind}.{name}", one, allowed)
-    for name, one in content.get("rows", {}).items():
-        _each(path, f"rows.{name}.in", one.get("in", {}), "table")
-        _each(path, f"rows.{name}.from", one.get("from", {}), "text")
-        _each(path, f"rows.{name}.paper", one.get("paper", {}), "table")
-        for panel, figures in one.get("paper", {}).items():
-            _each(path, f"rows.{name}.paper.{panel}", figures, "number")
-    for part in ("tuned", "result"):
-        _each(path, part, content.get(part, {}), "table")
-        for panel, rows in content.get(part, {}).items():
-            _each(path, f"{part}.{panel}", rows, "table")
-    for panel, rows in content.get("tuned", {}).items():
-        for row, entry in rows.items():
-            _is(path, f"tuned.{panel}.{row}.settings", entry.get("settings"), "table")
-
-
-def _check_names(path: Path, content: Tree) -> None:
-    """What is named must be there."""
-    for name in _NEEDED:
-        if not content.get(name):
-            raise ExperimentError(f"{path} has no {name!r}: an experiment needs {', '.join(_NEEDED)}.")
-    plot = content.get("plot", {"x": "", "y": ""})
-    if (
-        not {"x", "y"} <= set(plot)
-        or plot.get("kind", "lines") not in ("lines", "points")
-        or not set(plot.get("log", ())) <= {"x", "y"}
-    ):
-        raise ExperimentError(
-            f"{path}: plot is {plot}, expected x and y, kind = 'lines' or 'points', and log with 'x', 'y' or both."
-        )
-    panels, rows, quick = content["panels"], content["rows"], content.get("quick", {})
-    for name, one in rows.items():
-        for key in ("only", "in", "from", "paper"):
-            _among(path, f"rows.{name}.{key}", one.get(key, ()), panels)
-        for panel, figures in one.get("paper", {}).items():
-            _among(path, f"rows.{name}.paper.{panel}", figures, content["figures"])
-    for key, names in (("panels", panels), ("rows", rows)):
-        _among(path, f"quick.{key}", quick.get(key, ()), names)
-    for part in ("tuned", "result"):
-        _among(path, part, content.get(part, ()), panels)
-        for panel, given in content.get(part, {}).items():
-            _among(path, f"{part}.{panel}", given, rows)
-
-
-def _kinds(path: Path, where: str, given: Any, allowed: Mapping[str, str]) -> None:
-    _is(path, where, given, "table")
-    _among(path, where, given, allowed)
-    for name, value in given.items():
-        _is(path, f"{where}.{name}" if where else name, value, allowed[name])
-
-
-def _each(path: Path, where: str, given: Mapping[str, Any], kind: str) -> None:
-    for name, value in given.items():
-        _is(path, f"{where}.{name}", value, kind)
-
-
-def _is(path: Path, where: str, value: Any, kind: str) -> None:
-    check_plain(f"{path}: {where}", value, kind, ExperimentError)
-
-
-def _among(path: Path, where: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    for name in given:
-        if name not in allowed:
-            raise UnknownNameError(f"entry in {f'{where} of ' if where else ''}{path}", name, allowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Outcome(NamedTuple):
+class RowOutcome(NamedTuple):
     """`figures` are the results of one repetition; `curve` holds the points of a line, each with the same names."""
 
     figures: dict[str, float]

@@ -78,7 +78,7 @@ NETWORKS = {  # the paper's FC, FixU, RandU, RandD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(Settings):
+class PersonalisationPlan(Settings):
     """What all methods share. The defaults suit the embedded digits on two cores; experiments/README.md says what was used for MNIST on a GPU."""
 
     num_outer: int = setting(5, "outer iterations, each measured once", least=1)
@@ -101,14 +101,14 @@ class Plan(Settings):
 
 class Method(NamedTuple):
     task: Mapping[str, Any]  # settings of the task that make the problem
-    algorithm: Callable[[Plan], Algorithm]
+    algorithm: Callable[[PersonalisationPlan], Algorithm]
 
 
-def _pushed(plan: Plan, lr: float) -> SGP:
+def _pushed(plan: PersonalisationPlan, lr: float) -> SGP:
     return SGP(lr_lower=lr, num_lower_steps=plan.num_lower_steps, lower_schedule="milestones")
 
 
-def _hgp(plan: Plan, lr_lower: float, lr_upper: float) -> HGP:
+def _hgp(plan: PersonalisationPlan, lr_lower: float, lr_upper: float) -> HGP:
     """As in section 5.3: one sample for both products, Adam; curvature is not checked, because these networks are not convex."""
     return HGP(
         lr_lower=lr_lower,
@@ -154,7 +154,7 @@ METHODS = {
 }
 
 
-class Outcome(NamedTuple):
+class MethodOutcome(NamedTuple):
     """One method on one network: the measurement with the best validation accuracy, and what the whole run cost."""
 
     network: str
@@ -191,7 +191,7 @@ class _Best:
 
 def personalise(
     task: Personalisation,
-    plan: Plan,
+    plan: PersonalisationPlan,
     *,
     methods: Sequence[str] = ("local", "sgp", "hgp_pl"),
     networks: Sequence[str] = tuple(NETWORKS),
@@ -199,7 +199,7 @@ def personalise(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
     **options: Any,
-) -> list[Outcome]:
+) -> list[MethodOutcome]:
     """All `methods` on all `networks`; `options` (batch_size, device, ...) go to `run`. A record is written after every run, and a record with the same
     settings is gone on with: what is in it is not run again."""
     for kind, names, known in (("method", methods, METHODS), ("network", networks, NETWORKS)):
@@ -243,8 +243,13 @@ def personalise(
 
 
 def _run(
-    label: tuple[str, str, int], algorithm: Algorithm, built: Built, plan: Plan, seed: int, options: Mapping[str, Any]
-) -> Outcome:
+    label: tuple[str, str, int],
+    algorithm: Algorithm,
+    built: Built,
+    plan: PersonalisationPlan,
+    seed: int,
+    options: Mapping[str, Any],
+) -> MethodOutcome:
     stop = EarlyStopping("stop_accuracy", patience=plan.patience)
     every, where = (
         max(1, plan.num_lower_steps // plan.num_local_steps),
@@ -266,13 +271,13 @@ def _run(
         **where,
     )
     best = stop.best
-    return Outcome(
+    return MethodOutcome(
         *label, best["iteration"], best["test_accuracy"], best["test_accuracy_bottom_decile"], best["stop_accuracy"],
         result.ledger["rounds"], result.rows[-1]["megabytes"], result.rows[-1]["seconds"], kept.accuracies,
     )  # fmt: skip
 
 
-def _opened(record: Path | None, about: Mapping[str, Any]) -> list[Outcome]:
+def _opened(record: Path | None, about: Mapping[str, Any]) -> list[MethodOutcome]:
     if record is None:
         return []
     path = record / "personalisation.json"
@@ -281,7 +286,9 @@ def _opened(record: Path | None, about: Mapping[str, Any]) -> list[Outcome]:
         return []
     try:
         before = json.loads(path.read_text())
-        outcomes = [Outcome(**{**one, "accuracies": tuple(one.get("accuracies", ()))}) for one in before["outcomes"]]
+        outcomes = [
+            MethodOutcome(**{**one, "accuracies": tuple(one.get("accuracies", ()))}) for one in before["outcomes"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): name another folder.") from error
     for name, value in about.items():

@@ -32,9 +32,11 @@ import tomlkit
 
 from fedbilevel.errors import ExperimentError, SettingError, UnknownNameError
 from fedbilevel.studies.compare import COSTS
-from fedbilevel.studies.experiment import Experiment, Job, Tree, merged
+from fedbilevel.studies.experiment import Experiment, Job, merged
 from fedbilevel.studies.experiment import write as experiment_write
-from fedbilevel.studies.reproduce import Figure, Say, commit, nested, reproduce, summary
+from fedbilevel.studies.experiment_checks import Tree
+from fedbilevel.studies.provenance import commit
+from fedbilevel.studies.reproduce import Figure, Say, nested, reproduce, summary
 
 _KNOWN: dict[str, type] = {
     **dict.fromkeys(("minimise", "maximise", "otherwise", "panel"), str),

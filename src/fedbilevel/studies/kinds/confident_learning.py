@@ -36,7 +36,7 @@ from fedbilevel.errors import FedBilevelError, ProblemError, SettingError
 from fedbilevel.problem.contraction import counted
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
-from fedbilevel.studies.outcome import Outcome
+from fedbilevel.studies.outcome import RowOutcome
 
 try:
     from sklearn.exceptions import ConvergenceWarning
@@ -69,7 +69,9 @@ class ConfidentLearning(Settings):
     max_iterations: int = setting(300, "of the classifier's solver", least=1)
 
 
-def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
     """One repetition: the task's data of that number, and folds drawn with it. Nothing is written to the folder and no device is used."""
     if not isinstance(row.get("task"), Mapping):
         raise SettingError(
@@ -112,7 +114,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     say(
         f"{settings.keep}: {flagged.sum()} of {len(flagged)} samples flagged, trained on {len(label)}, {time.perf_counter() - begun:.1f} s"
     )
-    return Outcome(figures, [])
+    return RowOutcome(figures, [])
 
 
 def out_of_sample(

@@ -41,8 +41,9 @@ from fedbilevel.oracle.hypergradient import hypergradient, lower_solution
 from fedbilevel.runs.options import batch_size
 from fedbilevel.settings import made
 from fedbilevel.studies import given
-from fedbilevel.studies.influence import ESTIMATES, Training, train
-from fedbilevel.studies.outcome import Outcome
+from fedbilevel.studies.influence.predict import ESTIMATES
+from fedbilevel.studies.influence.retrain import Training, train
+from fedbilevel.studies.outcome import RowOutcome
 
 KNOWN = {
     "task": "table",
@@ -56,7 +57,9 @@ KNOWN = {
 _POINTS = 50  # of a curve up to 1000 terms; about 40 are left where small numbers of terms coincide
 
 
-def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
     given.check(row, KNOWN)
     trained_on = row.get("training", {}).get("batch_size")
     training = made(Training, {name: value for name, value in row.get("training", {}).items() if name != "batch_size"})
@@ -112,7 +115,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         "training_error": float((_norms(y - solution) / torch.linalg.vector_norm(solution)).max()),
         "rounds": float(peers.ledger.rounds),
     }
-    return Outcome(figures, curve)
+    return RowOutcome(figures, curve)
 
 
 def terms(num_terms: int) -> list[int]:

@@ -19,8 +19,10 @@ from fedbilevel.errors import SettingError
 from fedbilevel.oracle.hypergradient import SOLVERS
 from fedbilevel.runs.options import BETWEEN_PEERS, DTYPES, batch_size, torch_device
 from fedbilevel.settings import Settings, made
-from fedbilevel.studies import given, influence
-from fedbilevel.studies.outcome import Outcome
+from fedbilevel.studies import given
+from fedbilevel.studies.influence.retrain import Training
+from fedbilevel.studies.influence.study import study
+from fedbilevel.studies.outcome import RowOutcome
 from fedbilevel.tasks.influence import Influence
 
 KNOWN = {
@@ -36,7 +38,9 @@ KNOWN = {
 }
 
 
-def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
     given.check(row, KNOWN)
     dtype = row.get("dtype", "float64")
     if dtype not in DTYPES:
@@ -44,7 +48,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     task = made(Influence, {name: value for name, value in row.get("task", {}).items() if name != "name"}).repeated(
         repetition
     )
-    owners: dict[str, type[Settings]] = {"training": influence.Training, **BETWEEN_PEERS}
+    owners: dict[str, type[Settings]] = {"training": Training, **BETWEEN_PEERS}
     settings: dict[str, Any] = {
         name: made(owner, {**_fitting(owner, task.suggests(name)), **row.get(name, {})})
         for name, owner in owners.items()
@@ -55,7 +59,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         own = {name: value for name, value in named.items() if name != "name"}
         algorithm = discovery.algorithm(method)
         method = made(algorithm, {**_fitting(algorithm, task.suggests(method)), **own})
-    found = influence.study(
+    found = study(
         task,
         method=method,
         num_removed=row.get("num_removed", 50),
@@ -81,7 +85,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         for one in found.removed
         if one.actual is not None
     ]
-    return Outcome({**scores, **others, "seconds": sum(found.seconds.values())}, points)
+    return RowOutcome({**scores, **others, "seconds": sum(found.seconds.values())}, points)
 
 
 def _fitting(owner: type[Settings], suggested: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""One algorithm on one task: what it needs to reach a target, where it ends, and the way there.
+"""One algorithm on one task: the cost of reaching a target, the final figures, and the curve.
 
 task        {name, settings}; repetition r uses the task's own `repeated(r)`
-algorithm   {name, settings}; what is left out has the algorithm's default, not the task's suggestion
+algorithm   {name, settings}; omitted settings have the algorithm's defaults, not the task's suggestions
 num_iterations, num_rounds    the first to be reached ends the run
 target      METRIC=VALUE; stop_at_target ends the run there
 options     fraction, batch_size, sampling, ... (runs/options.py)
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbilevel.columns import figures_of
 from fedbilevel.errors import ExperimentError, NonFiniteError
@@ -22,7 +22,7 @@ from fedbilevel.runs.result import Progress
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
 from fedbilevel.studies.compare import Target, costs
-from fedbilevel.studies.outcome import Outcome
+from fedbilevel.studies.outcome import RowOutcome
 
 KNOWN = {
     "task": "table",
@@ -38,39 +38,33 @@ KNOWN = {
 }
 
 
-def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
     given.check(row, KNOWN, needs=("task", "algorithm"))
     task, algorithm = given.task(row["task"]), given.algorithm(row["algorithm"])
     target = Target.parse(row["target"]) if "target" in row else None
     iterations = row.get("num_iterations", row.get("num_rounds"))  # an outer iteration takes at least one round
     if iterations is None:
-        raise ExperimentError("an optimisation needs num_iterations or num_rounds, so that it ends: give one.")
+        raise ExperimentError("an optimisation needs num_iterations or num_rounds to end: give one.")
     if "device" in row.get("options", {}):
-        raise ExperimentError("the device is no setting of an experiment: give it to the command, --device cuda.")
+        raise ExperimentError("the device is not a setting of an experiment: give it to the command, --device cuda.")
     options = keywords({**row.get("options", {}), "device": device})
     options["seed"] += repetition
-    book = Record(folder)
-
-    def over(rounds: int, rows: Sequence[Mapping[str, Any]]) -> bool:
-        there = (
-            row.get("stop_at_target", False) and target is not None and bool(rows) and target.reached(rows) is not None
-        )
-        return there or ("num_rounds" in row and rounds >= row["num_rounds"])
+    book, end = Record(folder), _End(row, target)
 
     def watch(now: Progress) -> bool:
-        rows = (
-            book.rows() if now.row is not None else []
-        )  # with the first, which no callback sees: it says from which side the target is reached
+        rows = book.rows() if now.row is not None else []  # all rows: the first tells the side of the target
         if target is not None and rows:
             target.check(rows[0])
         say(f"outer iteration {now.iteration}, {now.rounds} rounds")
-        return over(now.rounds, rows)
+        return end.reached(now.rounds, rows)
 
     rows: Sequence[Mapping[str, Any]] = book.rows() if book.checkpoint.exists() else []
-    diverged = {}
-    if not (rows and over(rows[-1]["rounds"], rows)):  # it may have been cut short after its last measurement
+    diverged = False
+    if not (rows and end.reached(rows[-1]["rounds"], rows)):  # an interrupted run may have ended already
         built = task.repeated(repetition).build()
-        plan = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
+        pace = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
         try:
             result = solve(
                 built.problem,
@@ -81,15 +75,31 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
                 record=folder,
                 resume=book.checkpoint.exists(),
                 callbacks=[watch],
-                **{"checkpoint_every": max(10, iterations // 10), **plan},
+                **{"checkpoint_every": max(10, iterations // 10), **pace},
                 **options,
             )
             if result.stopped == "interrupted":
-                raise KeyboardInterrupt  # a run cut short is not a result; its checkpoint is there
+                raise KeyboardInterrupt  # an incomplete run is not a result; its checkpoint is on disk
             rows = result.rows
         except NonFiniteError:
-            diverged = {"diverged": 1.0}
-            rows = book.rows()
+            rows, diverged = book.rows(), True
+    return _outcome(rows, target, diverged)
+
+
+class _End(NamedTuple):
+    """The end of a run: at the target or at a number of rounds."""
+
+    row: Mapping[str, Any]
+    target: Target | None
+
+    def reached(self, rounds: int, rows: Sequence[Mapping[str, Any]]) -> bool:
+        if "num_rounds" in self.row and rounds >= self.row["num_rounds"]:
+            return True
+        stops = self.row.get("stop_at_target", False) and self.target is not None and bool(rows)
+        return stops and self.target is not None and self.target.reached(rows) is not None
+
+
+def _outcome(rows: Sequence[Mapping[str, Any]], target: Target | None, diverged: bool) -> RowOutcome:
     if target is not None:
         target.check(rows[0])
     reached = None if target is None or diverged else target.reached(rows)
@@ -98,7 +108,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     curve = [
         {"iterations": one["iteration"], **{name: float(one[name]) for name in names}, **costs(one)} for one in rows
     ]
-    ends = {
-        name: value for name, value in curve[-1].items() if not diverged or name not in names
-    }  # what was paid, but no figure of a run that exploded
-    return Outcome({**to_target, **ends, **diverged}, curve)
+    if not diverged:
+        return RowOutcome({**to_target, **curve[-1]}, curve)
+    paid = {name: value for name, value in curve[-1].items() if name not in names}  # costs only: figures mean nothing
+    return RowOutcome({**paid, "diverged": 1.0}, curve)

@@ -1,7 +1,7 @@
 """One method of personalisation on one network: mean and bottom-decile test accuracy where validation accuracy was best.
 
 task      settings of the task personalisation; repetition r uses its `repeated(r)`
-plan      settings shared by all methods (personalisation.Plan)
+plan      settings shared by all methods (personalisation.PersonalisationPlan)
 method, network, batch_size, seed
 """
 
@@ -14,14 +14,16 @@ from typing import Any
 from fedbilevel.runs.options import batch_size, torch_device
 from fedbilevel.settings import made
 from fedbilevel.studies import given
-from fedbilevel.studies.outcome import Outcome
-from fedbilevel.studies.personalisation import Plan, personalise
+from fedbilevel.studies.outcome import RowOutcome
+from fedbilevel.studies.personalisation import PersonalisationPlan, personalise
 from fedbilevel.tasks.personalisation import Personalisation
 
 KNOWN = {"task": "table", "plan": "table", "method": "text", "network": "text", "batch_size": "size", "seed": "seed"}
 
 
-def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]) -> Outcome:
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
     given.check(row, KNOWN, needs=("method", "network"))
     task = made(
         Personalisation, {name: value for name, value in row.get("task", {}).items() if name != "name"}
@@ -29,7 +31,7 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
     size = batch_size(row.get("batch_size"))
     (one,) = personalise(
         task,
-        made(Plan, {**row.get("plan", {}), "repetitions": 1}),
+        made(PersonalisationPlan, {**row.get("plan", {}), "repetitions": 1}),
         methods=[row["method"]],
         networks=[row["network"]],
         seed=row.get("seed", 0) + repetition,
@@ -38,4 +40,4 @@ def run(row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, s
         progress=say,
     )
     figures = ("test_accuracy", "bottom_decile", "validation_accuracy", "rounds", "megabytes", "seconds")
-    return Outcome({name: float(getattr(one, name)) for name in figures}, [])
+    return RowOutcome({name: float(getattr(one, name)) for name in figures}, [])

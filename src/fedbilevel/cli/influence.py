@@ -1,0 +1,135 @@
+"""`fedbilevel influence`: training instances that help or harm."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fedbilevel import discovery, plots
+from fedbilevel.cli import terminal
+from fedbilevel.cli.flags import TaskCommand, chosen, fitting, flags, value_of
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.oracle.hypergradient import SOLVERS
+from fedbilevel.report import tables
+from fedbilevel.runs.options import BETWEEN_PEERS, DTYPES, torch_device
+from fedbilevel.settings import Settings
+from fedbilevel.studies.influence.predict import ESTIMATES
+from fedbilevel.studies.influence.retrain import Training
+from fedbilevel.studies.influence.study import study
+from fedbilevel.tasks.influence import Influence
+
+
+class InfluenceCommand(TaskCommand):
+    """Reads the data, the model and the method first, then adds the flags of all parts of the study."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        peeked = {name: value_of(f"--{name}", args) for name in ("data", "model", "method")}
+        known = {
+            name: peeked[name]
+            for name in ("data", "model")
+            if peeked[name] in typing.get_args(typing.get_type_hints(Influence)[name])
+        }
+        task = chosen(Influence, known, {})
+        ctx.meta["settings"] = flags(Influence, "Task influence", {})
+        for owner, section, name, prefix in _owners(peeked["method"] or "hgp"):
+            theirs = flags(owner, section, task.suggests(name), prefix)
+            ctx.meta["settings"] += [option for option in theirs if name != "hgp" or option.name in ESTIMATES]
+        return click.Command.parse_args(self, ctx, args)
+
+
+def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
+    """Owners of flags: class, section of the help page, name for the task's suggestions, prefix."""
+    training = (Training, "Training", "training", "training")
+    peers = [(owner, name.capitalize(), name, name) for name, owner in BETWEEN_PEERS.items()]
+    return [
+        training,
+        *([] if method in SOLVERS else [(discovery.algorithm(method), f"Method {method}", method, "")]),
+        *peers,
+    ]
+
+
+@click.command("influence", cls=InfluenceCommand)
+@click.option(
+    "--method",
+    default="hgp",
+    show_default=True,
+    help=f"estimator: hgp, {', '.join(SOLVERS)}, or a server algorithm with an estimate, e.g. fbo_aggitd",
+)
+@click.option(
+    "--num-removed",
+    type=int,
+    default=50,
+    show_default=True,
+    help="number of instances to remove and retrain without; the largest predictions are removed",
+)
+@click.option(
+    "--at-once",
+    type=int,
+    default=None,
+    help="training push: number of retrainings in parallel (default: as many as fit into 1 GiB of data)",
+)
+@click.option(
+    "--num-listed",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="number of the most harmful and of the most helpful instances to show",
+)
+@click.option(
+    "--pictures/--no-pictures",
+    "draw",
+    default=None,
+    help="draw predicted against actual changes, and the instances (default: if matplotlib is installed)",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the minibatches")
+@click.option(
+    "--batch-size",
+    type=int,
+    default=None,
+    help="samples per minibatch of training and prediction (default: all of a client's samples)",
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float64", show_default=True, help="number format")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option(
+    "--chunk-size",
+    type=int,
+    default=None,
+    help="number of clients evaluated at once under vmap (default: as many as fit a memory budget)",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
+)
+def influence_command(
+    method: str, num_removed: int, num_listed: int, draw: bool | None, out: Path | None, **values: Any
+) -> None:
+    """Find training instances that help or harm all clients.
+
+    One hypergradient predicts the change of the validation loss by every removal.
+    Retraining without the instances of the largest predictions checks them.
+    """
+    task = chosen(Influence, values, {})
+    settings = {name: chosen(owner, values, task.suggests(name), prefix) for owner, _, name, prefix in _owners(method)}
+    settings["averaging"] = chosen(
+        Averaging, values, fitting(settings["network"], task.suggests("averaging")), "averaging"
+    )
+    folder = out or terminal.new_folder(f"influence-{task.data}-{task.model}")
+    with terminal.console.status("") as status:
+        result = study(
+            task,
+            method=settings.pop(method, method),
+            num_removed=num_removed,
+            at_once=values["at_once"],
+            record=folder,
+            draw=plots.available() if draw is None else draw,
+            progress=status.update,
+            **settings,
+            **{name: values[name] for name in ("seed", "batch_size", "chunk_size")},
+            dtype=DTYPES[values["dtype"]],
+            device=torch_device(values["device"]),
+        )
+    for table in tables.influence(result, num_listed):
+        terminal.console.print(table)
+    terminal.say(f"Saved in {folder}")

@@ -1,0 +1,182 @@
+"""`fedbilevel reproduce` and `fedbilevel tune`: experiments of papers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from fedbilevel.cli import terminal
+from fedbilevel.errors import SettingError
+from fedbilevel.report import tables
+from fedbilevel.runs.options import torch_device
+from fedbilevel.studies import experiment, pictures, reproduce, tune
+
+
+def _parts(text: str) -> list[str]:
+    """Parts of a comma-separated list."""
+    return [part for part in text.split(",") if part]
+
+
+@click.command("reproduce")
+@click.argument("name", required=False)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="run a small version (two minutes at most) to show that it runs; its figures mean nothing",
+)
+@click.option("--panels", default="", help="run only these panels (comma-separated list)")
+@click.option("--rows", default="", help="run only these rows (comma-separated list)")
+@click.option(
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=None,
+    help="number of repetitions (default: as in the experiment's file)",
+)
+@click.option(
+    "--jobs",
+    "processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="number of runs in parallel, each in its own process",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="folder of the results; an existing folder is resumed (default: runs/reproduce-NAME)",
+)
+@click.option(
+    "--record",
+    "keep",
+    is_flag=True,
+    help="write the results into the experiment's file, with commit, machine and time",
+)
+@click.option(
+    "--results", is_flag=True, help="run nothing: print the recorded results of NAME or of all experiments, as Markdown"
+)
+def reproduce_command(
+    name: str | None,
+    results: bool,
+    quick: bool,
+    panels: str,
+    rows: str,
+    repetitions: int | None,
+    processes: int,
+    device: str,
+    out: Path | None,
+    keep: bool,
+) -> None:
+    """Reproduce a table or figure of a paper: our results beside the paper's, with pictures.
+
+    Without a NAME, list the experiments. The same command resumes an interrupted experiment.
+    """
+    if results:
+        for one in [name] if name is not None else sorted(experiment.known()):
+            terminal.say(tables.recorded(experiment.read(one)))
+        return
+    if name is None:
+        if not experiment.known():
+            raise SettingError(
+                "no experiments were found: run this in a checkout, or give the path of an experiment.toml."
+            )
+        for known, path in experiment.known().items():
+            terminal.say(f"{known:<28} {experiment.read(path).title}")
+        return
+    if quick and keep:
+        raise SettingError(
+            "--quick gives other results than the experiment, so they are not recorded: omit --quick or --record."
+        )
+    torch_device(device)
+    chosen_one = experiment.read(name)
+    jobs = chosen_one.jobs(quick=quick, panels=_parts(panels), rows=_parts(rows), repetitions=repetitions)
+    folder = out or Path("runs") / f"reproduce-{chosen_one.name}{'-quick' if quick else ''}"
+    with terminal.console.status("") as status:
+        say = status.update if terminal.console.is_terminal else lambda _: None
+        try:
+            found = reproduce.reproduce(jobs, folder, device=device, processes=processes, say=say)
+        except KeyboardInterrupt:
+            terminal.console.print("Stopped. The same command resumes it.")
+            sys.exit(130)
+    for table in tables.reproduction(chosen_one, reproduce.summary(found)):
+        terminal.console.print(table)
+    if quick:
+        terminal.say(
+            "This was a small version, on other data: it shows that the experiment runs. "
+            "Do not compare its figures with the paper's."
+        )
+    drawn = pictures.draw(chosen_one, found, folder)
+    terminal.say(f"Saved in {folder}" + (f", pictures {', '.join(path.name for path in drawn)}" if drawn else ""))
+    if keep:
+        reproduce.record(chosen_one, found)
+        terminal.say(f"Recorded in {chosen_one.path}")
+
+
+@click.command("tune")
+@click.argument("name")
+@click.option("--panels", default="", help="tune only these panels (comma-separated list)")
+@click.option(
+    "--rows",
+    default="",
+    help="tune only these rows (comma-separated list; default: the rows with ranges in [tune])",
+)
+@click.option(
+    "--jobs",
+    "processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="number of trials in parallel, each in its own process",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the search over ranges")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="folder of the trials; trials that are in it are not repeated (default: runs/tune-NAME)",
+)
+@click.option(
+    "--write/--no-write",
+    "keep",
+    default=True,
+    show_default=True,
+    help="write the chosen values into the experiment's file",
+)
+def tune_command(
+    name: str, panels: str, rows: str, processes: int, device: str, seed: int, out: Path | None, keep: bool
+) -> None:
+    """Search settings of the experiment NAME, and write the best into its file.
+
+    The ranges of the search are in the [tune] table of the file.
+    """
+    torch_device(device)
+    chosen_one = experiment.read(name)
+    only, asked = chosen_one.content.get("tune", {}).get("panel"), _parts(panels)
+    if only and asked not in ([], [only]):
+        raise SettingError(f"[tune] searches in the panel {only!r} alone, for all panels: omit --panels.")
+    places = chosen_one.places(panels=[only] if only else asked, rows=_parts(rows))
+    places = places if rows else [place for place in places if tune.ranges_of(chosen_one, *place)]
+    if not places:
+        raise SettingError(f"{chosen_one.path} declares no ranges: add [tune.ranges] or [tune.rows.ROW].")
+    for panel, row in places:
+        with terminal.console.status("") as status:
+            say = status.update if terminal.console.is_terminal else lambda _: None
+            found = tune.tune(
+                chosen_one,
+                out or Path("runs") / f"tune-{chosen_one.name}",
+                panel=panel,
+                row=row,
+                device=device,
+                processes=processes,
+                seed=seed,
+                say=say,
+            )
+        terminal.console.print(tables.tuning(found, chosen_one))
+        if keep:
+            tune.write(chosen_one, found)
+    if keep:
+        terminal.say(f"Written into {chosen_one.path}")

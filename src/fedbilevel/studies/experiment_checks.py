@@ -1,0 +1,125 @@
+"""Checks of an experiment's file: types of entries, and names that refer to others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.errors import ExperimentError, UnknownNameError
+from fedbilevel.settings import check_plain
+
+Tree = dict[str, Any]
+_TOP = {
+    "title": "text",
+    "source": "text",
+    "about": "text",
+    "extends": "text",
+    "select": "table",
+    "study": "text",
+    "repetitions": "whole",
+    "figures": "table",
+    "plot": "table",
+    "settings": "table",
+    "panels": "table",
+    "rows": "table",
+    "quick": "table",
+    "tune": "table",
+    "tuned": "table",
+    "result": "table",
+}
+_NEEDED = ("title", "source", "study", "figures", "panels", "rows")
+_PANEL = {"title": "text", "settings": "table"}
+_ROW = {
+    "title": "text",
+    "study": "text",
+    "settings": "table",
+    "only": "names",
+    "in": "table",
+    "from": "table",
+    "paper": "table",
+}
+_PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
+_QUICK = {"repetitions": "whole", "rows": "names", "panels": "names", "settings": "table"}
+_SELECT = {"panels": "names", "rows": "names"}
+_NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9_.+=-]*")  # names are parts of file names, joined by --
+
+
+def check_kinds(path: Path, content: Tree) -> None:
+    """Check the types of all entries, and refuse unknown names."""
+    _kinds(path, "", content, _TOP)
+    _each(path, "figures", content.get("figures", {}), "text")
+    _kinds(path, "plot", content.get("plot", {}), _PLOT)
+    _kinds(path, "quick", content.get("quick", {}), _QUICK)
+    _kinds(path, "select", content.get("select", {}), _SELECT)
+    for kind, allowed in (("panels", _PANEL), ("rows", _ROW)):
+        for name, one in content.get(kind, {}).items():
+            if not _NAME.fullmatch(name):
+                raise ExperimentError(
+                    f"{path}: {kind}.{name!r} is not a valid name: use letters, digits, single hyphens, dots, _, + and =."
+                )
+            _kinds(path, f"{kind}.{name}", one, allowed)
+    for name, one in content.get("rows", {}).items():
+        _each(path, f"rows.{name}.in", one.get("in", {}), "table")
+        _each(path, f"rows.{name}.from", one.get("from", {}), "text")
+        _each(path, f"rows.{name}.paper", one.get("paper", {}), "table")
+        for panel, figures in one.get("paper", {}).items():
+            _each(path, f"rows.{name}.paper.{panel}", figures, "number")
+    for part in ("tuned", "result"):
+        _each(path, part, content.get(part, {}), "table")
+        for panel, rows in content.get(part, {}).items():
+            _each(path, f"{part}.{panel}", rows, "table")
+    for panel, rows in content.get("tuned", {}).items():
+        for row, entry in rows.items():
+            _is(path, f"tuned.{panel}.{row}.settings", entry.get("settings"), "table")
+
+
+def check_names(path: Path, content: Tree) -> None:
+    """Check that required entries exist, and that every named panel, row and figure exists."""
+    for name in _NEEDED:
+        if not content.get(name):
+            raise ExperimentError(f"{path} has no {name!r}: an experiment needs {', '.join(_NEEDED)}.")
+    plot = content.get("plot", {"x": "", "y": ""})
+    if (
+        not {"x", "y"} <= set(plot)
+        or plot.get("kind", "lines") not in ("lines", "points")
+        or not set(plot.get("log", ())) <= {"x", "y"}
+    ):
+        raise ExperimentError(
+            f"{path}: plot is {plot}, expected x and y, kind = 'lines' or 'points', and log with 'x', 'y' or both."
+        )
+    panels, rows, quick = content["panels"], content["rows"], content.get("quick", {})
+    for name, one in rows.items():
+        for key in ("only", "in", "from", "paper"):
+            among(path, f"rows.{name}.{key}", one.get(key, ()), panels)
+        for panel, figures in one.get("paper", {}).items():
+            among(path, f"rows.{name}.paper.{panel}", figures, content["figures"])
+    for key, names in (("panels", panels), ("rows", rows)):
+        among(path, f"quick.{key}", quick.get(key, ()), names)
+    for part in ("tuned", "result"):
+        among(path, part, content.get(part, ()), panels)
+        for panel, given in content.get(part, {}).items():
+            among(path, f"{part}.{panel}", given, rows)
+
+
+def _kinds(path: Path, where: str, given: Any, allowed: Mapping[str, str]) -> None:
+    _is(path, where, given, "table")
+    among(path, where, given, allowed)
+    for name, value in given.items():
+        _is(path, f"{where}.{name}" if where else name, value, allowed[name])
+
+
+def _each(path: Path, where: str, given: Mapping[str, Any], kind: str) -> None:
+    for name, value in given.items():
+        _is(path, f"{where}.{name}", value, kind)
+
+
+def _is(path: Path, where: str, value: Any, kind: str) -> None:
+    check_plain(f"{path}: {where}", value, kind, ExperimentError)
+
+
+def among(path: Path, where: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    for name in given:
+        if name not in allowed:
+            raise UnknownNameError(f"entry in {f'{where} of ' if where else ''}{path}", name, allowed)
