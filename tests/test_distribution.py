@@ -96,7 +96,7 @@ def test_the_wheel_needs_scikit_learn_for_extras_only(installed):
     [about] = installed.glob("fedbilevel-*.dist-info/METADATA")
     needs = re.findall(r"^Requires-Dist: scikit-learn(.*)$", about.read_text(), re.MULTILINE)
     assert {re.sub(r".*; extra == '(\w+)'$", r"\1", line) for line in needs} == {"all", "dev", "libsvm", "reference"}
-    assert (installed / "fedbilevel" / "data" / "digits.npz").stat().st_size < 50_000
+    assert (installed / "fedbilevel" / "data" / "sets" / "digits.npz").stat().st_size < 50_000
 
 
 def test_the_version_is_written_in_one_place_of_the_source():

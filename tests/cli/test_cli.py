@@ -301,7 +301,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "To go on: fedbilevel resume run" in out
+    assert "To resume: fedbilevel resume run" in out
     assert "Traceback" not in err
     done = json.loads(metrics.read_text().splitlines()[-1])["iteration"]
     again = call("resume", "run", "--num-iterations", done + 1, cwd=tmp_path)

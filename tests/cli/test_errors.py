@@ -194,7 +194,7 @@ CALLS = {
     "a description that is none": ({"describe": "x"}, "describe is 'x', expected a dict"),
     "a record without a name": ({"record": ""}, "record is '', expected the name of a folder"),
     "a record that is no name": ({"record": 3}, "record is 3, expected the name of a folder"),
-    "a misspelt option": ({"stratgy": "loop"}, r"no option of run\(\) named 'stratgy'. Did you mean 'strategy'"),
+    "a misspelt option": ({"stratgy": "loop"}, r"no option of solve\(\) or setting of fedbio named 'stratgy'. Did you mean 'strategy'"),
     "drops that are no function": ({"drops": 0.5}, "drops is 0.5, expected a function"),
     "no device": ({"device": None}, "device is None, expected cpu, cuda or cuda:N"),
     "a seed that is text": ({"seed": "1"}, "seed is '1', expected a whole number"),
@@ -241,11 +241,11 @@ COMPARISONS = {
     "a kind of task": ({"task": Quadratic}, r"task is <class .*Quadratic'>, expected a task with its settings"),
     "a list of algorithms": (
         {"algorithms": [FedBiO()]},
-        r"algorithms is \[FedBiO\(.*, expected a dict of algorithms with their settings by name, e\.g\. {'",
+        r"algorithms is \[FedBiO\(.*, expected a list of names, or a dict of algorithms with their settings by name, e\.g\. {'",
     ),
     "numbers for names": (
         {"algorithms": {1: FedBiO()}},
-        r"algorithms is {1: FedBiO\(.*, expected a dict of algorithms",
+        r"algorithms is {1: FedBiO\(.*, expected a list of names, or a dict of algorithms",
     ),
     "names for algorithms": (
         {"algorithms": {"fedbio": "fedbio"}},
@@ -258,7 +258,7 @@ COMPARISONS = {
     "no algorithms": ({"algorithms": {}}, "there are no algorithms to compare: name at least one"),
     "half a repetition": ({"repetitions": 1.5}, "repetitions is 1.5, expected a whole number, at least 1"),
     "true for a repetition": ({"repetitions": True}, "repetitions is True, expected a whole number, at least 1"),
-    "no rounds": ({"max_rounds": 0}, "max_rounds is 0, expected a whole number, at least 1"),
+    "no rounds": ({"num_rounds": 0}, "num_rounds is 0, expected a whole number, at least 1"),
     "a seed that is text": ({"seed": "1"}, r"seed is '1', expected a whole number\.$"),
     "text for iterations": (
         {"num_iterations": "5"},
@@ -270,7 +270,7 @@ COMPARISONS = {
     ),
     "iterations of another": (
         {"num_iterations": {"fedavg": 5}},
-        "num_iterations says nothing of 'fedbio': give one number for all, or one for each of fedbio",
+        "num_iterations has no entry for 'fedbio': give one number for all, or one for each of fedbio",
     ),
     "a target without a value": ({"target": "upper_loss"}, "the target is 'upper_loss', expected METRIC=VALUE"),
     "a number for a target": (
@@ -389,10 +389,10 @@ ENTRIES = {
 RECORDS = {
     "of a federation": (
         {"engine": "federation"},
-        "is the server's part of a run between sites: go on with it by fedbilevel federation resume",
+        "is the server's part of a run between sites: resume it by fedbilevel federation resume",
     ),
-    "of a peer": ({"engine": "peers"}, "as it is one peer's part of a run between peers: start the peers again"),
-    "of collected peers": ({"engine": "peers", "collected": []}, "as it was collected from those of several peers"),
+    "of a peer": ({"engine": "peers"}, "belongs to one of several peers and cannot be resumed alone: start the peers again"),
+    "of collected peers": ({"engine": "peers", "collected": []}, "was collected from several peers and cannot be resumed alone"),
     "from Python": (
         {"task": "quadratic"},
         "was not started on the command line (KeyError('task_settings')): resume it from Python",
@@ -484,7 +484,7 @@ study = "optimise"
 repetitions = 1
 figures = {upper_loss = "loss"}
 [settings]
-iterations = 1
+num_iterations = 1
 task = {name = "quadratic", num_clients = 2}
 [panels.one]
 [panels.two]

@@ -39,14 +39,14 @@ def test_every_method_runs_where_it_can(tmp_path):
 
 def test_the_best_validation_accuracy_is_what_is_reported(tmp_path, monkeypatch):
     seen = {}
-    true_run = study.run
+    true_run = study.solve
 
     def watched(algorithm, *args, **options):
         result = true_run(algorithm, *args, **options)
         seen["rows"] = result.rows[1:]
         return result
 
-    monkeypatch.setattr(study, "run", watched)
+    monkeypatch.setattr(study, "solve", watched)
     plan = PersonalisationPlan(
         num_outer=4, num_lower_steps=3, lr_lower=2.0, repetitions=1
     )  # steps long enough for the accuracy to go up and down
@@ -62,11 +62,11 @@ def test_the_best_validation_accuracy_is_what_is_reported(tmp_path, monkeypatch)
 def test_a_record_is_gone_on_with(tmp_path, monkeypatch):
     first = personalise(TASK, PLAN, methods=["local", "sgp"], networks=["complete"], record=tmp_path / "r")
     started = []
-    true_run = study.run
+    true_run = study.solve
     monkeypatch.setattr(
         study,
-        "run",
-        lambda algorithm, *args, **options: started.append(algorithm.name()) or true_run(algorithm, *args, **options),
+        "solve",
+        lambda *given, **options: started.append(given[2].name()) or true_run(*given, **options),
     )
     both = personalise(
         TASK, PLAN, methods=["local", "sgp", "hgp_pl"], networks=["complete", "random_directed"], record=tmp_path / "r"

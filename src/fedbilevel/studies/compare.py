@@ -269,8 +269,9 @@ def _check_algorithms(algorithms: Any) -> None:
 
 def _iterations(given: Any, algorithms: Mapping[str, Algorithm], task: Task, rounds: Any) -> dict[str, int]:
     """Outer iterations by name. An outer iteration needs at least one round, so rounds bound them, too."""
-    if given is None and rounds is not None:
-        given = whole_number("num_rounds", rounds, 1)
+    if rounds is not None:
+        rounds = whole_number("num_rounds", rounds, 1)
+    given = rounds if given is None else given
     if given is None:
         return {name: task.iterations(algorithm.name()) for name, algorithm in algorithms.items()}
     if not isinstance(given, Mapping):
