@@ -134,10 +134,10 @@ def compare(  # one explicit keyword per option, so that help() and editors show
 
     algorithms: a list of names, which get the settings that the task suggests; or a dict from names
         to algorithms with their settings.
-    num_iterations: outer iterations, one number for all or one per name. None: the task suggests it.
+    num_iterations: outer iterations, one number for all or one per name (default: the task's).
     num_rounds: end every run at the first outer iteration that reaches this number of rounds.
     target: a figure to reach, e.g. "test_accuracy=0.94".
-    repetitions: repetition r uses the run seed `seed + r` and the data seed `data_seed + r` of the task.
+    repetitions: repetition r uses the run seed `seed + r` and the task's data seed `data_seed + r`.
     record: a folder; comparison.json in it is written after every run.
     cohort: for algorithms with a server. network, averaging: for algorithms between peers.
     options: further keywords of `solve`.

@@ -184,7 +184,7 @@ class MethodOutcome(NamedTuple):
 class _Best:
     """Keeps the clients' test accuracies at the best measurement.
 
-    Callbacks receive only the row of a measurement, so `across` stores the accuracies before.
+    A measurement calls `across` with the values of all clients before callbacks receive its row.
     """
 
     def __init__(self, problem: Problem, stop: EarlyStopping) -> None:

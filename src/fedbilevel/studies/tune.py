@@ -10,16 +10,16 @@
                                     by default every panel has its own search
     max_rounds                      rounds of communication of all trials of one row, from the
                                     ledger; no trial starts after them
-    trials                          number of trials of a search over ranges; a grid tries all values
+    trials                          trials of a search over ranges; a grid tries all combinations
     [tune.settings]                 merged into every trial, e.g. fewer rounds
     [tune.ranges]                   "algorithm.lr_lower" = [0.1, 0.3, 1.0], or
                                     {low = 0.01, high = 1.0}, on a logarithmic scale unless
                                     linear = true
     [tune.rows.R]                   ranges of one row; they replace or extend [tune.ranges]
 
-The best settings are written to [tuned.P.R], with their figure, the number of trials and rounds, the
-commit and the time. They replace those of the row. If all ranges are lists, the search is a grid.
-Otherwise Optuna searches (an extra: pip install 'fedbilevel[tune]').
+The best settings are written to [tuned.P.R], with their figure, the numbers of trials and rounds,
+the commit and the time. They replace those of the row. If all ranges are lists, the search is a
+grid. Otherwise it uses Optuna (an extra: pip install 'fedbilevel[tune]').
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def tune(
 
 
 def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
-    """Raise an error for a misspelt figure, which would look like a figure that no trial reached."""
+    """Raise an error for a misspelt figure, which would look like one that no trial has."""
     given = {name for trial in trials for name in trial.figures if name != "diverged"} | {
         f"{name}_to_target" for name in COSTS
     }

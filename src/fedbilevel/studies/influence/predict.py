@@ -93,7 +93,7 @@ def resolved(method: str | Algorithm) -> str | Algorithm:
 
 
 class _SummingPeers(PeerSimulation):
-    """Adds up the averages of u. HGP does not need the sum, but its estimate's u is eta times it."""
+    """Adds up the averages of u. HGP does not need the sum, but its u is eta times the sum."""
 
     total: Tensor | None = None
 

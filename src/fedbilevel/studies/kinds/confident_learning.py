@@ -1,7 +1,7 @@
 """Confident learning: find wrong labels in pooled data, and train a classifier without them.
 
-This is a reference for data cleaning, not a federated method: the noisy training data of all clients
-are pooled. It does not need the clean samples and does not see them.
+This is a reference for data cleaning, not a federated method: the noisy training data of all
+clients are pooled. The clean samples are not used, except with `keep` = "validation".
 
     1. k-fold cross validation: every sample gets class probabilities from a logistic regression
        that was not trained on it
@@ -15,16 +15,16 @@ are pooled. It does not need the clean samples and does not see them.
     confident   samples that were not flagged, as above
     clean       samples with right labels; this needs the truth, and is an upper bound for any
                 method that drops samples
-    all         all noisy samples; this is the lower bound
+    all         all noisy samples; this is the baseline
     validation  only the few clean samples of all clients, and nothing is flagged; a method with
                 clean samples gains from the noisy ones only if it does better than this
 
-All use one classifier, the minimiser of mean CE + l2/2 |weights|^2. It is the task's linear model at
-sample weights of one, except that the bias is not regularised here.
+All use one classifier, the minimiser of mean CE + l2/2 |weights|^2. It is the task's linear model
+at sample weights of one, except that the bias is not regularised here.
 
-Row: {"task": {"name": "data_cleaning", ...its settings}, ...the settings below}. The task's functions
-compute the figures: test_accuracy, precision, recall, f1. There are no rounds, so the curve is empty.
-The study runs on the CPU.
+Row: {"task": {"name": "data_cleaning", ...its settings}, ...the settings below}. The task's
+functions compute the figures: test_accuracy, precision, recall, f1. There are no rounds, so the
+curve is empty. The study runs on the CPU.
 
 Reference: Northcutt, Jiang, Chuang, "Confident Learning: Estimating Uncertainty in Dataset Labels",
 JAIR 2021.
@@ -66,7 +66,7 @@ TOLERANCE = 3e-4  # largest entry of the gradient at which the classifier's solv
 class ConfidentLearning(Settings):
     keep: Literal["confident", "clean", "all", "validation"] = setting(
         "confident",
-        "train without what is flagged, without what is wrong, on everything, or on the clean validation samples alone",
+        "train on samples that are not flagged, on right labels, on all samples, or on validation samples only",
     )
     num_folds: int = setting(5, "parts of the cross validation", symbol="k", least=2)
     filter_by: Literal[
@@ -76,9 +76,9 @@ class ConfidentLearning(Settings):
         "confident_learning",
         "predicted_neq_given",
         "low_normalized_margin",
-    ] = setting("prune_by_noise_rate", "cleanlab's ways to flag")
-    l2: float | None = setting(None, "weight of the squared norm of the weights; nothing: the task's l2", above=0)
-    max_iterations: int = setting(300, "of the classifier's solver", least=1)
+    ] = setting("prune_by_noise_rate", "cleanlab's rule that flags labels")
+    l2: float | None = setting(None, "weight of the squared norm of the weights; None: the task's l2", above=0)
+    max_iterations: int = setting(300, "limit of iterations of the classifier's solver", least=1)
 
 
 def run(

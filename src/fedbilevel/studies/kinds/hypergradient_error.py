@@ -14,18 +14,18 @@ A row has one network, one number of push steps S and one batch size:
 
 Training does not depend on the repetition, on S or on HGP's batch size. So all rows with the same
 task, training and network measure the error at the same point. Repetition r adds r to the seeds of
-minibatches and of the network. The error of a client is |v_i - truth_i|, where the truth is the exact
-hypergradient at y*(x). `error` is the mean over clients, and `relative_error` is `error` divided by
-the mean of |truth_i|.
+minibatches and of the network. The error of a client is |v_i - truth_i|, where the truth is the
+exact hypergradient at y*(x). `error` is the mean over clients, and `relative_error` is `error`
+divided by the mean of |truth_i|.
 
-If all clients have the same truth, an estimate of the average of all blocks has the same error as an
-estimate of each client's block. The figure `difference_between_clients` is the relative error of that
-average. It is zero for regularisation at equal lambda, as in the paper, and far from zero for
-influence, where x_i weights the samples of one client.
+If all clients have the same truth, the error cannot distinguish an estimate of each client's block
+from an estimate of the average of all blocks. The figure `difference_between_clients` is the
+relative error of that average. It is zero for regularisation at equal lambda, as in the paper, and
+far from zero for influence, where x_i weights the samples of one client.
 
 Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
-Networks", Figures 1 (a, b) and 2, appendix A.1. There the truth belongs to the trained model, here to
-y*(x). So the error includes that of training, which `training_error` measures as the largest
+Networks", Figures 1 (a, b) and 2, appendix A.1. There the truth belongs to the trained model, here
+to y*(x). So the error includes that of training, which `training_error` measures as the largest
 |y_i - y*| / |y*|.
 """
 
