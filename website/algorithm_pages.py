@@ -67,7 +67,9 @@ def text_of(name: str) -> Text:
 
 
 def prose(paragraph: str, *, equations_only: bool = False) -> str:
-    """Plain words as Markdown, with expressions marked as mathematics; backticks stay code, and nothing else is markup.
+    """Plain words as Markdown, with expressions marked as mathematics.
+
+    Text in backticks stays code. There is no other markup.
 
     `equations_only`: expressions without an equals sign stay words, as the initials of authors.
     """
@@ -75,7 +77,7 @@ def prose(paragraph: str, *, equations_only: bool = False) -> str:
 
 
 def rendered(paragraphs: Sequence[str], *, equations_only: bool = False) -> str:
-    """Indented lines as equations, the rest as paragraphs; a list where a paragraph counts (1), (2), ..."""
+    """Indented lines as equations, the rest as paragraphs, or as a list with (1), (2), ..."""
     out = []
     for paragraph in paragraphs:
         for indented, group in itertools.groupby(paragraph.split("\n"), lambda line: line.startswith("    ")):
@@ -208,7 +210,7 @@ def _key(explained: dict[str, str]) -> str:
 
 
 def _letters(cost: str) -> list[str]:
-    """Symbols in the costs: single characters, with a prime or an index, and names of Greek ones."""
+    """Symbols in the costs: single characters, with a prime or an index, and Greek names."""
     words = re.sub(r"`[^`]*`|\"[^\"]*\"", " ", cost)
     words = re.sub(rf"(?<![\w'])(?:{OF_A_PROBLEM})(?![\w'])", " ", words)
     return list(
@@ -294,7 +296,7 @@ def about(name: str) -> About:
     )
     costs = tuple(
         _figure(value) if on_standard or place != 1 else "" for place, value in enumerate(figures)
-    )  # floats of another task say nothing here
+    )  # floats of another task are not comparable
     left = [
         f"{rows[-1]['distance']:.2g}&nbsp;after&nbsp;{rows[-1]['rounds']:,}{_own(case)}"
         for case, rows in runs
@@ -452,7 +454,10 @@ AMOUNTS = {"push": "every push counts as a round", "gossip": "every exchange wit
 
 
 def _between(task: str, name: str) -> str:
-    """The network of the recorded runs between peers, and the meaning of a round, by the verbs of the algorithm."""
+    """The network of the recorded runs between peers, and the meaning of a round.
+
+    The meaning depends on the verbs of the algorithm.
+    """
     case = next(case for case, _ in curves.found(name) if case.task == task)
     algorithm, averaging = made(curves.algorithms()[name], case.settings), made(Averaging, case.options["averaging"])
     assert isinstance(algorithm, PeerAlgorithm)
@@ -512,7 +517,10 @@ def page(name: str) -> str:
 
 
 def decision_table(folder: str = "algorithms/") -> str:
-    """A table of all algorithms: declared scopes, and costs that the ledger counted on the standard task."""
+    """A table of all algorithms: declared scopes, and costs.
+
+    The ledger counted the costs on the standard task.
+    """
     out = []
     for heading, chosen in (
         ("Two levels, with a server", lambda one: one.uses_upper and not one.peers),
