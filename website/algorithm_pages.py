@@ -1,4 +1,7 @@
-"""Generate one page per algorithm from its docstring, settings, declarations and recorded curves, and the table of all algorithms."""
+"""Generate one page per algorithm, and the table of all algorithms.
+
+The sources are docstrings, settings, declarations and recorded curves.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,9 @@ def text_of(name: str) -> Text:
 
 
 def prose(paragraph: str, *, equations_only: bool = False) -> str:
-    """Plain words as Markdown, with expressions marked as mathematics; backticks stay code, and nothing else is markup.
+    """Plain words as Markdown, with expressions marked as mathematics.
+
+    Text in backticks stays code. There is no other markup.
 
     `equations_only`: expressions without an equals sign stay words, as the initials of authors.
     """
@@ -72,7 +77,7 @@ def prose(paragraph: str, *, equations_only: bool = False) -> str:
 
 
 def rendered(paragraphs: Sequence[str], *, equations_only: bool = False) -> str:
-    """Indented lines as equations, the rest as paragraphs; a list where a paragraph counts (1), (2), ..."""
+    """Indented lines as equations, the rest as paragraphs, or as a list with (1), (2), ..."""
     out = []
     for paragraph in paragraphs:
         for indented, group in itertools.groupby(paragraph.split("\n"), lambda line: line.startswith("    ")):
@@ -131,7 +136,10 @@ def _capital(words: str) -> str:
 
 
 def linked(markdown: str, own: str) -> str:
-    """Link names of other algorithms to their pages, except in code, headings, equations, pictures and titles of papers."""
+    """Link names of other algorithms to their pages.
+
+    Names in code, headings, equations, pictures and titles of papers are not linked.
+    """
     titles = {text_of(name).title: name for name in curves.algorithms() if name != own}
     names = "|".join(sorted(map(re.escape, titles), key=len, reverse=True))
     skipped = r"```.*?```|`[^`\n]+`|\[[^\]]*\]\([^)]*\)|^#[^\n]*$|<div.*?</div>|<code>.*?</code>|\"[^\"\n]*\""
@@ -143,7 +151,7 @@ def linked(markdown: str, own: str) -> str:
     )
 
 
-# ---- settings, scopes, kind ------------------------------------------------------------------------------------------------------
+# ---- settings, scopes, kind ----------------------------------------------------------------------
 
 
 def settings_table(kind: type[Any]) -> str:
@@ -152,7 +160,8 @@ def settings_table(kind: type[Any]) -> str:
     for spec in dataclasses.fields(kind):
         symbol = prose(spec.metadata.get("symbol") or "")
         rows.append(
-            f"| `{spec.name}` | {symbol} | `{_plain(spec.default)}` | {_range(spec, hints[spec.name])} | {prose(spec.metadata.get('help', ''))} |"
+            f"| `{spec.name}` | {symbol} | `{_plain(spec.default)}` | {_range(spec, hints[spec.name])} "
+            f"| {prose(spec.metadata.get('help', ''))} |"
         )
     return "\n".join(rows)
 
@@ -161,7 +170,10 @@ OF_A_PROBLEM = r"[dfg]_[xy]|[HJ] [uv]|[xyuv]|a"  # lengths, gradients, products,
 
 
 def letters(kind: type[Any], text: Text) -> dict[str, str]:
-    """Explanations of the symbols in the costs of an algorithm: a setting that counts something, or the equations; "" where there is none."""
+    """Explanations of the symbols in the costs of an algorithm.
+
+    They come from a setting that counts something or from the equations; "" if there is none.
+    """
     above = " ".join(" ".join(text.body).split())
     found: dict[str, str] = {}
     hints = typing.get_type_hints(kind)
@@ -198,7 +210,7 @@ def _key(explained: dict[str, str]) -> str:
 
 
 def _letters(cost: str) -> list[str]:
-    """Symbols in the costs: single characters, with a prime or an index, and names of Greek ones."""
+    """Symbols in the costs: single characters, with a prime or an index, and Greek names."""
     words = re.sub(r"`[^`]*`|\"[^\"]*\"", " ", cost)
     words = re.sub(rf"(?<![\w'])(?:{OF_A_PROBLEM})(?![\w'])", " ", words)
     return list(
@@ -284,7 +296,7 @@ def about(name: str) -> About:
     )
     costs = tuple(
         _figure(value) if on_standard or place != 1 else "" for place, value in enumerate(figures)
-    )  # floats of another task say nothing here
+    )  # floats of another task are not comparable
     left = [
         f"{rows[-1]['distance']:.2g}&nbsp;after&nbsp;{rows[-1]['rounds']:,}{_own(case)}"
         for case, rows in runs
@@ -321,7 +333,7 @@ def _own(case: curves.Case) -> str:
     return f" ({', '.join([*lower, *changed])})" if lower or changed else ""
 
 
-# ---- curves ------------------------------------------------------------------------------------------------------------------------
+# ---- curves --------------------------------------------------------------------------------------
 
 
 def curve_section(name: str) -> str:
@@ -425,23 +437,33 @@ def _story(task: str, name: str, knows: About) -> str:
             f"Ten clients, digits, 40 % of the labels wrong, clean images of one class at each client.{single}{network}"
         )
     if task == "personalisation":
-        return "Ten clients, digits, three networks that every client mixes in its own proportions. The upper loss is not used."
+        return (
+            "Ten clients, digits, three networks that every client mixes in its own proportions. "
+            "The upper loss is not used."
+        )
     if not knows.uses_upper:
         single = "The algorithm does not use the upper loss: x is constant, and only the lower loss decreases."
         return f"Five clients that differ, float64, whole batches. {single}{network}"
-    return f"Five clients that differ, float64, whole batches, the steps that the task suggests. The solution has a closed form.{network}"
+    return (
+        "Five clients that differ, float64, whole batches, the steps that the task suggests. "
+        f"The solution has a closed form.{network}"
+    )
 
 
 AMOUNTS = {"push": "every push counts as a round", "gossip": "every exchange with the neighbours counts as a round"}
 
 
 def _between(task: str, name: str) -> str:
-    """The network of the recorded runs between peers, and the meaning of a round, by the verbs of the algorithm."""
+    """The network of the recorded runs between peers, and the meaning of a round.
+
+    The meaning depends on the verbs of the algorithm.
+    """
     case = next(case for case, _ in curves.found(name) if case.task == task)
     algorithm, averaging = made(curves.algorithms()[name], case.settings), made(Averaging, case.options["averaging"])
     assert isinstance(algorithm, PeerAlgorithm)
     mixes = {
-        "mix": f"an average is {averaging.num_steps} steps of {averaging.kind.replace('push_sum', 'Push-Sum')}, each of which counts as a round"
+        "mix": f"an average is {averaging.num_steps} steps of {averaging.kind.replace('push_sum', 'Push-Sum')}, "
+        "each of which counts as a round"
     }
     amounts = [words for verb, words in {**mixes, **AMOUNTS}.items() if verb in algorithm.verbs()]
     return f"The network is a {case.options['network']['kind']}; {'; '.join(amounts)}."
@@ -451,7 +473,7 @@ def figure_of(svg: str) -> str:
     return f'<div class="picture">{svg}</div>'
 
 
-# ---- pages ---------------------------------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------------------
 
 
 def page(name: str) -> str:
@@ -480,16 +502,25 @@ def page(name: str) -> str:
     parts += [f"## Scopes\n\n{scopes_table(name)}", f"## Settings\n\n{settings_table(kind)}"]
     module = kind.__module__
     python = f"from {module} import {kind.__name__}\n\nalgorithm = {kind.__name__}()  # settings by name"
-    then = "Then call `fb.solve(problem, clients, algorithm, num_rounds=...)`, or pass the name and the settings to `fb.solve`."
+    then = (
+        "Then call `fb.solve(problem, clients, algorithm, num_rounds=...)`, "
+        "or pass the name and the settings to `fb.solve`."
+    )
     parts.append(f"## Run it\n\n```bash\n{minimal}\n```\n\n```python\n{python}\n```\n\n{then}")
     recorded = f"`{curves.recorded()['command']}` made the curves at version {curves.recorded()['version']}."
-    every = "Each command above repeats a recorded run; settings that it does not name have the value that the task suggests, or their default."
+    every = (
+        "Each command above repeats a recorded run; "
+        "settings that it does not name have the value that the task suggests, or their default."
+    )
     parts.append(f"## Curves\n\n{curve_section(name)}\n\n{recorded} {every}")
     return linked("\n\n".join(part for part in parts if part) + "\n", name)
 
 
 def decision_table(folder: str = "algorithms/") -> str:
-    """A table of all algorithms: declared scopes, and costs that the ledger counted on the standard task."""
+    """A table of all algorithms: declared scopes, and costs.
+
+    The ledger counted the costs on the standard task.
+    """
     out = []
     for heading, chosen in (
         ("Two levels, with a server", lambda one: one.uses_upper and not one.peers),
@@ -525,10 +556,12 @@ def index() -> str:
     for name, kind in curves.algorithms().items():
         text = text_of(name)
         rows.append(
-            f"| [`{name}`]({name}.md) | {'peers' if issubclass(kind, PeerAlgorithm) else 'server'} | {prose(text.summary)} |"
+            f"| [`{name}`]({name}.md) | {'peers' if issubclass(kind, PeerAlgorithm) else 'server'} "
+            f"| {prose(text.summary)} |"
         )
     opening = (
-        "Every algorithm is one file with equations, references, costs and code. These pages are generated from the files, and the curves from recorded runs. "
+        "Every algorithm is one file with equations, references, costs and code. "
+        "These pages are generated from the files, and the curves from recorded runs. "
         "See [Choosing an algorithm](../choosing.md) for recommendations."
     )
     return f"# Algorithms\n\n{opening}\n\n" + "\n".join(rows) + "\n"

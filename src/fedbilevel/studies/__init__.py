@@ -1,1 +1,1 @@
-"""Kinds of studies that an experiment file can name: one module each, with a function `run`."""
+"""Studies: comparisons, searches of settings, and experiments of papers from files."""

@@ -1,4 +1,7 @@
-"""Compare algorithms on the same data with the same seeds: the cost of reaching a target, and the final figures."""
+"""Comparison of algorithms on the same data with the same seeds.
+
+It reports the cost of reaching a target, and the final figures.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ COSTS = ("rounds", "megabytes", "gradients", "products", "seconds")
 
 
 class Target(NamedTuple):
-    """A figure and the value it must reach: what falls (`figures.falls`) from above, the rest from whichever side it starts."""
+    """A figure and the value it must reach.
+
+    A figure that decreases (`columns.falls`) must come down to the value. Every other figure must
+    reach it from the side of its first finite measurement.
+    """
 
     metric: str
     value: float
@@ -45,16 +52,15 @@ class Target(NamedTuple):
             asked = {"hypergradient": "stationarity", "residual": "residuals", "lower_gradient": "residuals"}.get(
                 self.metric
             )
-            mend = f"ask for {asked} (--{asked}), or " if asked is not None else ""
+            hint = f"ask for {asked} (--{asked}), or " if asked is not None else ""
             raise SettingError(
-                f"there is no metric named {self.metric!r} in this run: {mend}use one of {', '.join(figures_of(row))}."
+                f"there is no metric named {self.metric!r} in this run: {hint}use one of {', '.join(figures_of(row))}."
             )
 
     def reached(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The first measurement at or beyond the target, on the side that `falls` or else the first finite measurement tells."""
-        finite = [
-            row for row in rows if row[self.metric] is not None and math.isfinite(row[self.metric])
-        ]  # null in a file
+        """The first measurement at or beyond the target, or None."""
+        # a value that is not finite is None in rows read from a file
+        finite = [row for row in rows if row[self.metric] is not None and math.isfinite(row[self.metric])]
         rises = bool(finite) and finite[0][self.metric] < self.value and not falls(self.metric)
         return next(
             (row for row in finite if (row[self.metric] >= self.value if rises else row[self.metric] <= self.value)),
@@ -78,14 +84,18 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        if not all(map(math.isfinite, values)):  # of which statistics.stdev makes an error
+        if not all(map(math.isfinite, values)):  # statistics.stdev would raise an error
             return cls(sum(values) / len(values), math.nan)
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmOutcome:
-    """One algorithm: over repetitions, the cost of reaching the target (of those that did) and the final figures (of those that did not diverge)."""
+    """Results of one algorithm, as means over its repetitions.
+
+    to_target: costs of reaching the target, over the repetitions that reached it.
+    final, total: final figures and total costs, over the repetitions that did not diverge.
+    """
 
     name: str
     num_runs: int
@@ -104,7 +114,7 @@ class Comparison:
     runs: list[dict[str, Any]]
 
 
-def compare(
+def compare(  # one explicit keyword per option, so that help() and editors show them all
     task: Task,
     algorithms: Mapping[str, Algorithm] | Sequence[str],
     *,
@@ -122,11 +132,12 @@ def compare(
 ) -> Comparison:
     """Run several algorithms on the same data with the same seeds.
 
-    algorithms: names, with the settings that the task suggests; or algorithms with their settings by name.
-    num_iterations: outer iterations, one number for all or one per name. None: what the task suggests.
+    algorithms: a list of names, which get the settings that the task suggests; or a dict from names
+        to algorithms with their settings.
+    num_iterations: outer iterations, one number for all or one per name (default: the task's).
     num_rounds: end every run at the first outer iteration that reaches this number of rounds.
     target: a figure to reach, e.g. "test_accuracy=0.94".
-    repetitions: repetition r uses the run seed `seed + r` and the data seed `data_seed + r` of the task.
+    repetitions: repetition r uses the run seed `seed + r` and the task's data seed `data_seed + r`.
     record: a folder; comparison.json in it is written after every run.
     cohort: for algorithms with a server. network, averaging: for algorithms between peers.
     options: further keywords of `solve`.
@@ -181,7 +192,7 @@ def _one(
     tell: Callable[[Progress], None] | None,
     options: Mapping[str, Any],
 ) -> tuple[list[Mapping[str, Any]], str | None]:
-    """The measurements of one run, and why it diverged, if it did."""
+    """Measurements of one run, and the reason of its divergence, or None."""
     rows: list[Mapping[str, Any]] = []
 
     def watch(now: Progress) -> None:
@@ -214,7 +225,7 @@ def _folder(record: Path | str | None) -> Path | None:
 
 @dataclasses.dataclass
 class _Book:
-    """The runs so far, written whole after each of them."""
+    """The runs so far. The file is rewritten after every run."""
 
     folder: Path | None
     task: Task
@@ -240,7 +251,7 @@ class _Book:
 
 
 def _algorithms(given: Any, task: Task) -> dict[str, Algorithm]:
-    """Algorithms by name, checked. Names alone get the settings that the task suggests."""
+    """Check the algorithms. Names without settings get those that the task suggests."""
     if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(name, str) for name in given):
         kinds = {name: discovery.algorithm(name) for name in given}
         fields = {name: {spec.name for spec in dataclasses.fields(kind)} for name, kind in kinds.items()}
@@ -256,7 +267,8 @@ def _check_algorithms(algorithms: Any) -> None:
     example = "e.g. {'fedbio': FedBiO(lr_upper=0.01)}"
     if not isinstance(algorithms, Mapping) or not all(isinstance(name, str) for name in algorithms):
         raise SettingError(
-            f"algorithms is {algorithms!r:.80}, expected a list of names, or a dict of algorithms with their settings by name, {example}."
+            f"algorithms is {algorithms!r:.80}, expected a list of names, or a dict of algorithms with their "
+            f"settings by name, {example}."
         )
     if not algorithms:
         raise SettingError("there are no algorithms to compare: name at least one.")
@@ -268,10 +280,19 @@ def _check_algorithms(algorithms: Any) -> None:
 
 
 def _iterations(given: Any, algorithms: Mapping[str, Algorithm], task: Task, rounds: Any) -> dict[str, int]:
+<<<<<<< HEAD
     """Outer iterations by name. An outer iteration needs at least one round, so rounds bound them, too."""
     if rounds is not None:
         rounds = whole_number("num_rounds", rounds, 1)
     given = rounds if given is None else given
+=======
+    """Outer iterations by name.
+
+    An outer iteration takes at least one round, so the number of rounds is a bound.
+    """
+    if given is None and rounds is not None:
+        given = whole_number("num_rounds", rounds, 1)
+>>>>>>> words2
     if given is None:
         return {name: task.iterations(algorithm.name()) for name, algorithm in algorithms.items()}
     if not isinstance(given, Mapping):

@@ -5,7 +5,8 @@ The file states the runs, the figures that the paper printed, and the last recor
     title, source, about    name, place in the paper, and what differs here
     study                   module of fedbilevel.studies.kinds that runs a row
     repetitions             each with its own data and draws
-    [figures]               columns of the table: name = "heading" (in per cent if it ends with ", %")
+    [figures]               columns of the table: name = "heading";
+                            in per cent if the heading ends with ", %"
     [plot]                  x and y of the lines, and which axes are logarithmic;
                             kind = "points" for prediction against truth
     extends, select         an experiment to start from, and which of its panels and rows:
@@ -135,7 +136,7 @@ class Experiment:
     def places(
         self, *, quick: bool = False, panels: Sequence[str] = (), rows: Sequence[str] = ()
     ) -> list[tuple[str, str]]:
-        """Pairs (panel, row) in the order of the file, restricted to the given names if there are any."""
+        """Pairs (panel, row) in the order of the file, restricted to the given names, if any."""
         small = self.content.get("quick", {}) if quick else {}
         for kind, names in (("panels", panels), ("rows", rows)):
             for name in names:
@@ -193,7 +194,7 @@ def merged(*layers: Mapping[str, Any]) -> Tree:
 
 
 def folders() -> list[Path]:
-    """Folders of experiments: in the current folder, beside the source, in the installed package."""
+    """Folders of experiments: in the current folder, beside the source, or in the package."""
     here = Path(__file__).resolve()
     return [
         folder

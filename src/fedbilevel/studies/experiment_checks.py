@@ -57,7 +57,8 @@ def check_kinds(path: Path, content: Tree) -> None:
         for name, one in content.get(kind, {}).items():
             if not _NAME.fullmatch(name):
                 raise ExperimentError(
-                    f"{path}: {kind}.{name!r} is not a valid name: use letters, digits, single hyphens, dots, _, + and =."
+                    f"{path}: {kind}.{name!r} is not a valid name: "
+                    "use letters, digits, single hyphens, dots, _, + and =."
                 )
             _kinds(path, f"{kind}.{name}", one, allowed)
     for name, one in content.get("rows", {}).items():

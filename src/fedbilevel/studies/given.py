@@ -1,4 +1,4 @@
-"""What a row of an experiment file gives to a study: checked before anything is run."""
+"""Checked settings of a row of an experiment file, for a study that runs the row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedbilevel.settings import check_plain, made
 
 
 def check(row: Mapping[str, Any], allowed: Mapping[str, str], *, needs: tuple[str, ...] = ()) -> None:
-    """Known names with values of their kind (settings.PLAIN), and none missing that is needed."""
+    """Check that names are known, values have their kind (settings.PLAIN), and `needs` exist."""
     for name, value in row.items():
         if name not in allowed:
             raise UnknownNameError("setting of this study", name, allowed)
@@ -24,7 +24,7 @@ def check(row: Mapping[str, Any], allowed: Mapping[str, str], *, needs: tuple[st
 
 
 def task(given: Mapping[str, Any], default: str | None = None) -> Any:
-    """The task that is named, with its settings."""
+    """Make the named task with its settings."""
     return _made("task", given, default, discovery.task)
 
 

@@ -1,4 +1,4 @@
-"""What one run of a study gives."""
+"""The result of one run of a study."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 
 class RowOutcome(NamedTuple):
-    """`figures` are the results of one repetition; `curve` holds the points of a line, each with the same names."""
+    """Results of one repetition.
+
+    curve: points of a line, all with the same names.
+    """
 
     figures: dict[str, float]
     curve: list[dict[str, float]]

@@ -1,9 +1,10 @@
-"""The personalisation experiment: every method on every network, from one command, early stopping included.
+"""The personalisation experiment: every method on every network, with early stopping.
 
-Methods between peers (`local`, `sgp`, `hgp_pl`, `hgp_mtl`) run on every network; those that need a server run where everybody reaches everybody. All see the
-same data and take the same number of lower steps (FedAvg+ tunes and pFedMe solves its local problems on top of that: the record has what each cost).
-What is reported is the measurement whose validation accuracy was best, as in Terashita and Hara, 2023,
-section 5.3 and Table 2.
+Methods between peers (`local`, `sgp`, `hgp_pl`, `hgp_mtl`) run on every network. Methods with a
+server run on the complete network only. All methods see the same data and take the same number of
+lower steps. FedAvg+ also tunes and pFedMe also solves local problems; the record has the cost of
+each method. The reported measurement has the best validation accuracy, as in Terashita and Hara,
+2023, section 5.3 and Table 2.
 """
 
 from __future__ import annotations
@@ -79,7 +80,11 @@ NETWORKS = {  # the paper's FC, FixU, RandU, RandD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PersonalisationPlan(Settings):
-    """What all methods share. The defaults suit the embedded digits on two cores; experiments/README.md says what was used for MNIST on a GPU."""
+    """Settings that all methods share.
+
+    The defaults suit the embedded digits on two cores. experiments/README.md has the settings for
+    MNIST on a GPU.
+    """
 
     num_outer: int = setting(5, "outer iterations, each measured once", least=1)
     num_lower_steps: int = setting(60, "lower steps per outer iteration, each with one push", least=1)
@@ -109,7 +114,10 @@ def _pushed(plan: PersonalisationPlan, lr: float) -> SGP:
 
 
 def _hgp(plan: PersonalisationPlan, lr_lower: float, lr_upper: float) -> HGP:
-    """As in section 5.3: one sample for both products, Adam; curvature is not checked, because these networks are not convex."""
+    """HGP as in section 5.3: Adam, and one sample for both products.
+
+    Curvature is not checked, because these networks are not convex.
+    """
     return HGP(
         lr_lower=lr_lower,
         lr_upper=lr_upper,
@@ -155,7 +163,10 @@ METHODS = {
 
 
 class MethodOutcome(NamedTuple):
-    """One method on one network: the measurement with the best validation accuracy, and what the whole run cost."""
+    """Result of one method on one network.
+
+    The measurement with the best validation accuracy, and the cost of the whole run.
+    """
 
     network: str
     method: str
@@ -167,11 +178,14 @@ class MethodOutcome(NamedTuple):
     rounds: int
     megabytes: float
     seconds: float
-    accuracies: tuple[float, ...] = ()  # test accuracy of every client there; older records have none
+    accuracies: tuple[float, ...] = ()  # test accuracy of every client; empty in older records
 
 
 class _Best:
-    """Keeps the clients' test accuracies at the best measurement. A measurement looks at the clients one by one before any callback sees its row."""
+    """Keeps the clients' test accuracies at the best measurement.
+
+    A measurement calls `across` with the values of all clients before callbacks receive its row.
+    """
 
     def __init__(self, problem: Problem, stop: EarlyStopping) -> None:
         assert problem.across is not None  # the study's own data have a test part
@@ -200,8 +214,12 @@ def personalise(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[MethodOutcome]:
-    """All `methods` on all `networks`; `options` (batch_size, device, ...) go to `run`. A record is written after every run, and a record with the same
-    settings is gone on with: what is in it is not run again."""
+    """Run all `methods` on all `networks`.
+
+    record: a folder. The record is written after every run. A record with the same settings is
+        resumed: its runs are not repeated.
+    options: keywords of `solve`, e.g. batch_size and device.
+    """
     for kind, names, known in (("method", methods, METHODS), ("network", networks, NETWORKS)):
         for name in names:
             if name not in known:
@@ -217,7 +235,8 @@ def personalise(
     ]
     if not able or not networks:
         raise SettingError(
-            "none of these methods runs on these networks: name at least one of both; methods with a server need the network complete."
+            "none of these methods runs on these networks: name at least one of both; "
+            "methods with a server need the network complete."
         )
     done = _opened(record, about)
     for repetition, name in itertools.product(range(plan.repetitions), methods):
@@ -232,7 +251,7 @@ def personalise(
                 continue
             if progress is not None:
                 progress(f"{name} on {network}, repetition {repetition + 1} of {plan.repetitions}")
-            if name == "local" and mine:  # a client that trains alone knows no network
+            if name == "local" and mine:  # a client that trains alone uses no network
                 done.append(mine[0]._replace(network=network, seconds=0.0))
             else:
                 done.append(_run((network, name, repetition), algorithm, built, plan, seed + repetition, options))
@@ -251,10 +270,8 @@ def _run(
     options: Mapping[str, Any],
 ) -> MethodOutcome:
     stop = EarlyStopping("stop_accuracy", patience=plan.patience)
-    every, where = (
-        max(1, plan.num_lower_steps // plan.num_local_steps),
-        dict(options),
-    )  # a round of local steps takes the place of as many lower steps
+    # a round of local steps replaces as many lower steps
+    every, where = max(1, plan.num_lower_steps // plan.num_local_steps), dict(options)
     if isinstance(algorithm, PeerAlgorithm):
         every = 1
         where |= {"network": NETWORKS[label[0]], "averaging": Averaging(num_steps=plan.num_pushes, weights="kept")}
@@ -294,6 +311,7 @@ def _opened(record: Path | None, about: Mapping[str, Any]) -> list[MethodOutcome
     for name, value in about.items():
         if before.get(name) != json.loads(json.dumps(value)):
             raise SettingError(
-                f"{record} holds an experiment with other settings of {name}: name another folder, or use the same settings."
+                f"{record} holds an experiment with other settings of {name}: "
+                "name another folder, or use the same settings."
             )
     return outcomes

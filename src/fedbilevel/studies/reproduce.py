@@ -1,4 +1,4 @@
-"""Runs the experiments of papers, and records their results.
+"""Run the experiments of papers, and record their results.
 
 A folder of results has one JSON file per job. A job with a file of the same settings is not
 repeated. An interrupted job resumes from its checkpoint, if its study writes one. `record` writes
@@ -246,7 +246,7 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
 
 
 def nested(document: Any, *names: str) -> Any:
-    """The table of that name in an edited document, added if it is missing."""
+    """The table at `names` in an edited document; missing tables are added."""
     for name in names:
         if name not in document:
             document[name] = tomlkit.table(is_super_table=True)

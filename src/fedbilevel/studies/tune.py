@@ -1,18 +1,25 @@
-"""Searches step sizes and other settings of an experiment's rows, and writes what it chose into the experiment's file.
+"""Search step sizes and other settings of an experiment's rows, and write the best into its file.
 
     [tune]
-    minimise = "rounds_to_target"      or maximise = "test_accuracy"
-    otherwise = "test_accuracy"        what ranks trials in which that figure does not exist, or is the same; higher is better
-    repetitions, first_repetition      trials use other data and draws than the experiment: repetitions from 100 on by default
-    panel                              the only one in which is searched; what is found holds in all (otherwise every panel has its own)
-    max_rounds                         rounds of communication of all trials of one row together, from the ledger; no trial is begun after it
-    trials                             of a search over ranges; a grid has as many as it has
-    [tune.settings]                    merged into every trial, e.g. fewer rounds
-    [tune.ranges]                      "algorithm.lr_lower" = [0.1, 0.3, 1.0]  or  {low = 0.01, high = 1.0}, on a logarithmic scale, or with linear = true
-    [tune.rows.R]                      ranges of one row, instead of or besides those
+    minimise = "rounds_to_target"   or maximise = "test_accuracy"
+    otherwise = "test_accuracy"     ranks trials that lack that figure or have equal values of it;
+                                    higher is better
+    repetitions, first_repetition   trials use other data and draws than the experiment:
+                                    by default repetitions from 100 on
+    panel                           search in this panel only, and use its settings in all panels;
+                                    by default every panel has its own search
+    max_rounds                      rounds of communication of all trials of one row, from the
+                                    ledger; no trial starts after them
+    trials                          trials of a search over ranges; a grid tries all combinations
+    [tune.settings]                 merged into every trial, e.g. fewer rounds
+    [tune.ranges]                   "algorithm.lr_lower" = [0.1, 0.3, 1.0], or
+                                    {low = 0.01, high = 1.0}, on a logarithmic scale unless
+                                    linear = true
+    [tune.rows.R]                   ranges of one row; they replace or extend [tune.ranges]
 
-What is chosen goes to [tuned.P.R], beside the figure it was chosen by, trials, rounds spent, commit and time; it wins over the settings of the row.
-Lists alone are a plain grid. With a range the search is Optuna's (an extra: pip install 'fedbilevel[tune]').
+The best settings are written to [tuned.P.R], with their figure, the numbers of trials and rounds,
+the commit and the time. They replace those of the row. If all ranges are lists, the search is a
+grid. Otherwise it uses Optuna (an extra: pip install 'fedbilevel[tune]').
 """
 
 from __future__ import annotations
@@ -50,9 +57,8 @@ _RANGE = ("low", "high", "linear", "whole")
 @dataclass(frozen=True)
 class Trial:
     values: dict[str, Any]  # by dotted name
-    score: tuple[
-        int, float, float
-    ]  # lower is better: repetitions without the figure, the figure, minus what decides otherwise
+    # lower is better: repetitions without the figure, the figure, minus the figure of `otherwise`
+    score: tuple[int, float, float]
     figures: dict[str, float]
 
 
@@ -79,11 +85,12 @@ def tune(
     seed: int = 0,
     say: Say = lambda _: None,
 ) -> Chosen:
-    """Trials of one row in one panel; those that are in the folder already are taken from there."""
+    """Run trials of one row in one panel. Trials with results in the folder are not repeated."""
     plan, ranges = _plan(experiment), ranges_of(experiment, panel, row)
     if not ranges:
         raise ExperimentError(
-            f"{experiment.path} declares no ranges for the row {row!r}: add [tune.rows.{row}], or give it values of what is in [tune.ranges]."
+            f"{experiment.path} declares no ranges for the row {row!r}: "
+            f"add [tune.rows.{row}], or give it values of what is in [tune.ranges]."
         )
     start = merged(experiment.settings(panel, row), plan.get("settings", {}))
     search = (
@@ -111,15 +118,14 @@ def tune(
             search.tell(values, trial.score)
             trials.append(trial)
             spent += int(sum(content["figures"].get("rounds", 0) for _, content in mine))
-            say(
-                f"{panel}, {row}: trial {len(trials)}, {', '.join(f'{name} = {value}' for name, value in values.items())}"
-            )
+            shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+            say(f"{panel}, {row}: trial {len(trials)}, {shown}")
         _check_figures(plan, trials)
     return Chosen(panel, row, trials, spent)
 
 
 def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
-    """A misspelt figure must not look like one that no trial reached."""
+    """Raise an error for a misspelt figure, which would look like one that no trial has."""
     given = {name for trial in trials for name in trial.figures if name != "diverged"} | {
         f"{name}_to_target" for name in COSTS
     }
@@ -129,7 +135,7 @@ def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
 
 
 def ranges_of(experiment: Experiment, panel: str, row: str) -> dict[str, Any]:
-    """Its own, and those of all rows for settings that this row has."""
+    """Ranges of the row, and ranges of all rows for settings that this row has."""
     plan, has = _plan(experiment), _dotted(experiment.settings(panel, row))
     return {
         **{name: values for name, values in plan.get("ranges", {}).items() if name in has},
@@ -138,7 +144,7 @@ def ranges_of(experiment: Experiment, panel: str, row: str) -> dict[str, Any]:
 
 
 def write(experiment: Experiment, chosen: Chosen) -> None:
-    """The chosen values, and what they were chosen by, under [tuned]. Comments stay."""
+    """Write the chosen values and their figure to [tuned]. Comments stay."""
     document: Any = tomlkit.parse(experiment.path.read_text())
     plan = _plan(experiment)
     figure = plan.get("minimise", plan.get("maximise"))
@@ -154,7 +160,7 @@ def write(experiment: Experiment, chosen: Chosen) -> None:
 
 
 class _Grid:
-    """Every combination, in the order of the lists."""
+    """All combinations of the values, in the order of the lists."""
 
     def __init__(self, ranges: Mapping[str, list[Any]]) -> None:
         self.left: Iterator[tuple[Any, ...]] = itertools.product(*ranges.values())
@@ -164,16 +170,20 @@ class _Grid:
         return [dict(zip(self.names, values, strict=True)) for values in itertools.islice(self.left, number)]
 
     def tell(self, values: Mapping[str, Any], score: tuple[int, float, float]) -> None:
-        """A grid learns nothing."""
+        """Ignore the score: a grid does not depend on it."""
 
 
 class _Optuna:
-    """Tree-structured Parzen estimator with a fixed seed: the same trials for the same scores and the same number of processes."""
+    """Tree-structured Parzen estimator with a fixed seed.
+
+    The same scores and the same number of processes give the same trials.
+    """
 
     def __init__(self, ranges: Mapping[str, Any], num_trials: int, seed: int) -> None:
         if find_spec("optuna") is None:
             raise SettingError(
-                "a search over ranges needs Optuna, which is not installed: pip install 'fedbilevel[tune]', or give lists of values."
+                "a search over ranges needs Optuna, which is not installed: "
+                "pip install 'fedbilevel[tune]', or give lists of values."
             )
         import optuna
 
@@ -194,7 +204,7 @@ class _Optuna:
                 name: float(f"{value:.3g}") if isinstance(value, float) else value
                 for name, value in trial.params.items()
             }
-            self.open.setdefault(json.dumps(values), []).append(trial)  # rounded values may be asked for twice
+            self.open.setdefault(json.dumps(values), []).append(trial)  # rounded values may repeat
             asked.append(values)
         return asked
 
@@ -229,7 +239,8 @@ def _check_range(name: str, values: Any) -> None:
     )
     if not numbers or ends[0] > ends[1] or (ends[0] <= 0 and not values.get("linear")):
         raise ExperimentError(
-            f"the range of {name} is {dict(values)}, expected low <= high, above 0 unless linear = true, and whole numbers if whole = true."
+            f"the range of {name} is {dict(values)}, expected low <= high, "
+            "above 0 unless linear = true, and whole numbers if whole = true."
         )
 
 
@@ -262,7 +273,10 @@ def _plan(experiment: Experiment) -> Tree:
 
 
 def _score(plan: Tree, figures: Mapping[str, Figure], repetitions: int) -> tuple[int, float, float]:
-    """Trials that have the figure in every repetition come first; the others, and equals, by how far they got."""
+    """Score of a trial; lower is better.
+
+    Trials with the figure in every repetition come first. `otherwise` ranks the others and ties.
+    """
     name, sign = (plan["minimise"], 1.0) if "minimise" in plan else (plan["maximise"], -1.0)
     got = figures[plan["otherwise"]].mean if plan.get("otherwise") in figures else -math.inf
     missing = repetitions - (figures[name].runs if name in figures else 0)

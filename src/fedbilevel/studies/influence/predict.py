@@ -93,7 +93,7 @@ def resolved(method: str | Algorithm) -> str | Algorithm:
 
 
 class _SummingPeers(PeerSimulation):
-    """Adds up the averages of u. HGP does not need the sum, but its estimate's u is eta times it."""
+    """Adds up the averages of u. HGP does not need the sum, but its u is eta times the sum."""
 
     total: Tensor | None = None
 
@@ -150,6 +150,6 @@ def check_scopes(problem: Problem) -> None:
     if problem.scopes.upper != "private" or problem.scopes.lower != "global" or problem.client_weights != "equal":
         raise ScopeError(
             "influences need a private mask per client, one shared model and clients of equal weight; this problem "
-            f"has a {problem.scopes.upper} x, a {problem.scopes.lower} y and client_weights {problem.client_weights!r}: "
-            "see tasks/influence.py."
+            f"has a {problem.scopes.upper} x, a {problem.scopes.lower} y and "
+            f"client_weights {problem.client_weights!r}: see tasks/influence.py."
         )

@@ -65,7 +65,10 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """ranked: all instances, the largest |prediction| first; the first `num_removed` were removed."""
+    """Result of a study of influence.
+
+    ranked: all instances, the largest |prediction| first. The first `num_removed` were removed.
+    """
 
     task: dict[str, Any]
     method: str

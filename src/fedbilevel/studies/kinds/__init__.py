@@ -1,1 +1,1 @@
-"""Kinds of studies, one module each, whose name is the name in an experiment file."""
+"""Kinds of studies, one module each with a function `run`. An experiment file names the module."""

@@ -1,22 +1,33 @@
-"""Confident learning: which labels a server would call wrong if it saw all data, and how well a classifier does without them.
+"""Confident learning: find wrong labels in pooled data, and train a classifier without them.
 
-A reference for data cleaning, not a federated method: all clients' noisy training data are pooled in one place. It sees everything but the clean
-samples, which it does not need.
+This is a reference for data cleaning, not a federated method: the noisy training data of all
+clients are pooled. The clean samples are not used, except with `keep` = "validation".
 
-    1. k-fold cross validation: every sample gets class probabilities from a logistic regression that was not trained on it
-    2. cleanlab estimates how many samples of each given label have which true one: a sample counts as class c if its probability of c is at least the
-       mean such probability of the samples labelled c. `filter_by` says how samples are then flagged
+    1. k-fold cross validation: every sample gets class probabilities from a logistic regression
+       that was not trained on it
+    2. cleanlab estimates how many samples of each given label have which true label: a sample
+       counts as class c if its probability of c is at least the mean probability of c over the
+       samples labelled c. `filter_by` selects the rule that flags samples
     3. logistic regression on the samples that were not flagged
 
-`keep` names what is trained on: "confident" as above; "clean" leaves out exactly the wrong labels, which needs the truth and is a ceiling for any method
-that drops samples; "all" leaves out none and is the floor; "validation" uses no noisy sample at all, only the few clean ones of all clients, and flags
-nothing: who is given clean samples and does worse than this has gained nothing from the noisy ones. All use one classifier, the minimiser of
-mean CE + l2/2 |weights|^2, that is the task's own linear model at sample weights of one, but for its bias, which is not shrunk here.
+`keep` selects the training samples:
 
-Row: {"task": {"name": "data_cleaning", ...its settings}, ...the settings below}. Figures are the task's own, by its own functions: test_accuracy,
-precision, recall, f1. There are no rounds, so the curve is empty. It runs on the CPU.
+    confident   samples that were not flagged, as above
+    clean       samples with right labels; this needs the truth, and is an upper bound for any
+                method that drops samples
+    all         all noisy samples; this is the baseline
+    validation  only the few clean samples of all clients, and nothing is flagged; a method with
+                clean samples gains from the noisy ones only if it does better than this
 
-Reference: Northcutt, Jiang, Chuang, "Confident Learning: Estimating Uncertainty in Dataset Labels", JAIR 2021.
+All use one classifier, the minimiser of mean CE + l2/2 |weights|^2. It is the task's linear model
+at sample weights of one, except that the bias is not regularised here.
+
+Row: {"task": {"name": "data_cleaning", ...its settings}, ...the settings below}. The task's
+functions compute the figures: test_accuracy, precision, recall, f1. There are no rounds, so the
+curve is empty. The study runs on the CPU.
+
+Reference: Northcutt, Jiang, Chuang, "Confident Learning: Estimating Uncertainty in Dataset Labels",
+JAIR 2021.
 """
 
 from __future__ import annotations
@@ -44,7 +55,8 @@ try:
     from sklearn.model_selection import StratifiedKFold
 except ImportError as missing:
     raise FedBilevelError(
-        "the study confident_learning needs scikit-learn, which is not installed: install it with pip install 'fedbilevel[reference]'."
+        "the study confident_learning needs scikit-learn, which is not installed: "
+        "install it with pip install 'fedbilevel[reference]'."
     ) from missing
 
 TOLERANCE = 3e-4  # largest entry of the gradient at which the classifier's solver stops
@@ -54,7 +66,7 @@ TOLERANCE = 3e-4  # largest entry of the gradient at which the classifier's solv
 class ConfidentLearning(Settings):
     keep: Literal["confident", "clean", "all", "validation"] = setting(
         "confident",
-        "train without what is flagged, without what is wrong, on everything, or on the clean validation samples alone",
+        "train on samples that are not flagged, on right labels, on all samples, or on validation samples only",
     )
     num_folds: int = setting(5, "parts of the cross validation", symbol="k", least=2)
     filter_by: Literal[
@@ -64,18 +76,22 @@ class ConfidentLearning(Settings):
         "confident_learning",
         "predicted_neq_given",
         "low_normalized_margin",
-    ] = setting("prune_by_noise_rate", "cleanlab's ways to flag")
-    l2: float | None = setting(None, "weight of the squared norm of the weights; nothing: the task's l2", above=0)
-    max_iterations: int = setting(300, "of the classifier's solver", least=1)
+    ] = setting("prune_by_noise_rate", "cleanlab's rule that flags labels")
+    l2: float | None = setting(None, "weight of the squared norm of the weights; None: the task's l2", above=0)
+    max_iterations: int = setting(300, "limit of iterations of the classifier's solver", least=1)
 
 
 def run(
     row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
 ) -> RowOutcome:
-    """One repetition: the task's data of that number, and folds drawn with it. Nothing is written to the folder and no device is used."""
+    """Run one repetition, which determines the data of the task and the folds.
+
+    `folder` and `device` are not used.
+    """
     if not isinstance(row.get("task"), Mapping):
         raise SettingError(
-            f"the task is {row.get('task')!r}, expected a table with its name and settings, e.g. {{name = 'data_cleaning', noise = 0.4}}."
+            f"the task is {row.get('task')!r}, expected a table with its name and settings, "
+            "e.g. {name = 'data_cleaning', noise = 0.4}."
         )
     settings = made(ConfidentLearning, {name: value for name, value in row.items() if name != "task"})
     task = given.task(row["task"]).repeated(repetition)
@@ -83,7 +99,8 @@ def run(
     built = task.build()
     if "wrong" not in built.clients[0]["train"] or "test" not in built.clients[0]:
         raise ProblemError(
-            f"the task {task.name()} does not mark wrong labels: this study needs a task that does, such as data_cleaning."
+            f"the task {task.name()} does not mark wrong labels: "
+            "this study needs a task that does, such as data_cleaning."
         )
     train, val, test = (
         {name: np.concatenate([client[role][name] for client in built.clients]) for name in built.clients[0][role]}
@@ -107,12 +124,14 @@ def run(
     num_kinds = len(np.unique(label))
     if num_kinds < 2:
         raise ProblemError(
-            f"{len(label)} samples of {num_kinds} classes are left to train on, expected two classes: use less noise, more data or more clients."
+            f"{len(label)} samples of {num_kinds} classes are left to train on, expected two classes: "
+            "use less noise, more data or more clients."
         )
     model = fitted(image, label)
     figures = _figures(built.problem, train, test, flagged, model)
     say(
-        f"{settings.keep}: {flagged.sum()} of {len(flagged)} samples flagged, trained on {len(label)}, {time.perf_counter() - begun:.1f} s"
+        f"{settings.keep}: {flagged.sum()} of {len(flagged)} samples flagged, "
+        f"trained on {len(label)}, {time.perf_counter() - begun:.1f} s"
     )
     return RowOutcome(figures, [])
 
@@ -124,7 +143,10 @@ def out_of_sample(
     seed: int,
     fitted: Callable[[np.ndarray, np.ndarray], LogisticRegression],
 ) -> np.ndarray:
-    """(n, classes) probabilities of every sample from a model trained without its fold; columns in the order of the labels that occur."""
+    """Class probabilities (n, classes) of every sample, from a model trained without its fold.
+
+    The columns are in the order of the labels that occur.
+    """
     classes, counts = np.unique(label, return_counts=True)
     if len(classes) < 2 or counts.min() < num_folds:
         few = (
@@ -133,21 +155,26 @@ def out_of_sample(
             else f"all {len(label)} samples have the label {classes[0]}"
         )
         raise ProblemError(
-            f"{few}, but cross validation needs two labels with at least num_folds = {num_folds} samples each: use more data or fewer folds."
+            f"{few}, but cross validation needs two labels with at least num_folds = {num_folds} samples each: "
+            "use more data or fewer folds."
         )
     probabilities = np.zeros((len(label), len(classes)))
     for seen, unseen in StratifiedKFold(num_folds, shuffle=True, random_state=seed).split(image, label):
         probabilities[unseen] = fitted(image[seen], label[seen]).predict_proba(image[unseen])
-    return probabilities / probabilities.sum(1, keepdims=True)  # the model's are rounded to float32
+    return probabilities / probabilities.sum(1, keepdims=True)  # predict_proba rounds to float32, so sums differ from 1
 
 
 def label_issues(label: np.ndarray, probabilities: np.ndarray, filter_by: str = "prune_by_noise_rate") -> np.ndarray:
-    """Which labels confident learning flags, from probabilities with one column for each label that occurs."""
+    """Flag labels by confident learning.
+
+    probabilities: one column for each label that occurs.
+    """
     if find_spec("cleanlab") is None:
         raise FedBilevelError(
-            "this study needs the package cleanlab, which is not installed: install it with pip install 'fedbilevel[reference]'."
+            "this study needs the package cleanlab, which is not installed: "
+            "install it with pip install 'fedbilevel[reference]'."
         )
-    from cleanlab.filter import find_label_issues  # an extra
+    from cleanlab.filter import find_label_issues  # an optional dependency
 
     places = np.unique(label, return_inverse=True)[1]
     return np.asarray(find_label_issues(places, probabilities, filter_by=filter_by, n_jobs=1), dtype=bool)
@@ -156,10 +183,13 @@ def label_issues(label: np.ndarray, probabilities: np.ndarray, filter_by: str = 
 def _fitted(
     image: np.ndarray, label: np.ndarray, l2: float, max_iterations: int, say: Callable[[str], None]
 ) -> LogisticRegression:
-    """The minimiser of mean CE + l2/2 |weights|^2, which scikit-learn writes as C times the sum of the losses plus half the squared norm."""
+    """The minimiser of mean CE + l2/2 |weights|^2.
+
+    scikit-learn minimises C times the sum of the losses plus half the squared norm.
+    """
     model = LogisticRegression(C=1 / (l2 * len(label)), max_iter=max_iterations, tol=TOLERANCE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # said below, in our words
+        warnings.simplefilter("ignore", ConvergenceWarning)  # reported below
         model.fit(image, label)
     if model.n_iter_.max() >= max_iterations:
         say(f"the classifier was stopped after {max_iterations} iterations, before it had converged")
@@ -173,7 +203,11 @@ def _figures(
     flagged: np.ndarray,
     model: LogisticRegression,
 ) -> dict[str, float]:
-    """Through the task's own statistics: a flagged sample has a negative logit, and the model is its linear one with zeros for labels that do not occur."""
+    """Figures by the task's statistics.
+
+    A flagged sample has a negative logit. The model is the task's linear model; labels that do not
+    occur have zero weights and a bias of minus infinity.
+    """
     num_classes = 1 + max(int(part["label"].max()) for part in (train, test))
     weight, bias = (
         torch.zeros(train["image"].shape[1], num_classes, dtype=torch.float64),
@@ -183,7 +217,7 @@ def _figures(
         torch.tensor(model.coef_, dtype=torch.float64),
         torch.tensor(model.intercept_, dtype=torch.float64),
     )
-    if len(model.classes_) == 2:  # scikit-learn then has one row, for the second class
+    if len(model.classes_) == 2:  # scikit-learn has one row then, for the second class
         coef, intercept = torch.cat([-coef, coef]) / 2, torch.cat([-intercept, intercept]) / 2
     weight[:, model.classes_], bias[model.classes_] = coef.T, intercept
     x, y, sums = {"logit": torch.tensor(np.where(flagged, -1.0, 1.0))}, {"weight": weight, "bias": bias}, {}

@@ -1,24 +1,32 @@
-"""How far Hyper-Gradient Push is from the true hypergradient after m = 1, ..., M terms: one network, one number of push steps, one batch size.
+"""Error of Hyper-Gradient Push after m = 1, ..., M terms, against the exact hypergradient.
 
-The row of an experiment holds
+A row has one network, one number of push steps S and one batch size:
 
-    task        {name, ...}     a private x and a lower level with one solution, e.g. regularisation or influence
-    training    {kind, ...}     as in studies/influence.py: newton (y*(x) to rounding) or push; with `batch_size` of its own for push
+    task        {name, ...}     a private x and a lower level with one solution, e.g.
+                                regularisation or influence
+    training    {kind, ...}     as in studies/influence: newton (y*(x) to rounding) or push;
+                                push has its own `batch_size`
     hgp         {lr_system, num_terms, minibatches, num_curvature_products}
     averaging   {num_steps, ...}, network {kind, ...}
-    batch_size  training samples behind each J u and H u; left out: all. The validation gradient that starts the estimate uses all samples
+    batch_size  training samples of each J u and H u (default: all); the validation gradient that
+                starts the estimate uses all samples
     seed        of training, and of the minibatches of HGP in repetition 0
 
-Training knows nothing of the repetition, of S or of HGP's batch size, so all rows that agree in task, training and network look at the same point.
-Repetition r adds r to the seeds of minibatches and of the network. The error of a client is |v_i - truth_i|, the truth being the exact hypergradient
-at y*(x); `error` is its mean over clients, `relative_error` that over the mean of |truth_i|.
+Training does not depend on the repetition, on S or on HGP's batch size. So all rows with the same
+task, training and network measure the error at the same point. Repetition r adds r to the seeds of
+minibatches and of the network. The error of a client is |v_i - truth_i|, where the truth is the
+exact hypergradient at y*(x). `error` is the mean over clients, and `relative_error` is `error`
+divided by the mean of |truth_i|.
 
-Where all clients have the same truth, an estimate of the average of all blocks would look as good as one of each client's own. The figure
-`difference_between_clients` is the relative error of that average: zero for regularisation at equal lambda, as in the paper, and far from zero for
-influence, whose x_i are weights of a client's own samples.
+If all clients have the same truth, the error cannot distinguish an estimate of each client's block
+from an estimate of the average of all blocks. The figure `difference_between_clients` is the
+relative error of that average. It is zero for regularisation at equal lambda, as in the paper, and
+far from zero for influence, where x_i weights the samples of one client.
 
-Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed Networks", Figures 1 (a, b) and 2, appendix A.1. There the
-truth belongs to the trained model, here to y*(x): what training leaves is part of the error, and `training_error` says how much |y_i - y*| / |y*| is.
+Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
+Networks", Figures 1 (a, b) and 2, appendix A.1. There the truth belongs to the trained model, here
+to y*(x). So the error includes that of training, which `training_error` measures as the largest
+|y_i - y*| / |y*|.
 """
 
 from __future__ import annotations
@@ -54,7 +62,7 @@ KNOWN = {
     "batch_size": "size",
     "seed": "seed",
 }
-_POINTS = 50  # of a curve up to 1000 terms; about 40 are left where small numbers of terms coincide
+_POINTS = 50  # of a curve up to 1000 terms; about 40 remain, because small numbers of terms coincide
 
 
 def run(
@@ -75,13 +83,12 @@ def run(
     built, seed, samples = task.build(), row.get("seed", 0), batch_size(row.get("batch_size"))
     if built.problem.scopes != ("global", "private"):
         raise ScopeError(
-            f"the error of every client's own block needs a private x and one y for all, {task.name()} has a {built.problem.scopes.upper} x and a "
+            f"the error of every client's own block needs a private x and one y for all, "
+            f"{task.name()} has a {built.problem.scopes.upper} x and a "
             f"{built.problem.scopes.lower} y: use regularisation or influence."
         )
     options: dict[str, Any] = {"dtype": torch.float64, "device": device}
-    algorithm = dataclasses.replace(
-        algorithm, lower_solver="mix"
-    )  # no lower step is taken here, so any averaging will do
+    algorithm = dataclasses.replace(algorithm, lower_solver="mix")  # allows any averaging; no lower step is taken
     peers: Any = PeerSimulation(
         algorithm,
         built.problem,
@@ -119,7 +126,7 @@ def run(
 
 
 def terms(num_terms: int) -> list[int]:
-    """Where a curve is drawn: evenly on a logarithmic axis, from 1 to the last."""
+    """Numbers of terms at the points of a curve: even on a logarithmic axis, from 1 to the last."""
     return [int(m) for m in np.unique(np.rint(np.geomspace(1, num_terms, _POINTS)))]
 
 

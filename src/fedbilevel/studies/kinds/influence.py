@@ -1,8 +1,11 @@
-"""Which training instances help or harm: predicted changes of the validation loss against those of real removals, as R2, F1 and Pearson's correlation.
+"""Training instances that help or harm: predicted against actual changes of the validation loss.
+
+The actual changes come from training again without the instance. The figures are R2, F1 and
+Pearson's correlation.
 
     task        settings of the task influence; repetition r uses its `repeated(r)`
     method      {name, settings}: hgp, a solver, or a server algorithm that has an estimate
-    training, network, averaging    settings of each; what is left out is what the task suggests
+    training, network, averaging    settings of each; the task suggests omitted ones
     num_removed, batch_size, dtype, seed
 
 The points of the curve are the removals: predicted and actual change.

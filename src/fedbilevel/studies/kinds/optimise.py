@@ -1,9 +1,10 @@
 """One algorithm on one task: the cost of reaching a target, the final figures, and the curve.
 
 task        {name, settings}; repetition r uses the task's own `repeated(r)`
-algorithm   {name, settings}; omitted settings have the algorithm's defaults, not the task's suggestions
-num_iterations, num_rounds    the first to be reached ends the run
-target      METRIC=VALUE; stop_at_target ends the run there
+algorithm   {name, settings}; omitted settings have the algorithm's defaults, not those that the
+            task suggests
+num_iterations, num_rounds    the run ends at the first that it reaches
+target      METRIC=VALUE; with stop_at_target, the run ends at the target
 options     fraction, batch_size, sampling, ... (runs/options.py)
 measure_every, measure_growth, checkpoint_every
 """
@@ -54,7 +55,7 @@ def run(
     book, end = Record(folder), _End(row, target)
 
     def watch(now: Progress) -> bool:
-        rows = book.rows() if now.row is not None else []  # all rows: the first tells the side of the target
+        rows = book.rows() if now.row is not None else []  # all rows, because the first determines the side
         if target is not None and rows:
             target.check(rows[0])
         say(f"outer iteration {now.iteration}, {now.rounds} rounds")
@@ -62,7 +63,7 @@ def run(
 
     rows: Sequence[Mapping[str, Any]] = book.rows() if book.checkpoint.exists() else []
     diverged = False
-    if not (rows and end.reached(rows[-1]["rounds"], rows)):  # an interrupted run may have ended already
+    if not (rows and end.reached(rows[-1]["rounds"], rows)):  # an interrupted run may have reached its end
         built = task.repeated(repetition).build()
         pace = {name: row[name] for name in ("measure_every", "measure_growth", "checkpoint_every") if name in row}
         try:
@@ -110,5 +111,5 @@ def _outcome(rows: Sequence[Mapping[str, Any]], target: Target | None, diverged:
     ]
     if not diverged:
         return RowOutcome({**to_target, **curve[-1]}, curve)
-    paid = {name: value for name, value in curve[-1].items() if name not in names}  # costs only: figures mean nothing
+    paid = {name: value for name, value in curve[-1].items() if name not in names}  # figures are meaningless then
     return RowOutcome({**paid, "diverged": 1.0}, curve)
