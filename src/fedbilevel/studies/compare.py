@@ -280,19 +280,10 @@ def _check_algorithms(algorithms: Any) -> None:
 
 
 def _iterations(given: Any, algorithms: Mapping[str, Algorithm], task: Task, rounds: Any) -> dict[str, int]:
-<<<<<<< HEAD
-    """Outer iterations by name. An outer iteration needs at least one round, so rounds bound them, too."""
+    """Outer iterations by name, at most one per round."""
     if rounds is not None:
         rounds = whole_number("num_rounds", rounds, 1)
     given = rounds if given is None else given
-=======
-    """Outer iterations by name.
-
-    An outer iteration takes at least one round, so the number of rounds is a bound.
-    """
-    if given is None and rounds is not None:
-        given = whole_number("num_rounds", rounds, 1)
->>>>>>> words2
     if given is None:
         return {name: task.iterations(algorithm.name()) for name, algorithm in algorithms.items()}
     if not isinstance(given, Mapping):
