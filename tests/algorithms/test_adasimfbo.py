@@ -103,7 +103,9 @@ def test_reaches_the_closed_form_solution() -> None:
 
 @scopes
 def test_answers_with_an_average_of_iterates_that_it_leaves_alone(lower: str, upper: str) -> None:
-    """The first two iterates count the same, later ones by 1 - kappa; an average that stays at a client moves when the client takes part."""
+    """The first two iterates have equal weight in the average, later ones have weight 1 - kappa.
+
+    An average kept by a client changes only when that client takes part."""
     built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
     gone = [set(), {0}, {1}, set(), {0, 2}]
     options = {"drops": lambda iteration, call: gone[iteration - 1]}

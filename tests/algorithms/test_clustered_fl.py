@@ -26,7 +26,9 @@ NEVER = 1e9
 
 
 def groups(labels: list[int], scale: float = 1.0, **settings: Any) -> Built:
-    """Clients of one group want nearly the same y, those of different groups opposite or orthogonal ones; every A_i and c_i is different."""
+    """Build clients whose y* nearly agree within a group.
+
+    Between groups the y* are opposite or orthogonal. Every client has its own A_i and c_i."""
     task = Quadratic(**{"num_clients": len(labels), "dim_upper": 2, "dim_lower": 3, "heterogeneity": 0.15, **settings})
     wishes = 5 * np.array([[1, -2, 1], [-1, 2, -1], [2, 1, 0]])
     built = task.build()

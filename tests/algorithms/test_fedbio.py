@@ -128,7 +128,7 @@ def test_a_run_with_five_local_steps_reaches_that_fixed_point():
     np.testing.assert_allclose(rows(fed, state)[0], DenseFedBiO(task, **steps).fixed_point(5), rtol=0, atol=1e-8)
 
 
-# ---- the projection of u -------------------------------------------------------------------------------------------------
+# ---- the projection of u -------------------------------------------------------------------------
 
 
 def test_u_is_projected_at_each_client_before_the_mean():

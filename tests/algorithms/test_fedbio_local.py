@@ -73,7 +73,10 @@ def test_the_neumann_series_reaches_a_point_whose_bias_vanishes_with_its_length(
 
 
 def test_the_bias_of_the_neumann_series() -> None:
-    """Phi_i read off one step of length one against dense algebra: short of H^-1 f_y by H^-1 (I - tau H)^(Q+1) f_y, so (1 - tau mu)^(Q+1) in the end."""
+    """Compare Phi_i, read from one step of length one, with dense algebra.
+
+    The series differs from H^-1 f_y by H^-1 (I - tau H)^(Q+1) f_y, so the bias decays like
+    (1 - tau mu)^(Q+1)."""
     task, tau = small(num_clients=1, dim_upper=3), 0.3
     (client,) = Samples(task).clients
     A, J = hessian(client["train"]), jacobian(client["train"])
@@ -181,6 +184,9 @@ def test_a_global_lower_level_is_refused() -> None:
     assert FedBiOLocal().check_scopes(Scopes(lower="local")) == []
     with pytest.raises(
         ScopeError,
-        match="fedbio_local cannot solve a problem with a global lower level: it solves a linear system with the Hessian of each",
+        match=(
+            "fedbio_local cannot solve a problem with a global lower level: "
+            "it solves a linear system with the Hessian of each"
+        ),
     ):
         FedBiOLocal().check_scopes(Scopes(lower="global"))
