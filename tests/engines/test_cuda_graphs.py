@@ -1,7 +1,8 @@
 """Captured phases: whatever is replayed is what would have been computed.
 
-A CUDA graph cannot be recorded without a GPU, so `recorded` is replaced here by a recorder that runs the phase again on the same tensors. That is what a
-graph does, and like a graph it knows of a new call only what was written into those tensors. On a GPU the same tests record real graphs.
+Without a GPU no CUDA graph can be recorded, so `recorded` is replaced here by a recorder that runs
+the phase again on the same tensors. Like a graph, it sees only the values that a new call writes
+into those tensors. On a GPU the same tests record real graphs.
 """
 
 import dataclasses

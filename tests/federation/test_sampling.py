@@ -1,4 +1,6 @@
-"""Cohorts drawn in proportion to weight: expectations by enumeration of every draw, in every engine, and the limit of a whole run."""
+"""Cohorts drawn in proportion to weight: expectations over every draw, and the limit of a run.
+
+The expectations are enumerated in every engine."""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_expectation_of_a_cohort_mean_is_the_weighted_mean(weights, size, replac
 
 @pytest.mark.parametrize("weights", [(1, 2, 3, 4), (5, 1, 1, 6)], ids=str)
 def test_variance_of_a_cohort_mean_is_the_documented_one(weights):
-    """With replacement sum p_i |v_i - v|^2 / m; without replacement it is not larger, and zero for clients that are always in."""
+    """With replacement the variance is sum p_i |v_i - v|^2 / m.
+
+    Without replacement it is not larger, and zero for clients that are always in the cohort."""
     share = np.array(weights) / sum(weights)
     values = np.array([1.0, -2.0, 0.5, 3.0])
     mean = share @ values
@@ -185,7 +189,9 @@ def test_weights_near_the_largest_that_a_site_may_state_do_not_overflow(replacem
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["without replacement", "with replacement"])
 def test_simfbo_with_one_of_five_clients_reaches_the_weighted_stationary_point(replacement):
-    """Steps that fall, and the mean of x over the second half. With the mean divided by the cohort's weights it would be the unweighted point."""
+    """The steps decrease, and x is averaged over the second half.
+
+    A mean divided by the weights of the cohort would give the unweighted point."""
     weights = (1, 1, 2, 4, 8)
     settings = {"dim_upper": 2, "dim_lower": 2, "data_seed": 0}
     built = sized(weights, **settings)
