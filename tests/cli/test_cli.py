@@ -24,7 +24,9 @@ CALL = "import torch; torch.set_num_threads(1); from fedbilevel.cli.main import 
 
 
 def call(*args, cwd):
-    """As a process of its own would, whose start takes longer than what it does here; `test_ctrl_c_...` starts a real one."""
+    """Run a command in this process, because starting a process takes longer than the command.
+
+    `test_ctrl_c_...` starts a real process."""
     said, complained = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
