@@ -1,4 +1,4 @@
-"""AdaFBiO against its printed equations in numpy, client by client; where it settles, and what it costs."""
+"""AdaFBiO against its printed equations in numpy, client by client; its limit and its cost."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_both_evaluations_of_a_step_share_k_and_every_sample(hypergradient):
 
 @pytest.mark.parametrize("hypergradient", ["local-neumann-sum", "shared-u"])
 def test_averaged_estimators_are_the_means_of_the_clients_own_directions_before_averaging(hypergradient):
-    """With whole batches STORM makes no error, however the clients have drifted: the old point is the local one."""
+    """With whole batches STORM has no error for any drift, because the old point is the local one."""
     task = Quadratic(**SMALL)
     algorithm = AdaFBiO(
         lr_upper=0.1,

@@ -1,4 +1,4 @@
-"""CommFedBiO against dense algebra: top-k with and without error feedback, sketches, and what each costs."""
+"""CommFedBiO against dense algebra: top-k with and without error feedback, sketches, and costs."""
 
 from __future__ import annotations
 

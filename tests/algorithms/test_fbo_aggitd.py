@@ -1,4 +1,4 @@
-"""FBO-AggITD against eq. (5) of its paper, evaluated with dense matrices and without the library's derivatives."""
+"""FBO-AggITD against eq. (5) of its paper in dense matrices, without derivatives of the library."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def start(fed: Simulation, task: Quadratic) -> tuple[Any, Any, np.ndarray, np.nd
 
 
 def estimates(task: Quadratic, **settings: Any) -> tuple[list[np.ndarray], Dense, list[np.ndarray]]:
-    """The library's hypergradient for every Q (rows), and the dense problem with its lower path from the same point."""
+    """Return the library's hypergradient for every Q (rows), the dense problem and its lower path.
+
+    Both start from the same point."""
     algorithm = FBOAggITD(**settings)
     fed = federate(algorithm, task)
     values = []
@@ -344,7 +346,9 @@ def test_plain_local_sgd_drifts_in_proportion_to_the_step_and_svrg_does_not():
 
 @pytest.mark.parametrize("redraw", ["per_factor", "per_iteration"])
 def test_a_local_hypergradient_never_uses_a_chain_of_an_earlier_outer_iteration(redraw):
-    """Each client's h is its own eq. (5), whoever else takes part. N = 0: z = lam f_y at the only point of the path."""
+    """Each client's h is its own eq. (5) for any cohort.
+
+    With N = 0, z = lam f_y at the only point of the path."""
     task, lam = Quadratic(lower="local", upper="private"), 0.2
     algorithm = FBOAggITD(lr_upper=0.1, lr_system=lam, num_lower_rounds=0)
     fed = federate(algorithm, task, cohort=Cohort(fraction=0.6, redraw=redraw))

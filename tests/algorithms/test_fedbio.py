@@ -1,4 +1,4 @@
-"""FedBiO against its own recursion in dense matrices, and against the closed-form solution it must reach."""
+"""FedBiO against its own recursion in dense matrices and against the closed-form solution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCOPES = [
 
 
 class DenseFedBiO:
-    """One row (x, y, u) per client: a local step is v <- v - S (K_i v - k_i), written from the matrices of the task.
+    """One row (x, y, u) per client: a local step is v <- v - S (K_i v - k_i) in dense matrices.
 
     x: R x - r + B'u    y: A y - B x - c    u: A u - D y + Dt
     """

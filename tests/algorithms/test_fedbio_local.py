@@ -33,7 +33,9 @@ def small(**settings: Any) -> Quadratic:
 
 
 def neumann_solution(closed: ClosedForm, tau: float, Q: int) -> np.ndarray:
-    """Where the mean of Phi_i(x, y_i*(x)) vanishes, with the Neumann series of Q + 1 terms for every A_i^-1."""
+    """Solve for x where the mean of Phi_i(x, y_i*(x)) vanishes.
+
+    Every A_i^-1 is replaced by its Neumann series of Q + 1 terms."""
     s, eye = closed.stacked, np.eye(closed.stacked["A"].shape[1])
 
     def phi(x: np.ndarray) -> np.ndarray:
@@ -102,7 +104,7 @@ def test_the_bias_of_the_neumann_series() -> None:
 @pytest.mark.parametrize("upper", ["shared", "private"])
 @pytest.mark.parametrize("counts", [[2, 3, 1], [3]])
 def test_agrees_with_algorithm_3_by_hand(u: str, upper: str, counts: list[int]) -> None:
-    """Iterate by iterate, with minibatches: f_x and f_y share theirs, J and every factor have their own."""
+    """Every iterate agrees: f_x and f_y share a minibatch, J and every factor have their own."""
     task, num = small(num_clients=len(counts), upper=upper, cross=0.4), len(counts)
     samples = Samples(task, seed=2, batch_size=2)
     start = {"x": np.zeros(2), "y": np.zeros(3)}

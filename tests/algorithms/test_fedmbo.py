@@ -1,4 +1,4 @@
-"""FedMBO against dense algebra: every path of cohorts, the expectation over all of them, and its cost."""
+"""FedMBO against dense algebra: every path of cohorts, the expectation over paths, and its cost."""
 
 from __future__ import annotations
 

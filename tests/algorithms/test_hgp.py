@@ -76,7 +76,7 @@ def differing(peers: PeerSimulation, scale: float = 0.5) -> Tensor:
 
 
 class Dense:
-    """Matrices of every client at (x, y), one column at a time, and what follows from them by algebra."""
+    """Matrices of every client at (x, y), built column by column, and quantities derived from them."""
 
     def __init__(self, peers: PeerSimulation, x: Tensor, y: Tensor) -> None:
         host, n = peers.host, peers.num_clients
@@ -99,7 +99,7 @@ class Dense:
 
 
 class Point:
-    """A problem at y*(x) with x differing between peers, its exact hypergradient and a step that is allowed."""
+    """A problem at y*(x), with x different per peer, its exact hypergradient and a valid step."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
@@ -191,7 +191,7 @@ def test_every_averaging_operator_gives_the_exact_hypergradient(name, settings):
 
 
 def test_where_all_blocks_are_equal_a_mean_of_blocks_cannot_be_told_from_the_answer():
-    """Why no test here uses such a problem: the published error figure for this method has equal blocks."""
+    """Other tests avoid equal blocks for this reason; the published error figure has them."""
     point = Point(bent(heterogeneity=0, noise=0).build())
     point.x = point.x[:1].expand(4, -1)
     point.y = lower_solution(engine(HGP(), point.built).host, point.x)

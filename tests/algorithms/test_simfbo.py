@@ -116,7 +116,7 @@ def check_against_dense(kind: Any, data: st.DataObject, *, divide: bool, server:
 
 
 def check_mean_over_cohorts(algorithm: Any) -> None:
-    """The mean over all cohorts of two is the step of the whole federation: sampling adds noise and no bias."""
+    """The mean over all cohorts of two is the step of all clients, so sampling adds no bias."""
     built = Quadratic(**SMALL).build()
     _, start = drive(algorithm, built, 2)
     totals = [torch.zeros_like(value) for value in start]
@@ -162,7 +162,7 @@ def check_ledger(kind: Any, data: st.DataObject) -> None:
 
 
 def check_resume(algorithm: Any, lower: str, upper: str, **options: Any) -> None:
-    """Three outer iterations, a checkpoint, three more in a new process: the same bits as six in a row."""
+    """A checkpoint after three of six outer iterations resumes with the same bits."""
     task = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, lower=lower, upper=upper)  # type: ignore[arg-type]
     built = task.build()
     options = {"seed": 5, "batch_size": 2, "cohort": Cohort(0.5), **options}
@@ -231,7 +231,7 @@ def test_exact_in_every_scope(lower: str, upper: str) -> None:
 
 @given(st.data())
 def test_equals_dense_algebra(data: st.DataObject) -> None:
-    """Any scope, numbers of local steps, server steps, radius, weights, and clients that come and go."""
+    """Any scope, local steps, server steps, radius, weights and cohort of each call."""
     check_against_dense(SimFBO, data, divide=False)
 
 
@@ -258,7 +258,7 @@ def test_unequal_work_solves_the_problem_weighted_by_it() -> None:
 
 
 def test_projects_the_mean_and_not_the_clients() -> None:
-    """A radius just above |u*| changes nothing here; FedBiO, which projects at every client, is then off."""
+    """A radius just above |u*| has no effect here, but FedBiO, which projects per client, is wrong."""
     task = Quadratic(**SMALL)
     closed = task.closed_form()
     radius = 1.01 * float(np.linalg.norm(closed.system_solution(closed.solution())))

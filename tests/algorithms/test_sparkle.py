@@ -72,7 +72,9 @@ def transcribed(
     radius: float = np.inf,
     purposes: str = "B_y B_f1 B_f2 B_g1 B_g2",
 ) -> dict[str, np.ndarray]:
-    """x, y, u after one outer iteration per matrix of `Ws`. What `stays` at its peer takes plain gradient steps."""
+    """Compute x, y, u after one outer iteration per matrix of `Ws`.
+
+    Values in `stays` do not leave their peer and take plain gradient steps."""
     samples, n, I = by_hand.Samples(task, **DRAWS), task.num_clients, np.eye(task.num_clients)
     share = n * task.closed_form().share[:, None]
     rates = dict(zip("xyu", STEPS.values(), strict=True))

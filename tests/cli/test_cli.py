@@ -320,7 +320,7 @@ def test_every_setting_of_every_algorithm_is_a_flag_with_its_symbol(name):
 
 
 def test_no_flag_means_two_things():
-    """A task and an algorithm are set on one command line, so their settings must not share a name."""
+    """One command line sets a task and an algorithm, so their settings must not share a name."""
     run_flags = {param.name for param in cli.commands["run"].params}
     names = lambda kinds: {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
     tasks, algorithms = names(discovery.tasks()), names(discovery.algorithms())

@@ -57,7 +57,7 @@ def test_simulations_keep_the_contract(algorithm, settings, options):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.67])
 def test_sites_keep_the_contract(tmp_path, monkeypatch, fraction):
-    """A real server and real sites that exchange bytes in this process; the check takes the place of the loop."""
+    """A real server and real sites exchange bytes in this process; the check replaces the loop."""
     reports = []
 
     def checked(_algorithm: Any, fed: Any, **_options: Any) -> Any:

@@ -104,7 +104,7 @@ def test_every_algorithm_goes_the_same_way_captured_or_not(name):
 )
 @pytest.mark.parametrize("split", ["iid", "shards"])
 def test_features_minibatches_and_whole_batches_of_other_cohorts(algorithm, split):
-    """Cohorts of half the clients, who have equal or unequal numbers of images, on minibatches and on all of them."""
+    """Cohorts of half the clients, with equal or unequal sizes, on minibatches and whole batches."""
     built = images(split=split)
     for batch_size in ({"train": 8, "val": 8, "outside": None}, None):
         assert assert_same_run(algorithm, built, cohort=Cohort(0.5), batch_size=batch_size, num_iterations=10)._kept
@@ -166,7 +166,7 @@ def test_what_cannot_be_replayed_is_run_as_ever_and_says_why(algorithm, phase, r
 
 
 def test_plain_values_that_change_are_not_captured():
-    """Every outer iteration of CommFedBiO's sketch has its own seed: nothing of it comes three times."""
+    """CommFedBiO's sketch has a new seed in every outer iteration, so no call occurs three times."""
     fed, _ = follow(
         CommFedBiO(compression="sketch"),
         Quadratic(num_clients=4, num_samples=8).build(),

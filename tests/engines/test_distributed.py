@@ -48,7 +48,7 @@ def end_group(process):
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    """What one process makes of every case, and the beginnings of the runs that several will go on with."""
+    """Run every case in one process, and begin the runs that several processes resume."""
     folder = tmp_path_factory.mktemp("simulated")
     for name in CASES:
         go(name, EXACT, 3, record=folder / f"{name}-exact")

@@ -1,4 +1,4 @@
-"""Peers in one process: what the verbs do to rows, what may leave a peer, and that one row is all a peer needs."""
+"""Peers in one process: the effect of the verbs on rows, private values, and peers with one row."""
 
 from __future__ import annotations
 

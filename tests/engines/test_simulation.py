@@ -526,7 +526,7 @@ def test_a_cohort_of_nobody_is_a_clear_error():
     ids=["aggitd-sum", "fednest"],
 )
 def test_a_client_that_missed_the_hypergradient_does_not_step_along_an_old_one(algorithm):
-    """With a private x, h stays at its client: who was absent when it was computed has none of this outer iteration."""
+    """With a private x, h stays at its client, so an absent client has no h of this iteration."""
     hypergradient_call = 6  # with two lower rounds, in both algorithms; the steps on x are the call after it
     fed = federate(
         algorithm,

@@ -193,7 +193,7 @@ def test_without_faults_robust_steps_are_plain_push_sum():
 
 
 def test_steps_depend_on_the_seed_and_their_number_alone():
-    """Started at step 6, a peer does what it would have done had it run on; another seed does something else."""
+    """Peers that restart at step 6 act as if they had not stopped; another seed acts differently."""
 
     def masses(first, num, peers, seed=2):
         advance = robust_steps(

@@ -1,4 +1,4 @@
-"""What a run is charged equals the formulas of the papers, for any settings; counted here from the formulas alone."""
+"""The charges of a run equal the formulas of the papers for any settings."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def check_one_cohort_per_iteration(case: dict[str, Any]) -> None:
 
 
 def check_a_cohort_per_factor(case: dict[str, Any]) -> None:
-    """Every phase reaches as many clients as the cohort holds, so the totals are known although who pays is not."""
+    """Every phase reaches a full cohort, so the totals are known although the clients are not."""
     algorithm, n = case["algorithm"], case["n"]
     if isinstance(algorithm.num_local_steps, tuple):
         return
@@ -385,7 +385,7 @@ def edges_used(network: Network, steps: range) -> torch.Tensor:
 
 
 def check_edges(peers: PeerSimulation, charged: list[tuple[torch.Tensor, int, int]]) -> None:
-    """(messages per edge, floats, bytes of one), and that columns are the sums of edges over receivers."""
+    """Check (messages per edge, floats, bytes of one), and columns as sums of edges over receivers."""
     ledger = peers.ledger
     wanted = {
         "messages": sum(sent for sent, _, _ in charged),
@@ -534,7 +534,7 @@ def test_edges_survive_a_round_trip_and_the_copy_is_its_own():
     )
 )
 def test_messages_counted_until_somebody_looks_are_those_added_one_by_one(charges):
-    """The same links again and again, links that are changed between two charges, readings and a resume in between."""
+    """Repeated links, links changed between two charges, and reads and a resume in between."""
     ledger, matrices = (
         Ledger(3),
         [torch.randint(0, 2 + k, (3, 3), generator=torch.Generator().manual_seed(k)) for k in range(3)],

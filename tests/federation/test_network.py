@@ -1,4 +1,4 @@
-"""Who sends to whom, and the matrices made of it, against definitions written out with numpy and networkx."""
+"""The edges of a network and their matrices against definitions in numpy and networkx."""
 
 import json
 import math
@@ -459,7 +459,7 @@ def test_fastest_is_not_beaten_by_random_search_nor_by_metropolis(n, density, se
 
 
 def test_fastest_mixes_every_island_by_itself():
-    """A step of a random network may leave islands; the second eigenvalue is then 1 whatever is done."""
+    """A step of a random network may have islands; its second eigenvalue is then always 1."""
     graph = nx.disjoint_union_all([nx.path_graph(4), nx.empty_graph(1), nx.complete_graph(3)])
     order = np.random.default_rng(0).permutation(8)
     who = with_loops(graph)[order][:, order]

@@ -74,7 +74,7 @@ def scripts_with_replacement(weights: Sequence[int], size: int) -> Iterator[tupl
 
 
 def scripts_without_replacement(weights: Sequence[int], size: int) -> Iterator[tuple[float, dict[str, list[int]]]]:
-    """Every order of the clients that are drawn, and every start of the marks, with its probability."""
+    """Yield every order of the drawn clients and every start of the marks, with its probability."""
     others = (~always_in(torch.tensor(weights), size)).nonzero()[:, 0].tolist()
     total = sum(weights[i] for i in others)
     orders = list(itertools.permutations(range(len(others))))
@@ -148,7 +148,7 @@ def test_clients_with_a_whole_place_are_always_in():
 @pytest.mark.parametrize("weight", [1, 6])
 @pytest.mark.parametrize("replacement", [False, True])
 def test_equal_weights_draw_the_cohorts_of_the_uniform_draw(weight, replacement):
-    """The draws of recorded results: uniform integers with replacement, the first places of a permutation without."""
+    """Recorded results used uniform integers with replacement, and a permutation without."""
     n, size, stream = 7, 3, Stream(5)
     sampler = Sampler(Cohort(size / n, replacement), torch.full((n,), weight))
     for iteration, call in itertools.product(range(20), (1, 2)):

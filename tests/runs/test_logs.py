@@ -207,7 +207,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_ctrl_c_a_resumed_run_goes_on_in_its_log_and_doubles_nothing(name, tmp_path, capsys):
-    """Ctrl-C during outer iteration 3, which is finished and has a checkpoint but no measurement."""
+    """Ctrl-C in outer iteration 3, which is finished and has a checkpoint but no measurement."""
     first = go(tmp_path / "run", made(name, tmp_path), callbacks=[StopAt(3, ctrl_c)])
     assert first.stopped == "interrupted"
     check(name, tmp_path, first.rows)

@@ -21,7 +21,7 @@ def test_a_target_is_reached_from_the_side_where_the_run_starts():
 
 
 def test_losses_residuals_and_hypergradients_are_reached_from_above_wherever_they_start():
-    """A hypergradient may be small at the start by accident; what is not finite decides nothing and reaches nothing."""
+    """A hypergradient may be small at the start by accident; a non-finite value never counts."""
     values = (math.nan, 0.001, 3.0, 0.05, -math.inf, 0.009)
     rows = [
         {"iteration": i, "hypergradient": value, "my_loss": value, "accuracy": value} for i, value in enumerate(values)

@@ -1,4 +1,4 @@
-"""The personalisation study: every method on every network, early stopping, a record that is gone on with."""
+"""The personalisation study: every method on every network, early stopping, and resuming."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Experiment files: what is merged, run, resumed, printed beside the paper's figures, tuned and written back."""
+"""Experiment files: merging, running, resuming, printing beside the paper's figures, and tuning."""
 
 import functools
 import json
