@@ -1,5 +1,6 @@
-"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text: each on a tiny file written here, and on the
-published files where they are.
+"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text.
+
+Each reader reads a tiny file written here, and the published files where they exist.
 """
 
 import gzip
