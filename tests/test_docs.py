@@ -193,7 +193,7 @@ WITHOUT_SYMBOLS = {}  # displayed line -> algorithms whose page has it, for line
 
 @pytest.mark.parametrize("name", NAMES)
 def test_displayed_equations_are_mathematics(site, name):
-    """Every indented line of a docstring has an expression, and no sign of plain notation is left outside of expressions."""
+    """Every indented line of a docstring contains mathematics, and no plain notation is left."""
     source, written = _source(site, f"algorithms/{name}.html"), algorithm_pages.text_of(name)
     rows = re.findall(r"<tr>(.*?)</tr>", "".join(re.findall(r'<table class="equations">(.*?)</table>', source)))
     paragraphs = [*written.body, *(paragraph for part in written.parts.values() for paragraph in part)]
@@ -217,7 +217,9 @@ def test_names_of_other_algorithms_are_links(site):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_plain_notation_is_left_on_an_algorithm_page(site, name):
-    """Subscripts, powers and arrows are mathematics or code, except in the table of settings, whose words the terminal shows too."""
+    """Subscripts, powers and arrows are mathematics or code.
+
+    The table of settings is an exception, because the terminal shows the same words."""
     source = _source(site, f"algorithms/{name}.html")
     article = re.search(r"<article.*?</article>", source, re.DOTALL)[0]
     article = re.sub(r'<h2 id="settings".*?</table>', " ", article, flags=re.DOTALL)
@@ -389,7 +391,10 @@ def test_the_key_of_a_page_names_every_letter(site):
         assert {"d_x", "d_y", *algorithm_pages.letters(discovery.algorithm(name), algorithm_pages.text_of(name))} <= {
             *re.findall(r"[\w']+", said)
         }, name
-    whole = "Symbols: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; Q is drawn as stated above."
+    whole = (
+        "Symbols: d_x and d_y are the lengths of x and y; N, tau and tau_x are in the table of settings; "
+        "Q is drawn as stated above."
+    )
     assert whole in site[1]["algorithms/fbo_aggitd.html"].text
 
 

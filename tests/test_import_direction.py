@@ -1,4 +1,6 @@
-"""Imports run one way through the rooms of the package. They are read from the source, so that lazy imports count too."""
+"""Imports run one way through the rooms of the package.
+
+Imports are read from the source, so lazy imports count too."""
 
 import subprocess
 import sys
@@ -41,7 +43,10 @@ def others(*names: str) -> dict[str, list[str]]:
 
 
 def test_the_reader_sees_plain_lazy_relative_and_dynamic_imports(tmp_path, monkeypatch):
-    source = "import os\nfrom . import engines\ndef f():\n    from ..run import go\n    importlib.import_module('fedbilevel.cli')\n"
+    source = (
+        "import os\nfrom . import engines\n"
+        "def f():\n    from ..run import go\n    importlib.import_module('fedbilevel.cli')\n"
+    )
     place = tmp_path / "fedbilevel" / "algorithms" / "new.py"
     place.parent.mkdir(parents=True)
     place.write_text(source)

@@ -1,4 +1,4 @@
-"""AdaFBiO against its printed equations in numpy, client by client; where it settles, and what it costs."""
+"""AdaFBiO against its printed equations in numpy, client by client; its limit and its cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def value(fed: Simulation, name: str, state: Any) -> np.ndarray:
     return fed.collect(getattr(state, name)).expand(3, -1).numpy()
 
 
-# ---- the paper in numpy ------------------------------------------------------------------------------------------------
+# ---- the paper in numpy --------------------------------------------------------------------------
 
 
 def drawn_k(seed: int, client: int, num_terms: int, where: tuple[int, int, int]) -> int:
@@ -78,7 +78,9 @@ def by_hand(
 def algorithm_1(
     algorithm: AdaFBiO, task: Quadratic, num: int, *, seed: int, batch_size: int | None, absent: Any
 ) -> Iterator[list[dict[str, np.ndarray]]]:
-    """Algorithm 1 of the paper with the old point kept and v, w averaged. Yields every client's values at the start and after every sync."""
+    """Yield every client's values at the start and after every sync of the paper's Algorithm 1.
+
+    The old point is kept, and v and w are averaged."""
     samples = Samples(task, seed=seed, batch_size=batch_size)
     m, q, rho, r = task.num_clients, algorithm.num_local_steps, algorithm.damping, algorithm.decay
     pairs = {"x": "w", "y": "v", **({"u": "s"} if algorithm.hypergradient == "shared-u" else {})}
@@ -87,7 +89,9 @@ def algorithm_1(
     n = max(100, m) if algorithm.offset is None else algorithm.offset
 
     def sync(rows: list[dict], now: dict[int, dict], first: bool) -> list[dict]:
-        """Means of what travels; kept values change only at clients that are here. Then a and b, from what their owner now holds."""
+        """Average the values that travel and compute a and b from the values their owner now holds.
+
+        Kept values change only at the clients of the cohort."""
         new = [dict(row) for row in rows]
         for name in next(iter(now.values())):
             mean = np.mean([row[name] for row in now.values()], axis=0)
@@ -188,7 +192,10 @@ def test_every_value_follows_the_printed_equations_on_minibatches(lower, upper, 
 
 
 def test_the_first_two_steps_by_hand():
-    """One client with one number at each level: g = y^2/2 - xy - y, f = (y - 2)^2/2 + x^2/2 - x, J = -1, H = 1; theta = 1 and K = 1 give h = x - 1 + y - 2."""
+    """Two steps of one client with one number at each level.
+
+    g = y^2/2 - xy - y and f = (y - 2)^2/2 + x^2/2 - x, so J = -1 and H = 1; theta = 1 and K = 1
+    give h = x - 1 + y - 2."""
     one = np.ones((1, 1, 1))
     client = {"train": {"A": one, "B": one, "c": one[0]}, "val": {"D": one, "t": 2 * one[0], "R": one, "r": one[0]}}
     built = Quadratic(num_clients=1, dim_upper=1, dim_lower=1).build()._replace(clients=[client])
@@ -207,7 +214,8 @@ def test_the_first_two_steps_by_hand():
     for adaptive, dw, dv in (("adam", 2.78, 0.9), ("adabelief", 0.22, 0.1)):
         first, second, third = (state for _, state in states(AdaFBiO(adaptive=adaptive, **steps), built, 2))
         assert [float(first.w), float(first.v), float(first.a), float(first.b)] == [-3.0, -1.0, 2.25, 0.25]
-        # eta = (1/8)^(1/3) = 1/2:  x = 0.05 * 3 / (1.5 + 1),  y = 0.2 * 1 / (0.25 + 1);  whole batches, so w and v are the directions there
+        # eta = (1/8)^(1/3) = 1/2:  x = 0.05 * 3 / (1.5 + 1),  y = 0.2 * 1 / (0.25 + 1)
+        # whole batches, so w and v are the directions at the new point
         np.testing.assert_allclose(
             [float(v) for v in (second.x, second.y, second.w, second.v)], [0.06, 0.16, -2.78, -0.9], rtol=1e-13
         )
@@ -221,7 +229,7 @@ def test_the_first_two_steps_by_hand():
         )
 
 
-# ---- eq. (13) ------------------------------------------------------------------------------------------------------------
+# ---- eq. (13) ------------------------------------------------------------------------------------
 
 
 def clients_at(task: Quadratic, algorithm: AdaFBiO, **options: Any) -> tuple[Clients, torch.Tensor, torch.Tensor]:
@@ -277,7 +285,7 @@ def test_both_evaluations_of_a_step_share_k_and_every_sample(hypergradient):
 
 @pytest.mark.parametrize("hypergradient", ["local-neumann-sum", "shared-u"])
 def test_averaged_estimators_are_the_means_of_the_clients_own_directions_before_averaging(hypergradient):
-    """With whole batches STORM makes no error, however the clients have drifted: the old point is the local one."""
+    """With whole batches STORM has no error for any drift, because the old point is the local one."""
     task = Quadratic(**SMALL)
     algorithm = AdaFBiO(
         lr_upper=0.1,
@@ -302,11 +310,13 @@ def test_averaged_estimators_are_the_means_of_the_clients_own_directions_before_
             np.testing.assert_allclose(getattr(state, name), mean, rtol=0, atol=1e-12)
 
 
-# ---- where it settles ----------------------------------------------------------------------------------------------------
+# ---- limit ---------------------------------------------------------------------------------------
 
 
 def local_solution(closed: ClosedForm, num_terms: int | None = None, theta: float = THETA) -> np.ndarray:
-    """Where the mean of local hypergradients (of a series of num_terms terms, or exact) vanishes, by dense algebra: shared x."""
+    """Solve by dense algebra for the shared x where the mean local hypergradient vanishes.
+
+    The hypergradients use a series of num_terms terms, or are exact if num_terms is None."""
     s, (n, d) = closed.stacked, closed.stacked["c"].shape
     series = lambda H: theta * sum(np.linalg.matrix_power(np.eye(d) - theta * H, j) for j in range(num_terms))
     inverse = np.linalg.inv(s["A"]) if num_terms is None else np.stack([series(H) for H in s["A"]])
@@ -382,7 +392,7 @@ def test_local_steps_drift_by_the_weight_of_the_newest_direction():
     assert 5 < far[0] / far[1] < 20
 
 
-# ---- scopes, costs, failures ---------------------------------------------------------------------------------------------
+# ---- scopes, costs, failures ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lower", "upper"), SCOPES)

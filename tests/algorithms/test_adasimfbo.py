@@ -1,4 +1,4 @@
-"""AdaSimFBO against dense algebra; where it settles, what it sends, and what it is without its moments."""
+"""AdaSimFBO against dense algebra; its limit, its messages, and its form without moments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.numeric.yardstick import drive, fixed_point, relative
 
 
 def adam(algorithm: Any) -> Any:
-    """The server's directions written a second time: moments of every row, which move where the row is real."""
+    """Compute the server's directions; the moments of a row change only where the row is real."""
     m: dict[str, Any] = {}
     s: dict[str, Any] = {}
 
@@ -41,7 +41,7 @@ def adam(algorithm: Any) -> Any:
 
 @given(st.data())
 def test_equals_dense_algebra(data: st.DataObject) -> None:
-    """Any scope, numbers of local steps, server steps, moments, radius, weights, and clients that come and go."""
+    """Any scope, local steps, server steps, moments, radius, weights and cohort of each call."""
     weights = {
         "server_momentum": data.draw(st.sampled_from([0.0, 0.4, 0.9])),
         "server_decay": data.draw(st.sampled_from([0.0, 0.8])),
@@ -51,7 +51,7 @@ def test_equals_dense_algebra(data: st.DataObject) -> None:
 
 
 def test_one_round_by_hand() -> None:
-    """Two clients, one round each way: m = 0.3 q and s = 0.1 q^2 of the mean q, not of the clients' own."""
+    """With two clients and one round, m = 0.3 q and s = 0.1 q^2 use the mean q of the clients."""
     built = Quadratic(num_clients=2, dim_upper=1, dim_lower=1).build()
     plain, moved = drive(SimFBO(**STEPS), built, 1)
     factors = {"server_lr_upper": 0.5, "server_lr_lower": 0.6, "server_lr_system": 0.7}
@@ -103,7 +103,9 @@ def test_reaches_the_closed_form_solution() -> None:
 
 @scopes
 def test_answers_with_an_average_of_iterates_that_it_leaves_alone(lower: str, upper: str) -> None:
-    """The first two iterates count the same, later ones by 1 - kappa; an average that stays at a client moves when the client takes part."""
+    """The first two iterates have equal weight in the average, later ones have weight 1 - kappa.
+
+    An average kept by a client changes only when that client takes part."""
     built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
     gone = [set(), {0}, {1}, set(), {0, 2}]
     options = {"drops": lambda iteration, call: gone[iteration - 1]}

@@ -1,4 +1,4 @@
-"""Clustered federated learning: the best bipartition, when a cluster splits, and where its parts settle."""
+"""Clustered federated learning: the best bipartition, the time of a split, and the limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ NEVER = 1e9
 
 
 def groups(labels: list[int], scale: float = 1.0, **settings: Any) -> Built:
-    """Clients of one group want nearly the same y, those of different groups opposite or orthogonal ones; every A_i and c_i is different."""
+    """Build clients whose y* nearly agree within a group.
+
+    Between groups the y* are opposite or orthogonal. Every client has its own A_i and c_i."""
     task = Quadratic(**{"num_clients": len(labels), "dim_upper": 2, "dim_lower": 3, "heterogeneity": 0.15, **settings})
     wishes = 5 * np.array([[1, -2, 1], [-1, 2, -1], [2, 1, 0]])
     built = task.build()
@@ -111,7 +113,7 @@ def test_three_groups_are_found_in_two_splits_whatever_the_order_in_memory() -> 
 
 
 def test_one_cluster_splits_while_another_goes_on_as_it_is() -> None:
-    """The first and third client pull apart; the second and fourth, a cluster of their own, move together."""
+    """Clients one and three pull apart; clients two and four, the other cluster, move together."""
     built = groups([0, 2, 1, 2])
     algorithm = ClusteredFL(lr_lower=0.3, num_local_steps=1, tolerance_mean=1.5, tolerance_max=2.0)
     fed, state = drive(algorithm, built, 0)
@@ -124,7 +126,7 @@ def test_one_cluster_splits_while_another_goes_on_as_it_is() -> None:
 
 
 def test_one_outer_iteration_by_hand_around_both_tolerances() -> None:
-    """Several local steps; the split is made, and the new clusters are averaged, in the same outer iteration."""
+    """A split and the averages of the new clusters happen in the same outer iteration."""
     task = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, heterogeneity=2.0, client_weights="by_samples")
     samples, x, start, weights = (
         Samples(task),

@@ -1,4 +1,4 @@
-"""CommFedBiO against dense algebra: top-k with and without error feedback, sketches, and what each costs."""
+"""CommFedBiO against dense algebra: top-k with and without error feedback, sketches, and costs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def dense_run(
 
 @given(st.data())
 def test_equals_dense_algebra(data: st.DataObject) -> None:
-    """Any compression, lengths, local steps, weights and upper scope, with clients that come and go between the calls."""
+    """Any compression, lengths, local steps, weights, upper scope and cohort of each call."""
     task = Quadratic(
         **{**SMALL, "dim_lower": 4},
         upper=data.draw(st.sampled_from(["shared", "private"])),
@@ -133,7 +133,7 @@ def test_sketches_are_orthonormal_and_differ() -> None:
     assert relative(orthonormal_rows(2, 3, like), orthonormal_rows(1, 3, like)) > 0.1
 
 
-# ---- where it converges -------------------------------------------------------------------------------------------------------
+# ---- where it converges --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("upper", ["shared", "private"])
@@ -180,7 +180,7 @@ def test_full_sketch_uses_one_minibatch_for_both_sides() -> None:
 
 
 def test_plain_sketched_solution_from_zero_is_far_and_corrections_make_it_exact() -> None:
-    """One row of three: the first u is the best in a line, the corrections of later outer iterations reach the solution."""
+    """With one row of three the first u is the best on a line; corrections reach the solution."""
     task = Quadratic(**SMALL)
     closed = task.closed_form()
     algorithm = CommFedBiO(**STEPS, compression="sketch", num_sketch=1, num_local_steps=1, num_lower_rounds=2)
@@ -192,7 +192,9 @@ def test_plain_sketched_solution_from_zero_is_far_and_corrections_make_it_exact(
 
 
 def rounds_on_u(num: int, *, every: int = 1, **settings: Any) -> tuple[torch.Tensor, np.ndarray, Simulation]:
-    """u after each `every` of `num` rounds of top-2 of 5 entries, with x = 0 and y = y*(0) held fixed, and the exact u."""
+    """Return u after each `every` of `num` rounds of top-2 of 5 entries, and the exact u.
+
+    x = 0 and y = y*(0) are fixed."""
     task = Quadratic(**{**SMALL, "dim_lower": 5})
     closed, built = task.closed_form(), task.build()
     algorithm = CommFedBiO(lr_upper=FROZEN, num_lower_rounds=0, num_system_rounds=every, num_kept=2, **settings)
@@ -207,8 +209,10 @@ def rounds_on_u(num: int, *, every: int = 1, **settings: Any) -> tuple[torch.Ten
 
 
 def test_error_feedback_loses_nothing() -> None:
-    """u_T = u_0 - tau (sum of the full mean directions - mean e_T): what is not sent now is sent later. So the mean of H u - f_y over T rounds
-    is (u_0 - u_T) / (tau T) + mean e_T / T, which vanishes at any step."""
+    """Entries that are not sent in one round are sent in a later round.
+
+    u_T = u_0 - tau (sum of the full mean directions - mean e_T), so the mean of H u - f_y over T
+    rounds is (u_0 - u_T) / (tau T) + mean e_T / T, which vanishes for any step size."""
     us, _, fed = rounds_on_u(60, lr_system=0.1)
     s = Quadratic(**{**SMALL, "dim_lower": 5}).closed_form().stacked
     fy = s["D"] @ np.linalg.solve(s["A"].mean(0), s["c"].mean(0)) - s["Dt"]
@@ -222,8 +226,10 @@ def test_error_feedback_loses_nothing() -> None:
 
 
 def test_distance_falls_with_the_step_only_with_error_feedback() -> None:
-    """The largest distance to the exact u over the last rounds: in proportion to tau with error feedback (0.06 and 0.01 here), a floor at any
-    step without (0.15 and 0.17)."""
+    """Compare the largest distance to the exact u over the last rounds for two step sizes.
+
+    With error feedback the distance is proportional to tau (0.06 and 0.01 here); without it the
+    distance has a floor at any step size (0.15 and 0.17)."""
     worst: dict[bool, list[float]] = {True: [], False: []}
     for error_feedback, distances in worst.items():
         for lr_system, num in ((0.1, 150), (0.02, 400)):
@@ -257,7 +263,7 @@ def test_refuses_a_local_lower_level() -> None:
         assert CommFedBiO().check_scopes(Scopes(upper=upper)) == []  # type: ignore[arg-type]
 
 
-# ---- cost ---------------------------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------
 
 
 @given(st.data())

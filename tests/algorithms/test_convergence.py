@@ -1,4 +1,6 @@
-"""Every algorithm that claims to be exact, in every scope it accepts, on clients that differ and an upper level that couples x and y."""
+"""Convergence of every algorithm that claims to be exact, in every scope that it accepts.
+
+The clients differ, and the upper level couples x and y."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""FBO-AggITD against eq. (5) of its paper, evaluated with dense matrices and without the library's derivatives."""
+"""FBO-AggITD against eq. (5) of its paper in dense matrices, without derivatives of the library."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def federate(algorithm: Any, task: Quadratic, **options: Any) -> Drawing:
 
 
 def start(fed: Simulation, task: Quadratic) -> tuple[Any, Any, np.ndarray, np.ndarray]:
-    """A point away from zero, different at every client where the scope allows it: as the algorithm and as numpy sees it."""
+    """Return a nonzero point for the algorithm and for numpy; it differs per client if allowed."""
     rng, n = np.random.default_rng(3), task.num_clients
     x = rng.standard_normal((n, task.dim_upper) if task.upper == "private" else task.dim_upper)
     y = rng.standard_normal((n, task.dim_lower) if task.lower == "local" else task.dim_lower)
@@ -122,7 +122,9 @@ def start(fed: Simulation, task: Quadratic) -> tuple[Any, Any, np.ndarray, np.nd
 
 
 def estimates(task: Quadratic, **settings: Any) -> tuple[list[np.ndarray], Dense, list[np.ndarray]]:
-    """The library's hypergradient for every Q (rows), and the dense problem with its lower path from the same point."""
+    """Return the library's hypergradient for every Q (rows), the dense problem and its lower path.
+
+    Both start from the same point."""
     algorithm = FBOAggITD(**settings)
     fed = federate(algorithm, task)
     values = []
@@ -230,7 +232,7 @@ def test_converges_to_the_solution_within_its_truncation_error():
     assert relative(state.y, task.closed_form().lower_solution(solution)) < 1e-6
 
 
-# ---- the printed algorithm -----------------------------------------------------------------------------------------------
+# ---- the printed algorithm -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("N", [0, 1, 4])
@@ -262,7 +264,9 @@ def test_literal_blows_up_where_the_corrected_algorithm_converges():
 
 
 def test_the_wrong_index_of_the_print_leaves_a_bias_of_lam_times_fy():
-    """With lam = 1 the missing lam makes no difference, so what remains is z^{N-1} for z^N: E[p] -> H^-1 f_y + lam f_y."""
+    """With lam = 1 the missing factor lam has no effect, so only z^{N-1} in place of z^N remains.
+
+    Then E[p] -> H^-1 f_y + lam f_y."""
     task, N, scale = Quadratic(), 10, 0.25
     built, closed = task.build(), task.closed_form()
     lower = built.problem.lower
@@ -293,7 +297,7 @@ def test_literal_without_a_sampled_q_is_refused():
         FBOAggITD(literal=True)
 
 
-# ---- the lower solver ---------------------------------------------------------------------------------------------------
+# ---- the lower solver ----------------------------------------------------------------------------
 
 
 def test_plain_local_sgd_follows_its_own_dense_path_and_its_eq_5():
@@ -337,12 +341,14 @@ def test_plain_local_sgd_drifts_in_proportion_to_the_step_and_svrg_does_not():
     assert distance(0.2, "svrg") < 1e-7
 
 
-# ---- partial participation -----------------------------------------------------------------------------------------------
+# ---- partial participation -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("redraw", ["per_factor", "per_iteration"])
 def test_a_local_hypergradient_never_uses_a_chain_of_an_earlier_outer_iteration(redraw):
-    """Each client's h is its own eq. (5), whoever else takes part. N = 0: z = lam f_y at the only point of the path."""
+    """Each client's h is its own eq. (5) for any cohort.
+
+    With N = 0, z = lam f_y at the only point of the path."""
     task, lam = Quadratic(lower="local", upper="private"), 0.2
     algorithm = FBOAggITD(lr_upper=0.1, lr_system=lam, num_lower_rounds=0)
     fed = federate(algorithm, task, cohort=Cohort(fraction=0.6, redraw=redraw))

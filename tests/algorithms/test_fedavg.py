@@ -25,7 +25,9 @@ def away_from_zero(task: Quadratic) -> Built:
 
 
 def settled(closed: ClosedForm, lr: float, taus: tuple[int, ...]) -> np.ndarray:
-    """The fixed point of averaged local gradient descent: after tau steps y_i = M^tau y + (I - M^tau) y_i*, with M = I - lr A_i."""
+    """Compute the fixed point of averaged local gradient descent.
+
+    After tau steps y_i = M^tau y + (I - M^tau) y_i*, with M = I - lr A_i."""
     powers = np.stack(
         [np.linalg.matrix_power(np.eye(len(A)) - lr * A, tau) for A, tau in zip(closed.stacked["A"], taus, strict=True)]
     )

@@ -1,4 +1,4 @@
-"""FedAvg+: the y of FedAvg, and copies of it that are tuned at the clients, measured there, and never sent."""
+"""FedAvg+: the y of FedAvg, and copies of it that the clients tune, measure and never send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedBiO against its own recursion in dense matrices, and against the closed-form solution it must reach."""
+"""FedBiO against its own recursion in dense matrices and against the closed-form solution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCOPES = [
 
 
 class DenseFedBiO:
-    """One row (x, y, u) per client: a local step is v <- v - S (K_i v - k_i), written from the matrices of the task.
+    """One row (x, y, u) per client: a local step is v <- v - S (K_i v - k_i) in dense matrices.
 
     x: R x - r + B'u    y: A y - B x - c    u: A u - D y + Dt
     """
@@ -128,7 +128,7 @@ def test_a_run_with_five_local_steps_reaches_that_fixed_point():
     np.testing.assert_allclose(rows(fed, state)[0], DenseFedBiO(task, **steps).fixed_point(5), rtol=0, atol=1e-8)
 
 
-# ---- the projection of u -------------------------------------------------------------------------------------------------
+# ---- the projection of u -------------------------------------------------------------------------
 
 
 def test_u_is_projected_at_each_client_before_the_mean():

@@ -33,7 +33,9 @@ def small(**settings: Any) -> Quadratic:
 
 
 def neumann_solution(closed: ClosedForm, tau: float, Q: int) -> np.ndarray:
-    """Where the mean of Phi_i(x, y_i*(x)) vanishes, with the Neumann series of Q + 1 terms for every A_i^-1."""
+    """Solve for x where the mean of Phi_i(x, y_i*(x)) vanishes.
+
+    Every A_i^-1 is replaced by its Neumann series of Q + 1 terms."""
     s, eye = closed.stacked, np.eye(closed.stacked["A"].shape[1])
 
     def phi(x: np.ndarray) -> np.ndarray:
@@ -73,7 +75,10 @@ def test_the_neumann_series_reaches_a_point_whose_bias_vanishes_with_its_length(
 
 
 def test_the_bias_of_the_neumann_series() -> None:
-    """Phi_i read off one step of length one against dense algebra: short of H^-1 f_y by H^-1 (I - tau H)^(Q+1) f_y, so (1 - tau mu)^(Q+1) in the end."""
+    """Compare Phi_i, read from one step of length one, with dense algebra.
+
+    The series differs from H^-1 f_y by H^-1 (I - tau H)^(Q+1) f_y, so the bias decays like
+    (1 - tau mu)^(Q+1)."""
     task, tau = small(num_clients=1, dim_upper=3), 0.3
     (client,) = Samples(task).clients
     A, J = hessian(client["train"]), jacobian(client["train"])
@@ -99,7 +104,7 @@ def test_the_bias_of_the_neumann_series() -> None:
 @pytest.mark.parametrize("upper", ["shared", "private"])
 @pytest.mark.parametrize("counts", [[2, 3, 1], [3]])
 def test_agrees_with_algorithm_3_by_hand(u: str, upper: str, counts: list[int]) -> None:
-    """Iterate by iterate, with minibatches: f_x and f_y share theirs, J and every factor have their own."""
+    """Every iterate agrees: f_x and f_y share a minibatch, J and every factor have their own."""
     task, num = small(num_clients=len(counts), upper=upper, cross=0.4), len(counts)
     samples = Samples(task, seed=2, batch_size=2)
     start = {"x": np.zeros(2), "y": np.zeros(3)}
@@ -181,6 +186,9 @@ def test_a_global_lower_level_is_refused() -> None:
     assert FedBiOLocal().check_scopes(Scopes(lower="local")) == []
     with pytest.raises(
         ScopeError,
-        match="fedbio_local cannot solve a problem with a global lower level: it solves a linear system with the Hessian of each",
+        match=(
+            "fedbio_local cannot solve a problem with a global lower level: "
+            "it solves a linear system with the Hessian of each"
+        ),
     ):
         FedBiOLocal().check_scopes(Scopes(lower="global"))

@@ -77,7 +77,10 @@ def test_three_local_steps_leave_a_distance_proportional_to_c_and_to_the_cube_of
     ["one client", "unequal steps", "shared minibatches", "ball", "absent in R1", "absent in R2", "absent in both"],
 )
 def test_agrees_with_algorithm_1_by_hand(case: str, scopes: tuple[str, str]) -> None:
-    """Iterate by iterate, with minibatches: same samples at the new and the old point, old point not averaged, every a_t in its place."""
+    """Every iterate agrees, with minibatches.
+
+    The new and the old point use the same samples, the old point is not averaged, and every a_t
+    has the right index."""
     num = 1 if case == "one client" else 3
     counts = [3] if case == "one client" else [2, 3, 1] if case == "unequal steps" else [2, 2, 2]
     task = small(num_clients=num, lower=scopes[0], upper=scopes[1], cross=0.4)
@@ -127,8 +130,10 @@ def test_agrees_with_algorithm_1_by_hand(case: str, scopes: tuple[str, str]) -> 
 
 
 def test_estimates_follow_the_mean_of_the_directions() -> None:
-    """With whole batches the means of nu, om, q are the mean directions at the averaged point, however far the clients drift between
-    rounds: true only if the old point is the client's own, and only if R2 averages after STORM."""
+    """With whole batches the means of nu, om, q are the mean directions at the averaged point.
+
+    This holds for any drift between rounds only if each client keeps its own old point and R2
+    averages after STORM."""
     task = small(num_clients=4, cross=0.4)
     samples = Samples(task)
     algorithm = FedBiOAcc(lr_upper=0.1, lr_lower=0.3, lr_system=0.3, num_local_steps=4, delta=2.0, offset=7.0)
@@ -140,7 +145,9 @@ def test_estimates_follow_the_mean_of_the_directions() -> None:
 
 
 def test_both_points_see_the_same_samples() -> None:
-    """Steps too short to change a float64: new and old point are one, so est <- d + (1 - c a^2) (est - d) with a direction d of ONE sample."""
+    """The steps are too short to change a float64, so the new and the old point are equal.
+
+    Then est <- d + (1 - c a^2) (est - d), with a direction d of ONE sample."""
     task = small(num_clients=1, num_samples=6)
     a, c = 10 / 1001 ** (1 / 3), 0.3
     algorithm = FedBiOAcc(

@@ -39,7 +39,9 @@ def test_local_u_reaches_the_solution(num_local_steps: int) -> None:
 
 
 def test_the_neumann_series_reaches_the_solution_up_to_its_bias() -> None:
-    """A_i = 1.25 I at every client: a series of Q + 1 terms is the inverse times 1 - (1 - tau mu)^(Q+1), whatever else differs."""
+    """A_i = 1.25 I at every client, so the bias of the series is known whatever else differs.
+
+    A series of Q + 1 terms is the inverse times 1 - (1 - tau mu)^(Q+1)."""
     task = small()
     built = task.build()
     clients = [{role: dict(fields) for role, fields in client.items()} for client in built.clients]
@@ -65,7 +67,9 @@ def test_the_neumann_series_reaches_the_solution_up_to_its_bias() -> None:
 @pytest.mark.parametrize("upper", ["shared", "private"])
 @pytest.mark.parametrize("case", ["one client", "unequal steps", "absent in R1", "absent in R2"])
 def test_agrees_with_algorithm_4_by_hand(case: str, upper: str, u: str) -> None:
-    """Iterate by iterate, with minibatches: all of xi, zeta_0..zeta_Q the same at the new and the old point, old point not averaged."""
+    """Every iterate agrees, with minibatches.
+
+    The new and the old point share all of xi, zeta_0..zeta_Q, and the old point is not averaged."""
     counts = [3] if case == "one client" else [2, 3, 1]
     task, num = small(num_clients=len(counts), upper=upper, cross=0.4), len(counts)
     drops = lambda k, call: [1] if case == f"absent in R{call}" and k in (1, 3) else []
@@ -110,8 +114,9 @@ def test_agrees_with_algorithm_4_by_hand(case: str, upper: str, u: str) -> None:
 
 
 def test_the_estimate_of_x_follows_the_mean_of_the_hypergradients() -> None:
-    """With whole batches nu is the mean of Phi_i at the averaged x and every client's own y_i, however far x_i drifted: true only for an
-    old point that is the client's own."""
+    """With whole batches nu is the mean of Phi_i at the averaged x and every client's own y_i.
+
+    This holds for any drift of x_i only if each client keeps its own old point."""
     task = small(cross=0.4)
     samples = Samples(task)
     algorithm = FedBiOAccLocal(

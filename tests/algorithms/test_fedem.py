@@ -64,7 +64,9 @@ def responsibilities(samples: np.ndarray, log_pi: np.ndarray, centres: np.ndarra
 @pytest.mark.parametrize("lower", ["global", "local"])
 @pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_agrees_with_em_by_hand(weights: Any, lower: Any) -> None:
-    """pi is the mean responsibility; a step on a centre goes along the mean of q_m (s - centre_m), with the new pi and q of the moment."""
+    """pi is the mean responsibility; centre m moves along the mean of q_m (s - centre_m).
+
+    The step on a centre uses the new pi and the current q."""
     built, lr, counts = mixture(client_weights=weights, lower=lower), 0.3, (2, 3, 1, 2)
     data = [client["train"]["s"] for client in built.clients]
     share = (
@@ -102,7 +104,9 @@ def test_a_loss_that_takes_the_softmax_of_x_gives_the_same_run() -> None:
 
 
 def test_the_loss_never_rises_and_the_mixture_is_found() -> None:
-    """One local step with all samples: an EM step of pi, then a descent step of y no longer than one over the curvature, which is at most one."""
+    """One local step with all samples is an EM step of pi, then a descent step of y.
+
+    The descent step is at most one over the curvature, and the curvature is at most one."""
     losses = []
     for fed, state in states(FedEM(lr_lower=0.9, num_local_steps=1), mixture(sizes=(150, 150, 150, 150)), 80):
         losses.append(fed.measure(state.x, state.y)["lower_loss"])

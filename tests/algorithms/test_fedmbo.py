@@ -1,4 +1,4 @@
-"""FedMBO against dense algebra: every path of cohorts, the expectation over all of them, and its cost."""
+"""FedMBO against dense algebra: every path of cohorts, the expectation over paths, and its cost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Dense:
         return self.mean(self.h(x, p), next(cohorts), kept=self.closed.private), y
 
     def series(self, algorithm: FedMBO, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """f_x - J lam sum_{j<N} (I - lam H)^j f_y with the mean Hessian (or each client's own, for a local lower level)."""
+        """Compute f_x - J lam sum_{j<N} (I - lam H)^j f_y.
+
+        H is the mean Hessian, or each client's own for a local lower level."""
         everyone, local, lam = list(range(self.n)), self.closed.local, algorithm.lr_system
         H = self.H(y) if local else np.broadcast_to(np.tensordot(self.closed.share, self.H(y), axes=1), self.H(y).shape)
         term = self.mean(self.fy(y), everyone, kept=local)
@@ -96,13 +98,15 @@ def iterations_by_factors(fed: Simulation, num_terms: int) -> dict[int, int]:
     return found
 
 
-# ---- expectation ---------------------------------------------------------------------------------------------------------
+# ---- expectation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_expectation_over_cohorts_and_lengths_is_the_global_series(size: int) -> None:
-    """All N' and all sequences of cohorts, each run by the engine: their mean is the N-term series of the mean Hessian. A cohort that is
-    kept for the whole outer iteration is not: its mean is off by more than a percent."""
+    """The mean over all N' and all sequences of cohorts is the N-term series of the mean Hessian.
+
+    The engine runs every case. With one cohort for the whole outer iteration the mean is wrong by
+    more than a percent."""
     task = Quadratic(**SMALL, bend=BEND)
     algorithm = FedMBO(**STEPS, num_lower_rounds=0, num_terms=3)
     cohorts = [set(cohort) for cohort in combinations(range(3), size)]
@@ -132,7 +136,9 @@ def test_expectation_over_cohorts_and_lengths_is_the_global_series(size: int) ->
 
 @scopes
 def test_expectation_over_lengths_in_every_scope(lower: str, upper: str) -> None:
-    task = Quadratic(**SMALL, bend=BEND, lower=lower, upper=upper, client_weights="by_samples")  # type: ignore[arg-type]
+    task = Quadratic(  # type: ignore[arg-type]
+        **SMALL, bend=BEND, lower=lower, upper=upper, client_weights="by_samples"
+    )
     algorithm = FedMBO(**STEPS, num_lower_rounds=0, num_terms=5)
     built = task.build()
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
@@ -148,7 +154,9 @@ def test_expectation_over_lengths_in_every_scope(lower: str, upper: str) -> None
 
 @scopes
 def test_expected_step_vanishes_at_the_solution(lower: str, upper: str) -> None:
-    """At y*(x) the expected step is affine in x; its root is the closed-form solution up to the length of the series."""
+    """At y*(x) the expected step is affine in x, and its root is the closed-form solution.
+
+    The root is exact up to the truncation of the series."""
     task = Quadratic(**SMALL, lower=lower, upper=upper)  # type: ignore[arg-type]
     closed, built, errors = task.closed_form(), task.build(), []
     shape = (3, 2) if upper == "private" else (2,)
@@ -176,13 +184,14 @@ def test_expected_step_vanishes_at_the_solution(lower: str, upper: str) -> None:
     assert errors[1] < 0.1 * errors[0]
 
 
-# ---- every path ----------------------------------------------------------------------------------------------------------
+# ---- every path ----------------------------------------------------------------------------------
 
 
 @given(st.data())
 def test_every_path_equals_dense_algebra(data: st.DataObject) -> None:
-    """Two outer iterations with clients that come and go between the calls: any scope, weights and lengths, on a lower level whose Hessian
-    depends on y."""
+    """Two outer iterations with any scope, weights, lengths and cohort of each call.
+
+    The Hessian of the lower level depends on y."""
     lower, upper = data.draw(st.sampled_from(SCOPES))
     weights = data.draw(st.sampled_from(["equal", "by_samples"]))
     task = Quadratic(**SMALL, bend=BEND, lower=lower, upper=upper, client_weights=weights)
@@ -222,12 +231,15 @@ def test_private_blocks_move_only_for_the_last_cohort() -> None:
     assert min(float(x[i].norm()) for i in (0, 2)) > 1e-3
 
 
-# ---- draws and cost --------------------------------------------------------------------------------------------------------
+# ---- draws and cost ------------------------------------------------------------------------------
 
 
 def check_fresh_clients(algorithm: Any, chance: dict[tuple[str, str], float], redraw: str, num: int) -> list[int]:
-    """Cohorts of one among four, read off who paid for what in each of `num` outer iterations: two kinds of derivative (or two of one kind) meet at
-    a client with the given chance if all cohorts are independent, and always if one is kept. Returns the numbers of H v."""
+    """Check by the charges of `num` outer iterations that cohorts of one of four are independent.
+
+    Two kinds of derivative (or two of one kind) are charged to the same client with the given
+    probability if all cohorts are independent, and always if one cohort is kept. Returns the
+    numbers of H v."""
     built = Quadratic(num_clients=4, dim_upper=1, dim_lower=1).build()
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64, cohort=Cohort(0.25, redraw=redraw))
     state, products = algorithm.init(fed), []

@@ -1,7 +1,7 @@
-"""Hyper-Gradient Push against dense algebra, exact hypergradients and a transcription in numpy, on clients that differ in everything.
+"""Hyper-Gradient Push against dense algebra, exact hypergradients and a numpy transcription.
 
-Upper variables are private and differ between peers wherever an estimate is judged: where all blocks are equal, an estimator that returned their mean
-could not be told from the right one.
+The clients differ in all their data. Upper variables are private and differ between peers wherever
+an estimate is checked: with equal blocks, an estimator that returns their mean would pass too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def differing(peers: PeerSimulation, scale: float = 0.5) -> Tensor:
 
 
 class Dense:
-    """Matrices of every client at (x, y), one column at a time, and what follows from them by algebra."""
+    """Matrices of every client at (x, y), built column by column, and quantities derived from them."""
 
     def __init__(self, peers: PeerSimulation, x: Tensor, y: Tensor) -> None:
         host, n = peers.host, peers.num_clients
@@ -99,7 +99,7 @@ class Dense:
 
 
 class Point:
-    """A problem at y*(x) with x differing between peers, its exact hypergradient and a step that is allowed."""
+    """A problem at y*(x), with x different per peer, its exact hypergradient and a valid step."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
@@ -141,7 +141,7 @@ class Point:
         return relative(self.estimate(network, averaging, num_terms), self.dense.truncated(self.eta, num_terms))
 
 
-# ---- the exact hypergradient ------------------------------------------------------------------------------------------------
+# ---- the exact hypergradient ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_every_averaging_operator_gives_the_exact_hypergradient(name, settings):
 
 
 def test_where_all_blocks_are_equal_a_mean_of_blocks_cannot_be_told_from_the_answer():
-    """Why no test here uses such a problem: the published error figure for this method has equal blocks."""
+    """Other tests avoid equal blocks for this reason; the published error figure has them."""
     point = Point(bent(heterogeneity=0, noise=0).build())
     point.x = point.x[:1].expand(4, -1)
     point.y = lower_solution(engine(HGP(), point.built).host, point.x)
@@ -217,7 +217,7 @@ def test_ragged_private_variables_get_their_own_blocks():
     assert relative(value.mean(0).expand_as(target), target) > 0.1
 
 
-# ---- how fast -----------------------------------------------------------------------------------------------------------------
+# ---- rate of convergence -------------------------------------------------------------------------
 
 
 def test_truncation_in_m_is_the_neumann_series_of_the_mean_hessian_to_the_last_digit():
@@ -266,7 +266,9 @@ def debiased_products(network: Any, n: int, S: int, num: int) -> Iterator[Tensor
 
 
 def test_on_a_directed_network_the_error_follows_the_measured_contraction():
-    """The error is linear in how far the averages are from the mean; what the m-th does is worth (1 - eta mu)^m. So the two fall together."""
+    """The error is linear in the distance of the averages from the mean, so both fall together.
+
+    The contribution of the m-th average has weight (1 - eta mu)^m."""
     point, M = Point(bent().build()), 15
     fades = 1 - point.eta * point.dense.smallest
     away, errors = {}, {}
@@ -304,7 +306,7 @@ def test_rows_that_sum_to_one_instead_of_columns_give_another_mean(monkeypatch):
     assert min(point.network_error(DIRECTED, Averaging(num_steps=S), 15) for S in (8, 20)) > 0.03
 
 
-# ---- the step of u ----------------------------------------------------------------------------------------------------------------
+# ---- the step of u -------------------------------------------------------------------------------
 
 
 def refusal(eta: float, built: Built, x: Tensor, y: Tensor, **settings: Any) -> str:
@@ -383,13 +385,15 @@ def test_a_step_that_the_papers_condition_allows_diverges():
     assert point.error(num_terms=100, eta=eta) / point.error(num_terms=50, eta=eta) == pytest.approx(1.2**50, rel=0.05)
 
 
-# ---- the whole outer iteration, written again in numpy -----------------------------------------------------------------------
+# ---- the whole outer iteration, written again in numpy -------------------------------------------
 
 
 def by_hand(
     task: Quadratic, a: HGP, network: Any, averaging: Averaging, num: int, batch_size: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """x and y of every peer after every outer iteration: one peer, one sample at a time. Shares no code with the library but draws and edges."""
+    """Yield x and y of every peer after every outer iteration, one peer and one sample at a time.
+
+    Only the draws and the edges come from the library."""
     samples = Samples(task, batch_size=batch_size)
     n, links = len(samples), network.between(len(samples))
     counts = np.array([len(client["train"]["c"]) for client in samples.clients], float)
@@ -525,7 +529,7 @@ def test_peers_with_one_shared_x_stay_together():
     assert apart[45] < 1.3 * apart[15]
 
 
-# ---- minibatches, cost, what may travel ---------------------------------------------------------------------------------------
+# ---- minibatches, cost, private values -----------------------------------------------------------
 
 
 class Watched(PeerSimulation):

@@ -1,4 +1,6 @@
-"""LFedNest in numpy, client by client; where it settles, and what it costs. Also the variant of FedNest that shares its lower steps."""
+"""LFedNest against a numpy transcription, its limit and its cost.
+
+Also the variant of FedNest that uses the same lower steps."""
 
 from __future__ import annotations
 
@@ -187,7 +189,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(kind):
     assert torch.equal(whole.collect(end.y), fresh.collect(state.y))
 
 
-# ---- FedNest with the same lower steps --------------------------------------------------------------------------------
+# ---- FedNest with the same lower steps -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lower", "upper"), SCOPES)

@@ -1,4 +1,6 @@
-"""Local-BSGVRM: AdaFBiO without its matrices, which test_adafbio lays beside the printed equations; where it settles, and what it costs."""
+"""The limit and the cost of Local-BSGVRM, which is AdaFBiO without its matrices.
+
+test_adafbio compares AdaFBiO with the printed equations."""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ def test_three_outer_iterations_by_hand_on_minibatches_with_unequal_work_and_dro
 
 
 def penalty_solution(closed: ClosedForm, lam: float) -> np.ndarray:
-    """Where the gradient of the penalised problem vanishes: affine in x, with J' = -B and y_lam, z from their normal equations."""
+    """Solve for x where the gradient of the penalised problem vanishes.
+
+    The gradient is affine in x, with J' = -B and y_lam, z from their normal equations."""
     s, n = closed.stacked, len(closed.share)
     shape = (n, s["B"].shape[2]) if closed.private else (s["B"].shape[2],)
     lower = (
@@ -127,7 +129,9 @@ def test_a_growing_weight_removes_the_bias():
 
 
 def test_noise_of_samples_is_not_multiplied_by_the_weight():
-    """y and z start together and see the same samples: their difference is of the order of 1/lam, and lam times it does not grow with lam."""
+    """y and z start at the same point and use the same samples, so they differ by O(1/lam).
+
+    Hence lam times the difference does not grow with lam."""
     built = Quadratic(**SMALL, noise=0.9).build()
     small, large = (
         drive(Penalty(**STEPS, penalty=lam, num_local_steps=1), built, 1, batch_size=1)[1] for lam in (1.0, 1e9)

@@ -1,4 +1,4 @@
-"""Stochastic gradient push against numpy, against FedAvg where the network is complete, and against its own limit."""
+"""Stochastic gradient push against numpy, FedAvg on a complete network, and its own limit."""
 
 from __future__ import annotations
 

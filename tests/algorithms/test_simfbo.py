@@ -1,4 +1,4 @@
-"""SimFBO against dense algebra, closed forms and FedBiO; what it converges to when clients do unequal amounts of work."""
+"""SimFBO against dense algebra, closed forms and FedBiO, and its limit under unequal local work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCOPES = [(lower, upper) for lower in ("global", "local") for upper in ("shared"
 scopes = pytest.mark.parametrize(("lower", "upper"), SCOPES)
 
 
-# ---- what the tests of single-loop algorithms share ------------------------------------------------------------------
+# ---- what the tests of single-loop algorithms share ----------------------------------------------
 
 
 def plain(name: str, q: np.ndarray, moved: list[int]) -> np.ndarray:
@@ -41,8 +41,10 @@ def dense_run(
     absent: Any = lambda iteration: (),
     server: Any = plain,
 ) -> dict[str, np.ndarray]:
-    """SimFBO (or ShroFBO: `divide`) written a second time: numpy, client by client, with the server's step at the server. `server` makes what
-    the server steps along out of the rows of q, of which those of the clients `moved` are real."""
+    """Run SimFBO (ShroFBO with `divide`) in numpy, client by client.
+
+    The server takes its own step. `server` computes its direction from the rows of q, of which
+    only the rows of the clients `moved` are real."""
     s, n = closed.stacked, len(closed.share)
     x, y, u = np.zeros((n, s["B"].shape[2])), np.zeros((n, s["A"].shape[1])), np.zeros((n, s["A"].shape[1]))
     taus = (
@@ -114,7 +116,7 @@ def check_against_dense(kind: Any, data: st.DataObject, *, divide: bool, server:
 
 
 def check_mean_over_cohorts(algorithm: Any) -> None:
-    """The mean over all cohorts of two is the step of the whole federation: sampling adds noise and no bias."""
+    """The mean over all cohorts of two is the step of all clients, so sampling adds no bias."""
     built = Quadratic(**SMALL).build()
     _, start = drive(algorithm, built, 2)
     totals = [torch.zeros_like(value) for value in start]
@@ -160,8 +162,9 @@ def check_ledger(kind: Any, data: st.DataObject) -> None:
 
 
 def check_resume(algorithm: Any, lower: str, upper: str, **options: Any) -> None:
-    """Three outer iterations, a checkpoint, three more in a new process: the same bits as six in a row."""
-    built = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, lower=lower, upper=upper).build()  # type: ignore[arg-type]
+    """A checkpoint after three of six outer iterations resumes with the same bits."""
+    task = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, lower=lower, upper=upper)  # type: ignore[arg-type]
+    built = task.build()
     options = {"seed": 5, "batch_size": 2, "cohort": Cohort(0.5), **options}
     whole, target = drive(algorithm, built, 6, **options)
     half, state = drive(algorithm, built, 3, **options)
@@ -180,7 +183,10 @@ def check_resume(algorithm: Any, lower: str, upper: str, **options: Any) -> None
 
 
 def check_unequal_work(kind: Any, target: ClosedForm, other: ClosedForm, built: Any) -> None:
-    """The limit for tau_i = 1, 2, 3 tends to the solution of `target` in proportion to the local step, and stays away from that of `other`."""
+    """Check the limit for tau_i = 1, 2, 3 as the local step shrinks.
+
+    Its distance to the solution of `target` is proportional to the step, and it does not approach
+    the solution of `other`."""
     gap = relative(target.solution(), other.solution())
     errors = []
     for scale in (0.1, 0.01, 0.001):
@@ -197,7 +203,7 @@ def check_unequal_work(kind: Any, target: ClosedForm, other: ClosedForm, built: 
     assert errors[1] / errors[2] == pytest.approx(10, rel=0.01)
 
 
-# ---- SimFBO --------------------------------------------------------------------------------------------------------------
+# ---- SimFBO --------------------------------------------------------------------------------------
 
 
 def test_reaches_the_closed_form_solution() -> None:
@@ -225,7 +231,7 @@ def test_exact_in_every_scope(lower: str, upper: str) -> None:
 
 @given(st.data())
 def test_equals_dense_algebra(data: st.DataObject) -> None:
-    """Any scope, numbers of local steps, server steps, radius, weights, and clients that come and go."""
+    """Any scope, local steps, server steps, radius, weights and cohort of each call."""
     check_against_dense(SimFBO, data, divide=False)
 
 
@@ -252,7 +258,7 @@ def test_unequal_work_solves_the_problem_weighted_by_it() -> None:
 
 
 def test_projects_the_mean_and_not_the_clients() -> None:
-    """A radius just above |u*| changes nothing here; FedBiO, which projects at every client, is then off."""
+    """A radius just above |u*| has no effect here, but FedBiO, which projects per client, is wrong."""
     task = Quadratic(**SMALL)
     closed = task.closed_form()
     radius = 1.01 * float(np.linalg.norm(closed.system_solution(closed.solution())))

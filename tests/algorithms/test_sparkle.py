@@ -1,4 +1,6 @@
-"""SPARKLE against its recursions in plain numpy with dense matrices W, against the closed-form solution, and against FedBiO on a complete network."""
+"""SPARKLE against its recursions in numpy, the closed-form solution and FedBiO.
+
+The recursions use dense matrices W; the comparison with FedBiO is on a complete network."""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def matrices(network: Network, num: int, num_clients: int = 5) -> list[np.ndarra
     return [links.mixing(step).matrix.numpy() for step in range(num)]
 
 
-# ---- the recursions, written with whole histories instead of memories ------------------------------------------------------
+# ---- the recursions, written with whole histories instead of memories ----------------------------
 
 
 def transcribed(
@@ -70,7 +72,9 @@ def transcribed(
     radius: float = np.inf,
     purposes: str = "B_y B_f1 B_f2 B_g1 B_g2",
 ) -> dict[str, np.ndarray]:
-    """x, y, u after one outer iteration per matrix of `Ws`. What `stays` at its peer takes plain gradient steps."""
+    """Compute x, y, u after one outer iteration per matrix of `Ws`.
+
+    Values in `stays` do not leave their peer and take plain gradient steps."""
     samples, n, I = by_hand.Samples(task, **DRAWS), task.num_clients, np.eye(task.num_clients)
     share = n * task.closed_form().share[:, None]
     rates = dict(zip("xyu", STEPS.values(), strict=True))
@@ -155,14 +159,14 @@ def test_two_minibatches_instead_of_five() -> None:
 
 @pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[2], STRATEGIES[3], STRATEGIES[-2]], ids=str)
 def test_u_is_projected_before_its_direction_is_taken(strategy: Any) -> None:
-    """What is sent starts from the projected u too, and a u that has just been mixed may lie outside until the next iteration."""
+    """Messages also start from the projected u; a mixed u may lie outside for one iteration."""
     task, radius = Quadratic(**SMALL, cross=0.4), 0.25
     cut, free = (check_transcription(task, strategy, radius=r, num=4) for r in (radius, None))
     assert np.linalg.norm(cut["u"], axis=1).max() > radius
     assert np.abs(cut["x"] - free["x"]).max() > 1e-3
 
 
-# ---- where it settles ------------------------------------------------------------------------------------------------------
+# ---- convergence ---------------------------------------------------------------------------------
 
 
 def distances(task: Quadratic, found: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -174,7 +178,7 @@ def distances(task: Quadratic, found: dict[str, torch.Tensor]) -> dict[str, floa
 
 
 def one_way(folder: Path) -> tuple[Network, torch.Tensor]:
-    """Four peers in a directed circle with two short cuts, and the weights at which Push-Sum settles there, far from equal."""
+    """Return a directed cycle of four peers with two chords, and its unequal Push-Sum weights."""
     edges = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [0, 3]]
     (folder / "network.json").write_text(json.dumps({"num_peers": 4, "directed": True, "steps": [edges]}))
     network = Network(kind="file", file=str(folder / "network.json"))
@@ -235,7 +239,7 @@ def test_without_a_correction_the_distance_is_proportional_to_the_step(strategy:
     assert 1.9 < far[0] / far[1] < 2.1
 
 
-# ---- the same by another road ------------------------------------------------------------------------------------------------
+# ---- equivalent algorithms -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,7 @@ def test_identical_clients_need_no_correction_on_a_complete_network(correction: 
         np.testing.assert_allclose(getattr(state, name), getattr(plain, name), rtol=0, atol=1e-12)
 
 
-# ---- directed networks -------------------------------------------------------------------------------------------------------
+# ---- directed networks ---------------------------------------------------------------------------
 
 
 class WithoutWeights(PeerSimulation):
@@ -317,7 +321,7 @@ def test_exact_diffusion_and_extra_are_refused_with_push(both: Any) -> None:
         algorithm("push", *both)
 
 
-# ---- what it costs, and going on ------------------------------------------------------------------------------------------------
+# ---- cost and resuming ---------------------------------------------------------------------------
 
 
 OTHERS = [{"upper": "private"}, {"lower": "local"}, {"lower": "local", "upper": "private"}]

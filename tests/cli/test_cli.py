@@ -24,7 +24,9 @@ CALL = "import torch; torch.set_num_threads(1); from fedbilevel.cli.main import 
 
 
 def call(*args, cwd):
-    """As a process of its own would, whose start takes longer than what it does here; `test_ctrl_c_...` starts a real one."""
+    """Run a command in this process, because starting a process takes longer than the command.
+
+    `test_ctrl_c_...` starts a real process."""
     said, complained = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -318,7 +320,7 @@ def test_every_setting_of_every_algorithm_is_a_flag_with_its_symbol(name):
 
 
 def test_no_flag_means_two_things():
-    """A task and an algorithm are set on one command line, so their settings must not share a name."""
+    """One command line sets a task and an algorithm, so their settings must not share a name."""
     run_flags = {param.name for param in cli.commands["run"].params}
     names = lambda kinds: {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
     tasks, algorithms = names(discovery.tasks()), names(discovery.algorithms())

@@ -1,6 +1,7 @@
-"""Errors that no other test provokes: what a user can do wrong in Python, on the command line and in files, and the sentence it ends in.
+"""Errors that no other test provokes: mistakes in Python, on the command line and in files.
 
-`provoked.py` sees to it that no error is forgotten, and that each reads well; here a word or two of each sentence are enough."""
+`provoked.py` checks that every error is reached and reads well, so the tests here match only a few
+words of each sentence."""
 
 import json
 import math
@@ -40,7 +41,7 @@ from fedbilevel.tasks.quadratic import Quadratic
 from support import provoked
 from support.sites.loopback import Loopback
 
-# ---- in Python -----------------------------------------------------------------------------------------------------------
+# ---- in Python -----------------------------------------------------------------------------------
 
 
 def losses(**changes):
@@ -334,7 +335,10 @@ def test_steps_that_are_too_long_for_the_server(tmp_path):
     """What the clients send is finite, and what the server makes of it is not."""
     with pytest.raises(
         NonFiniteError,
-        match=r"the server's '.' is not finite after outer iteration \d: .*; the last good checkpoint, of outer iteration \d, is",
+        match=(
+            r"the server's '.' is not finite after outer iteration \d: .*; "
+            r"the last good checkpoint, of outer iteration \d, is"
+        ),
     ):
         solve(
             *Quadratic().build(),
@@ -370,7 +374,7 @@ def test_estimates_and_averages_that_need_something_else():
         resolved(Other())
 
 
-# ---- on the command line -------------------------------------------------------------------------------------------------
+# ---- on the command line -------------------------------------------------------------------------
 
 
 def said(*words):
@@ -450,22 +454,40 @@ def test_files_of_a_record_that_are_not_what_they_should_be(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("run quadratic -a fedbio --device cuda", "device is 'cuda' but this torch sees no CUDA device: use --device cpu"),
+        (
+            "run quadratic -a fedbio --device cuda",
+            "device is 'cuda' but this torch sees no CUDA device: use --device cpu",
+        ),
         ("run quadratic -a fedbio --timeout -3", "timeout is -3.0, expected seconds above 0, at most 1e+09"),
         ("run quadratic -a fedbio --timeout inf", "timeout is inf, expected seconds above 0"),
-        ("run quadratic -a fedbio --batch-size 0", "batch_size is 0, expected a whole number of samples, at least 1 (in a file also 'all', or a table"),
+        (
+            "run quadratic -a fedbio --batch-size 0",
+            "batch_size is 0, expected a whole number of samples, at least 1 (in a file also 'all', or a table",
+        ),
         ("influence --num-listed -2", "Invalid value for '--num-listed': -2 is not in the range x>=0."),
-        ("compare quadratic --algorithms fedbio --measure-every 0 --out c", "measure_every is 0, expected a whole number, at least 1"),
-        ("compare quadratic --algorithms fedbio --repetitions 0", "repetitions is 0, expected a whole number, at least 1"),
+        (
+            "compare quadratic --algorithms fedbio --measure-every 0 --out c",
+            "measure_every is 0, expected a whole number, at least 1",
+        ),
+        (
+            "compare quadratic --algorithms fedbio --repetitions 0",
+            "repetitions is 0, expected a whole number, at least 1",
+        ),
         ("compare quadratic --algorithms , --out c", "there are no algorithms to compare: name at least one"),
-        ("compare quadratic --algorithms fedbio --set lr_upper=1", "--set got 'lr_upper=1', expected NAME.SETTING=VALUE"),
-        ("compare quadratic --algorithms fedbio --set hgp.lr=1", "There is no algorithm in this comparison named 'hgp'. Known: averaging, fedbio,"),
+        (
+            "compare quadratic --algorithms fedbio --set lr_upper=1",
+            "--set got 'lr_upper=1', expected NAME.SETTING=VALUE",
+        ),
+        (
+            "compare quadratic --algorithms fedbio --set hgp.lr=1",
+            "There is no algorithm in this comparison named 'hgp'. Known: averaging, fedbio,",
+        ),
         ("compare quadratic --algorithms fedbio --out .", "already holds a comparison: name another folder"),
         ("reproduce hgp-table2 --panels none", "There is no panel of hgp-table2 named 'none'"),
         ("tune tuned.toml --panels two", "[tune] searches in the panel 'one' alone, for all panels: omit --panels"),
         ("tune bare.toml", "declares no ranges: add [tune.ranges]"),
     ],
-)  # fmt: skip
+)
 def test_commands(tmp_path, monkeypatch, words, sentence):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -522,7 +544,7 @@ def test_rows_of_studies_that_lack_something(tmp_path):
         influence.run({"dtype": "half"}, repetition=0, folder=tmp_path, device="cpu", say=print)
 
 
-# ---- between sites -------------------------------------------------------------------------------------------------------
+# ---- between sites -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -632,11 +654,13 @@ def test_what_a_site_reads_of_its_own(tmp_path):
         policy.check_data(policy.SiteSettings(), tmp_path)
 
 
-# ---- between organisations -----------------------------------------------------------------------------------------------
+# ---- between organisations -----------------------------------------------------------------------
 
 
 class Answers:
-    """A server of FLARE as the lead sees it, with one job and no sites: what it is asked for is in `given`, or is raised from there."""
+    """A FLARE server as the lead sees it, with one job and no sites.
+
+    A call returns the value of its name in `given`, or raises it if it is an exception."""
 
     def __init__(self, **given):
         self.given = given
@@ -831,7 +855,7 @@ def test_kits_that_cannot_be_started(tmp_path, monkeypatch):
     assert "is running already, as process 4711: stop that one first" in said("federation", "start-site", north)
 
 
-# ---- between peers -------------------------------------------------------------------------------------------------------
+# ---- between peers -------------------------------------------------------------------------------
 
 PEERS = 'name = "t"\ntask = {name = "quadratic", num_clients = 1}\nalgorithm = {name = "sgp"}\n'
 
@@ -878,7 +902,7 @@ def test_peers_that_fail_as_processes(tmp_path):
             peers.wait(60.0)
 
 
-# ---- the plugin itself ---------------------------------------------------------------------------------------------------
+# ---- the plugin itself ---------------------------------------------------------------------------
 
 
 def test_what_is_no_sentence_is_noticed():

@@ -1,4 +1,6 @@
-"""`fedbilevel new`: the project it makes is clean, its script and its tests run, and fedbilevel finds its task as an installer would leave it."""
+"""`fedbilevel new`: the new project is clean, its script and its tests run, and its task is found.
+
+The task is found through the entry points that an installer would write."""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def typed(*words, folder):
 
 
 def installed(project, site):
-    """As `pip install -e` leaves it: the module can be imported and its entry points are known. Both are read from the project's own pyproject.toml."""
+    """Write the files of `pip install -e`: an importable module and its entry points.
+
+    Both are read from the project's own pyproject.toml."""
     content = tomllib.loads((project / "pyproject.toml").read_text())
     info = site / f"{content['project']['name'].replace('-', '_')}-0.1.0.dist-info"
     info.mkdir(parents=True)
@@ -136,7 +140,7 @@ def test_an_empty_folder_is_taken_and_a_path_may_lead_to_it(tmp_path, monkeypatc
     assert "class Tide2(Task):" in Path("tide_2.py").read_text()
 
 
-# ---- faults --------------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,12 @@ def test_a_line_of_progress_is_one_line():
     assert shown == rf"outer iteration 3, loss{SHOWN} 0.5, north\n 0.10 s, without south (no{SHOWN}\nFinished.)"
 
 
-def test_followers_and_errors_of_the_command_line_show_refusals_as_text(lead, tmp_path, monkeypatch):  # noqa: F811 - a fixture
-    """A server that forwards a site's refusal as it came, to a lead who follows the run and asks how it is."""
+def test_followers_and_errors_of_the_command_line_show_refusals_as_text(
+    lead,  # noqa: F811 - a fixture
+    tmp_path,
+    monkeypatch,
+):
+    """The server forwards a site's refusal unchanged to a lead that follows the run."""
     refusal = f"south does not join: {EVIL}\nFinished."
     shown = f"south does not join: {SHOWN}\\nFinished."
     latest = [{"iteration": 1, "missing": {"south": refusal}}]

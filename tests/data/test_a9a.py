@@ -1,4 +1,4 @@
-"""a9a from the packed file and from LIBSVM's text: the same arrays, with the right types, or one clear sentence."""
+"""a9a from the packed file and from LIBSVM's text: equal arrays and types, or one clear sentence."""
 
 import io
 

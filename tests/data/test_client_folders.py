@@ -1,5 +1,6 @@
-"""Many clients in one folder, and Parquet: every format and layout gives the same holdings and run, and every fault is
-one sentence that names a file.
+"""Many clients in one folder, and Parquet: every format and layout gives the same data and run.
+
+Every fault gives one sentence that names a file.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def same(found, expected) -> None:
 
 
 def problem() -> fb.Problem:
-    """Ridge regression whose weight decay is learnt, with every field in a loss, so that none can be wrong unseen."""
+    """Ridge regression with learnt weight decay; every field is in a loss, so a wrong one shows."""
 
     def error(y, batch):
         return (batch["image"] @ y["w"] + 0.1 * batch["age"] - batch["label"].to(y["w"].dtype)) ** 2 * (

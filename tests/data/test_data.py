@@ -1,4 +1,4 @@
-"""Ragged client data: what comes out of a batch, what is refused, and how samples are split and spoiled."""
+"""Ragged client data: the content of a batch, errors, and how samples are split and corrupted."""
 
 import sys
 
@@ -18,7 +18,7 @@ SIZES = {"train": (3, 1, 5), "val": (2, 4, 1), "test": (0, 2, 0)}
 
 
 def holdings(sizes=SIZES):
-    """Every sample says whose it is: value = 100 * client + place, in two fields of different shape and type."""
+    """Samples with value = 100 * client + place, in two fields of different shape and type."""
     return [
         {
             role: {

@@ -1,5 +1,6 @@
-"""Labels spread over clients by a Dirichlet distribution: nothing is lost, nobody is left with too little, and the
-proportions are those drawn.
+"""Labels distributed over clients by a Dirichlet distribution.
+
+No sample is lost, every client has enough samples, and the proportions are those drawn.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def test_counts_per_label_follow_the_proportions_drawn_for_it():
 
 
 def test_a_small_alpha_gathers_a_label_at_few_clients_and_a_large_one_spreads_it():
-    """The mean over labels of the sum of squared shares is (1 + alpha) / (1 + n alpha) for a Dirichlet distribution
-    over n clients.
+    """For a Dirichlet distribution over n clients the expected sum of squared shares is known.
+
+    Its mean over labels is (1 + alpha) / (1 + n alpha).
     """
     labels = np.tile(np.arange(200), 300)
     for alpha in (0.1, 0.4, 5.0):

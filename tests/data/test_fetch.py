@@ -1,5 +1,6 @@
-"""Downloads against a server on this machine: right files arrive whole, wrong ones leave nothing behind, and the
-command line says what happened.
+"""Downloads from a server on this machine.
+
+Correct files arrive whole, wrong files leave nothing behind, and the command line reports both.
 """
 
 import hashlib

@@ -1,5 +1,6 @@
-"""One client's folder: what is written is read as it was, in every format, and every fault is one sentence that names
-the file.
+"""One client's folder: every format reads the values that were written.
+
+Every fault gives one sentence that names the file.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from fedbilevel.errors import DataError, FedBilevelError
 
 @pytest.fixture
 def four(tmp_path, monkeypatch):
-    """The four folders of the search, in order, all empty; the package seems to lie in tmp_path/checkout."""
+    """The four folders of the search, in order and empty; CHECKOUT is tmp_path/checkout."""
     checkout = tmp_path / "checkout"
     order = [tmp_path / "given", tmp_path / "named", tmp_path / "cache" / "fedbilevel", tmp_path / "shared" / "data"]
     for folder in (checkout, *order):

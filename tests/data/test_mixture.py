@@ -1,5 +1,6 @@
-"""The generator draws what it says, recomputed here from the parameters it reports; the published defect is reproduced
-on request only.
+"""The generator's draws against values recomputed from the parameters that it reports.
+
+The published defect is reproduced on request only.
 """
 
 import math
@@ -55,8 +56,9 @@ def test_without_noise_every_label_is_its_rule_at_its_input():
 
 
 def test_with_noise_label_frequencies_are_those_of_the_normal_distribution():
-    """P(label 1 | x, k) = Phi((<x, theta_k> + bias_k) / noise): chi-square over bins of that probability, with the
-    noise of the description.
+    """P(label 1 | x, k) = Phi((<x, theta_k> + bias_k) / noise), by chi-square over bins of it.
+
+    The noise is that of the description.
     """
     mixed = draw(1, num_clients=6, sizes={"train": 20000})
     chance, labels = [], []
@@ -152,8 +154,9 @@ def test_with_the_defect_labels_after_the_largest_count_are_zero_in_spite_of_noi
 
 
 def test_with_the_defect_the_mean_label_falls_by_the_share_of_samples_that_no_rule_reached():
-    """By symmetry a rule's labels are 1 half of the time, so means are 1/2, and half the share that was reached with
-    the defect.
+    """By symmetry half of a rule's labels are 1, so the mean label is 1/2.
+
+    With the defect the mean is half the share of samples that a rule reached.
     """
     seeds, means = range(150), {}
     for defect in (False, True):

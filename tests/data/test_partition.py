@@ -1,5 +1,6 @@
-"""Who gets which samples: nothing lost, nothing twice, the sizes and labels that are promised, and a picture of it;
-counted independently.
+"""Partitions of samples over clients, counted independently, and their picture.
+
+No sample is lost or used twice, and the sizes and labels are as documented.
 """
 
 from collections import Counter

@@ -1,5 +1,6 @@
-"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text: each on a tiny file written here, and on the
-published files where they are.
+"""Readers of Omniglot, CIFAR-10, HAPT, Shakespeare, Adult and LIBSVM text.
+
+Each reader reads a tiny file written here, and the published files where they exist.
 """
 
 import gzip
@@ -370,7 +371,8 @@ def test_shakespeare_as_published():
 
 # ---- Adult -----------------------------------------------------------------------------------------------------------
 
-PEOPLE = """39, State-gov, 100, Bachelors, 13, Never-married, Sales, Husband, White, Male, 2174, 0, 40, United-States, <=50K
+PEOPLE = """\
+39, State-gov, 100, Bachelors, 13, Never-married, Sales, Husband, White, Male, 2174, 0, 40, United-States, <=50K
 50, ?, 300, Bachelors, 13, Divorced, Sales, Wife, Black, Female, 0, 0, 13, ?, >50K
 28, Private, 200, HS-grad, 9, Divorced, ?, Wife, White, Female, 0, 0, 40, Cuba, <=50K
 

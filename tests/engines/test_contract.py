@@ -1,4 +1,4 @@
-"""The contract of an engine: every engine keeps it, and an engine that breaks one clause fails the check of that clause."""
+"""The engine contract: every engine keeps it, and each broken clause fails its own check."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_simulations_keep_the_contract(algorithm, settings, options):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.67])
 def test_sites_keep_the_contract(tmp_path, monkeypatch, fraction):
-    """A real server and real sites that exchange bytes in this process; the check takes the place of the loop."""
+    """A real server and real sites exchange bytes in this process; the check replaces the loop."""
     reports = []
 
     def checked(_algorithm: Any, fed: Any, **_options: Any) -> Any:
@@ -199,7 +199,8 @@ def test_engine_that_breaks_a_clause_fails_the_check_of_that_clause(kind, algori
 
 
 def test_engine_without_a_member_fails_before_it_is_run(capsys):
-    report = check_engine(SimpleNamespace(**dict.fromkeys(set(MEMBERS) - {"commit", "bill"})), [])  # type: ignore[arg-type]
+    members = dict.fromkeys(set(MEMBERS) - {"commit", "bill"})
+    report = check_engine(SimpleNamespace(**members), [])  # type: ignore[arg-type]
     assert failed(report) == ["members"]
     assert "20 of 22; not: bill, commit" in capsys.readouterr().out
 

@@ -1,7 +1,8 @@
 """Captured phases: whatever is replayed is what would have been computed.
 
-A CUDA graph cannot be recorded without a GPU, so `recorded` is replaced here by a recorder that runs the phase again on the same tensors. That is what a
-graph does, and like a graph it knows of a new call only what was written into those tensors. On a GPU the same tests record real graphs.
+Without a GPU no CUDA graph can be recorded, so `recorded` is replaced here by a recorder that runs
+the phase again on the same tensors. Like a graph, it sees only the values that a new call writes
+into those tensors. On a GPU the same tests record real graphs.
 """
 
 import dataclasses
@@ -103,7 +104,7 @@ def test_every_algorithm_goes_the_same_way_captured_or_not(name):
 )
 @pytest.mark.parametrize("split", ["iid", "shards"])
 def test_features_minibatches_and_whole_batches_of_other_cohorts(algorithm, split):
-    """Cohorts of half the clients, who have equal or unequal numbers of images, on minibatches and on all of them."""
+    """Cohorts of half the clients, with equal or unequal sizes, on minibatches and whole batches."""
     built = images(split=split)
     for batch_size in ({"train": 8, "val": 8, "outside": None}, None):
         assert assert_same_run(algorithm, built, cohort=Cohort(0.5), batch_size=batch_size, num_iterations=10)._kept
@@ -165,7 +166,7 @@ def test_what_cannot_be_replayed_is_run_as_ever_and_says_why(algorithm, phase, r
 
 
 def test_plain_values_that_change_are_not_captured():
-    """Every outer iteration of CommFedBiO's sketch has its own seed: nothing of it comes three times."""
+    """CommFedBiO's sketch has a new seed in every outer iteration, so no call occurs three times."""
     fed, _ = follow(
         CommFedBiO(compression="sketch"),
         Quadratic(num_clients=4, num_samples=8).build(),

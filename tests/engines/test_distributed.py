@@ -1,4 +1,6 @@
-"""Several processes against one: the same trajectory, the same bill, the same files; and an end for all of them when one fails, dies or freezes.
+"""Several processes against one: the same trajectory, the same charges and the same files.
+
+All processes end when one of them fails, dies or freezes.
 
 The ranks themselves are in `support.ranks`, whose worlds are started once for all tests.
 """
@@ -46,7 +48,7 @@ def end_group(process):
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    """What one process makes of every case, and the beginnings of the runs that several will go on with."""
+    """Run every case in one process, and begin the runs that several processes resume."""
     folder = tmp_path_factory.mktemp("simulated")
     for name in CASES:
         go(name, EXACT, 3, record=folder / f"{name}-exact")
@@ -66,7 +68,8 @@ def worlds(tmp_path_factory, simulated):
             place.mkdir(parents=True)
             for file in (simulated / place.name).iterdir():
                 (place / file.name).write_bytes(file.read_bytes())
-    call = f"from support import ranks; ranks.start({str(folder)!r}, {', '.join(repr(str(size)) for size in SIZES)}, 'frozen')"
+    sizes = ", ".join(repr(str(size)) for size in SIZES)
+    call = f"from support import ranks; ranks.start({str(folder)!r}, {sizes}, 'frozen')"
     process = subprocess.Popen(
         [sys.executable, "-c", call], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -129,7 +132,9 @@ def test_ranks_keep_the_contract_of_an_engine(worlds, size):
     ("size", "name"), [(size, name) for size in SIZES for name in dict.fromkeys(case for case, *_ in compared(size))]
 )
 def test_several_processes_follow_the_simulator(worlds, simulated, name, size):
-    """float32 with a loop over clients bit for bit, float64 with all clients of a process at once up to rounding. 7 clients: 1, 2, 2 and 2 on four ranks."""
+    """A float32 loop over clients agrees bit for bit; batched float64 clients agree up to rounding.
+
+    Four ranks hold 1, 2, 2 and 2 of the 7 clients."""
     labels = [label for case, label, _ in compared(size) if case == name]
     assert labels[0] == "exact"
     for label in labels:
@@ -263,7 +268,8 @@ def test_a_frozen_rank_is_given_up_after_the_timeout_and_the_checkpoint_is_good(
     )
     place = worlds / "frozen" / "run"
     assert text == (
-        f"rank 2 of 3 no longer answers (no word within 1.5 s) in outer iteration 2; the last checkpoint, of outer iteration 1, is in {place}: "
+        "rank 2 of 3 no longer answers (no word within 1.5 s) in outer iteration 2; "
+        f"the last checkpoint, of outer iteration 1, is in {place}: "
         "go on with the same call and resume=True."
     )
     assert later == "a rank of 3 was lost before, so the others can exchange nothing any more: start all of them again."
@@ -274,7 +280,7 @@ def test_a_frozen_rank_is_given_up_after_the_timeout_and_the_checkpoint_is_good(
     assert (place / "solution.safetensors").read_bytes() == (tmp_path / "whole" / "solution.safetensors").read_bytes()
 
 
-# ---- the command line, under torchrun ------------------------------------------------------------------------------------------------
+# ---- the command line, under torchrun ------------------------------------------------------------
 
 
 def torchrun(*args, cwd, **options):
@@ -306,7 +312,9 @@ def ranks_of(process):
 
 
 def stored(folder):
-    """The outer iteration of a checkpoint that may be replaced at any moment; safetensors opens a file twice, and then it would be two."""
+    """Read the outer iteration of a checkpoint that may be replaced at any moment.
+
+    safetensors opens a file twice, and could then read two different checkpoints."""
     content = (folder / "checkpoint.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return json.loads(header["__metadata__"]["about"])["iteration"]
@@ -354,7 +362,8 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     reached = Record("run").load()[1]["iteration"]
     assert message.startswith("Error: rank 1 of 2 no longer answers (the connection is closed) in outer iteration ")
     assert message.endswith(
-        f"; the last checkpoint, of outer iteration {reached}, is in run: go on with torchrun --nproc-per-node 2 -m fedbilevel resume run."
+        f"; the last checkpoint, of outer iteration {reached}, is in run: "
+        "go on with torchrun --nproc-per-node 2 -m fedbilevel resume run."
     )
     assert "fedbilevel/engines" not in complaints  # no traceback of ours; torchrun has one of its own
     assert "fedbilevel/cli" not in complaints

@@ -1,4 +1,4 @@
-"""Peers in one process: what the verbs do to rows, what may leave a peer, and that one row is all a peer needs."""
+"""Peers in one process: the effect of the verbs on rows, private values, and peers with one row."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rows(n: int = 4, d: int = 3, seed: int = 0) -> Tensor:
 SHARES = torch.tensor([4.0, 5.0, 6.0, 7.0], dtype=torch.float64)[:, None] / 5.5
 
 
-# ---- verbs -------------------------------------------------------------------------------------------------------------------
+# ---- verbs ---------------------------------------------------------------------------------------
 
 
 def test_one_push_divides_rows_and_weights_by_the_senders_out_degree():
@@ -214,7 +214,7 @@ def test_a_tolerance_that_is_never_reached_is_an_error_that_says_how_far_it_came
         peers.mix(u=rows())
 
 
-# ---- what may travel -----------------------------------------------------------------------------------------------------------
+# ---- private values ------------------------------------------------------------------------------
 
 
 def test_what_is_private_or_local_comes_back_as_it_was_and_is_not_charged():
@@ -250,7 +250,7 @@ def test_a_row_that_is_not_finite_names_its_client_even_if_it_would_not_travel()
     assert peers.ledger.rounds == 0
 
 
-# ---- one row is enough ------------------------------------------------------------------------------------------------------------
+# ---- one row is enough ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [None, 3])
@@ -365,7 +365,7 @@ def test_numbers_that_are_not_a_numbering_are_refused():
             engine(ids=ids)
 
 
-# ---- checkpoint ---------------------------------------------------------------------------------------------------------------------
+# ---- checkpoint ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("upper", ["shared", "private"])
@@ -425,7 +425,7 @@ def test_ragged_rows_are_stored_without_their_padding():
         peers.load_state_dict(tensors, plain, SGP.State)
 
 
-# ---- measuring ----------------------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def test_disagreement_is_the_largest_distance_from_the_mean_and_figures_are_taken_at_every_peers_own_point():
@@ -443,7 +443,7 @@ def test_disagreement_is_the_largest_distance_from_the_mean_and_figures_are_take
     assert "disagreement" not in engine(task={"lower": "local"}).measure(x, y)
 
 
-# ---- what goes with what ----------------------------------------------------------------------------------------------------------------
+# ---- valid combinations --------------------------------------------------------------------------
 
 
 def test_simulate_takes_the_engine_that_the_algorithm_asks_for():

@@ -1,4 +1,6 @@
-"""The simulator: trajectories that must not depend on how clients are listed or evaluated, cohorts, kept values, checkpoints."""
+"""The simulator: cohorts, kept values, checkpoints, and trajectories that do not depend on layout.
+
+The order of the clients and the way they are evaluated do not change a trajectory."""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def pooled(clients: Any) -> list[dict[str, dict[str, np.ndarray]]]:
     ]
 
 
-# ---- what must not change a trajectory -----------------------------------------------------------------------------------
+# ---- invariance of a trajectory ------------------------------------------------------------------
 
 
 @every_algorithm
@@ -141,7 +143,9 @@ def test_full_ragged_batches_are_evaluated_alike(algorithm, strategy):
     "scopes", [{"client_weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str
 )
 def test_numbered_clients_may_lie_in_any_order_in_memory(algorithm, scopes):
-    """Numbers address draws, cohorts, local work and the ledger, so this holds with minibatches and partial participation too."""
+    """Client numbers address draws, cohorts, local work and the ledger.
+
+    So this holds with minibatches and partial participation too."""
     built, order = Quadratic(bend=0.5, **scopes).build(), [3, 0, 4, 1, 2]
     algorithm, options = (
         dataclasses.replace(algorithm, num_local_steps=(3, 1, 2, 4, 1)),
@@ -255,7 +259,7 @@ def test_measuring_changes_nothing_and_costs_nothing():
     assert fed.ledger.totals() == quiet.ledger.totals()
 
 
-# ---- averages ------------------------------------------------------------------------------------------------------------
+# ---- averages ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +345,7 @@ def test_cohorts_by_samples_depend_on_client_numbers_and_not_on_their_order(repl
         assert torch.equal(one.mean(ASK.present).who, other.mean(ASK.present).who)
 
 
-# ---- rows of every client ------------------------------------------------------------------------------------------------
+# ---- rows of every client ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 1, 2]], ids=["in order", "permuted"])
@@ -407,7 +411,7 @@ def test_the_server_knows_what_each_client_counts_by_number():
     assert asking().weights.tolist() == [1] * 5
 
 
-# ---- cohorts -------------------------------------------------------------------------------------------------------------
+# ---- cohorts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fraction", "size"), [(0.01, 1), (0.2, 1), (0.4, 2), (0.6, 3), (1.0, 5)])
@@ -489,7 +493,7 @@ def test_one_number_of_local_steps_per_client_is_needed():
         drive(FedAvg(num_local_steps=(1, 2, 3)), Quadratic().build(), 1)
 
 
-# ---- clients that do not answer ------------------------------------------------------------------------------------------
+# ---- clients that do not answer ------------------------------------------------------------------
 
 
 @every_algorithm
@@ -522,7 +526,7 @@ def test_a_cohort_of_nobody_is_a_clear_error():
     ids=["aggitd-sum", "fednest"],
 )
 def test_a_client_that_missed_the_hypergradient_does_not_step_along_an_old_one(algorithm):
-    """With a private x, h stays at its client: who was absent when it was computed has none of this outer iteration."""
+    """With a private x, h stays at its client, so an absent client has no h of this iteration."""
     hypergradient_call = 6  # with two lower rounds, in both algorithms; the steps on x are the call after it
     fed = federate(
         algorithm,
@@ -535,7 +539,7 @@ def test_a_client_that_missed_the_hypergradient_does_not_step_along_an_old_one(a
     assert (after - before).abs().amax(1).gt(0).tolist() == [True, True, False, True, True]
 
 
-# ---- kept values ---------------------------------------------------------------------------------------------------------
+# ---- kept values ---------------------------------------------------------------------------------
 
 OPERATORS = [
     operator.add,
@@ -617,7 +621,7 @@ def test_a_sequence_may_start_at_the_initial_point_wherever_it_lives():
         fed.start("w")
 
 
-# ---- what is sent --------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def down(fed: Simulation) -> list[int]:
@@ -668,7 +672,7 @@ def test_a_phase_that_returns_nothing_is_no_round():
     assert fed.ledger.rounds == 1
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["one_row_too_many", "a_vector"])
@@ -723,7 +727,7 @@ def test_no_clients_are_refused():
         Simulation(ASK, Quadratic().build().problem, [])
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def ragged_cleaning() -> Built:

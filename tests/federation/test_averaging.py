@@ -1,4 +1,6 @@
-"""Push-Sum that loses nothing: the invariant after every event, the exact average under loss and delay, and what goes wrong without it."""
+"""Push-Sum with running sums: its invariant after every event and its exact average under faults.
+
+The faults are loss and delay. Plain averaging fails under the same faults."""
 
 import itertools
 
@@ -34,11 +36,13 @@ def error(peers, exact, rows):
     return float((torch.stack([peer.value for peer in peers]) - exact).abs().max() / rows.abs().max())
 
 
-# ---- running sums --------------------------------------------------------------------------------------------------------
+# ---- running sums --------------------------------------------------------------------------------
 
 
 class Model:
-    """The statement of the algorithm, on arrays over all edges: sigma is what was pushed along (i, j), rho what j has seen of it."""
+    """A model of the algorithm with arrays over all edges.
+
+    sigma is the sum pushed along (i, j), and rho is the part of it that j has received."""
 
     def __init__(self, mass):
         n, width = mass.shape
@@ -139,12 +143,12 @@ def test_a_peer_that_wakes_alone_keeps_its_mass():
     assert peer.mass.tolist() == [3, 2]
 
 
-# ---- steps with faults -----------------------------------------------------------------------------------------------------
+# ---- steps with faults ---------------------------------------------------------------------------
 
 
 @st.composite
 def jointly_connected(draw):
-    """A periodic sequence of digraphs, each of them sparse; the edges of a cycle through all peers are dealt out over the period."""
+    """A periodic sequence of sparse digraphs whose union over a period has a cycle of all peers."""
     n, period, seed = draw(st.integers(2, 6)), draw(st.integers(1, 3)), draw(st.integers(0, 10**6))
     rng = np.random.default_rng(seed)
     steps, order = rng.random((period, n, n)) < draw(st.floats(0, 0.3)), rng.permutation(n)
@@ -189,7 +193,7 @@ def test_without_faults_robust_steps_are_plain_push_sum():
 
 
 def test_steps_depend_on_the_seed_and_their_number_alone():
-    """Started at step 6, a peer does what it would have done had it run on; another seed does something else."""
+    """Peers that restart at step 6 act as if they had not stopped; another seed acts differently."""
 
     def masses(first, num, peers, seed=2):
         advance = robust_steps(
@@ -257,7 +261,7 @@ def test_faults_come_as_often_as_the_network_says_and_every_message_is_paid_for(
     assert arrivals != sorted(arrivals)  # they overtake each other
 
 
-# ---- what goes wrong without it ----------------------------------------------------------------------------------------------
+# ---- plain averaging under faults ----------------------------------------------------------------
 
 
 def test_plain_push_sum_never_recovers_what_a_lost_message_carried():
@@ -304,7 +308,7 @@ def test_a_directed_network_needs_column_sums_of_one_and_the_division_by_the_wei
     assert float((by_row - exact).abs().max() / scale) > 1e-2
 
 
-# ---- settings and distances ----------------------------------------------------------------------------------------------------
+# ---- settings and distances ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["push_sum", "gossip", "exact"])
@@ -313,14 +317,19 @@ def test_only_robust_averaging_bears_faults(kind, fault):
     network = Network(**fault)
     with pytest.raises(
         SettingError,
-        match=f"delays messages, and {kind} averaging never recovers what a lost message carried: use averaging 'robust'",
+        match=(
+            f"delays messages, and {kind} averaging never recovers what a lost message carried: use averaging 'robust'"
+        ),
     ):
         Averaging(kind=kind).check(network, network.between(3))
     Averaging(kind="robust").check(network, network.between(3))
 
 
 def test_gossip_needs_shares_that_sum_to_one_at_the_receiver():
-    sentence = "gossip needs shares that sum to one at the receiver too, which those by out-degree do not: use averaging 'push_sum', or metropolis shares on an"
+    sentence = (
+        "gossip needs shares that sum to one at the receiver too, which those by out-degree do not: "
+        "use averaging 'push_sum', or metropolis shares on an"
+    )
     for network in (
         Network(kind="exponential"),
         Network(kind="ring", shares="out_degree"),
@@ -361,7 +370,9 @@ def test_rows_of_zeros_agree_whatever_the_types(dtype, scale):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_peer_that_hears_nothing_for_long_stays_between_the_rows(seed):
-    """Its mass falls by half at every step; below the rounding of the running sums, a message that gets through would bring noise for a value."""
+    """The mass of an isolated peer halves at every step.
+
+    Once it is below the rounding of the running sums, a message would give noise, not a value."""
     network, rows = (
         Network(kind="ring", loss=0.99, seed=seed),
         torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64),

@@ -1,4 +1,6 @@
-"""What a phase sees of its clients: stores, local steps, addressed batches and charges; the same for a client alone and with others."""
+"""The clients of a phase: stores, local steps, addressed batches and charges.
+
+A client alone gives the same results as a client among others."""
 
 from dataclasses import dataclass
 
@@ -84,7 +86,7 @@ def charges(home, *columns):
     return {name: home.ledger.columns[name].tolist() for name in columns}
 
 
-# ---- stores --------------------------------------------------------------------------------------------------------------------
+# ---- stores --------------------------------------------------------------------------------------
 
 
 def test_reading_what_nobody_wrote_gives_the_default():
@@ -271,7 +273,7 @@ def test_memory_and_scratch_belong_to_the_clients_of_the_cohort():
     assert torch.equal(later.memory.read("m", default=default)[[0, 2]], default[[0, 2]])
 
 
-# ---- rows and steps --------------------------------------------------------------------------------------------------------------
+# ---- rows and steps ------------------------------------------------------------------------------
 
 
 def test_rows_are_views_of_a_shared_vector_or_the_rows_themselves():
@@ -323,7 +325,7 @@ def test_with_equal_numbers_of_steps_everybody_is_active():
         assert step.where("new", "old") == "new"
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 def indices(clients, num_steps=20, **options):
@@ -456,7 +458,7 @@ def test_draws_come_from_each_clients_own_stream():
     assert cohort(host()).draw("k", 7).shape == (0,)
 
 
-# ---- derivatives and what they cost ------------------------------------------------------------------------------------------------
+# ---- derivatives and their cost ------------------------------------------------------------------
 
 
 def point(k):
@@ -468,8 +470,9 @@ def test_clients_give_the_oracles_derivatives_and_charge_them():
     clients, (x, y, v) = cohort(home, 1, 3), point(2)
     train, val = clients.batch("train", "a"), clients.batch("val", "b")
     for method, args, columns in (
-        ("lower_grad", (x, y, train), ("gy",)), ("lower_grad_x", (x, y, train), ("gx",)), ("upper_grad_x", (x, y, val), ("fx",)),
-        ("upper_grad_y", (x, y, val), ("fy",)), ("upper_grads", (x, y, val), ("fx", "fy")), ("jacobian_product", (x, y, v, train), ("jvp",)),
+        ("lower_grad", (x, y, train), ("gy",)), ("lower_grad_x", (x, y, train), ("gx",)),
+        ("upper_grad_x", (x, y, val), ("fx",)), ("upper_grad_y", (x, y, val), ("fy",)),
+        ("upper_grads", (x, y, val), ("fx", "fy")), ("jacobian_product", (x, y, v, train), ("jvp",)),
         ("hessian_product", (x, y, v, train), ("hvp",)), ("second_order", (x, y, v, train), ("jvp", "hvp")),
     ):  # fmt: skip
         before = {name: column.clone() for name, column in home.ledger.columns.items()}
@@ -573,7 +576,7 @@ def test_nobody_is_charged_when_nobody_takes_part():
     assert all(int(column.sum()) == 0 for column in home.ledger.columns.values())
 
 
-# ---- running a phase -----------------------------------------------------------------------------------------------------------------
+# ---- running a phase -----------------------------------------------------------------------------
 
 
 def test_a_phase_runs_by_name_and_may_return_nothing_under_a_name():

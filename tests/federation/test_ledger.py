@@ -1,4 +1,4 @@
-"""What a run is charged equals the formulas of the papers, for any settings; counted here from the formulas alone."""
+"""The charges of a run equal the formulas of the papers for any settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ ORACLES = ("gy", "gx", "fx", "fy", "hvp", "jvp")
 
 
 class Bill(NamedTuple):
-    """Per outer iteration and client. Floats in units of d_x and d_y; `more_down`: what only the first outer iteration sends."""
+    """Cost per outer iteration and client.
+
+    Floats are in units of d_x and d_y; only the first outer iteration sends `more_down`."""
 
     rounds: int
     up: tuple[int, int]
@@ -106,7 +108,7 @@ def attendance(num_clients: int, **options: Any) -> torch.Tensor:
     return count
 
 
-# ---- any settings -------------------------------------------------------------------------------------------------------
+# ---- any settings --------------------------------------------------------------------------------
 
 steps = {"lr_lower": 0.01, "lr_system": 0.01, "lr_upper": 0.01}
 
@@ -164,7 +166,7 @@ def check_one_cohort_per_iteration(case: dict[str, Any]) -> None:
 
 
 def check_a_cohort_per_factor(case: dict[str, Any]) -> None:
-    """Every phase reaches as many clients as the cohort holds, so the totals are known although who pays is not."""
+    """Every phase reaches a full cohort, so the totals are known although the clients are not."""
     algorithm, n = case["algorithm"], case["n"]
     if isinstance(algorithm.num_local_steps, tuple):
         return
@@ -207,7 +209,7 @@ def test_fedavg_pays_its_formula(case):
     check_a_cohort_per_factor(case)
 
 
-# ---- who pays when every factor has its own cohort --------------------------------------------------------------------------
+# ---- charges when every factor has its own cohort ------------------------------------------------
 
 
 def cohorts(num: int, **options: Any) -> list[torch.Tensor]:
@@ -258,7 +260,7 @@ def test_fednest_draws_a_cohort_per_factor_and_keeps_it_for_the_local_steps(repl
     assert torch.equal(paid["floats_up"], DY * (2 * sum(at[:T]) + sum(at[T:])) + 2 * DX * last)
 
 
-# ---- scopes -------------------------------------------------------------------------------------------------------------
+# ---- scopes --------------------------------------------------------------------------------------
 
 N, Q = 3, 1
 ALGORITHMS = {
@@ -271,9 +273,15 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds", "num_y"), [("fedbio", 1, 2), ("aggitd", 2 * N + 1, 3 * N - Q + 1), ("aggitd-sum", 2 * N + 1, 3 * N + 1),
-                                  ("fednest", 2 * N + Q + 1, 2 * N + Q + 1), ("fedavg", 1, 1)]
-)  # fmt: skip
+    ("name", "rounds", "num_y"),
+    [
+        ("fedbio", 1, 2),
+        ("aggitd", 2 * N + 1, 3 * N - Q + 1),
+        ("aggitd-sum", 2 * N + 1, 3 * N + 1),
+        ("fednest", 2 * N + Q + 1, 2 * N + Q + 1),
+        ("fedavg", 1, 1),
+    ],
+)
 def test_a_private_x_and_its_hypergradient_are_never_charged(name, rounds, num_y):
     shared = charged(ALGORITHMS[name], Q)
     fed = charged(ALGORITHMS[name], Q, Quadratic(dim_upper=DX, dim_lower=DY, upper="private"))
@@ -315,7 +323,7 @@ def test_plain_sgd_at_the_lower_level_sends_no_q_and_saves_the_rounds_that_carri
     assert fed.ledger.columns["gy"].tolist() == [ITERATIONS * N * 2] * 5
 
 
-# ---- units --------------------------------------------------------------------------------------------------------------
+# ---- units ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8)])
@@ -347,7 +355,7 @@ def test_the_ledger_survives_a_round_trip_and_the_copy_is_its_own():
     assert fed.ledger.totals() == before
 
 
-# ---- between peers --------------------------------------------------------------------------------------------------------
+# ---- between peers -------------------------------------------------------------------------------
 
 
 def between_peers(
@@ -377,7 +385,7 @@ def edges_used(network: Network, steps: range) -> torch.Tensor:
 
 
 def check_edges(peers: PeerSimulation, charged: list[tuple[torch.Tensor, int, int]]) -> None:
-    """(messages per edge, floats, bytes of one), and that columns are the sums of edges over receivers."""
+    """Check (messages per edge, floats, bytes of one), and columns as sums of edges over receivers."""
     ledger = peers.ledger
     wanted = {
         "messages": sum(sent for sent, _, _ in charged),
@@ -406,7 +414,9 @@ def hgp(**settings: Any) -> HGP:
 @pytest.mark.parametrize("upper", ["shared", "private"])
 @pytest.mark.parametrize("minibatches", ["independent", "shared"])
 def test_hgp_pays_its_formula(minibatches, upper, dtype, itemsize):
-    """A message of Push-Sum is the row in its own type and a weight of eight bytes; a shared x and its v travel in one."""
+    """A Push-Sum message is the row in its own dtype and a weight of eight bytes.
+
+    A shared x and its v travel in one message."""
     peers = between_peers(
         hgp(minibatches=minibatches),
         RANDOM,
@@ -524,7 +534,7 @@ def test_edges_survive_a_round_trip_and_the_copy_is_its_own():
     )
 )
 def test_messages_counted_until_somebody_looks_are_those_added_one_by_one(charges):
-    """The same links again and again, links that are changed between two charges, readings and a resume in between."""
+    """Repeated links, links changed between two charges, and reads and a resume in between."""
     ledger, matrices = (
         Ledger(3),
         [torch.randint(0, 2 + k, (3, 3), generator=torch.Generator().manual_seed(k)) for k in range(3)],
@@ -550,7 +560,9 @@ def test_messages_counted_until_somebody_looks_are_those_added_one_by_one(charge
 
 
 def test_what_is_not_added_up_yet_stays_within_bounds(monkeypatch):
-    """A network that repeats is one entry; one that does not is added up every so often; nothing is lost, whoever loads a state forgets what was open."""
+    """A fixed network is one open entry; entries of a changing network are summed at intervals.
+
+    No cost is lost, and loading a state discards the open entries."""
     ledger, fixed = Ledger(4), torch.ones(4, 4, dtype=torch.bool)
     for _ in range(500):
         ledger.charge_edges(fixed, 2, 8)

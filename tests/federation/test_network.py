@@ -1,4 +1,4 @@
-"""Who sends to whom, and the matrices made of it, against definitions written out with numpy and networkx."""
+"""The edges of a network and their matrices against definitions in numpy and networkx."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def second(matrix):
     return float(np.abs(np.linalg.eigvalsh(np.asarray(matrix) - 1 / len(matrix))).max())
 
 
-# ---- who sends to whom -------------------------------------------------------------------------------------------------
+# ---- edges ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -213,7 +213,7 @@ def test_what_makes_a_network_faulty():
     assert all(Network(**{name: value}).faulty for name, value in (("loss", 0.1), ("max_delay", 1), ("activity", 0.9)))
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def written(tmp_path, content):
@@ -270,7 +270,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         Network(kind="file", file=str(tmp_path / "none.json")).between(3)
 
 
-# ---- connectivity ----------------------------------------------------------------------------------------------------------
+# ---- connectivity --------------------------------------------------------------------------------
 
 
 def reachable(links):
@@ -337,7 +337,7 @@ def test_a_network_of_one_is_connected():
     assert all(Network(kind=kind).between(1).connected_within == 1 for kind in UNDIRECTED + DIRECTED)
 
 
-# ---- matrices ----------------------------------------------------------------------------------------------------------------
+# ---- matrices ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 12])
@@ -408,7 +408,9 @@ def test_fastest_on_a_path_is_the_closed_form(n):
     [nx.cycle_graph(5), nx.cycle_graph(9), nx.star_graph(5), nx.complete_bipartite_graph(2, 3), nx.petersen_graph()],
 )
 def test_fastest_where_all_edges_are_alike_is_the_best_single_share(graph):
-    """The optimum is convex, so it may be averaged over the symmetries: on an edge-transitive graph all edges have the same share."""
+    """On an edge-transitive graph all edges have the same optimal share.
+
+    The problem is convex, so an optimum may be averaged over the symmetries of the graph."""
     laplacian = np.linalg.eigvalsh(nx.laplacian_matrix(graph).toarray().astype(float))
     share = min(2 / (laplacian[1] + laplacian[-1]), 1 / max(degree for _, degree in graph.degree))
     best = max(1 - share * laplacian[1], share * laplacian[-1] - 1)
@@ -421,7 +423,9 @@ def test_fastest_where_all_edges_are_alike_is_the_best_single_share(graph):
 
 
 def searched(who, seed, num=4000):
-    """The best second eigenvalue that a random walk over valid matrices finds: the step grows with success and shrinks with failure."""
+    """Find the best second eigenvalue by a random walk over valid matrices.
+
+    The step grows with success and shrinks with failure."""
     rng, n = np.random.default_rng(seed), len(who)
     heads, tails = np.nonzero(np.triu(who, 1))
 
@@ -455,7 +459,7 @@ def test_fastest_is_not_beaten_by_random_search_nor_by_metropolis(n, density, se
 
 
 def test_fastest_mixes_every_island_by_itself():
-    """A step of a random network may leave islands; the second eigenvalue is then 1 whatever is done."""
+    """A step of a random network may have islands; its second eigenvalue is then always 1."""
     graph = nx.disjoint_union_all([nx.path_graph(4), nx.empty_graph(1), nx.complete_graph(3)])
     order = np.random.default_rng(0).permutation(8)
     who = with_loops(graph)[order][:, order]
@@ -480,7 +484,7 @@ def test_fastest_is_valid_and_no_slower_than_metropolis_on_any_graph(n, density,
     assert second(matrix) <= second(metropolis(who)) + 1e-12
 
 
-# ---- one exchange --------------------------------------------------------------------------------------------------------------
+# ---- one exchange --------------------------------------------------------------------------------
 
 
 def close(got, expected, rows):
@@ -515,7 +519,7 @@ def test_steps_of_the_network_are_not_mixed_up():
 
 @pytest.mark.parametrize("shares", ["out_degree", "metropolis"])
 def test_float32_messages_are_rounded_and_summed_in_float64(shares):
-    """Large rows that cancel: sums in float32, or messages that were not rounded, would be off by far more than the last bit."""
+    """Large rows cancel, so float32 sums or unrounded messages would differ by more than a bit."""
     n = 42
     rows = torch.randn(n, 6, generator=torch.Generator().manual_seed(0)) * 1e6
     rows[n // 2 :] = -rows[: n // 2] + torch.randn(n // 2, 6, generator=torch.Generator().manual_seed(1))
@@ -568,7 +572,9 @@ def test_chunks_of_columns_equal_the_whole(monkeypatch, kind, shares, n, dtype):
 
 
 def summed(mixing, rows):
-    """One exchange by its definition: every message rounded, exact sums, rounded to float64 and then to the type of the rows."""
+    """Compute one exchange by its definition, with every message rounded and exact sums.
+
+    The sums are rounded to float64 and then to the dtype of the rows."""
     kind, send = rows.numpy().dtype, mixing.send.numpy()
     receive = mixing.matrix.numpy() / send
     messages = (rows.numpy().astype(np.float64) * send[:, None]).astype(kind).astype(np.float64)

@@ -1,4 +1,6 @@
-"""Cohorts drawn in proportion to weight: expectations by enumeration of every draw, in every engine, and the limit of a whole run."""
+"""Cohorts drawn in proportion to weight: expectations over every draw, and the limit of a run.
+
+The expectations are enumerated in every engine."""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def scripts_with_replacement(weights: Sequence[int], size: int) -> Iterator[tupl
 
 
 def scripts_without_replacement(weights: Sequence[int], size: int) -> Iterator[tuple[float, dict[str, list[int]]]]:
-    """Every order of the clients that are drawn, and every start of the marks, with its probability."""
+    """Yield every order of the drawn clients and every start of the marks, with its probability."""
     others = (~always_in(torch.tensor(weights), size)).nonzero()[:, 0].tolist()
     total = sum(weights[i] for i in others)
     orders = list(itertools.permutations(range(len(others))))
@@ -116,7 +118,9 @@ def test_expectation_of_a_cohort_mean_is_the_weighted_mean(weights, size, replac
 
 @pytest.mark.parametrize("weights", [(1, 2, 3, 4), (5, 1, 1, 6)], ids=str)
 def test_variance_of_a_cohort_mean_is_the_documented_one(weights):
-    """With replacement sum p_i |v_i - v|^2 / m; without replacement it is not larger, and zero for clients that are always in."""
+    """With replacement the variance is sum p_i |v_i - v|^2 / m.
+
+    Without replacement it is not larger, and zero for clients that are always in the cohort."""
     share = np.array(weights) / sum(weights)
     values = np.array([1.0, -2.0, 0.5, 3.0])
     mean = share @ values
@@ -144,7 +148,7 @@ def test_clients_with_a_whole_place_are_always_in():
 @pytest.mark.parametrize("weight", [1, 6])
 @pytest.mark.parametrize("replacement", [False, True])
 def test_equal_weights_draw_the_cohorts_of_the_uniform_draw(weight, replacement):
-    """The draws of recorded results: uniform integers with replacement, the first places of a permutation without."""
+    """Recorded results used uniform integers with replacement, and a permutation without."""
     n, size, stream = 7, 3, Stream(5)
     sampler = Sampler(Cohort(size / n, replacement), torch.full((n,), weight))
     for iteration, call in itertools.product(range(20), (1, 2)):
@@ -185,7 +189,9 @@ def test_weights_near_the_largest_that_a_site_may_state_do_not_overflow(replacem
 
 @pytest.mark.parametrize("replacement", [False, True], ids=["without replacement", "with replacement"])
 def test_simfbo_with_one_of_five_clients_reaches_the_weighted_stationary_point(replacement):
-    """Steps that fall, and the mean of x over the second half. With the mean divided by the cohort's weights it would be the unweighted point."""
+    """The steps decrease, and x is averaged over the second half.
+
+    A mean divided by the weights of the cohort would give the unweighted point."""
     weights = (1, 1, 2, 4, 8)
     settings = {"dim_upper": 2, "dim_lower": 2, "data_seed": 0}
     built = sized(weights, **settings)

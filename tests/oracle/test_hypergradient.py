@@ -1,4 +1,7 @@
-"""The exact hypergradient against closed forms, dense algebra and finite differences of Phi(x) = mean f(x, y*(x))."""
+"""The exact hypergradient against closed forms, dense algebra and finite differences.
+
+The differences are those of Phi(x) = mean f(x, y*(x)).
+"""
 
 import dataclasses
 import itertools
@@ -88,8 +91,9 @@ def test_measured_norm_is_that_of_the_closed_form(lower, upper, weights, at_once
 
 @pytest.mark.parametrize("lower", ["global", "local"])
 def test_where_every_client_has_its_own_point_the_mean_is_over_those(lower):
-    """As between peers that do not agree: H, J, f_x and f_y of every client at its own x and at the solution of all or
-    its own, by dense algebra.
+    """Peers that disagree: H, J, f_x and f_y of every client at its own x, by dense algebra.
+
+    y is the solution of all clients or of the client.
     """
     built = task(lower, "shared", "by_samples", cross=0.3).build()
     population = meet(built)

@@ -1,5 +1,6 @@
-"""Every derivative of every strategy against second derivatives taken client by client without the library, and against
-finite differences.
+"""Every derivative of every strategy against derivatives taken client by client.
+
+The reference uses no code of the library. Finite differences are a second reference.
 """
 
 import dataclasses
@@ -108,7 +109,7 @@ def representation_in_dicts(*, cached):
 
 
 def meet(built, *, often=None, long=None, **options):
-    """A population whose oracle traces from call `often` on and measures calls of at least `long` seconds.
+    """A population whose oracle traces from call `often` on and times calls of >= `long` seconds.
 
     Without `long` nothing is measured, so that a loaded machine changes no choice.
     """
@@ -268,8 +269,9 @@ def slope(function, direction, h=1e-5):
 
 
 def slopes(f, g, x, y, v, dx, dy):
-    """Every derivative of one client along dx or dy, from values of the losses alone: <grad_y g, v> is itself a
-    difference.
+    """Every derivative of one client along dx or dy, from values of the losses alone.
+
+    <grad_y g, v> is itself a difference.
     """
     along_v = lambda x, y: slope(lambda t: g(x, y + t), v, h=1e-3)
     return {
@@ -760,8 +762,9 @@ def even(built):
 
 
 def after_first_derivatives(built, **options):
-    """One derivative of each level at a shared point, so that features are known, and what the loop says of all of
-    them.
+    """Take one derivative of each level at a shared point, so that features are known.
+
+    Returns the loop's values of all derivatives too.
     """
     loop, auto = meet(built, strategy="loop"), meet(built, **options)
     x, y, v = point(auto, shared_x=True, shared_y=True, shared_v=True)

@@ -32,7 +32,7 @@ def clients(sizes=SIZES):
 
 
 def weighted(x, y, batch):
-    """A private weight per sample, in a ragged leaf that comes first, and a private scale in a fixed leaf."""
+    """A private weight per sample in a ragged first leaf, and a private scale in a fixed leaf."""
     losses = (batch["a"] @ y["y"] - batch["b"]) ** 2
     return (batch["weight"] * torch.sigmoid(x["logit"][batch["index"]]) * losses).sum() + torch.exp(
         x["scale"]
@@ -308,7 +308,7 @@ def test_rows_of_a_few_clients_are_padded_as_wide_as_those_of_all():
 @pytest.mark.parametrize("weights", ["equal", "by_samples"])
 @pytest.mark.parametrize("at_once", [1, 2**27])
 def test_residuals_are_those_of_dense_algebra(lower, weights, at_once, monkeypatch):
-    """Every client at its own point, a few at a time, equal weights or not; the oracle of the run is left alone."""
+    """Every client at its own point, a few at a time, with any weights; the run's oracle is unchanged."""
     monkeypatch.setattr(module, "_LOOK", at_once)
     task = Quadratic(num_clients=3, lower=lower, client_weights=weights, cross=0.3)
     built = task.build()

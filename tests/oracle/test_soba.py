@@ -1,8 +1,11 @@
-"""FedBiO with one client and one local step is SOBA (Dagreou, Ablin, Vaiter, Moreau, "A framework for bilevel
-optimization that enables stochastic and global variance reduction algorithms", NeurIPS 2022, Algorithm 1), whose v is
--u:
+"""FedBiO with one client and one local step is SOBA, whose v is -u.
 
-    z <- z - rho * grad_z G(z, x);   v <- v - rho * (H v + grad_z F);   x <- x - gamma * (J v + grad_x F)
+SOBA is Algorithm 1 of Dagreou, Ablin, Vaiter, Moreau, "A framework for bilevel optimization that
+enables stochastic and global variance reduction algorithms", NeurIPS 2022:
+
+    z <- z - rho * grad_z G(z, x)
+    v <- v - rho * (H v + grad_z F)
+    x <- x - gamma * (J v + grad_x F)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses and statistics with one value per sample: the library contracts them, and padding adds nothing."""
+"""Losses and statistics with one value per sample: the library reduces them without the padding."""
 
 import dataclasses
 import math
@@ -176,7 +176,7 @@ def test_both_forms_are_the_same_compiled(monkeypatch):
 
 
 def test_the_derivatives_are_those_of_the_closed_form():
-    """g_i = mean (a B w - b)^2 + sum exp(decay) w^2 of every client by hand, with n_i = 4, 9, 1 and 6 samples."""
+    """g_i = mean (a B w - b)^2 + sum exp(decay) w^2 by hand, for n_i = 4, 9, 1 and 6 samples."""
     met = population("per sample")
     x, y, v = point(met, shared=True)
     train, val = batches(met, minibatch=False)

@@ -1,4 +1,4 @@
-"""How named tensors become flat vectors, and how a problem that cannot work is told so before anything runs."""
+"""Named tensors as flat vectors, and errors for invalid problems before anything runs."""
 
 import numpy as np
 import pytest

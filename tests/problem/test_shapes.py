@@ -1,5 +1,6 @@
-"""A problem made of settings and shapes alone is the problem that a task builds out of all data, bit for bit; so is a
-run on a site's own folder.
+"""A problem built from settings and shapes equals the problem built from all data, bit for bit.
+
+A run on a site's own folder is equal too.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def built() -> dict[str, Built]:
 
 
 def simulate(problem, clients, **options) -> Simulation:
-    """One way of evaluating: on a busy machine another may be chosen for the second of two, which rounds otherwise."""
+    """Simulate with a fixed strategy: a busy machine could choose another, which rounds differently."""
     return Simulation(FedAvg(), problem, clients, strategy="loop", **options)
 
 
@@ -207,7 +208,7 @@ def test_every_task_makes_its_problem_of_shapes_and_says_what_a_folder_needs(bui
 
 @tasks
 def test_the_problem_of_shapes_is_the_problem_of_all_data(name, built):
-    """Same losses and figures to the last bit, at the start and away from it; same layouts; same initial point."""
+    """Losses and figures agree bit for bit at two points; layouts and initial points are equal."""
     whole, made = (
         built[name].problem,
         TASKS[name][0].problem(Shapes.from_dict(json.loads(json.dumps(shapes_of(name, built).asdict())))),

@@ -1,4 +1,6 @@
-"""Logs: what was written is read back with the tools it is made for and equals the record, whatever ended the run, and a resumed run doubles nothing."""
+"""Logs read back with the tools they are made for: they equal the record, however the run ended.
+
+A resumed run logs no row twice."""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def check(name, folder, rows):
         assert {key: float(value) for key, value in one.items()} == expected
 
 
-# ---- what is written ---------------------------------------------------------------------------------------------------
+# ---- what is written -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,7 +183,7 @@ def test_many_settings_and_figures_are_more_than_one_batch(tmp_path):
     assert run.data.params["setting149"] == "149"
 
 
-# ---- how a run ends ------------------------------------------------------------------------------------------------------
+# ---- how a run ends ------------------------------------------------------------------------------
 
 
 class StopAt:
@@ -205,7 +207,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_ctrl_c_a_resumed_run_goes_on_in_its_log_and_doubles_nothing(name, tmp_path, capsys):
-    """Ctrl-C during outer iteration 3, which is finished and has a checkpoint but no measurement."""
+    """Ctrl-C in outer iteration 3, which is finished and has a checkpoint but no measurement."""
     first = go(tmp_path / "run", made(name, tmp_path), callbacks=[StopAt(3, ctrl_c)])
     assert first.stopped == "interrupted"
     check(name, tmp_path, first.rows)
@@ -287,7 +289,7 @@ def test_when_one_log_cannot_begin_those_before_it_end(tmp_path):
     assert heard == [("begin", 1, "fedbio"), 1, 2, ("end", 2, "finished")]
 
 
-# ---- the command line ----------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def test_logs_by_flags_go_on_when_the_run_is_resumed(tmp_path):
@@ -332,7 +334,7 @@ def test_what_logs_and_parquet_need_is_imported_only_by_those_who_use_it():
         assert "torch.utils.tensorboard" not in names
 
 
-# ---- faults --------------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 
 def refused(act, words):

@@ -202,7 +202,10 @@ def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
         from fedbilevel import solve
         from fedbilevel.algorithms.fedbio import FedBiO
         from fedbilevel.tasks.quadratic import Quadratic
-        result = solve(*Quadratic().build(), FedBiO(), num_iterations=100000, batch_size=2, record=sys.argv[1], measure_every=1, residuals=False)
+        result = solve(
+            *Quadratic().build(), FedBiO(), num_iterations=100000, batch_size=2, record=sys.argv[1],
+            measure_every=1, residuals=False,
+        )
         print(result.stopped, result.iteration)
         """
     )
@@ -333,7 +336,7 @@ def test_a_class_instead_of_an_algorithm_is_a_clear_error():
         solve(*Quadratic().build(), FedBiO, residuals=False, num_iterations=1)
 
 
-# ---- between peers ------------------------------------------------------------------------------------------------------------
+# ---- between peers -------------------------------------------------------------------------------
 
 PEERS = {
     "network": Network(kind="random_directed"),
@@ -455,7 +458,10 @@ def test_options_for_the_other_kind_of_algorithm_get_one_sentence_and_leave_no_f
 
 
 def test_peers_that_explode_name_the_client_and_the_last_good_checkpoint(tmp_path):
-    where = r"client \d has a value of 'y' that is not finite in outer iteration \d+: .*; the last good checkpoint, of outer iteration"
+    where = (
+        r"client \d has a value of 'y' that is not finite in outer iteration \d+: .*; "
+        "the last good checkpoint, of outer iteration"
+    )
     with pytest.raises(NonFiniteError, match=where):
         solve(
             *Quadratic(num_clients=3).build(),
@@ -503,7 +509,9 @@ def test_the_length_of_a_private_x_does_not_change_what_a_run_costs():
 
 
 def test_a_run_that_ends_by_rounds_and_one_that_is_gone_on_with_are_the_same(tmp_path, cleaning):
-    """FBO-AggITD with a private x needs 2N + 1 = 5 rounds and a few more in the first; it ends at the first outer iteration beyond."""
+    """FBO-AggITD with a private x needs 2N + 1 = 5 rounds, and a few more in its first iteration.
+
+    The run ends after the first outer iteration that reaches num_rounds."""
     whole = solve(*cleaning, AGGITD, residuals=False, num_rounds=42, record=tmp_path / "whole", checkpoint_every=1)
     assert 42 <= whole.ledger["rounds"] < 47
     assert whole.stopped == "finished"
@@ -562,7 +570,9 @@ def test_looking_at_residuals_does_not_change_the_run(tmp_path, cleaning):
 
 
 def test_the_hypergradient_of_any_method_falls_to_zero_and_says_how_far_it_is(tmp_path):
-    """Also of one that keeps no u. With a y that is nearly y*(x) it is nearly that of the closed form at the x that was reached."""
+    """The hypergradient is also measured for a method without u.
+
+    Here y is nearly y*(x), so the figure is nearly the closed form at the final x."""
     task = Quadratic(num_clients=4)
     found = solve(
         *task.build(),
@@ -690,7 +700,10 @@ def test_a_figure_of_ones_own_cannot_have_the_name_of_a_column(name):
     problem, clients = Quadratic(num_clients=2).build()
     with pytest.raises(
         ProblemError,
-        match=rf"metrics\(\) gives a figure named '{name}', which is the name of a column that every run has: choose another",
+        match=(
+            rf"metrics\(\) gives a figure named '{name}', "
+            "which is the name of a column that every run has: choose another"
+        ),
     ):
         solve(
             dataclasses.replace(problem, metrics=lambda sums: {"fine": 1.0, name: 1.0}),

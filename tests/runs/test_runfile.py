@@ -1,4 +1,4 @@
-"""A whole run as a file: it says the same run again, flags come before it, and what is wrong with it is said in a sentence."""
+"""Run files: a file repeats its run, flags override it, and a mistake in it gives one sentence."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_named(tmp_path):
         invoke("run", "quadratic")
 
 
-# ---- one dialect ------------------------------------------------------------------------------------------------------
+# ---- one dialect ---------------------------------------------------------------------------------
 
 
 def test_a_file_of_a_record_is_a_plan_between_sites(tmp_path):

@@ -323,7 +323,8 @@ def test_attack_by_garbage_is_refused_and_leaves_few_bytes(federation, unbound):
 
 def test_attack_by_escape_sequences_does_not_reach_the_terminal_of_the_lead(federation, tmp_path):
     code = (
-        "import sys; from fedbilevel.sites.flare import follow; from fedbilevel.cli.main import main; watch = follow.watch;"
+        "import sys; from fedbilevel.sites.flare import follow; from fedbilevel.cli.main import main; "
+        "watch = follow.watch;"
         "follow.watch = lambda *a, **k: watch(*a, **{**k, 'client': 'support.sites.flare_standins.EscapingClient'});"
         "main()"
     )

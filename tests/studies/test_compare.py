@@ -21,7 +21,7 @@ def test_a_target_is_reached_from_the_side_where_the_run_starts():
 
 
 def test_losses_residuals_and_hypergradients_are_reached_from_above_wherever_they_start():
-    """A hypergradient may be small at the start by accident; what is not finite decides nothing and reaches nothing."""
+    """A hypergradient may be small at the start by accident; a non-finite value never counts."""
     values = (math.nan, 0.001, 3.0, 0.05, -math.inf, 0.009)
     rows = [
         {"iteration": i, "hypergradient": value, "my_loss": value, "accuracy": value} for i, value in enumerate(values)
@@ -38,7 +38,10 @@ def test_a_target_that_nobody_measures_names_what_to_ask_for():
     row = {"iteration": 0, "rounds": 0, "upper_loss": 1.0}
     with pytest.raises(
         SettingError,
-        match=r"no metric named 'hypergradient' in this run: ask for stationarity \(--stationarity\), or use one of upper_loss",
+        match=(
+            r"no metric named 'hypergradient' in this run: "
+            r"ask for stationarity \(--stationarity\), or use one of upper_loss"
+        ),
     ):
         Target("hypergradient", 0.1).check(row)
     with pytest.raises(SettingError, match=r"no metric named 'loss' in this run: use one of upper_loss"):
@@ -87,7 +90,10 @@ def test_every_algorithm_sees_the_same_data_and_repetitions_see_others(tmp_path)
 
 
 def test_plain_values_are_taken_and_the_plan_is_kept(tmp_path):
-    """A number for all algorithms, text for a target and a folder, numbers of numpy: the same as dicts, a Target, a Path and ints."""
+    """Plain values give the same comparison as dicts, a Target, a Path and ints.
+
+    The plain values are one number for all algorithms, strings for a target and a folder, and numpy
+    numbers."""
     methods = {"fedbio": FedBiO(lr_upper=0.04, lr_lower=0.2, lr_system=0.2, num_local_steps=1), "fedavg": FedAvg()}
     plain = compare(
         Quadratic(),

@@ -1,4 +1,6 @@
-"""Confident learning: cases with known answers, the confident joint by hand, folds that never see what they judge, and figures as the task's."""
+"""Confident learning: known answers, the confident joint by hand, cross validation and figures.
+
+A fold never trains on the samples that it judges, and the figures equal the task's."""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def study(tmp_path, *, repetition=0, task=None, say=None, **row):
 
 
 def separated(folder, num_classes: int, num_train: int = 600, num_test: int = 100) -> dict:
-    """Images of 28 x 28 as idx files: every class lights pixels of its own, so that no two are alike. Gives the task's settings."""
+    """Write 28 x 28 images as idx files and return the task's settings.
+
+    Every class lights its own pixels, so no two classes are alike."""
     rng = np.random.default_rng(0)
     for stem, num in (("train", num_train), ("t10k", num_test)):
         labels = rng.permutation(np.arange(num) % num_classes)
@@ -52,7 +56,7 @@ def separated(folder, num_classes: int, num_train: int = 600, num_test: int = 10
     return {"data": "mnist", "data_dir": str(folder), "num_clients": 4, "num_clean": 5, "l2": 0.001}
 
 
-# ---- known answers -------------------------------------------------------------------------------------------------------
+# ---- known answers -------------------------------------------------------------------------------
 
 
 @needs_cleanlab
@@ -78,7 +82,10 @@ def test_in_separated_classes_exactly_the_wrong_labels_are_found(tmp_path, num_c
 @needs_cleanlab
 @pytest.mark.parametrize("names", [[0, 1, 2], [3, 7, 8]], ids=str)
 def test_the_flags_are_those_of_the_confident_joint_counted_by_hand(names):
-    """Off its diagonal: given one label, and probable another, the most probable of those whose probability is at least their own label's mean."""
+    """A sample is flagged if its confident class differs from its given label.
+
+    The confident class is the most probable class whose probability is at least its threshold: the
+    mean probability of the class over the samples with that label."""
     rng = np.random.default_rng(3)
     given = rng.integers(0, 3, 200)
     probabilities = rng.dirichlet(np.ones(3), 200)
@@ -94,7 +101,7 @@ def test_the_flags_are_those_of_the_confident_joint_counted_by_hand(names):
     assert found.tolist() == expected
 
 
-# ---- cross validation ----------------------------------------------------------------------------------------------------
+# ---- cross validation ----------------------------------------------------------------------------
 
 
 def test_every_sample_is_judged_once_by_a_model_that_has_not_seen_it():
@@ -146,7 +153,7 @@ def test_a_classifier_that_has_not_converged_is_said(tmp_path):
     assert [text.split(",")[0] for text in said] == ["all: 0 of 1148 samples flagged"]
 
 
-# ---- figures -------------------------------------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------------
 
 
 def pooled(task: DataCleaning) -> tuple[dict, dict]:
@@ -240,14 +247,17 @@ def test_the_l2_of_the_row_comes_before_that_of_the_task(tmp_path):
     assert study(tmp_path, task={"l2": 0.001}, keep="all", l2=1.0) == strong != weak
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_without_cleanlab_one_sentence_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(confident_learning, "find_spec", lambda name: None)
     with pytest.raises(
         FedBilevelError,
-        match=r"needs the package cleanlab, which is not installed: install it with pip install 'fedbilevel\[reference\]'",
+        match=(
+            r"needs the package cleanlab, which is not installed: "
+            r"install it with pip install 'fedbilevel\[reference\]'"
+        ),
     ):
         study(tmp_path)
     assert study(tmp_path, keep="clean")["f1"] == 1  # the bounds need no cleanlab

@@ -47,7 +47,9 @@ def errors(outcome: RowOutcome) -> dict[int, float]:
 
 
 class Logistic:
-    """y*, its mean Hessian, the mean validation gradient and every client's J, by hand. Both tasks have weights first and the bias last."""
+    """y*, its mean Hessian, the mean validation gradient and every client's J, computed by hand.
+
+    Both tasks store the weights first and the bias last."""
 
     def __init__(self, name: str) -> None:
         clients = discovery.task(name)(**TASKS[name]).build().clients

@@ -1,4 +1,4 @@
-"""The personalisation study: every method on every network, early stopping, a record that is gone on with."""
+"""The personalisation study: every method on every network, early stopping, and resuming."""
 
 import dataclasses
 import json
@@ -115,7 +115,10 @@ def test_the_paper_is_quoted_for_methods_and_networks_that_exist():
 
 
 def test_the_command_prints_a_table_and_saves_it(tmp_path):
-    flags = "--num-clients 6 --share 0.1 --model linear --num-outer 2 --num-lower-steps 3 --repetitions 1 --methods local,sgp --networks complete,random_directed"
+    flags = (
+        "--num-clients 6 --share 0.1 --model linear --num-outer 2 --num-lower-steps 3 --repetitions 1 "
+        "--methods local,sgp --networks complete,random_directed"
+    )
     result = CliRunner().invoke(
         cli, ["personalise", *flags.split(), "--out", str(tmp_path / "p")], catch_exceptions=False
     )

@@ -1,4 +1,4 @@
-"""Experiment files: what is merged, run, resumed, printed beside the paper's figures, tuned and written back."""
+"""Experiment files: merging, running, resuming, printing beside the paper's figures, and tuning."""
 
 import functools
 import json
@@ -436,7 +436,8 @@ def test_an_experiment_may_extend_another_and_borrow_rows(small):
     beside = small.parent.parent / "other" / "experiment.toml"
     beside.parent.mkdir()
     beside.write_text(
-        'title = "T"\nsource = "S"\nextends = "small"\nselect = {panels = ["two", "three"], rows = ["fedbio", "aggitd", "mine"]}\n'
+        'title = "T"\nsource = "S"\nextends = "small"\n'
+        'select = {panels = ["two", "three"], rows = ["fedbio", "aggitd", "mine"]}\n'
         "settings.num_iterations = 5\n[panels.three]\n[rows.fedbio]\nsettings.algorithm.lr_upper = 0.5\n"
         '[rows.mine]\nfrom.three = "small.one.aggitd"\nsettings.algorithm.lr_upper = 0.25\n'
     )
@@ -461,10 +462,12 @@ def test_an_experiment_may_extend_another_and_borrow_rows(small):
     assert other.paper("two", "fedbio") == {}
     assert other.content["figures"] == one.content["figures"]
     for old, new, named in (
-        ("small.one.aggitd", "small.one", "expected EXPERIMENT.PANEL.ROW"), ("small.one.aggitd", "small.two.aggitd", "no row of small named 'two.aggitd'"),
-        ('"mine"]', '"mime"]', "Did you mean 'mine'"), ("{panels =", "{panel =", "Did you mean 'panels'"),
+        ("small.one.aggitd", "small.one", "expected EXPERIMENT.PANEL.ROW"),
+        ("small.one.aggitd", "small.two.aggitd", "no row of small named 'two.aggitd'"),
+        ('"mine"]', '"mime"]', "Did you mean 'mine'"),
+        ("{panels =", "{panel =", "Did you mean 'panels'"),
         ('extends = "small"', 'extends = "big"', "cannot be read"),
-    ):  # fmt: skip
+    ):
         (beside.parent / "bad.toml").write_text(beside.read_text().replace(old, new))
         with pytest.raises(FedBilevelError, match=named):
             experiment.read(beside.parent / "bad.toml").settings("three", "mine")
@@ -514,7 +517,7 @@ def test_recorded_results_are_printed_as_a_table(small, tmp_path):
     assert f"Run at {entry['commit']} on {entry['machine']}, {entry['time'][:10]}." in text
 
 
-# ---- tuning ------------------------------------------------------------------------------------------------------------------------
+# ---- tuning --------------------------------------------------------------------------------------
 
 
 def test_a_grid_is_tried_on_other_data_and_the_best_is_written_into_the_file(small, tmp_path):
@@ -631,7 +634,7 @@ def test_without_optuna_a_range_says_what_to_install(small, tmp_path, monkeypatc
         tune.tune(experiment.read(small), tmp_path / "t", panel="one", row="fedbio")
 
 
-# ---- the commands ------------------------------------------------------------------------------------------------------------------
+# ---- the commands --------------------------------------------------------------------------------
 
 
 def invoke(*words):

@@ -336,7 +336,9 @@ def counted(size: int) -> dict[str, Any]:
 
 
 def contract() -> list[str]:
-    """What the contract of an engine says of the ranks, with a server and between peers; empty lines where it is kept."""
+    """Check the engine contract of the ranks, with a server and between peers.
+
+    Returns one report per engine, empty if the engine keeps the contract."""
     group, options = distributed.join(), {"dtype": torch.float64, "strategy": "loop", **NOISY}
     weighted = lambda: quadratic(client_weights="by_samples")
     reports = []

@@ -1,5 +1,6 @@
-"""Data cleaning on idx files and with a network: who gets which images, which labels are wrong, losses and derivatives
-against plain numpy.
+"""Data cleaning on idx files and with a network: splits, wrong labels, losses and derivatives.
+
+Losses and derivatives are compared with plain numpy.
 
 The losses and figures of the linear model are in test_tasks.py.
 """
@@ -26,7 +27,7 @@ from support.numeric.yardstick import drive, relative
 
 
 def fake(folder, num_train: int = 120, num_test: int = 30) -> tuple[dict[bytes, int], dict[bytes, int]]:
-    """Random images of 28 x 28 with ten labels as idx files, and the true labels of their training and test part."""
+    """Write random 28 x 28 images with ten labels as idx files; return the true labels per part."""
     pixels = np.random.default_rng(0).integers(0, 256, (num_train + num_test, 28, 28)).astype(np.uint8)
     labels = np.arange(num_train + num_test) * 7 % 10
     truth = [(image.tobytes(), int(label)) for image, label in zip(pixels, labels, strict=True)]
@@ -44,8 +45,9 @@ def keys(fields) -> list[bytes]:
 
 @pytest.mark.parametrize("settings", [{}, {"num_clients": 12, "num_clean": 7, "noise": 0.8, "data_seed": 5}], ids=str)
 def test_without_new_settings_the_digits_are_split_by_the_draws_they_were_always_split_by(settings):
-    """Step by step from the seed, as results on the digits were made before there were other data: one draw more or
-    less changes all of them.
+    """Follow the draws from the seed as they were before other data sets existed.
+
+    One draw more or less would change all recorded results on the digits.
     """
     task = DataCleaning(**settings)
     images, labels = digits()

@@ -1,5 +1,6 @@
-"""Few-shot classification: who has which characters, the network and losses in plain numpy, hypergradients task by
-task, and new heads by Newton's method.
+"""Few-shot classification: splits of characters, the network and losses in plain numpy.
+
+Also hypergradients task by task, and new heads by Newton's method.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ norms = pytest.mark.parametrize("norm", ["sample", "image"])
 
 
 def fake(folder, num_alphabets: int = 50, num_drawers: int = 6) -> None:
-    """Alphabets of two or three characters, as a file of Omniglot; every image is unlike all others and unlike itself
-    turned.
+    """Alphabets of two or three characters as an Omniglot file.
+
+    Every image differs from all others and from its own rotations.
     """
     rng = np.random.default_rng(0)
     alphabet_of = np.repeat(np.arange(num_alphabets), 2 + np.arange(num_alphabets) % 2)
@@ -56,7 +58,7 @@ def characters(client, roles=("train", "val")) -> set[int]:
 
 
 def episodes(client, task: FewShot):
-    """(images (shots and queries, ways, pixels), characters (ways,)) of every episode that a client has."""
+    """Images (shots and queries, ways, pixels) and characters (ways,) of a client's episodes."""
     for t in range(task.num_tasks):
         assert all(
             (client[role]["character"][:, t] == client["train"]["character"][0, t]).all() for role in ("train", "val")
@@ -226,7 +228,7 @@ def represented(x: dict[str, np.ndarray], images: np.ndarray, norm: str, kind: s
 
 
 def uneven(task: FewShot) -> Built:
-    """Clients with 1, 2 or 3 samples for training, 2, 3 or 4 for validation, and 3, 2 or 1 held-out episodes."""
+    """Clients with 1, 2 or 3 training samples, 2, 3 or 4 for validation, 3, 2 or 1 held out."""
     built = task.build()
     keep = {"train": (1, 2, 3), "val": (2, 3, 4), "held_out": (3, 2, 1), "test": (1, 3, 2)}
     cut = lambda client, i: {
@@ -344,8 +346,9 @@ def test_features_are_bounded_whatever_the_backbone(norm):
 
 
 def test_an_image_by_itself_and_samples_by_themselves():
-    """What normalisation may see: with norm=image the image alone, with norm=sample the other images of its task in its
-    sample.
+    """Normalisation sees the image alone with norm=image.
+
+    With norm=sample it sees the other images of the same task in the same sample.
     """
     for norm, together in (("image", 1), ("sample", 3)):
         built = FewShot(**SMALL, norm=norm).build()
@@ -402,7 +405,7 @@ def test_the_hypergradient_is_the_mean_over_clients_and_tasks_of_what_each_task_
 
 @norms
 def test_minibatches_are_unbiased(norm):
-    """Every minibatch of one or two samples once: the mean of a derivative over them is that on all samples."""
+    """The mean of a derivative over all minibatches of one or two samples is that of all samples."""
     population = Population(*uneven(FewShot(**{**SMALL, "num_shots": 3}, norm=norm)), dtype=torch.float64)
     x, y = near(population)
     v = torch.randn(y.shape[1], generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -1,5 +1,6 @@
-"""Hyper-representation: losses against plain numpy, derivatives against finite differences, splits against the images
-themselves, and learning.
+"""Hyper-representation: losses against plain numpy and derivatives against finite differences.
+
+Also splits against the images themselves, and learning.
 """
 
 from __future__ import annotations
@@ -386,8 +387,9 @@ def test_a_channel_without_deviation_is_not_divided():
     ids=["mnist", "cifar10"],
 )
 def test_published_means_and_deviations_are_found_again(data, share, mean, deviation):
-    """The shift and scale that make `standard` of `unit`, on a part of the images; CIFAR-10 here has passed through
-    JPEG.
+    """The shift and scale from `unit` to `standard` are recovered from a part of the images.
+
+    CIFAR-10 here has been compressed as JPEG.
     """
     here(data)
     task = HyperRepresentation(data=data, num_clients=3, split="iid", share=share)

@@ -1,5 +1,6 @@
-"""Imbalance: the adjusted loss against plain numpy, the long tail against its formula, and what learning the loss is
-worth.
+"""Imbalance: the adjusted loss against plain numpy, and the long tail against its formula.
+
+Also the gain from learning the loss.
 """
 
 from __future__ import annotations
@@ -163,8 +164,9 @@ def test_what_the_data_cannot_give_is_a_clear_error():
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[Built, list[dict[str, float]]]:
-    """Training with x at its start: where FedAvg gets, and the exact minimiser of the lower level, which it can only
-    approach.
+    """Train with x at its start: the result of FedAvg and the exact minimiser of the lower level.
+
+    FedAvg only approaches the minimiser.
     """
     built = Imbalance().build()
     settings = {name: Imbalance.suggestions("fedavg")[name] for name in ("lr_lower", "num_local_steps")}

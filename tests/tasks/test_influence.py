@@ -1,5 +1,6 @@
-"""Predicted changes against dense algebra, finite differences and real retraining; scores against scikit-learn; islands
-against runs of their own.
+"""Predicted changes against dense algebra, finite differences and real retraining.
+
+Also scores against scikit-learn, and islands against separate runs.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def slopes(fields, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dense(built: Built, y: np.ndarray, l2: float) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Changes, mean H and mean f_y in plain numpy: removing j of client i moves y by H^-1 grad loss_j / (n n_i), and F
-    = n mean f.
+    """Changes, mean H and mean f_y in plain numpy.
+
+    Removing j of client i moves y by H^-1 grad loss_j / (n n_i), and F = n mean f.
     """
     hessian = np.mean([slopes(one["train"], y)[1] for one in built.clients], axis=0) + l2 * np.eye(len(y))
     fy = np.mean([slopes(one["val"], y)[0].mean(0) for one in built.clients], axis=0)

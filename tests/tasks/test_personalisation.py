@@ -1,4 +1,4 @@
-"""Personalisation: losses and predictions against plain numpy, splits and normalisation against the images."""
+"""Personalisation: losses and predictions in plain numpy, splits and normalisation of images."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_figures_over_clients_of_unequal_sizes_are_not_the_same_number():
 @kinds
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_derivatives_agree_with_finite_differences(kind, model):
-    """With the largest of four pixels too: near a random point no step of 1e-5 changes which of them it is."""
+    """Max pooling is included: near a random point a step of 1e-5 changes no maximum."""
     report = fb.check_problem(
         *Personalisation(num_clients=3, share=0.01, width=0.15, personalise=kind, model=model).build(), show=False
     )

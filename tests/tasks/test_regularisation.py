@@ -1,5 +1,6 @@
-"""The task against plain numpy and closed forms: losses, derivatives of the regulariser, hypergradient blocks, figures,
-and steps that work.
+"""The task against plain numpy and closed forms: losses, derivatives, hypergradient blocks, figures.
+
+Also steps that reduce the upper loss and the hypergradient.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def test_test_figures_are_ratios_of_sums_over_clients_of_unequal_size():
 
 @parametrisations
 def test_derivatives_of_the_lower_level_are_those_of_the_closed_form(parametrisation):
-    """g_y = mean (sigmoid - label) x + (r + l2) y;  H v = mean s (1 - s) x x'v + (r + l2) v;  J v = r' y v."""
+    """Compare g_y, H v and J v, with s = sigmoid.
+
+    g_y = mean (s - label) x + (r + l2) y;  H v = mean s (1 - s) x x'v + (r + l2) v;  J v = r' y v.
+    """
     built = small(parametrisation=parametrisation, l2=0.07).build()
     pop, (lam, y) = population(built), point()
     v = np.random.default_rng(2).standard_normal(6)
@@ -131,7 +135,7 @@ def test_derivatives_of_the_lower_level_are_those_of_the_closed_form(parametrisa
 
 
 def dense_blocks(task: Regularisation, lam: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """y* by Newton's method and the blocks -r'(lambda_i) y u with (mean H) u = mean f_y, in plain numpy."""
+    """y* by Newton's method, and -r'(lambda_i) y u with (mean H) u = mean f_y, in plain numpy."""
     clients, y = task.build().clients, np.zeros(lam.shape[1])
     r, slope = rate(task.parametrisation, lam)
 
@@ -246,7 +250,7 @@ def test_settings_outside_their_range_are_refused(wrong):
 
 @pytest.fixture
 def census(tmp_path):
-    """A tiny a9a in text: every row can be told from every other; the label is the parity of its number."""
+    """A tiny a9a in text with distinct rows; the label is the parity of the row's number."""
     for name, num, offset in (("a9a", 40, 1), ("a9a.t", 12, 60)):
         rows = [f"{'+1' if i % 2 else '-1'} {offset + i}:1 123:1\n" for i in range(num)]
         (tmp_path / name).write_text("".join(rows))
@@ -277,7 +281,7 @@ def test_census_samples_go_to_one_client_and_one_role_each_with_their_labels(cen
 
 
 def test_census_splits_are_not_sorted_before_they_are_cut(census):
-    """A part in the order of the file would give a client's first samples to training and its last to validation."""
+    """In the order of the file, training would get the first samples and validation the last."""
     places_of = {"train": [], "val": []}
     for seed in range(30):
         clients = (

@@ -1,4 +1,4 @@
-"""Tasks are what they say: closed forms agree with finite differences, splits are clean, figures are ratios of sums."""
+"""Tasks: closed forms against finite differences, clean splits, and figures as ratios of sums."""
 
 from __future__ import annotations
 
