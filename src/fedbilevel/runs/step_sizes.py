@@ -44,7 +44,7 @@ _NORM = 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe(ServerAlgorithm):
-    """Power iterations across clients, through the same verbs as any algorithm, so that the ledger counts them."""
+    """Power iteration across clients, written as an algorithm, so that the ledger counts its cost."""
 
     num_products: int = setting(30, "products H v per eigenvalue", least=1)
 
@@ -57,7 +57,10 @@ class _Probe(ServerAlgorithm):
 
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Each client's largest and smallest eigenvalue, as powers: the extreme client dominates their sum."""
+        """Each client's largest and inverse smallest eigenvalue, to the power 16.
+
+        The extreme client dominates the sum of such powers.
+        """
         batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
         v = start
         for _ in range(self.num_products):
@@ -111,7 +114,8 @@ def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> problem, clients = Quadratic().build()
-    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=2, radius=fb.projection_radius(problem, clients))
+    >>> radius = fb.projection_radius(problem, clients)
+    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=2, radius=radius)
     >>> result.ledger["rounds"]
     2
     """
