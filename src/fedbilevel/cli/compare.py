@@ -22,7 +22,7 @@ from fedbilevel.tasks.task import Task
 
 
 class CompareCommand(click.Command):
-    """Accepts `--algorithms a b c`, which click's options cannot."""
+    """A command that accepts `--algorithms a b c`, which click's options do not."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--algorithms" in args:

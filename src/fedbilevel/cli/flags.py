@@ -86,7 +86,8 @@ def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, A
 def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
     """Suggested settings of the averaging.
 
-    A faulty network needs the robust kind, because no other kind recovers lost messages.
+    A faulty network needs the robust kind, because no other kind recovers lost messages. The task's
+    other suggestions do not apply then, because robust averaging ends when all peers agree.
     """
     return {"kind": "robust"} if network.faulty else suggested
 

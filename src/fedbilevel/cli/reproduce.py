@@ -15,7 +15,7 @@ from fedbilevel.studies import experiment, pictures, reproduce, tune
 
 
 def _parts(text: str) -> list[str]:
-    """Parts of a comma-separated list."""
+    """Split a comma-separated list."""
     return [part for part in text.split(",") if part]
 
 
