@@ -39,7 +39,10 @@ def data_where(name: str | None, data_dir: str | None) -> None:
 @click.argument("name")
 @click.option("--data-dir", default=None, help="target folder (default: $FEDBILEVEL_DATA, or the cache)")
 def data_fetch(name: str, data_dir: str | None) -> None:
-    """Download the dataset NAME from its public source and verify its checksum. Existing files are kept."""
+    """Download the dataset NAME from its public source and verify its checksum.
+
+    An existing dataset is not downloaded again.
+    """
     with terminal.console.status("") as status:
         show = lambda file, done, total: status.update(
             f"{file}: {done / 1e6:.1f} MB" + (f" of {total / 1e6:.1f} MB" if total else "")

@@ -1,4 +1,4 @@
-"""`fedbilevel federation`: runs between organisations. The implementation is in fedbilevel.sites.flare."""
+"""`fedbilevel federation`: runs between organisations, implemented in fedbilevel.sites.flare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @contextmanager
 def _flare() -> Iterator[None]:
-    """Raise a SettingError if an import of fedbilevel.sites.flare fails because FLARE is missing."""
+    """Raise a SettingError if an import of fedbilevel.sites.flare fails for lack of FLARE."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def _flare() -> Iterator[None]:
 
 
 def line(progress: dict[str, Any]) -> str:
-    """One line on an outer iteration: progress, cost, response times, and missing sites with the reason."""
+    """One outer iteration: progress, cost, response times, and missing sites with the reason."""
     parts = [
         f"outer iteration {progress.get('iteration')}"
         + (f"/{progress['num_iterations']}" if "num_iterations" in progress else "")
@@ -271,7 +271,7 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_
 )
 @with_start_timeout
 def resume_command(name: str, kit: Path, max_restarts: int, start_timeout: float) -> None:
-    """Follow the run NAME. If it was stopped or interrupted, resume it first."""
+    """Follow the run NAME, and resume it first if it was stopped or interrupted."""
     with _flare():
         from fedbilevel.sites.flare import follow
     options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}

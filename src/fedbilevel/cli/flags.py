@@ -76,7 +76,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
 
 
 def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any], prefix: str = "") -> Any:
-    """Settings of `owner`: each value is the user's, else the task's suggestion, else the default."""
+    """Settings of `owner`: the user's values, else the task's suggestions, else the defaults."""
     names = {spec.name for spec in dataclasses.fields(owner)}
     flagged = {name: values.get(flag_name(name, prefix)) for name in names}
     given = {name: value for name, value in flagged.items() if value is not None}

@@ -23,7 +23,7 @@ from fedbilevel.tasks.influence import Influence
 
 
 class InfluenceCommand(TaskCommand):
-    """Read the data, the model and the method first, then add the flags of all parts of the study."""
+    """Read data, model and method first, then add the flags of all parts of the study."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         peeked = {name: value_of(f"--{name}", args) for name in ("data", "model", "method")}

@@ -54,7 +54,8 @@ def list_command() -> None:
 def completion_command(shell: str) -> None:
     """Print a completion script for SHELL.
 
-    It completes commands, flags, tasks and algorithms. To use it: eval "$(fedbilevel completion bash)".
+    It completes commands, flags, tasks and algorithms. For bash, run:
+    eval "$(fedbilevel completion bash)"
     """
     kind = get_completion_class(shell)
     assert kind is not None
@@ -84,7 +85,7 @@ for command in operator.COMMANDS:  # for the operator of a site
 
 
 def main() -> None:
-    """Run the command line. Errors of the user have no traceback, and only the first rank prints."""
+    """Run the command line. User errors have no traceback, and only the first rank prints."""
     first = os.environ.get("WORLD_SIZE", "1") in ("", "0", "1") or os.environ.get("RANK", "0") == "0"
     terminal.console.quiet = not first
     sys.excepthook = lambda *what: print(

@@ -43,7 +43,10 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
 def audit_command(kit: Path, contains: str, as_json: bool) -> None:
-    """Verify and summarise the log of everything that left this site. Exit code 1: the log was changed."""
+    """Verify and summarise the log of everything that left this site.
+
+    Exit code 1: the log was changed.
+    """
     if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
         shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
         raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
@@ -140,7 +143,7 @@ def _is_asked(question: str) -> bool:
 @click.argument("digest")
 @with_kit
 def refuse_command(digest: str, kit: Path) -> None:
-    """Refuse the plan with this DIGEST (at least its first 8 characters). You can approve it later."""
+    """Refuse the plan with this DIGEST (at least its first 8 characters), until you approve it."""
     run = operator.refuse(operator.site_folder(kit), digest, user())["run"]
     say(f"{printable(run)} is refused.")
 
@@ -158,7 +161,7 @@ def leave_command(run: str, kit: Path) -> None:
 @click.command("pause")
 @with_kit
 def pause_command(kit: Path) -> None:
-    """Stop answering until unpause. Runs wait for this site or continue without it."""
+    """Pause this site until unpause. Runs wait for it or continue without it."""
     operator.pause(operator.site_folder(kit))
     say(f"This site is paused. To resume: fedbilevel federation unpause --kit {kit}")
 
@@ -180,7 +183,7 @@ def unpause_command(kit: Path) -> None:
 def watch_command(kit: Path, once: bool, page: bool, port: int, opens: bool) -> None:
     """Show the state of this site until Ctrl-C.
 
-    Shows the connection, the run, the data that left, the privacy budget, pending approvals and refusals.
+    Shows the connection, the run, the data that left, the budget, pending approvals and refusals.
     """
     folder = operator.site_folder(kit)
     running = _processes()

@@ -1,4 +1,4 @@
-"""`fedbilevel peer`: keys, a roster, and one peer's part in a run. The implementation is in fedbilevel.peers."""
+"""`fedbilevel peer`: keys, a roster, and one peer's part in a run, implemented in fedbilevel.peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fedbilevel.errors import RosterError
 from fedbilevel.peers import roster as rosters
 from fedbilevel.peers.collect import Collected, collect
 from fedbilevel.peers.participant import say_how_far, take_part
-from fedbilevel.peers.plan import read_plan
+from fedbilevel.peers.plan import PeerPlan, read_plan
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.report import tables
 from fedbilevel.runs.result import Progress
 
@@ -61,7 +62,7 @@ def keygen_command(name: str, address: str, folder: Path) -> None:
     help="file for the roster, which all peers share",
 )
 def roster_command(public: tuple[Path, ...], out: Path) -> None:
-    """Combine the public parts of all peers into a roster. Their order determines the peers' numbers."""
+    """Combine the public parts of all peers into a roster. Their order numbers the peers."""
     made = rosters.assemble(public, out)
     for entry in made.peers:
         say(f"{entry.name:<24} {entry.address}")
@@ -129,17 +130,7 @@ def run_command(
             "put the roster together again, with this peer's public part."
         )
     ours = read_plan(plan, len(roster.peers))
-    if simulated:
-        clients = ours.built_task().build().clients
-        if me >= len(clients):
-            raise click.UsageError(
-                f"the task has {len(clients)} clients, and {entry.name} is number {me}: "
-                "raise num_clients of the task in the plan."
-            )
-        holdings = clients[me]
-    else:
-        assert data is not None
-        holdings = read_folder(data, num_classes=ours.num_classes)
+    holdings = _simulated(ours, me, entry.name) if data is None else read_folder(data, num_classes=ours.num_classes)
     from fedbilevel.peers.sockets import Sockets  # needs pyzmq
 
     place = record if record is not None else Path("runs") / f"{ours.name}-{entry.name}"
@@ -163,6 +154,17 @@ def run_command(
     )
     again = "" if result.stopped == "finished" else ", and was stopped; the same command resumes it"
     say(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
+
+
+def _simulated(plan: PeerPlan, me: int, name: str) -> Holdings:
+    """The task's own data of the peer number `me`."""
+    clients = plan.built_task().build().clients
+    if me >= len(clients):
+        raise click.UsageError(
+            f"the task has {len(clients)} clients, and {name} is number {me}: "
+            "raise num_clients of the task in the plan."
+        )
+    return clients[me]
 
 
 @peer.command("collect")
@@ -222,8 +224,8 @@ def _show(done: Collected, num_listed: int) -> None:
 def try_command(num_peers: int, folder: Path | None) -> None:
     """Try a whole run between peers on this machine.
 
-    Makes keys and a roster, starts peers as separate processes that exchange encrypted messages over
-    loopback, and shows the most harmful training instances.
+    Makes keys and a roster, starts peers as separate processes that exchange encrypted messages
+    over loopback, and shows the most harmful training instances.
     """
     from fedbilevel.peers.local import Local
     from fedbilevel.peers.trial import prepare

@@ -1,4 +1,4 @@
-"""`fedbilevel report` and `fedbilevel watch`: an HTML page of finished runs, and of a current run."""
+"""`fedbilevel report` and `fedbilevel watch`: HTML pages of recorded and of current runs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group(engine: Any, device: str, timeout: float) -> Group:
-    """The processes of this command. Under torchrun it has all processes, so that one writes the record."""
+    """The processes of this command: all of torchrun's, so that only one writes the record."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if engine == "simulation" and several:
         raise SettingError(
@@ -113,7 +113,7 @@ def run_command(
     log: tuple[str, ...],
     **values: Any,
 ) -> None:
-    """Run an algorithm on a TASK. To see the flags and symbols of both, name them and add --help."""
+    """Run an algorithm on a TASK. Name both and add --help to see their flags and symbols."""
     file: RunFile = ctx.meta["run_file"] or RunFile()
     task, algorithm = task or file.task, algorithm or file.algorithm
     if not task or not algorithm:
@@ -145,7 +145,7 @@ def run_command(
 
 
 def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> dict[str, Any]:
-    """Settings of network and averaging: from flags, else from the file, else the task's suggestions."""
+    """Settings of network and averaging: from flags, else the file, else the task's suggestions."""
     links = {**kind.suggestions("network"), **file.options.get("network", {})}
     network = chosen(Network, values, links, "network")
     means = {**fitting(network, kind.suggestions("averaging")), **file.options.get("averaging", {})}
@@ -172,7 +172,10 @@ def resume_command(
     timeout: float,
     log: tuple[str, ...],
 ) -> None:
-    """Resume the run in the folder PATH from its last checkpoint, on any engine and any number of ranks."""
+    """Resume the run in the folder PATH from its last checkpoint.
+
+    The engine and the number of ranks may differ from those of the first part.
+    """
     group = _group(engine, "cpu", timeout)
     with group.together():
         config = group.told(Record(path).read_config)

@@ -1,4 +1,4 @@
-"""A small, working project as a start for the user's own. The templates are in the folder starter_files."""
+"""`fedbilevel new`: a small, working project from the templates in the folder starter_files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output shared by all commands: messages, the progress bar, and names of record folders."""
+"""Terminal output of all commands: messages, the progress bar, and names of record folders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def complain(text: str) -> None:
 
 
 class Bar:
-    """A progress bar with cost, metrics and remaining time; without a terminal, one line per measurement."""
+    """A progress bar with cost, metrics and remaining time.
+
+    Without a terminal, it prints one line per measurement.
+    """
 
     def __init__(self, name: str, headline: Sequence[str]) -> None:
         self.headline, self.name = headline, printable(name)

@@ -58,7 +58,7 @@ class _Log:
                 self._last = row["iteration"]
 
     def _open(self, config: Mapping[str, Any], rows: Sequence[Row]) -> int:
-        """Open the log; return the outer iteration of its last entry, or -1 to write all entries."""
+        """Open the log; return the outer iteration of its last entry, or -1 to write all."""
         raise NotImplementedError
 
     def _add(self, row: Row) -> None:
@@ -147,9 +147,9 @@ class MLflow(_Log):
     """Settings as params, and metrics with the outer iteration as their step.
 
     The entries go to `tracking_uri`, else to the address in the environment variable
-    MLFLOW_TRACKING_URI, else to mlflow.db in `folder`. They form a run named `name` in `experiment`.
-    To view mlflow.db: `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`. No artifacts are
-    written.
+    MLFLOW_TRACKING_URI, else to mlflow.db in `folder`. They form a run named `name` in
+    `experiment`. To view mlflow.db: `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`.
+    No artifacts are written.
     """
 
     STATUS = {"finished": "FINISHED", "callback": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
@@ -270,7 +270,7 @@ def _needs(extra: str) -> Iterator[None]:
 
 
 def _mark(rows: Sequence[Row]) -> str:
-    """A hash that identifies a run: its first measurement includes its duration, which is unique."""
+    """A hash that identifies a run: the duration in its first measurement makes it unique."""
     return hashlib.sha256(json.dumps(finite(rows[0]), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -281,7 +281,7 @@ def _numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The chosen settings: the identity without its fingerprints of the data, the plan and the task."""
+    """Settings of a run: its identity without fingerprints of data, its plan and its task."""
     identity = {
         name: value for name, value in config.get("identity", {}).items() if name not in ("data", "losses", "x", "y")
     }

@@ -196,7 +196,7 @@ class Record:
         self._keep(self.before, self.checkpoint)
 
     def _keep(self, there: Path, here: Path) -> None:
-        """Link `here` to the file `there`, atomically. Later writes to `there` do not change `here`."""
+        """Link `here` to the file `there`, atomically. Later saves do not change `here`."""
         beside = here.with_name(here.name + ".part")
         beside.unlink(missing_ok=True)
         os.link(there, beside)

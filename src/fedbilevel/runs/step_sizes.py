@@ -44,7 +44,7 @@ _NORM = 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe(ServerAlgorithm):
-    """Power iteration across clients, written as an algorithm, so that the ledger counts its cost."""
+    """Power iteration across clients, as an algorithm, so that the ledger counts its cost."""
 
     num_products: int = setting(30, "products H v per eigenvalue", least=1)
 
@@ -90,8 +90,10 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> found = fb.curvature(*Quadratic().build())
-    >>> print(f"L = {found.largest:.2f}, mu = {found.smallest:.2f}, {found.ledger['rounds']} rounds")
-    L = 4.33, mu = 1.65, 31 rounds
+    >>> print(f"L = {found.largest:.2f}, mu = {found.smallest:.2f}")
+    L = 4.33, mu = 1.65
+    >>> found.ledger["rounds"]
+    31
     """
     probe = _Probe(num_products=num_products)
     fed = Simulation(probe, problem, clients, dtype=torch.float64)
@@ -107,7 +109,7 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
 
 
 def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
-    """Radius of a ball for u, for algorithms that project u: 2 max_i |f_y,i| / min_i mu_i at y*(x0).
+    """Radius of the ball to which algorithms project u: 2 max_i |f_y,i| / min_i mu_i at y*(x0).
 
     The factor 2 allows for the change of x during the run. Needs the data of all clients.
 
