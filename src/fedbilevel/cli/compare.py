@@ -98,7 +98,7 @@ def compare_command(
 ) -> None:
     """Compare algorithms on the same data with the same seeds.
 
-    Shows the rounds, megabytes, oracle calls and seconds to a target, and the final figures.
+    Shows the rounds, megabytes, oracle calls and seconds to a target, and the final metrics.
     """
     kind = discovery.task(task)
     names = list(dict.fromkeys(name for name in algorithms.split(",") if name))

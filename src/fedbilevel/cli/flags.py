@@ -27,7 +27,7 @@ def whole_numbers(text: str) -> int | tuple[int, ...]:
         numbers = tuple(int(part) for part in str(text).split(","))
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is neither a whole number nor several with commas between: give e.g. 3, or 1,2,3."
+            f"{text!r} is neither a whole number nor several separated by commas: give e.g. 3, or 1,2,3."
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
 

@@ -48,7 +48,7 @@ def audit_command(kit: Path, contains: str, as_json: bool) -> None:
     Exit code 1: the log was changed.
     """
     if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
-        shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
+        shape = "expected the last chain value of an earlier audit, or at least its first 16 characters"
         raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
     report = verification.verify(operator.site_folder(kit), contains)
     if as_json:
@@ -66,7 +66,7 @@ def _show_audit(report: AuditReport) -> None:
         say(f"The log is whole: {report.num_lines} lines{before}{span}.")
     else:
         say(f"The log is broken: {printable(report.problem)}")
-        say(f"{report.num_lines} lines can be read{span}; the figures below include all of them.")
+        say(f"{report.num_lines} lines can be read{span}; the summary below includes all of them.")
     for note in report.notes:
         say(f"Note: {printable(note)}")
     if report.runs:
