@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: generated pages, equations, pictures in the colours of the theme, and files of the repository as pages."""
+"""Hooks of mkdocs: generated pages, equations, pictures in the theme's colours, and root files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from website.svg import DARK, LIGHT, variables  # noqa: E402
 FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
 RESULTS = {"experiments/RESULTS.md": "results/experiments.md", "benchmarks/RESULTS.md": "results/benchmarks.md"}
 OPENINGS = {
-    "experiments/RESULTS.md": "# Experiments\n\nThe tables and figures of the papers, reproduced: `fedbilevel reproduce NAME` "
-    "runs one of them. Where a paper prints a number, it is in brackets with the difference.\n\n",
+    "experiments/RESULTS.md": "# Experiments\n\n"
+    "The tables and figures of the papers, reproduced: `fedbilevel reproduce NAME` runs one of them. "
+    "Where a paper prints a number, it is in brackets with the difference.\n\n",
 }
 TABLE = "<!-- all algorithms -->"
 
@@ -62,7 +63,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Draw equations, and put our pictures into the page, because a separate file cannot know the theme of the reader."""
+    """Render equations, and inline our pictures.
+
+    An inlined picture has the colours of the reader's theme; a separate file cannot.
+    """
 
     def inlined(found: re.Match[str]) -> str:
         return algorithm_pages.figure_of((ROOT / "docs" / "pictures" / f"{found[1]}.svg").read_text().strip())
@@ -71,7 +75,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def _moved(text: str, target: str) -> str:
-    """Turn a file of the root into a page: keep links to pages, and replace links to other files by their words."""
+    """Turn a file of the root into a page.
+
+    Links to pages are kept. Links to other files are replaced by their text.
+    """
     up = "../" * target.count("/")
 
     def link(found: re.Match[str]) -> str:
@@ -88,7 +95,7 @@ def _moved(text: str, target: str) -> str:
 
 
 def _results(text: str, folder: Path) -> tuple[str, list[str]]:
-    """Move pictures of results into a separate folder, and drop links to files that the site does not have."""
+    """Move pictures of results into a folder, and remove links to files that are not on the site."""
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
     text = re.sub(r"(!\[[^\]]*\])\(([^)]+)\)", lambda found: f"{found[1]}({folder.name}/{found[2]})", text)
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:)[^)#]+\)", r"\1", text), pictures
@@ -97,17 +104,18 @@ def _results(text: str, folder: Path) -> tuple[str, list[str]]:
 def api_page() -> str:
     """List every public name in groups; names without a group are at the end."""
     groups = {
-        "Run": ["solve", "run", "Result"],
+        "Run": ["solve", "compare", "write_report", "Result"],
         "Problems": ["Problem", "Scopes"],
         "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
-        "Checks": ["check_problem", "check_hypergradient", "check_algorithm"],
-        "Step sizes": ["suggest", "check_timescales", "curvature", "projection_radius"],
+        "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
+        "Step sizes": ["suggest_steps", "check_timescales", "curvature", "projection_radius"],
     }
     known = {name for names in groups.values() for name in names}
     groups["More"] = [name for name in fedbilevel.__all__ if name not in known and name != "FedBilevelError"]
     out = [
         "# The package",
-        "Every public name of `import fedbilevel as fb`. [Errors](errors.md) and [classes to derive from](classes.md) have separate pages.",
+        "Every public name of `import fedbilevel as fb`. "
+        "[Errors](errors.md) and [classes to derive from](classes.md) have separate pages.",
     ]
     for title, names in groups.items():
         mine = [name for name in names if name in fedbilevel.__all__]
@@ -116,14 +124,18 @@ def api_page() -> str:
 
 
 def _home(name: str) -> str:
-    """The path of the definition of a public name, which documentation tools follow better than an imported name."""
+    """The path of the definition of a public name.
+
+    Documentation tools resolve this path better than an imported name.
+    """
     value = getattr(fedbilevel, name)
     return f"{value.__module__}.{name}" if hasattr(value, "__module__") else f"fedbilevel.{name}"
 
 
 def errors_page() -> str:
     opening = (
-        "Every error that a user can cause is a `FedBilevelError`. Its message is one sentence: the value found, the value expected, and the fix. "
+        "Every error that a user can cause is a `FedBilevelError`. "
+        "Its message is one sentence: the value found, the value expected, and the fix. "
         "The command line prints it without a traceback and exits with 2."
     )
     options = "".join(

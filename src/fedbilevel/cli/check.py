@@ -20,15 +20,18 @@ from fedbilevel.runs.step_sizes import suggest_steps
     "--algorithm",
     "-a",
     default=None,
-    help="also check the contract of this algorithm, and its estimate of the hypergradient where it has one",
+    help="also check the contract of this algorithm, and its hypergradient estimate if it has one",
 )
 @click.option(
     "--steps",
     is_flag=True,
-    help="also estimate curvatures and say which steps are safe for single-loop methods (slower)",
+    help="also estimate curvatures and suggest safe steps for single-loop methods (slower)",
 )
 def check_command(task: str, algorithm: str | None, steps: bool, **values: Any) -> None:
-    """Compare every way to the hypergradient of a TASK with the exact value and with finite differences, in float64."""
+    """Check the hypergradient of a TASK in float64.
+
+    Compares every estimator with the exact value and with finite differences.
+    """
     kind = discovery.task(task)
     built = chosen(kind, values, {}).build()
     reports = [check_problem(built.problem, built.clients, show=False)]

@@ -22,7 +22,7 @@ from fedbilevel.tasks.task import Task
 
 
 class CompareCommand(click.Command):
-    """Accepts `--algorithms a b c`, which click's options cannot."""
+    """A command that accepts `--algorithms a b c`, which click's options do not."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--algorithms" in args:
@@ -98,7 +98,7 @@ def compare_command(
 ) -> None:
     """Compare algorithms on the same data with the same seeds.
 
-    Shows the rounds, megabytes, oracle calls and seconds to a target, and the final figures.
+    Shows the rounds, megabytes, oracle calls and seconds to a target, and the final metrics.
     """
     kind = discovery.task(task)
     names = list(dict.fromkeys(name for name in algorithms.split(",") if name))

@@ -1,4 +1,4 @@
-"""The commands `fedbilevel data ...`: sets of data that lie in files."""
+"""`fedbilevel data`: datasets in files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fedbilevel.errors import DataError
 
 @click.group("data")
 def data() -> None:
-    """Sets of data that lie in files: which there are, where they lie, and download of those with a known checksum."""
+    """List, locate and download datasets. Only datasets with a known checksum can be downloaded."""
 
 
 @data.command("list")
 @click.option("--data-dir", default=None, help="folder to look into first")
 def data_list(data_dir: str | None) -> None:
-    """Every set, where it lies, and whether it can be fetched."""
+    """List all datasets, with the folder of each or how to download it."""
     for name, entry in catalogue.SETS.items():
         try:
             state = f"in {catalogue.where(name, data_dir)[0]}"
@@ -30,16 +30,19 @@ def data_list(data_dir: str | None) -> None:
 @click.argument("name", required=False)
 @click.option("--data-dir", default=None, help="folder to look into first")
 def data_where(name: str | None, data_dir: str | None) -> None:
-    """The folders that are searched, in order; with a NAME, the files of that set."""
+    """List the folders that are searched, in order; with a NAME, the files of that dataset."""
     for place in locations.folders(data_dir) if name is None else catalogue.where(name, data_dir):
         terminal.say(str(place))
 
 
 @data.command("fetch")
 @click.argument("name")
-@click.option("--data-dir", default=None, help="folder to put it into (default: $FEDBILEVEL_DATA, or the cache)")
+@click.option("--data-dir", default=None, help="target folder (default: $FEDBILEVEL_DATA, or the cache)")
 def data_fetch(name: str, data_dir: str | None) -> None:
-    """Download the set NAME from its public home, unless it is there; its checksum is compared."""
+    """Download the dataset NAME from its public source and verify its checksum.
+
+    An existing dataset is not downloaded again.
+    """
     with terminal.console.status("") as status:
         show = lambda file, done, total: status.update(
             f"{file}: {done / 1e6:.1f} MB" + (f" of {total / 1e6:.1f} MB" if total else "")

@@ -1,4 +1,4 @@
-"""`fedbilevel federation`: from a list of organisations to a run between them. Thin: what is done lies in fedbilevel.sites.flare."""
+"""`fedbilevel federation`: runs between organisations, implemented in fedbilevel.sites.flare."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @contextmanager
 def _flare() -> Iterator[None]:
-    """Around imports of fedbilevel.sites.flare."""
+    """Raise a SettingError if an import of fedbilevel.sites.flare fails for lack of FLARE."""
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("nvflare", "psutil", "cryptography"):
             raise
         raise SettingError(
-            "federations between organisations need NVIDIA FLARE, which is not installed: pip install 'fedbilevel[federation]'."
+            "federations between organisations need NVIDIA FLARE, which is not installed: "
+            "pip install 'fedbilevel[federation]'."
         ) from None
 
 
 def line(progress: dict[str, Any]) -> str:
-    """One outer iteration: how far, at what cost, who answered and how fast, who did not and why."""
+    """One outer iteration: progress, cost, response times, and missing sites with the reason."""
     parts = [
         f"outer iteration {progress.get('iteration')}"
         + (f"/{progress['num_iterations']}" if "num_iterations" in progress else "")
@@ -57,18 +58,23 @@ def line(progress: dict[str, Any]) -> str:
 
 @click.group("federation")
 def federation() -> None:
-    """Between organisations that share no data: startup kits, a server, sites, and runs on them, on NVIDIA FLARE with mutual TLS."""
+    """Run between organisations that share no data.
+
+    Startup kits, a server, sites and runs, on NVIDIA FLARE with mutual TLS.
+    """
 
 
 @federation.command("init")
 @click.argument("path", type=click.Path(path_type=Path), default=Path("federation.toml"))
-@click.option("--sites", default="site-1,site-2", show_default=True, help="names of the sites, with commas between")
+@click.option("--sites", default="site-1,site-2", show_default=True, help="names of the sites (comma-separated list)")
 @click.option("--name", default="federation", show_default=True, help="name of the federation")
-@click.option("--lead", default="lead@example.org", show_default=True, help="e-mail address of who submits runs")
-@click.option("--host", default="localhost", show_default=True, help="name by which the sites reach the server")
+@click.option(
+    "--lead", default="lead@example.org", show_default=True, help="e-mail address of the lead, who submits runs"
+)
+@click.option("--host", default="localhost", show_default=True, help="host name of the server for the sites")
 @click.option("--port", type=int, default=8002, show_default=True, help="port of the server")
 def init_command(path: Path, sites: str, name: str, lead: str, host: str, port: int) -> None:
-    """Write a federation.toml to be edited."""
+    """Write a federation.toml for you to edit."""
     with _flare():
         from fedbilevel.sites.flare import kits
     kits.init(
@@ -89,7 +95,7 @@ def init_command(path: Path, sites: str, name: str, lead: str, host: str, port: 
     type=click.Path(path_type=Path),
     default=Path("kits"),
     show_default=True,
-    help="folder for the kits; kits in it stay, new ones are added",
+    help="folder for the kits; existing kits are kept",
 )
 def provision_command(toml: Path, out: Path) -> None:
     """Make a signed startup kit for the server, each site and the lead."""
@@ -99,7 +105,8 @@ def provision_command(toml: Path, out: Path) -> None:
     for name, kit in made.items():
         say(f"{name:<24} {kit}")
     say(
-        f"Give each organisation its own folder, by a safe way: it holds a private key. Keep {out / kits.AUTHORITY}, which signs kits, to yourself."
+        "Give each organisation its own folder, by a safe way: it holds a private key. "
+        f"Keep {out / kits.AUTHORITY}, which signs kits, to yourself."
     )
 
 
@@ -111,36 +118,37 @@ def provision_command(toml: Path, out: Path) -> None:
     type=KIT,
     default=Path("kits"),
     show_default=True,
-    help="folder of `provision`, with the authority",
+    help="folder of the kits and the authority, from `provision`",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="folder for the files (default: here)",
+    help="folder for the new certificates (default: the current folder)",
 )
 def renew_command(names: tuple[str, ...], folder: Path, out: Path) -> None:
-    """Make new certificates for the kits NAMES (all, if none is named). Keys stay where they are."""
+    """Make new certificates for the kits NAMES (default: all kits). Private keys do not change."""
     with _flare():
         from fedbilevel.sites.flare import certificates
     for name, path in certificates.renew(folder, names, out).items():
         say(f"{name:<24} {path}")
-    say("Send each owner its file, which is no secret. There: fedbilevel federation install-renewal FILE --kit KIT")
+    say("Send each owner its file, which is not secret. The owner runs:")
+    say("fedbilevel federation install-renewal FILE --kit KIT")
 
 
 @federation.command("install-renewal")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--kit", type=KIT, required=True, help="your startup kit")
 def install_renewal_command(file: Path, kit: Path) -> None:
-    """Put the renewed certificate FILE into KIT."""
+    """Install the renewed certificate FILE in KIT."""
     with _flare():
         from fedbilevel.sites.flare import certificates
     end = certificates.install(file, kit)
-    say(f"{kit} is valid until {end:%Y-%m-%d}. A server or site that runs uses it from its next start on.")
+    say(f"{kit} is valid until {end:%Y-%m-%d}. A running server or site uses it after its next start.")
 
 
 def with_metrics(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "serve /healthz and /metrics (Prometheus) at this port, 0: a free one (default: not served)"
+    text = "serve /healthz and /metrics (Prometheus) on this port; 0: any free port (default: not served)"
     host = click.option("--metrics-host", default="127.0.0.1", show_default=True, help="address for --metrics-port")
     return click.option("--metrics-port", type=click.IntRange(0, 65535), default=None, help=text)(host(command))
 
@@ -149,7 +157,7 @@ def with_metrics(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("kit", type=KIT)
 @with_metrics
 def start_server_command(kit: Path, metrics_host: str, metrics_port: int | None) -> None:
-    """Run the server of KIT until Ctrl-C, and start it again when it dies."""
+    """Run the server of KIT until Ctrl-C, and restart it after a crash."""
     with _flare():
         from fedbilevel.sites.flare import processes
     if processes.name_of(kit) != "server":
@@ -163,11 +171,14 @@ def start_server_command(kit: Path, metrics_host: str, metrics_port: int | None)
     "--data",
     type=click.Path(exists=True, path_type=Path),
     default=None,
-    help="this site's data, instead of `data` in its site.toml",
+    help="this site's data; replaces `data` in its site.toml",
 )
 @with_metrics
 def start_site_command(kit: Path, data: Path | None, metrics_host: str, metrics_port: int | None) -> None:
-    """Run the site of KIT until Ctrl-C, and start it again when it dies. Where its data lie never leaves this machine."""
+    """Run the site of KIT until Ctrl-C, and restart it after a crash.
+
+    The path of the data never leaves this machine.
+    """
     with _flare():
         from fedbilevel.sites.flare import job, processes
     if processes.name_of(kit) == "server":
@@ -188,7 +199,10 @@ def start_site_command(kit: Path, data: Path | None, metrics_host: str, metrics_
 def _keep(
     supervised: Any, metrics_host: str, metrics_port: int | None, follow: Callable[[], None] = lambda: None
 ) -> None:
-    """follow: called twice a second."""
+    """Run a supervised process until it ends or a signal stops it.
+
+    follow: called twice a second.
+    """
     from fedbilevel.sites.flare.metrics import Endpoint
 
     endpoint = None if metrics_port is None else Endpoint(supervised, host=metrics_host, port=metrics_port)
@@ -213,7 +227,7 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_start_timeout(command: Callable[..., Any]) -> Callable[..., Any]:
-    text = "seconds in which all sites have to connect and begin; waiting for an approval does not count"
+    text = "seconds for all sites to connect and begin; time spent waiting for approval does not count"
     kind = click.FloatRange(min=1)
     return click.option("--start-timeout", type=kind, default=600.0, show_default=True, help=text)(command)
 
@@ -221,7 +235,7 @@ def with_start_timeout(command: Callable[..., Any]) -> Callable[..., Any]:
 @federation.command("submit")
 @click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @with_kit
-@click.option("--detach", is_flag=True, help="submit only; nobody then starts the run again after a fault: use resume")
+@click.option("--detach", is_flag=True, help="submit only; the run is not restarted after a fault until you use resume")
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -231,15 +245,14 @@ def with_start_timeout(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @with_start_timeout
 def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_timeout: float) -> None:
-    """Start the run that RUN (a TOML file) describes, and follow it to its end, through faults."""
+    """Start the run in the TOML file RUN, follow it to its end, and restart it after faults."""
     with _flare():
         from fedbilevel.sites.flare import connection, follow, jobs, kits
     connection.check_lead(kit)
     plan = read_plan(run, kits.sites_of(kit)).asdict()
     if detach:
-        say(
-            f"Submitted {plan['name']} as job {jobs.submit(kit, plan)}. To follow it: fedbilevel federation resume {plan['name']} --kit {kit}"
-        )
+        name, job = plan["name"], jobs.submit(kit, plan)
+        say(f"Submitted {name} as job {job}. To follow it: fedbilevel federation resume {name} --kit {kit}")
         return
     jobs.check_free(kit, plan)
     options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
@@ -258,7 +271,7 @@ def submit_command(run: Path, kit: Path, detach: bool, max_restarts: int, start_
 )
 @with_start_timeout
 def resume_command(name: str, kit: Path, max_restarts: int, start_timeout: float) -> None:
-    """Follow the run NAME where it is running; go on with it where it was stopped or interrupted."""
+    """Follow the run NAME, and resume it first if it was stopped or interrupted."""
     with _flare():
         from fedbilevel.sites.flare import follow
     options = {"notice": say_line, "max_restarts": max_restarts, "start_timeout": start_timeout}
@@ -273,14 +286,14 @@ def _end(name: str, kit: Path, outcome: str) -> None:
     say(
         f"{name} is finished."
         if outcome == "finished"
-        else f"{name} stopped. To go on: fedbilevel federation resume {name} --kit {kit}"
+        else f"{name} stopped. To resume: fedbilevel federation resume {name} --kit {kit}"
     )
 
 
 @federation.command("status")
 @with_kit
 def status_command(kit: Path) -> None:
-    """Which sites are connected, and how far the runs are."""
+    """List connected sites, and the progress of all runs."""
     with _flare():
         from fedbilevel.sites.flare import certificates, jobs
     found = jobs.status(kit)
@@ -310,10 +323,14 @@ def stop_command(name: str, kit: Path) -> None:
     "--folder",
     type=click.Path(path_type=Path),
     default=None,
-    help="folder for all of it, which stays (default: a temporary one)",
+    help="folder for all files, which is kept (default: a temporary folder)",
 )
 def try_command(num_sites: int, folder: Path | None) -> None:
-    """All of it on this machine: kits, a server, sites as processes of their own, mutual TLS over loopback, and a small run."""
+    """Try a whole federation on this machine.
+
+    Makes kits, starts a server and sites as separate processes with mutual TLS over loopback, and
+    does a small run.
+    """
     with _flare():
         from fedbilevel.sites.flare import local
     from fedbilevel.sites.trial import prepare  # the plan of a small run, and data for every site
@@ -323,7 +340,8 @@ def try_command(num_sites: int, folder: Path | None) -> None:
         plan, data = prepare(place / "data", [f"site-{number}" for number in range(1, num_sites + 1)])
         with local.Loopback(place, plan["sites"], data=data, auto_approve=True, say=say_line) as federation_here:
             say(
-                f"{num_sites} sites are connected to the server, in {place}. They approve the plan automatically, as this is a trial."
+                f"{num_sites} sites are connected to the server, in {place}. "
+                "They approve the plan automatically, because this is a trial."
             )
             federation_here.watch(plan, _show, notice=say_line)
     say(

@@ -1,4 +1,4 @@
-"""Flags of commands, made from the settings of the task and the algorithm that are named."""
+"""Flags of commands, made from the settings of the named task and algorithm."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from fedbilevel.settings import Settings, kinds
 
 
 def whole_numbers(text: str) -> int | tuple[int, ...]:
-    """`3`, or `1,2,3` for one number per client."""
+    """Parse `3`, or `1,2,3` for one number per client."""
     try:
         numbers = tuple(int(part) for part in str(text).split(","))
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is neither a whole number nor several with commas between: give e.g. 3, or 1,2,3."
+            f"{text!r} is neither a whole number nor several separated by commas: give e.g. 3, or 1,2,3."
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
 
 
 class SettingOption(click.Option):
-    """A flag that knows its section of the help page."""
+    """A flag with its section of the help page."""
 
     section = ""
 
 
 def flag_name(name: str, prefix: str) -> str:
-    """`--ring` would say little: settings of the network are --network-..., its kind is --network."""
+    """Add the prefix of the owner: --network-SETTING, and --network for the kind of the network."""
     return name if not prefix else prefix if name == "kind" else f"{prefix}_{name}"
 
 
@@ -76,7 +76,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
 
 
 def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any], prefix: str = "") -> Any:
-    """Settings: what the user gave, else what the task suggests, else the default."""
+    """Settings of `owner`: the user's values, else the task's suggestions, else the defaults."""
     names = {spec.name for spec in dataclasses.fields(owner)}
     flagged = {name: values.get(flag_name(name, prefix)) for name in names}
     given = {name: value for name, value in flagged.items() if value is not None}
@@ -84,14 +84,18 @@ def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, A
 
 
 def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
-    """What to suggest for the averaging: only the robust kind recovers what a network loses, and it ends when all agree."""
+    """Suggested settings of the averaging.
+
+    A faulty network needs the robust kind, because no other kind recovers lost messages. The task's
+    other suggestions do not apply then, because robust averaging ends when all peers agree.
+    """
     return {"kind": "robust"} if network.faulty else suggested
 
 
 def names_of(
     found: Callable[[], dict[str, Any]],
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """For the shell: names that begin so, each with the first line of what it is."""
+    """Shell completion: names with the typed prefix, each with the first line of its docstring."""
     return lambda _ctx, _param, begun: [
         CompletionItem(name, help=tables.first_line(kind))
         for name, kind in sorted(found().items())
@@ -100,7 +104,7 @@ def names_of(
 
 
 def value_of(flag: str, args: Sequence[str]) -> str | None:
-    """What stands behind a flag, before click has read the line."""
+    """Value of a flag in the arguments, before click parses them."""
     for i, arg in enumerate(args):
         if arg == flag and i + 1 < len(args):
             return args[i + 1]
@@ -128,7 +132,7 @@ class TaskCommand(click.Command):
             if found is None and content is not None and content.algorithm is not None:
                 found = discovery.algorithm(content.algorithm)
             theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
-            if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # check has networks of its own
+            if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # `check` uses its own networks
                 theirs += [
                     option
                     for name, kind in BETWEEN_PEERS.items()
@@ -152,9 +156,11 @@ class TaskCommand(click.Command):
 
 
 RUN_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--num-iterations", type=int, default=None, help="outer iterations (default: what the task suggests)"),
     click.option(
-        "--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="seed of everything the run draws"
+        "--num-iterations", type=int, default=None, help="number of outer iterations (default: the task's suggestion)"
+    ),
+    click.option(
+        "--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="seed of all random draws of the run"
     ),
     click.option(
         "--fraction",
@@ -171,21 +177,21 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
         type=click.Choice(["per_factor", "per_iteration"]),
         default=DEFAULTS["redraw"],
         show_default=True,
-        help="when a new cohort is drawn",
+        help="draw a new cohort for every factor, or once per outer iteration",
     ),
     click.option(
         "--schedule-power",
         type=float,
         default=DEFAULTS["schedule_power"],
         show_default=True,
-        help="steps fall like (offset + t)^-power over outer iterations t; 0: constant",
+        help="step sizes decay as (offset + t)^-power in outer iteration t; 0: constant",
     ),
     click.option(
         "--schedule-offset",
         type=float,
         default=DEFAULTS["schedule_offset"],
         show_default=True,
-        help="offset of the schedule",
+        help="offset in the decay of step sizes",
     ),
     click.option(
         "--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"
@@ -195,22 +201,24 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
         type=click.Choice(["replacement", "epochs"]),
         default=DEFAULTS["sampling"],
         show_default=True,
-        help="minibatches: each sample drawn from all, or one pass after the other through a shuffled order",
+        help="minibatches: draw every sample from all samples, or go through a shuffled order in epochs",
     ),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"], show_default=True),
+    click.option(
+        "--dtype", type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"], show_default=True, help="number format"
+    ),
     click.option("--device", default=DEFAULTS["device"], show_default=True, help="cpu, cuda or cuda:1"),
     click.option(
         "--strategy",
         type=click.Choice(get_args(Strategy)),
         default=DEFAULTS["strategy"],
         show_default=True,
-        help="how clients are evaluated at once",
+        help="how to evaluate several clients",
     ),
     click.option(
         "--chunk-size",
         type=int,
         default=None,
-        help="clients evaluated at once under vmap (default: as many as fit a memory budget)",
+        help="number of clients evaluated at once under vmap (default: as many as fit a memory budget)",
     ),
     click.option("--measure-every", type=int, default=None, help="outer iterations between measurements"),
     click.option(
@@ -218,7 +226,7 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
         type=float,
         default=0.0,
         show_default=True,
-        help="let that distance grow to this share of the iterations done",
+        help="increase the distance between measurements to this share of the completed iterations",
     ),
     click.option(
         "--checkpoint-every", type=int, default=10, show_default=True, help="outer iterations between checkpoints"
@@ -239,12 +247,12 @@ def with_run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_looks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is measured besides the figures of the problem."""
+    """Add flags for measurements in addition to the metrics of the problem."""
     exact = click.option(
         "--residuals/--no-residuals",
         default=True,
         show_default=True,
-        help="also measure how far y and u are from solving their equations",
+        help="also measure the residuals of the equations for y and u",
     )
     long = click.option(
         "--stationarity/--no-stationarity",

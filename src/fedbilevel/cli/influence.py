@@ -23,7 +23,7 @@ from fedbilevel.tasks.influence import Influence
 
 
 class InfluenceCommand(TaskCommand):
-    """Reads the data, the model and the method first, then adds the flags of all parts of the study."""
+    """Read data, model and method first, then add the flags of all parts of the study."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         peeked = {name: value_of(f"--{name}", args) for name in ("data", "model", "method")}
@@ -107,8 +107,8 @@ def influence_command(
 ) -> None:
     """Find training instances that help or harm all clients.
 
-    One hypergradient predicts the change of the validation loss by every removal.
-    Retraining without the instances of the largest predictions checks them.
+    One hypergradient predicts how the removal of each instance changes the validation loss.
+    Retraining without the instances with the largest predictions checks the predictions.
     """
     task = chosen(Influence, values, {})
     settings = {name: chosen(owner, values, task.suggests(name), prefix) for owner, _, name, prefix in _owners(method)}

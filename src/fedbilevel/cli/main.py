@@ -35,21 +35,28 @@ from fedbilevel.report import tables
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
 @click.version_option(__version__, prog_name="fedbilevel")
 def cli() -> None:
-    """Federated bilevel optimisation: clean labels, tune hyper-parameters, learn representations across clients that share no data."""
+    """Federated bilevel optimisation.
+
+    Clean labels, tune hyperparameters and learn representations across clients that share no data.
+    """
 
 
 @cli.command("list")
 def list_command() -> None:
-    """All algorithms and tasks, each with its first line."""
+    """List all algorithms and tasks with a short description."""
     terminal.console.print(tables.names("Algorithms", discovery.algorithms()))
     terminal.console.print(tables.names("Tasks", discovery.tasks()))
-    terminal.console.print("Flags of one: fedbilevel run TASK --algorithm NAME --help")
+    terminal.console.print("To see the flags of a task and an algorithm: fedbilevel run TASK --algorithm NAME --help")
 
 
 @cli.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:
-    """Print what makes SHELL complete commands, flags, tasks and algorithms, e.g.: eval "$(fedbilevel completion bash)"."""
+    """Print a completion script for SHELL.
+
+    It completes commands, flags, tasks and algorithms. For bash, run:
+    eval "$(fedbilevel completion bash)"
+    """
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(cli, {}, "fedbilevel", "_FEDBILEVEL_COMPLETE").source())
@@ -73,12 +80,12 @@ for command in (
     data,
 ):
     cli.add_command(command)
-for command in operator.COMMANDS:  # those of a site's operator
+for command in operator.COMMANDS:  # for the operator of a site
     federation.add_command(command)
 
 
 def main() -> None:
-    """No traceback for what a user can mend. Of several ranks, the first speaks."""
+    """Run the command line. User errors have no traceback, and only the first rank prints."""
     first = os.environ.get("WORLD_SIZE", "1") in ("", "0", "1") or os.environ.get("RANK", "0") == "0"
     terminal.console.quiet = not first
     sys.excepthook = lambda *what: print(
@@ -97,7 +104,7 @@ def main() -> None:
         if error.speaks:
             terminal.complain(f"Error: {error}")
         sys.stderr.flush()
-        os._exit(2)  # nothing is left to be written, and an exchange that never ends must not hold this process
+        os._exit(2)  # a normal exit could wait forever for the lost rank; all files are written
     except FedBilevelError as error:
         if first:
             terminal.complain(f"Error: {error}")

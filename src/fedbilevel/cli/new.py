@@ -1,4 +1,4 @@
-"""The command `fedbilevel new`."""
+"""`fedbilevel new`: a starter project."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedbilevel.cli import starter
 @click.command("new")
 @click.argument("project", type=click.Path(path_type=Path))
 def new(project: Path) -> None:
-    """Make a small, working project in the folder PROJECT: a task of your own, a run of it, and tests."""
+    """Make a small, working project in the folder PROJECT: your own task, a run file and tests."""
     files = starter.new(project)
     task = next(path.name for path in files if path.suffix == ".py")
     click.echo(f"Made {project}: {', '.join(path.name for path in files)}")

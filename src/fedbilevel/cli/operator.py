@@ -1,4 +1,4 @@
-"""Commands of `fedbilevel federation` for the operator of a site: what left, what waits for approval, and decisions."""
+"""Commands of `fedbilevel federation` for the operator of a site: audit, approval and pauses."""
 
 from __future__ import annotations
 
@@ -35,12 +35,20 @@ def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("audit")
 @with_kit
-@click.option("--contains", default="", metavar="VALUE", help="a chain value noted earlier, which must be in the log")
-@click.option("--json", "as_json", is_flag=True, help="print all of it as JSON")
+@click.option(
+    "--contains",
+    default="",
+    metavar="VALUE",
+    help="fail if the log does not contain this chain value of an earlier audit",
+)
+@click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
 def audit_command(kit: Path, contains: str, as_json: bool) -> None:
-    """Check the log of everything that left this site, and summarise it. Exit code 1: the log was changed."""
+    """Verify and summarise the log of everything that left this site.
+
+    Exit code 1: the log was changed.
+    """
     if contains and not re.fullmatch("[0-9a-f]{16,64}", contains):
-        shape = "expected the last chain value of an earlier audit, or at least its first 16 letters"
+        shape = "expected the last chain value of an earlier audit, or at least its first 16 characters"
         raise SettingError(f"--contains is {contains!r:.80}, {shape}.")
     report = verification.verify(operator.site_folder(kit), contains)
     if as_json:
@@ -58,7 +66,7 @@ def _show_audit(report: AuditReport) -> None:
         say(f"The log is whole: {report.num_lines} lines{before}{span}.")
     else:
         say(f"The log is broken: {printable(report.problem)}")
-        say(f"{report.num_lines} lines can be read{span}; what follows counts all of them.")
+        say(f"{report.num_lines} lines can be read{span}; the summary below includes all of them.")
     for note in report.notes:
         say(f"Note: {printable(note)}")
     if report.runs:
@@ -75,7 +83,7 @@ def _by_run(report: AuditReport) -> Table:
     table = Table("run", "from", "to")
     for name in ("answers", "rounds", "MB", "refusals"):
         table.add_column(name, justify="right")
-    table.add_column("arrays that left: how often, largest norm")
+    table.add_column("arrays that left: count, largest norm")
     for name, run in report.runs.items():
         arrays = [f"{part}: {one['count']}, {_norm(one['largest_norm'])}" for part, one in run.arrays.items()]
         figures = (str(run.answers), str(run.rounds), f"{run.bytes / 1e6:.2f}", str(run.refusals))
@@ -86,14 +94,14 @@ def _by_run(report: AuditReport) -> Table:
 
 
 def _norm(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.3g}"
+    return "unknown" if value is None else f"{value:.3g}"
 
 
 @click.command("requests")
 @with_kit
-@click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="seconds to wait for a plan if there is none")
+@click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="maximum seconds to wait for a plan")
 def requests_command(kit: Path, wait: float) -> None:
-    """List the plans that wait for this site's approval."""
+    """List plans that await this site's approval."""
     folder, end = operator.site_folder(kit), time.monotonic() + wait
     while not (waiting := operator.pending(folder)) and time.monotonic() < end:
         time.sleep(0.2)
@@ -106,9 +114,9 @@ def requests_command(kit: Path, wait: float) -> None:
 @click.command("approve")
 @click.argument("digest")
 @with_kit
-@click.option("--yes", is_flag=True, help="do not ask")
+@click.option("--yes", is_flag=True, help="approve without a prompt")
 def approve_command(digest: str, kit: Path, yes: bool) -> None:
-    """Show the plan with this DIGEST (its first 8 letters or more) in full, and let it run at this site."""
+    """Show the plan with this DIGEST (at least its first 8 characters) in full, and approve it."""
     folder = operator.site_folder(kit)
     request = operator.request(folder, digest)
     _show_rows(telling.plan_rows(request))
@@ -135,7 +143,7 @@ def _is_asked(question: str) -> bool:
 @click.argument("digest")
 @with_kit
 def refuse_command(digest: str, kit: Path) -> None:
-    """Never answer to the plan with this DIGEST (its first 8 letters or more), unless it is approved later."""
+    """Refuse the plan with this DIGEST (at least its first 8 characters), until you approve it."""
     run = operator.refuse(operator.site_folder(kit), digest, user())["run"]
     say(f"{printable(run)} is refused.")
 
@@ -144,7 +152,7 @@ def refuse_command(digest: str, kit: Path) -> None:
 @click.argument("run")
 @with_kit
 def leave_command(run: str, kit: Path) -> None:
-    """Take no further part in the run RUN. To take part again: approve its digest."""
+    """Leave the run RUN. To take part again, approve its digest."""
     found = operator.leave(operator.site_folder(kit), run, user())
     again = f"fedbilevel federation approve {found[-1]['digest'][: operator.SHOWN]} --kit {kit}"
     say(f"This site takes no further part in {printable(run)}. To take part again: {again}")
@@ -153,9 +161,9 @@ def leave_command(run: str, kit: Path) -> None:
 @click.command("pause")
 @with_kit
 def pause_command(kit: Path) -> None:
-    """Answer nothing until unpause. Runs wait for this site, or go on without it."""
+    """Pause this site until unpause. Runs wait for it or continue without it."""
     operator.pause(operator.site_folder(kit))
-    say(f"This site is paused. To go on: fedbilevel federation unpause --kit {kit}")
+    say(f"This site is paused. To resume: fedbilevel federation unpause --kit {kit}")
 
 
 @click.command("unpause")
@@ -168,12 +176,15 @@ def unpause_command(kit: Path) -> None:
 
 @click.command("watch")
 @with_kit
-@click.option("--once", is_flag=True, help="show it once and end, as without a terminal")
-@click.option("--page", is_flag=True, help="show it as a page in a browser on this machine, with buttons")
-@click.option("--port", type=int, default=0, show_default=True, help="port of the page; 0: any that is free")
+@click.option("--once", is_flag=True, help="print the state once and exit (default without a terminal)")
+@click.option("--page", is_flag=True, help="serve a page with buttons for a browser on this machine")
+@click.option("--port", type=int, default=0, show_default=True, help="port of the page; 0: any free port")
 @click.option("--open", "opens", is_flag=True, help="open the page in a browser")
 def watch_command(kit: Path, once: bool, page: bool, port: int, opens: bool) -> None:
-    """Show what this site does: connection, run, what left, budget, what waits for approval, refusals; until Ctrl-C."""
+    """Show the state of this site until Ctrl-C.
+
+    Shows the connection, the run, the data that left, the budget, pending approvals and refusals.
+    """
     folder = operator.site_folder(kit)
     running = _processes()
 
@@ -208,7 +219,7 @@ def _live(look: Callable[[], view.View], kit: Path) -> None:
 
 
 def _show_rows(rows: telling.Rows) -> None:
-    """Plain lines that are not cut at the terminal's width."""
+    """Print plain lines, which are not cut at the width of the terminal."""
     width = max(len(heading) for heading, _ in rows)
     for heading, lines in rows:
         for number, line in enumerate(lines):
@@ -224,7 +235,7 @@ def _grid(rows: telling.Rows) -> Table:
 
 
 def _processes() -> Callable[[Path], dict[int, str]] | None:
-    """None where FLARE is not installed: then a kit can be looked at, but nothing runs."""
+    """The function that lists running processes of a kit, or None if FLARE is not installed."""
     try:
         from fedbilevel.sites.flare import processes
     except ModuleNotFoundError:
@@ -235,7 +246,7 @@ def _processes() -> Callable[[Path], dict[int, str]] | None:
 def user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for its user
+    except (KeyError, OSError):  # the user has no name in some containers
         return f"user {os.getuid()}"
 
 

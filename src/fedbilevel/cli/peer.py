@@ -1,4 +1,4 @@
-"""`fedbilevel peer`: keys, a roster, and one peer's part in a run. Thin: what is done lies in fedbilevel.peers."""
+"""`fedbilevel peer`: keys, a roster, and one peer's part in a run, implemented in fedbilevel.peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fedbilevel.errors import RosterError
 from fedbilevel.peers import roster as rosters
 from fedbilevel.peers.collect import Collected, collect
 from fedbilevel.peers.participant import say_how_far, take_part
-from fedbilevel.peers.plan import read_plan
+from fedbilevel.peers.plan import PeerPlan, read_plan
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.report import tables
 from fedbilevel.runs.result import Progress
 
@@ -24,21 +25,27 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.group("peer")
 def peer() -> None:
-    """Between machines without a server: every peer has its own data and talks to the others directly, encrypted."""
+    """Run between machines without a server.
+
+    Each peer has its own data and exchanges encrypted messages with the other peers directly.
+    """
 
 
 @peer.command("keygen")
 @click.argument("name")
-@click.option("--address", required=True, help="host:port by which the others reach this peer")
+@click.option("--address", required=True, help="host:port of this peer for the other peers")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("."),
     show_default=True,
-    help="where both files go",
+    help="folder for both files",
 )
 def keygen_command(name: str, address: str, folder: Path) -> None:
-    """Make a pair of keys for the peer NAME: a private one that stays here, and a public part to send to the others."""
+    """Make a key pair for the peer NAME.
+
+    The private key stays on this machine. Send the public part to the other peers.
+    """
     secret = folder / f"{name}.key.toml"
     public = rosters.keygen(secret, name=name, address=address)
     say(f"Private, stays here: {secret}")
@@ -48,10 +55,14 @@ def keygen_command(name: str, address: str, folder: Path) -> None:
 @peer.command("roster")
 @click.argument("public", nargs=-1, required=True, type=FILE)
 @click.option(
-    "--out", type=FILE, default=Path("roster.toml"), show_default=True, help="the roster, the same file for all peers"
+    "--out",
+    type=FILE,
+    default=Path("roster.toml"),
+    show_default=True,
+    help="file for the roster, which all peers share",
 )
 def roster_command(public: tuple[Path, ...], out: Path) -> None:
-    """Put the public parts of all peers together. Their order is their numbering."""
+    """Combine the public parts of all peers into a roster. Their order numbers the peers."""
     made = rosters.assemble(public, out)
     for entry in made.peers:
         say(f"{entry.name:<24} {entry.address}")
@@ -66,31 +77,29 @@ def roster_command(public: tuple[Path, ...], out: Path) -> None:
     type=FILE,
     default=Path("roster.toml"),
     show_default=True,
-    help="the roster, the same file at all peers",
+    help="the roster, the same file on all peers",
 )
 @click.option(
     "--key",
     type=FILE,
     default=None,
-    help="this peer's private key; may be left out where all addresses are of this machine alone, with --name",
+    help="this peer's private key; give --name instead if all addresses are on this machine",
 )
-@click.option("--name", default=None, help="without a key: which peer this is")
+@click.option("--name", default=None, help="name of this peer, if there is no key")
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
     default=None,
     help="folder with this peer's train.npz and val.npz (or .csv, .safetensors)",
 )
-@click.option("--simulated", is_flag=True, help="the task's own data of this peer instead, to learn and to test")
+@click.option("--simulated", is_flag=True, help="use the task's own data for this peer instead, to learn or to test")
 @click.option(
     "--record",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,
-    help="this peer's record (default: runs/RUN-NAME); goes on with one",
+    help="this peer's record (default: runs/RUN-NAME); an existing record is resumed",
 )
-@click.option(
-    "--bind", default=None, help="host:port to listen at, where the others' address of this peer is a router's"
-)
+@click.option("--bind", default=None, help="host:port to listen on, if the address in the roster belongs to a router")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N")
 def run_command(
     plan: Path,
@@ -103,7 +112,10 @@ def run_command(
     bind: str | None,
     device: str,
 ) -> None:
-    """Take part in the run that PLAN (a TOML file, the same at all peers) describes, and go on with it where this peer left."""
+    """Take part in the run in the TOML file PLAN, which is the same on all peers.
+
+    The same command resumes an interrupted run.
+    """
     roster = rosters.read_roster(roster_file)
     secret = None if key is None else rosters.read_secret(key)
     if (secret is None) == (name is None):
@@ -114,19 +126,11 @@ def run_command(
     entry = roster.peers[me]
     if secret is not None and secret.key != entry.key:
         raise RosterError(
-            f"{roster_file} has another key for {entry.name} than {key}: put the roster together again, with this peer's public part."
+            f"{roster_file} has another key for {entry.name} than {key}: "
+            "put the roster together again, with this peer's public part."
         )
     ours = read_plan(plan, len(roster.peers))
-    if simulated:
-        clients = ours.built_task().build().clients
-        if me >= len(clients):
-            raise click.UsageError(
-                f"the task has {len(clients)} clients, and {entry.name} is number {me}: raise num_clients of the task in the plan."
-            )
-        holdings = clients[me]
-    else:
-        assert data is not None
-        holdings = read_folder(data, num_classes=ours.num_classes)
+    holdings = _simulated(ours, me, entry.name) if data is None else read_folder(data, num_classes=ours.num_classes)
     from fedbilevel.peers.sockets import Sockets  # needs pyzmq
 
     place = record if record is not None else Path("runs") / f"{ours.name}-{entry.name}"
@@ -148,8 +152,19 @@ def run_command(
         say=say_line,
         callbacks=[tell],
     )
-    again = "" if result.stopped == "finished" else ", stopped; the same command goes on with it"
+    again = "" if result.stopped == "finished" else ", and was stopped; the same command resumes it"
     say(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
+
+
+def _simulated(plan: PeerPlan, me: int, name: str) -> Holdings:
+    """The task's own data of the peer number `me`."""
+    clients = plan.built_task().build().clients
+    if me >= len(clients):
+        raise click.UsageError(
+            f"the task has {len(clients)} clients, and {name} is number {me}: "
+            "raise num_clients of the task in the plan."
+        )
+    return clients[me]
 
 
 @peer.command("collect")
@@ -160,17 +175,20 @@ def run_command(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     required=True,
-    help="folder of the record of all, which must not hold a run yet",
+    help="folder of the combined record, which must not hold a run yet",
 )
 @click.option(
     "--num-listed",
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
-    help="instances shown of those that harm and of those that help most",
+    help="number of the most harmful and of the most helpful instances to show",
 )
 def collect_command(records: tuple[Path, ...], out: Path, num_listed: int) -> None:
-    """Put the records of the peers of one run, each copied from its own machine, together as one record like that of a simulation."""
+    """Combine the records of the peers of one run into one record, as of a simulation.
+
+    Copy each RECORD from its peer's machine first.
+    """
     _show(collect(records, out), num_listed)
 
 
@@ -184,10 +202,11 @@ def _show(done: Collected, num_listed: int) -> None:
                 tables.removals(f"Most {kind}: removal {does} the summed validation loss", some(num_listed))
             )
     if done.missing:
-        say_line(f"Without {', '.join(done.missing)}, whose records were not given.")
+        say_line(f"The combined record lacks {', '.join(done.missing)}, whose records were not given.")
     for name, iteration in done.behind.items():
         say_line(
-            f"The record of {name} ends with outer iteration {iteration}, before those of the others: there is no solution of all."
+            f"The record of {name} ends with outer iteration {iteration}, before the other records: "
+            "there is no combined solution."
         )
     say(f"Written: {done.path}")
 
@@ -200,10 +219,14 @@ def _show(done: Collected, num_listed: int) -> None:
     "--folder",
     type=click.Path(path_type=Path),
     default=None,
-    help="folder for all of it, which stays (default: a temporary one)",
+    help="folder for all files, which is kept (default: a temporary folder)",
 )
 def try_command(num_peers: int, folder: Path | None) -> None:
-    """All of it on this machine: keys, a roster, peers as processes of their own that talk over encrypted loopback, and which instances harm most."""
+    """Try a whole run between peers on this machine.
+
+    Makes keys and a roster, starts peers as separate processes that exchange encrypted messages
+    over loopback, and shows the most harmful training instances.
+    """
     from fedbilevel.peers.local import Local
     from fedbilevel.peers.trial import prepare
 
@@ -213,9 +236,8 @@ def try_command(num_peers: int, folder: Path | None) -> None:
         with Local(place, *prepare(num_peers)) as peers:
             for name in peers.names:
                 peers.start(name)
-            say(
-                f"{num_peers} peers run as processes {', '.join(str(process.pid) for process in peers.processes.values())}, in {place}."
-            )
+            numbers = ", ".join(str(process.pid) for process in peers.processes.values())
+            say(f"{num_peers} peers run as processes {numbers}, in {place}.")
             peers.wait(600.0)
-            say(f"All have finished after {time.monotonic() - began:.0f} s. Their records, put together:")
+            say(f"All peers finished after {time.monotonic() - began:.0f} s. Their combined record:")
             _show(collect([peers.record(name) for name in peers.names], place / "together"), 5)

@@ -1,4 +1,4 @@
-"""The commands `fedbilevel report` and `fedbilevel watch`: a page to look at, of runs that are over and of one that goes on."""
+"""`fedbilevel report` and `fedbilevel watch`: HTML pages of recorded and of current runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from fedbilevel.studies.compare import Target
     help="file of the page (default: report.html in the first folder)",
 )
 @click.option(
-    "--target", default=None, metavar="METRIC=VALUE", help="show the cost of reaching this, e.g. test_accuracy=0.94"
+    "--target",
+    default=None,
+    metavar="METRIC=VALUE",
+    help="show the cost of reaching this value, e.g. test_accuracy=0.94",
 )
 @click.option("--title", default=None, help="title of the page (default: the task)")
 @click.option("--open", "look", is_flag=True, help="open the page in a browser")
 def report(paths: tuple[Path, ...], out: Path | None, target: str | None, title: str | None, look: bool) -> None:
-    """Write one self-contained HTML page of these records: curves, costs to a target, who holds what, findings, settings.
+    """Write a self-contained HTML page about the records RUN.
 
-    RUN is the folder of a run, of a comparison, of a study, or one that holds several of these. Runs that differ in their seeds alone become one curve with
-    a band.
+    The page shows curves, costs to a target, the data of each client, findings and settings. RUN is
+    the folder of a run, a comparison or a study, or a folder with several of these. Runs that
+    differ only in their seeds become one curve with a band.
     """
     from fedbilevel.report.page import write_report
 
@@ -40,11 +44,11 @@ def report(paths: tuple[Path, ...], out: Path | None, target: str | None, title:
 
 @click.command("watch")
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--port", type=int, default=0, show_default=True, help="port on this machine; 0: any that is free")
-@click.option("--target", default=None, metavar="METRIC=VALUE", help="show the cost of reaching this")
+@click.option("--port", type=int, default=0, show_default=True, help="port on this machine; 0: any free port")
+@click.option("--target", default=None, metavar="METRIC=VALUE", help="show the cost of reaching this value")
 @click.option("--open/--no-open", "look", default=True, help="open the page in a browser")
 def watch(path: Path, port: int, target: str | None, look: bool) -> None:
-    """Show the page of a run while it goes on, in a browser on this machine, until Ctrl-C."""
+    """Show the live page of a run in a browser on this machine, until Ctrl-C."""
     from fedbilevel.report.watch import Live
     from fedbilevel.report.watch import watch as serve
 

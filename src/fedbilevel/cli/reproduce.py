@@ -15,7 +15,7 @@ from fedbilevel.studies import experiment, pictures, reproduce, tune
 
 
 def _parts(text: str) -> list[str]:
-    """Parts of a comma-separated list."""
+    """Split a comma-separated list."""
     return [part for part in text.split(",") if part]
 
 
@@ -24,7 +24,7 @@ def _parts(text: str) -> list[str]:
 @click.option(
     "--quick",
     is_flag=True,
-    help="run a small version (two minutes at most) to show that it runs; its figures mean nothing",
+    help="run a small version (two minutes at most) to test that it runs; do not compare its results with the paper",
 )
 @click.option("--panels", default="", help="run only these panels (comma-separated list)")
 @click.option("--rows", default="", help="run only these rows (comma-separated list)")

@@ -45,7 +45,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         type=float,
         default=distributed.TIMEOUT,
         show_default=True,
-        help="seconds after which a silent rank counts as lost",
+        help="seconds without a response after which a rank counts as lost",
     ),
 ]
 
@@ -61,7 +61,7 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group(engine: Any, device: str, timeout: float) -> Group:
-    """The processes of this command. Under torchrun all belong to it, or each would write the same record."""
+    """The processes of this command: all of torchrun's, so that only one writes the record."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if engine == "simulation" and several:
         raise SettingError(
@@ -84,19 +84,19 @@ def _group(engine: Any, device: str, timeout: float) -> Group:
     "--config",
     type=click.Path(path_type=Path),
     default=None,
-    help="the run as a TOML file, e.g. run.toml of a record; flags replace its values",
+    help="TOML file of the run, e.g. run.toml of a record; flags replace its values",
 )
 @click.option(
     "--num-rounds",
     type=int,
     default=None,
-    help="end at this number of communication rounds, with --num-iterations or instead of it",
+    help="end at this number of communication rounds; may be combined with --num-iterations",
 )
 @with_looks
 @click.option(
     "--check-steps",
     is_flag=True,
-    help="estimate curvatures first and warn if lr_upper is too long against lr_lower and lr_system",
+    help="estimate curvatures first and warn if lr_upper is too large relative to lr_lower and lr_system",
 )
 @_log_option("also write every measurement to this log in the folder of the record; may be repeated")
 @with_engine_options
@@ -113,7 +113,7 @@ def run_command(
     log: tuple[str, ...],
     **values: Any,
 ) -> None:
-    """Run an algorithm on a TASK. Name both and add --help to see their flags, with their symbols."""
+    """Run an algorithm on a TASK. Name both and add --help to see their flags and symbols."""
     file: RunFile = ctx.meta["run_file"] or RunFile()
     task, algorithm = task or file.task, algorithm or file.algorithm
     if not task or not algorithm:
@@ -145,7 +145,7 @@ def run_command(
 
 
 def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> dict[str, Any]:
-    """The network and the averages: from flags, else from the file, else as the task suggests."""
+    """Settings of network and averaging: from flags, else the file, else the task's suggestions."""
     links = {**kind.suggestions("network"), **file.options.get("network", {})}
     network = chosen(Network, values, links, "network")
     means = {**fitting(network, kind.suggestions("averaging")), **file.options.get("averaging", {})}
@@ -160,7 +160,7 @@ def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> d
     "--num-rounds",
     type=int,
     default=None,
-    help="communication rounds in total; if one of the two is given, the other no longer counts",
+    help="communication rounds in total; if you give only one of the two limits, the other is dropped",
 )
 @_log_option("continue these logs (default: the logs of the run)")
 @with_engine_options
@@ -172,7 +172,10 @@ def resume_command(
     timeout: float,
     log: tuple[str, ...],
 ) -> None:
-    """Resume the run in the folder PATH from its last checkpoint, on any engine and any number of ranks."""
+    """Resume the run in the folder PATH from its last checkpoint.
+
+    The engine and the number of ranks may differ from those of the first part.
+    """
     group = _group(engine, "cpu", timeout)
     with group.together():
         config = group.told(Record(path).read_config)
@@ -253,7 +256,7 @@ def demo_command(seed: int, out: Path | None) -> None:
     page = write_report([folder / name for name in outcomes], folder / "report.html", title=title)
     terminal.say(
         f"\nSaved in {folder} (settings, metrics, checkpoints, solutions). "
-        f"Curves, costs and the labels it found: open {page}"
+        f"To see curves, costs and the wrong labels found, open {page}"
     )
 
 
@@ -298,7 +301,7 @@ def _go(
             )
         except KeyboardInterrupt:
             terminal.say(
-                f"Stopped at once. The last checkpoint is kept: fedbilevel resume {folder}"
+                f"Stopped at once. To resume from the last checkpoint: fedbilevel resume {folder}"
                 if Record(folder).checkpoint.exists()
                 else "Stopped before anything was saved."
             )
@@ -323,7 +326,7 @@ def _say_end(task: Task, result: Result, folder: Path, quiet: bool) -> None:
 
 
 def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:
-    """Settings as recorded. A name that no longer exists is an error."""
+    """Build recorded settings. Raises CheckpointError for a setting that no longer exists."""
     known = {spec.name for spec in dataclasses.fields(kind)}
     unknown = sorted(set(stored) - known)
     if unknown:

@@ -1,4 +1,4 @@
-"""`fedbilevel new`: a small project that works, to be changed into one's own. Its files are the templates in the folder `starter` beside this module."""
+"""`fedbilevel new`: a small, working project from the templates in the folder starter_files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedbilevel import discovery
 from fedbilevel._version import __version__
 from fedbilevel.errors import SettingError
 
-FILES = {  # template -> what it is called in the project
+FILES = {  # template -> file name in the project
     "README.md": "README.md",
     "pyproject.toml": "pyproject.toml",
     "run.toml": "run.toml",
@@ -23,7 +23,10 @@ FILES = {  # template -> what it is called in the project
 
 
 def new(place: Path | str) -> list[Path]:
-    """Make the project in the folder `place`, which is named after it, and return its files. Nothing that is there is overwritten."""
+    """Make a project in the folder `place`, and return its files.
+
+    The name of the folder is the name of the project. Existing files are not overwritten.
+    """
     folder = Path(place)
     words = _words(folder.resolve().name)
     files = {folder / Template(name).substitute(words): _filled(template, words) for template, name in FILES.items()}
@@ -46,12 +49,13 @@ def _words(project: str) -> dict[str, str]:
     what = f"the project would be the Python module {module!r}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", module) or module.endswith("_") or keyword.iskeyword(module):
         raise SettingError(
-            f"{what}, which Python cannot import: name it with letters, digits, - and _, the first a letter, as in soil-moisture."
+            f"{what}, which Python cannot import: "
+            "name it with letters, digits, - and _, the first a letter, as in soil-moisture."
         )
     if module in discovery.own_tasks():
         raise SettingError(f"{what}, and {module!r} is a task of fedbilevel's own: choose another name.")
     found = importlib.util.find_spec(module)
-    if found is not None and found.origin is not None:  # a mere folder of that name does no harm
+    if found is not None and found.origin is not None:  # a plain folder has no origin and no effect
         raise SettingError(f"{what}, and there is one already ({found.origin}): choose another name.")
     parts = [part for part in module.split("_") if part]
     return {

@@ -1,4 +1,4 @@
-"""What the commands share of the terminal: where they print, how a run shows how far it is, and folders for records."""
+"""Terminal output of all commands: messages, the progress bar, and names of record folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from fedbilevel.runs.result import Progress as RunProgress
 
 console = Console()
 if not console.is_terminal:
-    console = Console(width=120)  # a file or a pipe has no width of its own
+    console = Console(width=120)  # a file or a pipe has no width
 complaints = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """Print plain lines, however long. A text of another party goes through `say_line`, or first through `printable`, so that it cannot add lines."""
+    """Print plain lines of any length.
+
+    Text of another party must go through `say_line` or `printable`, so that it cannot add lines.
+    """
     console.print(printable(text, lines=True), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
@@ -35,7 +38,10 @@ def complain(text: str) -> None:
 
 
 class Bar:
-    """A bar on a terminal, with what was paid, the first figures, how exact it is and the time that is left; one line per measurement elsewhere."""
+    """A progress bar with cost, metrics and remaining time.
+
+    Without a terminal, it prints one line per measurement.
+    """
 
     def __init__(self, name: str, headline: Sequence[str]) -> None:
         self.headline, self.name = headline, printable(name)

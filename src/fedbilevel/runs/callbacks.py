@@ -15,8 +15,14 @@ Callback = Callable[[Progress], bool | None]  # True stops the run
 
 @runtime_checkable
 class Follower(Protocol):
-    """A callback that also hears of the beginning and of the end, whatever ends the run. `rows`: all measurements so far, which at the beginning are the first,
-    or those up to the checkpoint that a run goes on from. `stopped`: "finished", "callback", "interrupted" or "failed"."""
+    """A callback with two further methods: for the start and for the end of a run.
+
+    begin: called before the first outer iteration.
+    end: called when the run ends for any reason, also after an error.
+    rows: all measurements so far. At the start this is the first measurement, or, in a resumed run,
+    every measurement up to the checkpoint.
+    stopped: "finished", "callback", "interrupted" or "failed".
+    """
 
     def begin(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -26,13 +32,16 @@ class Follower(Protocol):
 
 
 class EarlyStopping:
-    """A callback: stops after `patience` measurements without a better `metric`, which is a higher one, or a lower one of losses and residuals. `best` is the
-    measurement to report (the first of equals).
+    """A callback that stops a run after `patience` measurements without a better `metric`.
+
+    Lower is better for losses and residuals; higher is better for all other metrics. `best` is the
+    best measurement so far (the first one, if several are equal).
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.data_cleaning import DataCleaning
     >>> enough = fb.EarlyStopping("test_accuracy", patience=2)
-    >>> result = fb.solve(*DataCleaning().build(), "fedavg", num_iterations=200, measure_every=5, callbacks=[enough], lr_lower=1.0)
+    >>> options = {"num_iterations": 200, "measure_every": 5, "lr_lower": 1.0}
+    >>> result = fb.solve(*DataCleaning().build(), "fedavg", callbacks=[enough], **options)
     >>> result.stopped, enough.best["iteration"] == result.iteration - 10
     ('callback', True)
     """
@@ -47,7 +56,8 @@ class EarlyStopping:
         if now.row is not None:
             if self.metric not in now.row:
                 raise SettingError(
-                    f"early stopping watches {self.metric!r}, which this run does not measure: use one of {', '.join(figures_of(now.row))}."
+                    f"early stopping watches {self.metric!r}, which this run does not measure: "
+                    f"use one of {', '.join(figures_of(now.row))}."
                 )
             value, best = (
                 -row[self.metric] if falls(self.metric) else row[self.metric] for row in (now.row, self.best or now.row)

@@ -1,11 +1,13 @@
-"""Where the figures of a run go besides its record: callbacks of `run`, found by name for `--log`.
+"""Logs of a run in addition to its record: callbacks of `solve`, selected by name with `--log`.
 
-    jsonl         JsonLines     one line per measurement, the same as in a record's metrics.jsonl
-    tensorboard   TensorBoard   one curve per figure
-    mlflow        MLflow        settings as params, figures as metrics, in a file of SQLite or on the server that MLFLOW_TRACKING_URI names
+    jsonl         JsonLines     one line per measurement, as in metrics.jsonl of a record
+    tensorboard   TensorBoard   one curve per metric
+    mlflow        MLflow        settings as params and metrics as metrics, in an SQLite file or on
+                                the server at MLFLOW_TRACKING_URI
 
-All take one entry per measurement (not per outer iteration), whose step is the outer iteration, and have written it when the run goes on: whatever ends the
-run, nothing is lost. A run that is gone on with goes on in its log, where nothing is twice: a log belongs to the run that has the same first measurement.
+A log has one entry per measurement, not per outer iteration. The step of an entry is the outer
+iteration. Each entry is written before the run continues, so a crash loses no entry. A resumed run
+continues its log without duplicate entries: the first measurement identifies the run of a log.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ Row = Mapping[str, Any]
 
 
 class _Log:
-    """What all have in common: which measurements are written already. A log itself opens, adds and closes."""
+    """The common part of all logs: the last entry written. Subclasses open, add and close."""
 
-    _last = -1  # the outer iteration that was written last
+    _last = -1  # outer iteration of the last entry
 
     def begin(self, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
         self._last = self._open(config, rows)
@@ -45,7 +47,7 @@ class _Log:
 
     def end(self, rows: Sequence[Row], stopped: str) -> None:
         try:
-            self._add_new(rows)  # a run that a callback stopped was measured after it
+            self._add_new(rows)  # a run stopped by a callback is measured once more
         finally:
             self._close(stopped)
 
@@ -56,7 +58,7 @@ class _Log:
                 self._last = row["iteration"]
 
     def _open(self, config: Mapping[str, Any], rows: Sequence[Row]) -> int:
-        """The outer iteration up to which all is there."""
+        """Open the log; return the outer iteration of its last entry, or -1 to write all."""
         raise NotImplementedError
 
     def _add(self, row: Row) -> None:
@@ -82,9 +84,10 @@ class JsonLines(_Log):
             before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
             if before and not before.startswith(line_of(rows[0])):
                 raise LogError(
-                    f"{self.path} holds something else than measurements of this run: name another file, or move it away."
+                    f"{self.path} holds something else than measurements of this run: "
+                    "name another file, or move it away."
                 )
-            write_whole(self.path, b"")  # what was measured after the last checkpoint is measured again
+            write_whole(self.path, b"")  # a resumed run repeats the measurements after its checkpoint
             self._file = self.path.open("a", encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise LogError(f"{self.path} cannot be written ({_brief(error)}): name another file.") from error
@@ -102,7 +105,7 @@ class JsonLines(_Log):
 
 
 class TensorBoard(_Log):
-    """One curve per figure in the folder `folder`: look at it with `tensorboard --logdir FOLDER`."""
+    """One curve per metric in the folder `folder`. To view it: `tensorboard --logdir FOLDER`."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -120,7 +123,7 @@ class TensorBoard(_Log):
                 f"{self.folder} holds the log of another run ({others[0]}): name another folder, or move it away."
             )
         self._began = time.time() - rows[-1]["seconds"]
-        try:  # what an earlier part of this run wrote is written again, and counts no more
+        try:  # purge_step hides the entries of the earlier part of this run, which are written again
             self._writer = self._make(str(self.folder), purge_step=first if there else None, filename_suffix=f".{mark}")
         except OSError as error:
             raise LogError(f"{self.folder} cannot be written ({_brief(error)}): name another folder.") from error
@@ -141,10 +144,12 @@ class TensorBoard(_Log):
 
 
 class MLflow(_Log):
-    """Settings as params, figures as metrics with the outer iteration as their step.
+    """Settings as params, and metrics with the outer iteration as their step.
 
-    They go to `tracking_uri`, else to where the environment variable MLFLOW_TRACKING_URI says, else into mlflow.db in `folder`, as a run named `name` in
-    `experiment`: look at it with `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`. Artifacts are not written.
+    The entries go to `tracking_uri`, else to the address in the environment variable
+    MLFLOW_TRACKING_URI, else to mlflow.db in `folder`. They form a run named `name` in
+    `experiment`. To view mlflow.db: `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`.
+    No artifacts are written.
     """
 
     STATUS = {"finished": "FINISHED", "callback": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
@@ -160,11 +165,11 @@ class MLflow(_Log):
         self.folder, self.experiment, self.name = Path(folder).resolve(), experiment, name
         self.local = not (tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"))
         self.uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder / 'mlflow.db'}"
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing goes where the user did not send it
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # send no usage data
         with _needs("mlflow"):
             import mlflow
 
-            if self.local:  # the skinny package comes without, and a server needs neither here
+            if self.local:  # mlflow-skinny lacks both packages; only a local database needs them
                 import alembic  # noqa: F401
                 import sqlalchemy  # noqa: F401
             self._mlflow: Any = mlflow
@@ -197,7 +202,7 @@ class MLflow(_Log):
             )
             self._run = self._client.create_run(number, run_name=name, tags=tags).info.run_id
             params = [self._mlflow.entities.Param(name, str(value)[:500]) for name, value in choices.items()]
-            for start in range(0, len(params), 100):  # so many at once are allowed
+            for start in range(0, len(params), 100):  # MLflow's limit per request
                 self._client.log_batch(self._run, params=params[start : start + 100])
         return -1
 
@@ -217,7 +222,7 @@ class MLflow(_Log):
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """What MLflow says, in a sentence; and nothing on the terminal about tables that it makes, or what its makers have to change in it."""
+        """Turn MLflow's errors into a LogError, and hide its notices on tables and deprecations."""
         chatty = [
             logging.getLogger(name)
             for name in ("mlflow.store.db.utils", "alembic.runtime.migration", "alembic.runtime.plugins")
@@ -231,7 +236,8 @@ class MLflow(_Log):
                 yield
         except (self._mlflow.exceptions.MlflowException, OSError) as error:
             raise LogError(
-                f"MLflow at {self.uri} cannot be written to ({_brief(error)}): name another place, or leave out this log."
+                f"MLflow at {self.uri} cannot be written to ({_brief(error)}): "
+                "name another place, or leave out this log."
             ) from error
         finally:
             for logger, level in zip(chatty, before, strict=True):
@@ -246,7 +252,7 @@ LOGS: dict[str, Callable[[Path], Callback]] = {
 
 
 def make(name: str, folder: Path | str) -> Callback:
-    """The log that `--log NAME` stands for, inside the folder of a run."""
+    """Make the log for `--log NAME` in the folder of a run."""
     if name not in LOGS:
         raise UnknownNameError("log", name, LOGS)
     return LOGS[name](Path(folder))
@@ -258,12 +264,13 @@ def _needs(extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise LogError(
-            f"the log {extra!r} needs packages that are not installed ({error.name or error}): pip install 'fedbilevel[{extra}]'."
+            f"the log {extra!r} needs packages that are not installed ({error.name or error}): "
+            f"pip install 'fedbilevel[{extra}]'."
         ) from error
 
 
 def _mark(rows: Sequence[Row]) -> str:
-    """Tells runs apart: the first measurement holds the time it took, which no other run has."""
+    """A hash that identifies a run: the duration in its first measurement makes it unique."""
     return hashlib.sha256(json.dumps(finite(rows[0]), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -274,7 +281,7 @@ def _numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen: the identity less what only tells data apart, the plan, and the task."""
+    """Settings of a run: its identity without fingerprints of data, its plan and its task."""
     identity = {
         name: value for name, value in config.get("identity", {}).items() if name not in ("data", "losses", "x", "y")
     }

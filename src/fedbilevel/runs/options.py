@@ -1,4 +1,7 @@
-"""What a run takes besides a task and an algorithm, as words and numbers: from the command line, a record or an experiment file."""
+"""Options of a run other than its task and algorithm, as plain values.
+
+The values come from the command line, a record or an experiment file.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as `run` takes them; those left out have their defaults."""
+    """Convert options to keyword arguments of `solve`. Omitted options have their defaults."""
     for name in options:
         if name not in DEFAULTS and name not in BETWEEN_PEERS:
             raise UnknownNameError("option of a run", name, [*DEFAULTS, *BETWEEN_PEERS])
@@ -71,7 +74,7 @@ def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_size(size: int | Literal["all"] | Mapping[str, Any] | None) -> BatchSize:
-    """A file cannot hold None: there, "all" stands for it."""
+    """Convert "all" to None. Files use "all", because TOML has no None."""
     if isinstance(size, Mapping):
         return {role: None if one == "all" else one for role, one in size.items()}
     return None if size == "all" else size
@@ -86,6 +89,7 @@ def torch_device(name: torch.device | str) -> torch.device:
         raise SettingError(f"device is {name!r}, expected cpu, cuda or cuda:N.")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise SettingError(
-            f"device is {name!r} but this torch sees no CUDA device: use --device cpu, or install a CUDA build of torch."
+            f"device is {name!r} but this torch sees no CUDA device: "
+            "use --device cpu, or install a CUDA build of torch."
         )
     return found

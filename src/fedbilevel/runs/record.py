@@ -1,16 +1,19 @@
-"""What came out of a run, on disk, in formats that execute nothing when read.
+"""The record of a run on disk. Reading its formats executes no code.
 
-    config.json               resolved settings, seed, versions, and the fingerprint that a resume must match
-    metrics.jsonl             one line per measurement: outer iteration, ledger, seconds, figures (null: not finite)
-    checkpoint.safetensors    everything the next outer iteration depends on
-    ledger.json               what was paid up to the checkpoint: summed, by phase, by client and, between peers, by sender and receiver
-    clients.json              who has what: numbers of samples, and of labels (not where nobody knows)
-    run.toml                  the whole run as a file for `fedbilevel run --config` (of a run from the command line)
-    findings.json             what the task has to show at the end (likewise)
-    end.json                  how it ended, unless it was killed: finished, callback, interrupted or failed, after which outer iteration, and why
+    config.json               resolved settings, seed, versions, and the identity for a resume
+    metrics.jsonl             one line per measurement: outer iteration, ledger, seconds, metrics
+                              (null: not finite)
+    checkpoint.safetensors    the state that the next outer iteration depends on
+    ledger.json               the cost up to the checkpoint: in total, by phase, by client and,
+                              between peers, by sender and receiver
+    clients.json              numbers of samples and labels of each client (omitted if unknown)
+    run.toml                  the run as a file for `fedbilevel run --config` (command line only)
+    findings.json             the task's findings at the end (command line only)
+    end.json                  how the run ended (finished, callback, interrupted or failed), after
+                              which outer iteration, and why; missing if the process was killed
     solution.safetensors      x and y by their own names (written at the end)
 
-Every file is written beside its place and moved there whole, so that a crash leaves the old one.
+Each file is written under a temporary name and then renamed, so a crash leaves the old file intact.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ FORMAT = "fedbilevel-checkpoint-1"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Old content or new content, never a part."""
+    """Write a file atomically: after a crash it has the old or the new content, never a part."""
     beside = path.with_name(path.name + ".part")
     try:
         with open(beside, "wb") as file:
@@ -47,7 +50,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def finite(value: Any) -> Any:
-    """As JSON has it, which knows no NaN and no infinity: both are null."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -60,18 +63,22 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def row_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A measurement as it was read: what was not finite is NaN again."""
+    """Convert a line of metrics.jsonl to a measurement: null becomes NaN."""
     return {name: math.nan if value is None else value for name, value in content.items()}
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Labels and tensors of a safetensors file."""
     with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        names = file.keys()  # the file is not a mapping
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
 
 
 def shorten(path: Path, iteration: int) -> None:
-    """Of a file with a line of JSON for each outer iteration: lines of later ones, which will be run again, go, and so does one that was cut off."""
+    """Remove incomplete lines and lines after `iteration` from a file of JSON lines.
+
+    A resumed run repeats the later outer iterations and writes their lines again.
+    """
     if path.exists():
         kept = [
             line
@@ -89,7 +96,10 @@ def make_folder(path: Path) -> None:
 
 
 class Record:
-    """keeps_before: the checkpoint before the last stays, too, for peers that may have to go back to it."""
+    """The folder of one run.
+
+    keeps_before: also keep the second-to-last checkpoint, because peers may have to return to it.
+    """
 
     def __init__(self, path: Path | str, *, keeps_before: bool = False) -> None:
         self.path, self.keeps_before = Path(path), keeps_before
@@ -138,7 +148,8 @@ class Record:
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the run is saved, but the findings of its task cannot be written as JSON ({error}): use plain, finite numbers."
+                f"the run is saved, but the findings of its task cannot be written as JSON ({error}): "
+                "use plain, finite numbers."
             ) from error
         write_whole(self.path / "findings.json", f"{text}\n".encode())
 
@@ -181,11 +192,11 @@ class Record:
         write_whole(self.checkpoint, save(dense, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)}))
 
     def go_back(self) -> None:
-        """To the checkpoint before the last."""
+        """Replace the checkpoint by the one before it."""
         self._keep(self.before, self.checkpoint)
 
     def _keep(self, there: Path, here: Path) -> None:
-        """A second name for a file, which is whole at any moment; what is written later does not change it."""
+        """Link `here` to the file `there`, atomically. Later saves do not change `here`."""
         beside = here.with_name(here.name + ".part")
         beside.unlink(missing_ok=True)
         os.link(there, beside)
@@ -198,7 +209,7 @@ class Record:
         )
 
     def load(self, place: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The checkpoint, or the one before. Changes nothing on disk."""
+        """Read the checkpoint in the file `place` (default: the last). Changes nothing on disk."""
         place = place or self.checkpoint
         if not place.exists():
             raise CheckpointError(f"there is no checkpoint in {self.path}: give the folder of a run that wrote one.")
@@ -210,7 +221,8 @@ class Record:
             ) from error
         if labels.get("format") != FORMAT:
             raise CheckpointError(
-                f"{place} was written in format {labels.get('format')!r}, expected {FORMAT!r}: resume with the version that wrote it."
+                f"{place} was written in format {labels.get('format')!r}, expected {FORMAT!r}: "
+                "resume with the version that wrote it."
             )
         about: dict[str, Any] = json.loads(labels["about"])
         return tensors, about
@@ -225,11 +237,15 @@ class Record:
             ) from error
 
     def cut_after(self, iteration: int) -> list[dict[str, Any]]:
-        """The metrics up to there, and no others on disk: lines written later belong to iterations that will be run again."""
+        """Remove all measurements after `iteration` from disk, and return the others.
+
+        A resumed run repeats the later outer iterations.
+        """
         rows = [row for row in self.rows() if row["iteration"] <= iteration]
         if not rows and iteration > 0:
             raise CheckpointError(
-                f"{self.metrics} has no measurement up to outer iteration {iteration}: restore it from a copy, or start a new run."
+                f"{self.metrics} has no measurement up to outer iteration {iteration}: "
+                "restore it from a copy, or start a new run."
             )
         self.end.unlink(missing_ok=True)
         write_whole(self.metrics, "".join(map(line_of, rows)).encode())
@@ -237,7 +253,10 @@ class Record:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """A line each of a file, if it is there. One cut off by a crash, the last, is not: the checkpoint says what must be measured again."""
+    """Read the measurements in a file, one per line; none if the file does not exist.
+
+    The last line is skipped if a crash cut it off: a resumed run measures it again.
+    """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:

@@ -1,4 +1,4 @@
-"""What a run gives back, and what it tells while it goes on."""
+"""The result of a run, and its progress during the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from fedbilevel.federation.ledger import Totals
 
 
 class Progress(NamedTuple):
-    """What a callback sees after every outer iteration. `row` is the measurement, if one was taken. num_rounds: where the run ends by rounds."""
+    """The argument of a callback, after every outer iteration.
+
+    row: the measurement, or None if none was taken.
+    num_rounds: the number of rounds at which the run ends, or None if it has no such limit.
+    """
 
     iteration: int
     num_iterations: int
@@ -25,16 +29,19 @@ class Progress(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How much of the run is done, from 0 to 1."""
+        """Completed share of the run, from 0 to 1."""
         by_rounds = self.rounds / self.num_rounds if self.num_rounds else 0.0
         return min(1.0, max(self.iteration / max(1, self.num_iterations), by_rounds))
 
 
 @dataclass(frozen=True)
 class Result:
-    """x and y in the user's structure (one dict per client where they are private or local, and between peers).
+    """The result of a run.
 
-    rows: the measurements, one dict each, and `history` the same as a table. ledger: what was paid, summed over clients, and by phase in `ledger.phases`.
+    x, y: in the user's structure. A private x, a local y, and both between peers: one dict per
+    client.
+    rows: the measurements, one dict each. `history` is the same as a table.
+    ledger: the cost, summed over clients. `ledger.phases` has it by phase.
     """
 
     x: Any
@@ -49,7 +56,10 @@ class Result:
 
     @property
     def history(self) -> Any:
-        """The measurements as a pandas DataFrame by outer iteration, where pandas is installed; otherwise the list of rows."""
+        """The measurements as a pandas DataFrame, indexed by outer iteration.
+
+        Without pandas, the list of rows.
+        """
         if find_spec("pandas") is None:
             return self.rows
         import pandas  # type: ignore[import-untyped]
@@ -57,8 +67,11 @@ class Result:
         return pandas.DataFrame(self.rows).set_index("iteration")
 
     def plot(self, metric: str | None = None, *, against: str = "rounds") -> Any:
-        """A matplotlib figure: a metric (by default the upper loss) against rounds, megabytes, seconds, iteration or another column."""
-        from fedbilevel import plots  # an extra draws it
+        """Draw a metric (default: the upper loss) as a matplotlib figure.
+
+        against: the column on the horizontal axis, e.g. rounds, megabytes, seconds or iteration.
+        """
+        from fedbilevel import plots  # needs an extra
 
         chosen = metric or "upper_loss"
         for name in map(str, (chosen, against)):
@@ -70,7 +83,8 @@ class Result:
         last = self.rows[-1] if self.rows else {}
         figures = ", ".join(f"{name} {last[name]:.4g}" for name in figures_of(last)[:3])
         end = "" if self.stopped == "finished" else f" (stopped: {self.stopped})"
-        return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB; {figures}>"
+        cost = f"{self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB"
+        return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {cost}; {figures}>"
 
     def _repr_html_(self) -> str:
         from fedbilevel import displays  # notebooks only

@@ -1,4 +1,4 @@
-"""What a checkpoint must share with the run that resumes from it."""
+"""The identity of a run: a checkpoint and the run that resumes from it must have the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def versions() -> dict[str, str]:
 
 
 def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
-    """What a checkpoint must agree on with the run that reads it. The number of outer iterations may change."""
+    """Values that must not change between a checkpoint and a resumed run.
+
+    The number of outer iterations may change.
+    """
     problem, algorithm = fed.problem, fed.algorithm
     return {
         "algorithm": algorithm.name(),
@@ -49,14 +52,15 @@ def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[
 
 
 def check_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> None:
-    mend = "use the same, or start a new run"
+    fix = "use the same, or start a new run"
     for name in mine:
         if name == "settings" and mine["algorithm"] == theirs.get("algorithm"):
             given, stored = mine[name], theirs.get(name, {})
             for key in sorted({*given, *stored}):
                 if given.get(key) != stored.get(key):
                     raise CheckpointError(
-                        f"the checkpoint in {book.path} has {key} = {stored.get(key)!r}, here it is {given.get(key)!r}: {mend}."
+                        f"the checkpoint in {book.path} has {key} = {stored.get(key)!r}, "
+                        f"here it is {given.get(key)!r}: {fix}."
                     )
         elif name == "losses" and len(theirs.get(name, ())) == 2:  # another device or strategy may round differently
             if not all(
@@ -64,11 +68,11 @@ def check_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record)
                 for a, b in zip(mine[name], theirs[name], strict=True)
             ):
                 raise CheckpointError(
-                    f"the checkpoint in {book.path} belongs to another problem: its losses at a fixed point are {theirs[name]}, here {mine[name]}; {mend}."
+                    f"the checkpoint in {book.path} belongs to another problem: "
+                    f"its losses at a fixed point are {theirs[name]}, here {mine[name]}; {fix}."
                 )
-        elif mine[name] != theirs.get(
-            name, "replacement" if name == "sampling" else None
-        ):  # older checkpoints do not say how they sampled
+        elif mine[name] != theirs.get(name, "replacement" if name == "sampling" else None):  # older ones lack sampling
             raise CheckpointError(
-                f"the checkpoint in {book.path} belongs to another run: its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {mend}."
+                f"the checkpoint in {book.path} belongs to another run: "
+                f"its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {fix}."
             )

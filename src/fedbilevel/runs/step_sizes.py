@@ -44,7 +44,7 @@ _NORM = 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe(ServerAlgorithm):
-    """Power iterations across clients, through the same verbs as any algorithm, so that the ledger counts them."""
+    """Power iteration across clients, as an algorithm, so that the ledger counts its cost."""
 
     num_products: int = setting(30, "products H v per eigenvalue", least=1)
 
@@ -57,7 +57,10 @@ class _Probe(ServerAlgorithm):
 
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Each client's largest and smallest eigenvalue, as powers: the extreme client dominates their sum."""
+        """Each client's largest and inverse smallest eigenvalue, to the power 16.
+
+        The extreme client dominates the sum of such powers.
+        """
         batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
         v = start
         for _ in range(self.num_products):
@@ -87,8 +90,10 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> found = fb.curvature(*Quadratic().build())
-    >>> print(f"L = {found.largest:.2f}, mu = {found.smallest:.2f}, {found.ledger['rounds']} rounds")
-    L = 4.33, mu = 1.65, 31 rounds
+    >>> print(f"L = {found.largest:.2f}, mu = {found.smallest:.2f}")
+    L = 4.33, mu = 1.65
+    >>> found.ledger["rounds"]
+    31
     """
     probe = _Probe(num_products=num_products)
     fed = Simulation(probe, problem, clients, dtype=torch.float64)
@@ -104,14 +109,15 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
 
 
 def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
-    """Radius of a ball for u, for algorithms that project u: 2 max_i |f_y,i| / min_i mu_i at y*(x0).
+    """Radius of the ball to which algorithms project u: 2 max_i |f_y,i| / min_i mu_i at y*(x0).
 
     The factor 2 allows for the change of x during the run. Needs the data of all clients.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> problem, clients = Quadratic().build()
-    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=2, radius=fb.projection_radius(problem, clients))
+    >>> radius = fb.projection_radius(problem, clients)
+    >>> result = fb.solve(problem, clients, "fedbio", num_rounds=2, radius=radius)
     >>> result.ledger["rounds"]
     2
     """
