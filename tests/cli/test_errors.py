@@ -195,7 +195,7 @@ CALLS = {
     "a description that is none": ({"describe": "x"}, "describe is 'x', expected a dict"),
     "a record without a name": ({"record": ""}, "record is '', expected the name of a folder"),
     "a record that is no name": ({"record": 3}, "record is 3, expected the name of a folder"),
-    "a misspelt option": ({"stratgy": "loop"}, r"no option of solve\(\) or setting of fedbio named 'stratgy'. Did you mean 'strategy'"),
+    "a misspelt option": ({"stratgy": "loop"}, r"no option of solve\(\) .* named 'stratgy'. Did you mean 'strategy'"),
     "drops that are no function": ({"drops": 0.5}, "drops is 0.5, expected a function"),
     "no device": ({"device": None}, "device is None, expected cpu, cuda or cuda:N"),
     "a seed that is text": ({"seed": "1"}, "seed is '1', expected a whole number"),
@@ -242,7 +242,7 @@ COMPARISONS = {
     "a kind of task": ({"task": Quadratic}, r"task is <class .*Quadratic'>, expected a task with its settings"),
     "a list of algorithms": (
         {"algorithms": [FedBiO()]},
-        r"algorithms is \[FedBiO\(.*, expected a list of names, or a dict of algorithms with their settings by name, e\.g\. {'",
+        r"algorithms is \[FedBiO\(.*, expected a list of names, or a dict of algorithms with their settings by name",
     ),
     "numbers for names": (
         {"algorithms": {1: FedBiO()}},
@@ -395,8 +395,11 @@ RECORDS = {
         {"engine": "federation"},
         "is the server's part of a run between sites: resume it by fedbilevel federation resume",
     ),
-    "of a peer": ({"engine": "peers"}, "belongs to one of several peers and cannot be resumed alone: start the peers again"),
-    "of collected peers": ({"engine": "peers", "collected": []}, "was collected from several peers and cannot be resumed alone"),
+    "of a peer": ({"engine": "peers"}, "belongs to one of several peers and cannot be resumed alone: start"),
+    "of collected peers": (
+        {"engine": "peers", "collected": []},
+        "was collected from several peers and cannot be resumed",
+    ),
     "from Python": (
         {"task": "quadratic"},
         "was not started on the command line (KeyError('task_settings')): resume it from Python",

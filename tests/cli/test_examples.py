@@ -21,7 +21,8 @@ WITHOUT = {
     "FedBilevelError",
     "Progress",
     "Result",
-}  # an error, and what callbacks and runs hand out: the examples of `run` and `solve` show them
+    "tasks",
+}  # an error, values that callbacks and runs return, which the example of `solve` shows, and a namespace
 
 
 def examples(name):

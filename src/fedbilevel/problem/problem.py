@@ -202,8 +202,7 @@ class Problem:
         ...     return (head(net(batch["a"]))[:, 0] - batch["b"]) ** 2
         >>> net, head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
         >>> fb.Problem.from_modules(net, head, upper=fit, lower=fit)
-        <Problem problem: x (shared) = {weight: (2, 3), bias: (2)}, y (global) = {weight: (1, 2),
-        bias: (1)}>
+        <Problem problem: x (shared) = {weight: (2, 3), bias: (2)}, y (global) = {weight: (1, 2), ...}>
         >>> def error(x, head, batch):
         ...     return (head(batch["a"])[:, 0] - batch["b"]) ** 2
         >>> def ridge(x, head, batch):

@@ -42,6 +42,13 @@ def write_report(
     list of these. A `Result` with a record shows the record.
     path: the file to write; by default report.html in the first record's folder.
     target: a metric and the value to reach, e.g. "test_accuracy=0.94".
+
+    >>> import tempfile
+    >>> import fedbilevel as fb
+    >>> result = fb.solve(*fb.tasks.Quadratic().build(), "fedbio", num_rounds=5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fb.write_report(result, f"{folder}/page.html").name
+    'page.html'
     """
     sources = _listed(records)
     for source in sources:
