@@ -152,7 +152,7 @@ def test_run_resume_and_the_record(tmp_path):
         ),
         (
             ["run", "quadratic", "-a", "hgp", "--fraction", "0.5"],
-            "hgp runs between peers without a server, so cohort means nothing to it",
+            "hgp runs between peers without a server and does not use cohort",
         ),
         (["run", "quadratic", "-a", "fedbio", "--network", "ring"], "No such option"),
     ],

@@ -459,13 +459,13 @@ def test_simulate_takes_the_engine_that_the_algorithm_asks_for():
 @pytest.mark.parametrize(
     ("algorithm", "options", "named"),
     [
-        (FedAvg(), {"network": DIRECTED}, "fedavg has a server, so network means nothing to it"),
-        (FedAvg(), {"averaging": Averaging()}, "fedavg has a server, so averaging means nothing to it"),
-        (SGP(), {"cohort": Cohort(0.5)}, "sgp runs between peers without a server, so cohort means nothing to it"),
+        (FedAvg(), {"network": DIRECTED}, "fedavg has a server and does not use network"),
+        (FedAvg(), {"averaging": Averaging()}, "fedavg has a server and does not use averaging"),
+        (SGP(), {"cohort": Cohort(0.5)}, "sgp runs between peers without a server and does not use cohort"),
         (
             SGP(),
             {"drops": lambda iteration, call: ()},
-            "sgp runs between peers without a server, so drops means nothing to it",
+            "sgp runs between peers without a server and does not use drops",
         ),
     ],
 )

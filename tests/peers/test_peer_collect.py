@@ -485,7 +485,7 @@ def _other_state(folders: list[Path]) -> list[Path]:
         (lambda folders: [], PlanError, "there are no records to collect"),
         (lambda folders: [*folders, folders[0].with_name("nowhere")], CheckpointError, "there is no run in .*nowhere"),
         (_simulated, CheckpointError, "p1 holds a run of the engine 'simulation', not the record of one peer"),
-        (_collected, CheckpointError, "before was already collected from the records of several peers"),
+        (_collected, CheckpointError, "before is itself a collected record of several peers"),
         (_nameless, CheckpointError, "p1/config.json does not say whose record it is"),
         (_misnamed, CheckpointError, "p1/config.json does not say whose record it is"),
         (_no_checkpoint, CheckpointError, "there is no checkpoint in .*p1"),

@@ -431,12 +431,12 @@ def test_peers_need_no_network_to_be_named_and_then_everybody_hears_everybody():
 @pytest.mark.parametrize(
     ("algorithm", "options", "named"),
     [
-        (FedAvg(), {"network": Network()}, "fedavg has a server, so network means nothing to it: leave it out"),
-        (FedAvg(), {"averaging": Averaging()}, "fedavg has a server, so averaging means nothing to it: leave it out"),
+        (FedAvg(), {"network": Network()}, "fedavg has a server and does not use network: leave network out"),
+        (FedAvg(), {"averaging": Averaging()}, "fedavg has a server and does not use averaging: leave averaging out"),
         (
             SGP(),
             {"cohort": Cohort(0.5)},
-            "sgp runs between peers without a server, so cohort means nothing to it: leave it out",
+            "sgp runs between peers without a server and does not use cohort: leave cohort out",
         ),
         (SGP(), {"network": "ring"}, "network is 'ring' and averaging None, expected e.g. Network"),
         (SGP(), {"averaging": 5}, "network is None and averaging 5, expected e.g. Network"),

@@ -129,7 +129,7 @@ def norm(v: Tensor) -> Tensor:
 def initial_estimates(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None = None
 ) -> dict[str, Tensor | None]:
-    """Means of q estimates at the start, and the accumulators of estimates that stay here."""
+    """Initial estimates, means of q samples each, and the accumulators of values kept at clients."""
     point = Point(clients.rows(x), clients.rows(y), None if u is None else clients.rows(u))
     w, v = torch.zeros_like(point.x), torch.zeros_like(point.y)
     s = None if point.u is None else torch.zeros_like(point.u)

@@ -47,7 +47,7 @@ def simulate(
     wrong = [name for name in other if name in given]
     if wrong:
         kind = "runs between peers without a server" if peers else "has a server"
-        raise SettingError(f"{algorithm.name()} {kind}, so {wrong[0]} means nothing to it: leave it out.")
+        raise SettingError(f"{algorithm.name()} {kind} and does not use {wrong[0]}: leave {wrong[0]} out.")
     if isinstance(algorithm, PeerAlgorithm):
         return PeerSimulation(algorithm, problem, clients, **given)
     return Simulation(algorithm, problem, clients, **given)

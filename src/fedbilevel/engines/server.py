@@ -32,8 +32,8 @@ Answers = dict[
 class Server:
     """Implements `Federation`, except for calling clients.
 
-    Places are the order in which clients were given; numbers address draws, the ledger and
-    checkpoints. ids: the clients' numbers by place. weights: how much each client counts in a mean
+    The place of a client is its position in the given list. Its number identifies the client in
+    draws, the ledger and checkpoints. ids: the clients' numbers by place. weights: how much each client counts in a mean
     over all clients, by place.
     """
 

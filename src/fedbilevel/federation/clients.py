@@ -180,7 +180,7 @@ class Clients:
         return [Step(self, schedule, index) for index in range(schedule.num)]
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
-        """One batch outside any local step, drawn as that of a first step."""
+        """Draw a batch outside the local steps, with the draw of the first step."""
         return _Schedule(self, torch.ones(len(self), dtype=torch.int64), 1).batch(
             role, purpose, 0, self.batch_size(role, outside=True), times, None
         )

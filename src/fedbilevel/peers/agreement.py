@@ -113,7 +113,7 @@ class Agreement:
         return self.formed
 
     def _introductions(self) -> dict[int, Introduction]:
-        """All introductions, also of peers that have gone since: a difference may be why they went."""
+        """All introductions, including those of peers that left, perhaps because theirs differed."""
         assert self._about is not None
         received = {
             peer: one

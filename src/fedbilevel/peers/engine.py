@@ -174,7 +174,7 @@ class Peer(Peering):
         return sums.value.to(rows.dtype)[None].to(rows.device)
 
     def _wake(self, sums: RunningSums, width: int) -> None:
-        """Push running sums to the receivers of this wake."""
+        """Send the running sums to the peers chosen for this activation."""
         receivers = self.links.adjacency(self.wakes)[self.rank].index_fill(0, torch.tensor([self.rank]), False)
         self.wakes += 1
         for message in sums.wake(self.members[receivers].tolist()):

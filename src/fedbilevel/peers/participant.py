@@ -3,8 +3,8 @@
 When the group changes, the peer restarts the outer iteration with the new group. Its folder holds
 a record like that of any run, with the last two checkpoints, and
 
-    peers.jsonl                 one line per outer iteration: its members (also by average, if they
-                                changed), and the numbers of refused messages
+    peers.jsonl                 one line per outer iteration: its members (per average if they
+                                changed), and how many messages were refused
     hypergradient.safetensors   this peer's part of the last estimate, if the algorithm has one
 """
 

@@ -128,6 +128,6 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
     if plan.on_change == "continue" and (averaging.kind != "robust" or set(verbs) != {"mix"}):
         raise PlanError(
             f"on_change is 'continue', but {plan.algorithm['name']} with these settings exchanges rows step by step, "
-            "which does not survive a loss: use 'restart', or settings that only average, and kind 'robust'."
+            "and a peer that leaves breaks the exchange: use 'restart', or only robust averages."
         )
     check_verbs(plan.built_algorithm(), network, network.between(num_peers), averaging)

@@ -47,8 +47,7 @@ def read_record(path: Path) -> PeerRecord:
         )
     if "collected" in config:
         raise CheckpointError(
-            f"{path} was already collected from the records of several peers: "
-            "give the folders that the peers wrote themselves."
+            f"{path} is itself a collected record of several peers: give the folders that the peers wrote themselves."
         )
     try:
         number, names = config["identity"]["peer"], config["peers"]

@@ -193,7 +193,7 @@ class ClientData:
         return tensor
 
     def batch(self, positions: Tensor, role: str, index: Tensor | None = None, active: Tensor | None = None) -> Batch:
-        """Return the samples `index` (k, b) of the clients at `positions`.
+        """Return b samples for each of the k clients at `positions`; `index` has shape (k, b).
 
         Without `index`, return all their samples, padded to the longest client, with the weights
         1/n_i.

@@ -70,8 +70,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 ) -> Result:
     """Minimise the upper loss over x, with y at the minimum of the lower loss, across all clients.
 
-    algorithm: a name (`fedbilevel list` shows all), whose settings are further keywords, such as
-        lr_upper=0.1; or an algorithm with its settings, such as FedBiO(lr_upper=0.1).
+    algorithm: a name (`fedbilevel list` shows all), with its settings as further keywords, such as
+        lr_upper=0.1; or an instance, such as FedBiO(lr_upper=0.1).
 
     Length. Give at least one.
         num_rounds: end at the first outer iteration that reaches this number of communication rounds.
@@ -81,7 +81,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         seed: seed of everything that the run draws. The same seed gives the same run on any engine.
         batch_size: samples per minibatch, one number or one per role, {"train": 64, "val": None}.
             None: all samples of the client.
-        sampling: "replacement" draws each sample from all; "epochs" passes through a shuffled order.
+        sampling: "replacement" samples with replacement; "epochs" passes through shuffled data.
         schedule: Schedule(power, offset) lets step sizes fall over the outer iterations.
 
     Participation.

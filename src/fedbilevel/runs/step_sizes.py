@@ -44,7 +44,7 @@ _NORM = 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe(ServerAlgorithm):
-    """Power iteration across clients, as an algorithm, so that the ledger counts its cost."""
+    """Power iteration across clients, as an `Algorithm` so that the ledger counts its cost."""
 
     num_products: int = setting(30, "products H v per eigenvalue", least=1)
 

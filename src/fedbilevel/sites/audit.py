@@ -158,7 +158,7 @@ def _counted(path: Path) -> Head:
 
 
 def _recovered(folder: Path) -> Head:
-    """The head from the whole log, where left.head is missing."""
+    """Recompute the head from the whole log if left.head is missing."""
     chain = Chain(_counted(folder / OLD))
     for path, files in chained_files(folder):
         chain.begin(path.name, files)

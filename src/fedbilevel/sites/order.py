@@ -39,7 +39,7 @@ class Order:
         self._begun = False  # whether anything was computed since
 
     def check(self, iteration: Any, call: int | None = None) -> None:
-        """Raise where a message is out of order. call: of a phase; None: a measurement."""
+        """Raise if a message is out of order. `call` numbers the phases; None is a measurement."""
         if type(iteration) is not int:
             raise WireError(f"a message is about outer iteration {iteration!r:.20}, expected a whole number.")
         first = self._iteration if self._begun else self._iteration + 1

@@ -234,7 +234,9 @@ def check_whole(kit: Path, kind: str) -> None:
     for name in FILES[kind]:
         if not _is_whole(kit / name):
             what = "cut off" if (kit / name).is_file() else "missing"
-            raise SettingError(f"the kit {kit} is half-made, {name} is {what}: delete it and run provision again.")
+            raise SettingError(
+                f"the kit {kit} is incomplete ({name} is {what}): delete the kit folder and run provision again."
+            )
 
 
 def _is_whole(path: Path) -> bool:
