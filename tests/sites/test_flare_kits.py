@@ -203,12 +203,18 @@ def test_a_half_made_kit_of_an_earlier_version_is_named_and_not_started(made, tm
         cut = kit / "local" / "resources.json"
         whole = cut.read_text()
         cut.write_text(whole[: len(whole) // 2])
-        sentence = f"the kit {kit} is incomplete (local/resources.json is cut off): delete the kit folder and run provision again."
+        sentence = (
+            f"the kit {kit} is incomplete (local/resources.json is cut off): "
+            "delete the kit folder and run provision again."
+        )
         assert refused(*provision) == refused(command, kit) == sentence
         cut.write_text(whole)
         key = next((kit / "startup").glob("*.key"))
         key.rename(kit / "elsewhere")
-        sentence = f"the kit {kit} is incomplete (startup/{key.name} is missing): delete the kit folder and run provision again."
+        sentence = (
+            f"the kit {kit} is incomplete (startup/{key.name} is missing): "
+            "delete the kit folder and run provision again."
+        )
         assert refused(*provision) == refused(command, kit) == sentence
         (kit / "elsewhere").rename(key)
     shutil.rmtree(tmp_path / "out" / "north")

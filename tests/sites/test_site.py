@@ -156,14 +156,14 @@ REFUSED = {
     "a version that is none": (lambda c: c.say("commit", version="../../x"), r"asks to save version '../../x'"),
     "a version it does not have": (lambda c: c.say("load", version=7), r"has no version 7 of the run \(it has none\)"),
     "no turn": (lambda c: c.phase(turn="now"), "expected three whole numbers"),
-    "a plan that is none": (lambda c: c.say("join", plan=[]), "expected a table with name, task and algorithm"),
+    "a plan that is none": (lambda c: c.say("join", plan=[]), "is not a table, expected name, task and algorithm"),
     "an unknown algorithm": (
         lambda c: c.say("join", plan={**c.plan, "algorithm": {"name": "fedbioo"}}),
         "Did you mean 'fedbio'",
     ),
     "a plan with a path": (
         lambda c: c.say("join", plan={**c.plan, "name": "../../etc"}),
-        "it becomes that of a folder",
+        "it becomes the name of a folder",
     ),
     "a plan without this site": (
         lambda c: c.say("join", plan={**c.plan, "sites": ["site-0"]}),

@@ -33,8 +33,8 @@ class Server:
     """Implements `Federation`, except for calling clients.
 
     The place of a client is its position in the given list. Its number identifies the client in
-    draws, the ledger and checkpoints. ids: the clients' numbers by place. weights: how much each client counts in a mean
-    over all clients, by place.
+    draws, the ledger and checkpoints. ids: the clients' numbers by place. weights: how much each
+    client counts in a mean over all clients, by place.
     """
 
     group: Group = Group()
