@@ -163,7 +163,7 @@ def survivors(plan, folder, iteration, first_call, who):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            sys.modules["fedbilevel.runs.loop"],
+            sys.modules["fedbilevel.runs.solve"],
             "simulate",
             lambda algorithm, problem, clients, *, network, averaging, **rest: Forgetful(
                 algorithm, problem, clients, **rest
