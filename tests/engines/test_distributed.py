@@ -24,7 +24,7 @@ from fedbilevel.engines import distributed, group_of, simulate
 from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import RankLostError, SettingError
 from fedbilevel.federation.network import Network
-from fedbilevel.runs.loop import _interrupts
+from fedbilevel.runs.endings import interrupts
 from fedbilevel.runs.record import Record
 from fedbilevel.tasks.quadratic import Quadratic
 from support import ranks as rank_cases
@@ -379,11 +379,11 @@ def test_a_request_to_end_that_comes_late_does_not_cut_off_what_is_lost():
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(RankLostError), _interrupts(Two()):
+        with pytest.raises(RankLostError), interrupts(Two()):
             raise RankLostError("rank 1 of 2 no longer answers.")
         os.kill(os.getpid(), signal.SIGTERM)  # by default it would end this process
         signal.signal(signal.SIGTERM, before)
-        with _interrupts(Two()) as interrupted:
+        with interrupts(Two()) as interrupted:
             os.kill(os.getpid(), signal.SIGTERM)
             assert interrupted()
         assert signal.getsignal(signal.SIGTERM) is before

@@ -286,3 +286,10 @@ def test_a_message_may_not_contain_what_its_receiver_does_not_use(place):
     plan = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}, "checkpoint_every": 3}
     with pytest.raises(PlanError, match=f"sets checkpoint_every, which a run between {place} does not use"):
         parts_of(plan, place)
+
+
+@pytest.mark.parametrize("missing", ["task", "algorithm"])
+def test_a_plan_without_a_task_or_an_algorithm_is_refused(missing):
+    plan = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}}
+    with pytest.raises(PlanError, match=f"the plan has no {missing}: give one"):
+        parts_of({**plan, missing: None}, "sites")

@@ -133,8 +133,9 @@ def test_attack_by_code_in_a_job_of_the_lead_is_refused(federation, tmp_path):
         number = opened.submit_job(str(folder))
         until(lambda: str(opened.get_job_status(number)).startswith("FINISHED"))
         assert "COMPLETED" not in str(opened.get_job_status(number))
-        detail = " ".join(map(str, opened.get_job_meta(number).get("job_deploy_detail") or []))
-    assert "runs the jobs of `fedbilevel federation submit` only" in detail
+        said = "runs the jobs of `fedbilevel federation submit` only"
+        detail = lambda: " ".join(map(str, opened.get_job_meta(number).get("job_deploy_detail") or []))
+        until(lambda: said in detail())  # the status may come before the detail
     assert not proof.exists()
 
 
