@@ -41,6 +41,7 @@ def _as_many_threads_as_before():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_whole_command_in_its_smallest_version(tmp_path, capsys):
     assert command.main(["--small", "--threads", "1", "--save", "--folder", str(tmp_path / "results")]) == 0
     printed = capsys.readouterr().out

@@ -262,6 +262,7 @@ def test_algorithm_that_refuses_every_scope_cannot_be_checked():
         fb.check_algorithm(Fussy())
 
 
+@pytest.mark.slow
 def test_check_algorithm_detects_hidden_state_row_order_and_leaked_variables():
     failed = lambda algorithm: {
         check.name for check in fb.check_algorithm(algorithm, show=False).checks if not check.ok

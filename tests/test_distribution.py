@@ -16,6 +16,8 @@ import fedbilevel
 from fedbilevel.cli.main import cli
 from support.docs import check_quoted
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 ROOT = Path(__file__).parents[1]
 
 

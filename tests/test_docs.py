@@ -108,6 +108,7 @@ def outside(address):
     return bool(urlsplit(address).netloc) or address.startswith("//")
 
 
+@pytest.mark.slow
 def test_every_link_picture_and_anchor_resolves(site):
     folder, found = site
     assert len(found) > 60
@@ -551,6 +552,7 @@ def test_colours_are_readable_in_both_themes():
 # ---- what the pages quote ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", list(quotes.quoted()), ids=lambda one: f"{one.page}:{one.place[0]}")
 def test_code_on_pages_runs_and_prints_what_they_quote(quoted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

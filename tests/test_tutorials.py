@@ -34,6 +34,7 @@ def typed(text: str) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_says_what_comes_out(name, tmp_path, monkeypatch):
     matplotlib.use("agg")

@@ -152,6 +152,7 @@ def mean_of(points: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 GONE = {0: [1], 1: [1, 2], 3: [0]}  # client 1 misses the start and the first sync
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adaptive", "gone"),
     [("adam", {}), ("adam", GONE), ("adabelief", GONE), ("none", {})],

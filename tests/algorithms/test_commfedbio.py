@@ -225,6 +225,7 @@ def test_error_feedback_loses_nothing() -> None:
     assert torch.equal(naive[1], us[1])  # e_i starts at zero
 
 
+@pytest.mark.slow
 def test_distance_falls_with_the_step_only_with_error_feedback() -> None:
     """Compare the largest distance to the exact u over the last rounds for two step sizes.
 
@@ -240,6 +241,7 @@ def test_distance_falls_with_the_step_only_with_error_feedback() -> None:
     assert min(worst[False]) > 0.13
 
 
+@pytest.mark.slow
 def test_top_k_with_error_feedback_finds_x_up_to_its_step() -> None:
     task = Quadratic(**{**SMALL, "dim_lower": 5})
     settings = {

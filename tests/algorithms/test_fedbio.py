@@ -76,6 +76,7 @@ def state_of(algorithm: FedBiO, task: Quadratic, v: np.ndarray) -> Any:
     return algorithm.State(*torch.tensor(v).split([task.dim_upper, task.dim_lower, task.dim_lower]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scopes", "lr_upper", "num_iterations"), SCOPES, ids=str)
 def test_one_local_step_reaches_the_closed_form_solution(scopes, lr_upper, num_iterations):
     task = Quadratic(**scopes)

@@ -24,6 +24,7 @@ def small(**settings: Any) -> Quadratic:
     return Quadratic(**{"num_clients": 3, "dim_upper": 2, "dim_lower": 3, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lower", "upper", "num_clients", "lr_upper", "num_local_steps", "num_iterations"),
     [
@@ -48,6 +49,7 @@ def test_reaches_the_solution(
     assert relative(fed.collect(state.u), closed.system_solution(x.numpy())) < 1e-8
 
 
+@pytest.mark.slow
 def test_three_local_steps_leave_a_distance_proportional_to_c_and_to_the_cube_of_a() -> None:
     task = small(num_clients=2)
 
@@ -71,6 +73,7 @@ def test_three_local_steps_leave_a_distance_proportional_to_c_and_to_the_cube_of
     assert far / distance(0.8, 50.0, 80) == pytest.approx(8, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scopes", SCOPES)
 @pytest.mark.parametrize(
     "case",

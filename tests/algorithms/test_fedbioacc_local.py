@@ -38,6 +38,7 @@ def test_local_u_reaches_the_solution(num_local_steps: int) -> None:
     assert relative(fed.collect(state.u), closed.system_solution(x)) < 1e-8
 
 
+@pytest.mark.slow
 def test_the_neumann_series_reaches_the_solution_up_to_its_bias() -> None:
     """A_i = 1.25 I at every client, so the bias of the series is known whatever else differs.
 
@@ -63,6 +64,7 @@ def test_the_neumann_series_reaches_the_solution_up_to_its_bias() -> None:
         assert relative(state.x, closed.solution()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("u", ["neumann", "local"])
 @pytest.mark.parametrize("upper", ["shared", "private"])
 @pytest.mark.parametrize("case", ["one client", "unequal steps", "absent in R1", "absent in R2"])

@@ -101,6 +101,7 @@ def iterations_by_factors(fed: Simulation, num_terms: int) -> dict[int, int]:
 # ---- expectation ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_expectation_over_cohorts_and_lengths_is_the_global_series(size: int) -> None:
     """The mean over all N' and all sequences of cohorts is the N-term series of the mean Hessian.
@@ -152,6 +153,7 @@ def test_expectation_over_lengths_in_every_scope(lower: str, upper: str) -> None
     assert relative(total, Dense(task.closed_form(), BEND).series(algorithm, x, y)) < 1e-12
 
 
+@pytest.mark.slow
 @scopes
 def test_expected_step_vanishes_at_the_solution(lower: str, upper: str) -> None:
     """At y*(x) the expected step is affine in x, and its root is the closed-form solution.

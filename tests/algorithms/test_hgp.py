@@ -176,6 +176,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"client_weights": "by_samples"}, {"upper": "shared"}], ids=["private", "shared"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_averaging_operator_gives_the_exact_hypergradient(name, settings):

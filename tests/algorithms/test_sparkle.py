@@ -193,6 +193,7 @@ FOUR = {"num_clients": 4, "dim_upper": 2, "dim_lower": 2, "client_weights": "by_
 ONES = torch.ones(4, 1, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind"), [*((strategy, "ring") for strategy in CORRECTED), (CORRECTED[2], "complete")], ids=str
 )
@@ -220,6 +221,7 @@ def test_on_a_directed_network_push_with_gradient_tracking_reaches_the_solution(
     assert radius < 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [STRATEGIES[0], ("gossip", "gradient_tracking", "none"), ("gossip", "none", "extra"), STRATEGIES[8]],

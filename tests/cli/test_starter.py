@@ -81,6 +81,7 @@ def test_it_is_clean(project):
     subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "--no-cache", "."], cwd=project, check=True)
 
 
+@pytest.mark.slow
 def test_its_script_and_its_own_tests_run_without_installing_anything(project):
     """One after the other in a process of their own, which imports torch once."""
     script = "import runpy; runpy.run_path('soil_moisture.py', run_name='__main__')"

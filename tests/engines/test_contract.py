@@ -179,6 +179,7 @@ class SeesNothing(Simulation):
             return {name: torch.zeros(len(positions), len(values[name])).double() for name in ("x", "y", "u")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "algorithm", "wrong"),
     [

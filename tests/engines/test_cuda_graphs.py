@@ -26,6 +26,8 @@ from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief, drive
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVER = {name: owner for name, owner in discovery.algorithms().items() if issubclass(owner, ServerAlgorithm)}
 ALONE = (

@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{Path(fedbilevel.__file__).parents[1]}:{Path(__file__).parents[1]}",
     "OMP_NUM_THREADS": "1",
 }
-pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"), pytest.mark.wait, pytest.mark.slow]
 
 
 def end_group(process):

@@ -231,6 +231,7 @@ def test_scaling_the_upper_loss_scales_u_of_fedbio_and_nothing_else_if_the_step_
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @every_algorithm
 def test_scaling_the_lower_loss_is_undone_by_dividing_its_steps(algorithm):
     built = Quadratic(bend=0.5).build()
@@ -777,6 +778,7 @@ def resumed(fed: Simulation, state: Any, built: Built, **options: Any) -> tuple[
     )
 
 
+@pytest.mark.slow
 @every_algorithm
 @pytest.mark.parametrize("built", PROBLEMS.values(), ids=list(PROBLEMS))
 def test_a_run_resumed_in_the_middle_continues_bit_by_bit(algorithm, built):
@@ -790,6 +792,7 @@ def test_a_run_resumed_in_the_middle_continues_bit_by_bit(algorithm, built):
     assert all(torch.equal(column, fresh.ledger.columns[name]) for name, column in fed.ledger.columns.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", PROBLEMS.values(), ids=list(PROBLEMS))
 def test_a_checkpoint_does_not_change_when_the_run_goes_on(built):
     algorithm, options = ALGORITHMS["fedbio"], {"batch_size": 2, "cohort": Cohort(0.6)}
@@ -954,6 +957,7 @@ def test_who_gathers_a_linear_phase_gets_every_clients_own_row():
     assert bool((rows["auto"][0] - rows["auto"][1]).abs().max() > 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "vmap"])
 @pytest.mark.parametrize(
     "algorithm", [FedNest(num_local_steps=2), FBOAggITD(num_local_steps=2)], ids=lambda one: one.name()

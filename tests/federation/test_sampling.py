@@ -165,6 +165,7 @@ def test_equal_weights_draw_the_cohorts_of_the_uniform_draw(weight, replacement)
         assert torch.equal(sampler.member_weights, torch.full((n,), weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [False, True])
 def test_frequencies_of_addressed_draws_are_in_proportion_to_weight(replacement):
     weights, size, num = torch.tensor([1, 2, 3, 6, 2]), 2, 4000
@@ -187,6 +188,7 @@ def test_weights_near_the_largest_that_a_site_may_state_do_not_overflow(replacem
         assert 0 <= int(numbers.min()) <= int(numbers.max()) < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [False, True], ids=["without replacement", "with replacement"])
 def test_simfbo_with_one_of_five_clients_reaches_the_weighted_stationary_point(replacement):
     """The steps decrease, and x is averaged over the second half.

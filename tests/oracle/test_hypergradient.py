@@ -181,6 +181,7 @@ def test_measured_norm_is_nan_where_the_lower_level_is_not_solved(lower, monkeyp
 # ---- closed form -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lower", "upper", "weights"), SCOPES)
 @pytest.mark.parametrize("method", SOLVERS)
 def test_every_solver_finds_the_closed_form_hypergradient(lower, upper, weights, method):
@@ -333,6 +334,7 @@ BENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [*BENT.values(), small_cleaning], ids=[*BENT, "data cleaning"])
 def test_the_hypergradient_is_the_slope_of_the_outer_objective(make):
     built = make()

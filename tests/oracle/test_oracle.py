@@ -233,6 +233,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
 def test_all_derivatives_on_whole_batches_equal_those_taken_client_by_client(make):
     built = make()
@@ -248,6 +249,7 @@ def test_all_derivatives_on_whole_batches_equal_those_taken_client_by_client(mak
         assert "often" not in options or any(plan.trace is not None for plan in population.oracle._plans.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
 def test_all_derivatives_on_minibatches_equal_those_taken_client_by_client(make):
     built = make()
@@ -300,6 +302,7 @@ def test_all_derivatives_equal_finite_differences(make):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
     "make", [quadratic, lambda: representation(cached=True)], ids=["quadratic", "representation with features"]
@@ -356,6 +359,7 @@ SHARING = {  # which of gy, fx, fy, ju, hu take the same batch object
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
 def test_directions_equal_their_parts(options, make):
@@ -430,6 +434,7 @@ def test_unknown_strategies_and_empty_chunks_are_refused():
 FORMS = {"modules": representation, "dicts": representation_in_dicts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("shared_x", [True, False])
@@ -595,6 +600,7 @@ def test_auto_evaluates_in_chunks_within_the_memory_budget(monkeypatch):
 # ---- ways of evaluating ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("often", [{"cpu": 10**9}, {"cpu": 1}], ids=["pooled", "pooled and traced"])
 @pytest.mark.parametrize("weights", [(1, 1, 1), (5, 9, 1)], ids=["alike", "weighted"])
 @pytest.mark.parametrize("make", [name for name in PROBLEMS if name != "cleaning"])

@@ -19,6 +19,8 @@ from fedbilevel.runs.solve import solve
 from support.numeric.yardstick import relative
 from support.peers.processes import Processes, own_rows, wide_clients, wide_plan, wide_problem
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 WIDTH = 20_000
 DIRECTED = {"kind": "random_directed", "seed": 1}
 

@@ -16,6 +16,8 @@ from fedbilevel.peers import send_queues, sockets
 from fedbilevel.peers.roster import PeerEntry, PeerRoster, Secret
 from fedbilevel.peers.sockets import Sockets
 
+pytestmark = pytest.mark.wait
+
 LIMIT = 4_000_000
 
 

@@ -8,6 +8,8 @@ import pytest
 from fedbilevel.peers import transport
 from fedbilevel.peers.transport import Faults, Lossy, MemoryNetwork
 
+pytestmark = pytest.mark.wait
+
 
 def until(condition, seconds=5.0, what="what was waited for"):
     end = time.monotonic() + seconds

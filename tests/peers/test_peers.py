@@ -37,6 +37,8 @@ from fedbilevel.tasks.task import Task
 from support.numeric.yardstick import relative
 from support.peers.threads import Threads
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 DIRECTED = {"kind": "random_directed", "seed": 1}
 SMALL = {"num_clients": 4, "dim_upper": 2, "dim_lower": 3}
 HGP = {"name": "hgp", "num_terms": 3, "num_lower_steps": 2}

@@ -14,6 +14,8 @@ pytest.importorskip("zmq", reason="pyzmq is not installed: pip install 'fedbilev
 from fedbilevel.peers.local import free_ports
 from support.docs import PATIENCE, Block, Terminal, blocks, check_quoted, commands
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 PAGE = Path(__file__).parents[2] / "docs" / "three-laptops.md"
 PORTS = ("5551", "5552", "5553")
 NAMES = ("ann", "bob", "eve")

@@ -121,6 +121,7 @@ def batches(met, *, minibatch):
 # ---- both forms are one problem --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True], ids=["", "features"])
 @pytest.mark.parametrize(
     ("shared", "minibatch"), [(False, False), (True, True)], ids=["own points, all samples", "one point, minibatch"]

@@ -244,6 +244,7 @@ def test_closed_forms_need_all_data_and_come_with_build_only():
         assert Quadratic(**settings).build().problem.diagnostics is None
 
 
+@pytest.mark.slow
 @tasks
 def test_a_run_on_folders_is_the_run_on_all_data(name, built, tmp_path):
     task, num_classes = TASKS[name]

@@ -14,7 +14,7 @@ from support.browser.records import (
     write_run,
 )
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
 def test_the_curves_are_those_of_the_record_against_every_axis(opened):

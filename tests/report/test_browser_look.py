@@ -13,7 +13,7 @@ from support.browser.records import (
     write_run,
 )
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
 def wide(folder):
@@ -123,6 +123,7 @@ def test_light_and_dark_follow_the_reader_and_the_switch(opened, scheme):
     assert (page.run(ground), page.run(ink)) == colours[scheme]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["runs", "comparison", "influence", "personalisation"])
 def test_a_phone_needs_no_scrolling_sideways(opened, name):
     page = opened(name)

@@ -17,7 +17,7 @@ from support.browser.records import (
     write_run,
 )
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
 def test_a_run_that_failed_says_so_and_why(opened, tmp_path):
@@ -155,6 +155,7 @@ def test_partition_findings_and_configuration_are_those_of_the_record(opened, re
     assert page.run("document.getElementById('findings-run').selectedOptions[0].textContent") == "fedbio, seed 1/1"
 
 
+@pytest.mark.slow
 def test_studies_show_what_they_recorded(opened, reports):
     page, place = opened("influence"), reports["influence"].parent
     study = json.loads((place / "influence" / "influence.json").read_text())

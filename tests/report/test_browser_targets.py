@@ -13,7 +13,7 @@ from support.browser.records import (
     write_run,
 )
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
 def test_costs_to_a_target_are_those_of_compare(opened, reports):
@@ -121,6 +121,7 @@ def test_curves_that_come_from_different_sides_are_said_to(opened, tmp_path):
     assert page.run("document.querySelector('#target-table caption').textContent").endswith("misses is at or beyond 20")
 
 
+@pytest.mark.slow
 def test_a_value_that_nobody_named_is_reached_as_the_page_says(opened, tmp_path):
     for scale in (1.0, 2.0):
         odd(tmp_path / "runs" / f"{scale:g}", scale=scale)

@@ -12,7 +12,7 @@ from fedbilevel.report import write_report
 from support.browser.pages import NEEDS_BROWSER, cells, traces
 from support.browser.records import HOSTILE, rows_of, write_comparison, write_run
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 VERDICT = "document.getElementById('verdict').textContent"
 
 

@@ -6,6 +6,8 @@ import os
 import threading
 import time
 
+import pytest
+
 from fedbilevel.report.watch import Live, Watch
 from support.browser.pages import NEEDS_BROWSER, against, traces
 from support.browser.records import (
@@ -13,7 +15,7 @@ from support.browser.records import (
     write_run,
 )
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
 @contextlib.contextmanager

@@ -245,6 +245,7 @@ def test_a_schedule_scales_the_steps_it_should_and_no_others():
     assert (scaled.lr_upper, scaled.lr_lower, scaled.lr_system) == (0.25, 0.125, 0.25)
 
 
+@pytest.mark.slow
 def test_a_decaying_schedule_removes_the_drift_of_local_steps():
     options = {"num_iterations": 300, "dtype": torch.float64, "measure_every": 300}
     method = FedBiO(lr_upper=0.05, lr_lower=0.2, lr_system=0.2, num_local_steps=3)
@@ -569,6 +570,7 @@ def test_looking_at_residuals_does_not_change_the_run(tmp_path, cleaning):
     assert all(row["residual"] > 0 for row in looked.rows)
 
 
+@pytest.mark.slow
 def test_the_hypergradient_of_any_method_falls_to_zero_and_says_how_far_it_is(tmp_path):
     """The hypergradient is also measured for a method without u.
 
@@ -756,6 +758,7 @@ def test_early_stopping_knows_that_losses_fall_and_does_not_trust_what_is_not_a_
     assert stopped("accuracy", [math.nan, 0.5, 0.6, 0.7]) == (None, 0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedbio", "fedbioacc", "simfbo", "sparkle"])
 def test_the_residual_of_a_solution_is_zero_and_of_anything_else_is_not(name):
     steps = {

@@ -21,6 +21,8 @@ from fedbilevel.sites.flare import certificates, kits, processes
 from fedbilevel.sites.flare.local import LEAD, free_port
 from support.sites.real_loopback import federation_of
 
+pytestmark = pytest.mark.wait
+
 SITES = ["north", "south"]
 DAY = timedelta(days=1)
 

@@ -27,6 +27,8 @@ from fedbilevel.sites.trial import prepare
 from support.sites.real_loopback import HERE
 from support.sites.reaper import processes_of, reaped
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "docker-compose.yml"
 UNITS = sorted((DEPLOY / "systemd").iterdir())

@@ -16,6 +16,8 @@ from fedbilevel.sites.plan import plan_of
 from support.sites.loopback import differences, simulated
 from support.sites.real_loopback import federation_of
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 SITES = ["site-1", "site-2", "site-3"]
 TASKS = {
     "fedbio": {"name": "hyper_representation", "num_clients": 3, "num_hidden": 20},

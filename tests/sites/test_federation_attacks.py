@@ -25,7 +25,7 @@ from support.sites.real_loopback import HERE, federation_of
 
 SITES = ["north", "south", "west"]
 STRICT = 'loader = "simulated"\nauto_approve = true\n'  # the default policy
-pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"), pytest.mark.wait, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from support.sites.real_loopback import federation_of
 
 SITES = ["site-0", "site-1", "site-2"]
 PACE = 0.8  # seconds for a phase at a site while there are faults to come; the deadline is 2
-pytestmark = pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"), pytest.mark.wait, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

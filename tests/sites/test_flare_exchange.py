@@ -25,6 +25,8 @@ from fedbilevel.sites.flare.local import LEAD
 from support.sites.driven import Driver, contents, until
 from support.sites.real_loopback import HERE, federation_of
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 SITES = ["site-1", "site-2"]
 DRIVEN = {"server": "support.sites.flare_standins.Driven", "client": "support.sites.flare_standins.ToldClient"}
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # the first words of a gRPC client

@@ -33,6 +33,8 @@ from fedbilevel.sites.flare import (
 from fedbilevel.sites.flare.local import LEAD
 from website.imports import MODULES, imports
 
+pytestmark = pytest.mark.wait
+
 SITES = ["north", "south", "south-2"]
 
 

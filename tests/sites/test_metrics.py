@@ -32,6 +32,8 @@ from fedbilevel.sites.status import STATUS
 from support.sites.real_loopback import HERE
 from support.sites.reaper import reaped
 
+pytestmark = pytest.mark.wait
+
 REFUSED = "Ask under this machine's address, or under the name that --metrics-host gives.\n"
 
 
@@ -240,6 +242,7 @@ def test_a_client_that_disconnects_prints_nothing(made, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_start_site_serves_both_while_it_runs_and_counts_restarts(made, tmp_path):
     """A real process; there is no server, which a site waits for."""
     said = tmp_path / "said.txt"

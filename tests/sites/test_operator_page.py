@@ -18,6 +18,8 @@ from fedbilevel.sites.view import look
 from support.browser import browser
 from support.sites.operator_kits import ONE, TWO, ask, log_answers, log_refusal, write_status
 
+pytestmark = pytest.mark.wait
+
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
 

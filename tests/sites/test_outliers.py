@@ -14,6 +14,7 @@ from support.sites.loopback import Loopback, differences
 pytestmark = [
     pytest.mark.usefixtures("short_waits"),
     pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning"),
+    pytest.mark.slow,
 ]
 CLEANING = {"name": "data_cleaning", "num_clients": 3, "num_clean": 12, "test_share": 0.8}
 

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.sites.reaper import processes_of, reaped
+
+pytestmark = pytest.mark.wait
 
 SLEEP = "import sys; print('ready', flush=True); sys.stdin.read()"
 KILLED = f"""

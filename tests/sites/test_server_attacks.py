@@ -85,6 +85,7 @@ def test_attack_on_an_honest_site_by_small_answers_does_not_have_it_left_out(tmp
     assert "has a change of y of norm" in diary[1]["flagged"]["site-1"]
 
 
+@pytest.mark.slow
 def test_attack_by_a_slow_drift_is_laid_to_the_site_that_drifts(tmp_path):
     federation = Loopback(tmp_path)
     more = at("phase", lambda header, arrays: (header, [4 * array for array in arrays]))

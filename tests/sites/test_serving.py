@@ -159,6 +159,7 @@ def asleep(monkeypatch):
     return Asleep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["join", "phase", "measure", "commit", "load"])
 @pytest.mark.parametrize("how", ["silent", "deaf"])
 def test_a_suspended_server_blames_no_site_and_repeats_the_outer_iteration(tmp_path, asleep, kind, how):

@@ -19,7 +19,7 @@ from fedbilevel.sites.plan import plan_of
 from support.numeric.yardstick import fewer
 from support.sites.loopback import TRIAL, Loopback, differences, simulated
 
-pytestmark = pytest.mark.usefixtures("short_waits")
+pytestmark = [pytest.mark.usefixtures("short_waits"), pytest.mark.slow]
 
 SCOPES = [Scopes(), Scopes(upper="private"), Scopes(lower="local")]
 SETTINGS = {

@@ -16,6 +16,8 @@ from fedbilevel.sites.flare.local import free_port
 from support.docs import NUMBER, PATIENCE, ROUNDING, Block, Terminal, blocks, check_quoted, commands
 from support.sites.reaper import processes_of, reaped
 
+pytestmark = [pytest.mark.wait, pytest.mark.slow]
+
 PAGE = Path(__file__).parents[2] / "docs" / "three-hospitals.md"
 PORT = "port = 8002"
 SITES = {"north": 459, "south": 345, "west": 344}  # how many notes each has

@@ -12,6 +12,8 @@ from fedbilevel.cli import main
 from fedbilevel.report import tables
 from fedbilevel.studies import experiment, pictures, reproduce
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(__file__).resolve().parents[2] / "experiments"
 NAMES = sorted(path.parent.name for path in RESULTS.glob("*/experiment.toml"))
 

@@ -22,6 +22,8 @@ from fedbilevel.studies.experiment import Job
 from fedbilevel.studies.kinds import optimise
 from fedbilevel.tasks.quadratic import Quadratic
 
+pytestmark = pytest.mark.slow
+
 SMALL = """
 # a remark that must survive
 title = "Distance to the solution"
