@@ -13,10 +13,10 @@ NOTED := $(VENV)/noted
 
 test: install lint types
 	rm -rf $(NOTED)
-	$(PYTEST) -n 3 -m "not slow" --noted $(NOTED)
+	FEDBILEVEL_NOTED=$(NOTED) $(PYTEST) -n 3 -m "not slow"
 
 test-slow: install # after `make test`, whose notes of provoked errors it completes
-	$(PYTEST) -n 3 -m slow --noted $(NOTED) --all-noted
+	FEDBILEVEL_NOTED=$(NOTED) FEDBILEVEL_ALL_NOTED=1 $(PYTEST) -n 3 -m slow
 
 test-all: test
 	$(MAKE) test-slow

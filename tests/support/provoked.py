@@ -30,6 +30,8 @@ REMEDY = (
 )
 LONGEST = 400
 FOLDER = "FEDBILEVEL_PROVOKED"  # environment variable: the folder of the notes of all processes of a run
+NOTED = "FEDBILEVEL_NOTED"  # a folder that keeps the notes for a later part of the suite
+ALL_NOTED = "FEDBILEVEL_ALL_NOTED"  # set in the last part: every error must be noted
 PACKAGE, TESTS = Path(errors.__file__).parent, Path(__file__).parents[1]
 KINDS = {
     *(
@@ -168,14 +170,9 @@ def listen() -> None:
 # ---- what pytest calls ---------------------------------------------------------------------------------------------
 
 
-def pytest_addoption(parser) -> None:
-    parser.addoption("--noted", metavar="FOLDER", help="keep notes of errors there for a later part of the suite")
-    parser.addoption("--all-noted", action="store_true", help="this is the last part: every error must be noted")
-
-
 def pytest_configure(config) -> None:
     if FOLDER not in os.environ:  # else this is a process of xdist, or a run within a test
-        kept = config.getoption("noted")
+        kept = os.environ.get(NOTED)
         if kept is not None:
             Path(kept).mkdir(parents=True, exist_ok=True)
         config.provoked = str(Path(kept).resolve()) if kept is not None else tempfile.mkdtemp(prefix="provoked")
@@ -204,7 +201,7 @@ def _whole(session) -> bool:
     """Whether all tests were requested, and all of them ran."""
     config = session.config
     through = session.exitstatus in (0, 1) and not session.shouldstop and not session.shouldfail
-    if config.getoption("all_noted"):
+    if os.environ.get(ALL_NOTED):
         return through
     part = any(
         getattr(config.option, name, None)
@@ -222,6 +219,6 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 def pytest_unconfigure(config) -> None:
     if hasattr(config, "provoked"):
-        if config.getoption("noted") is None:
+        if NOTED not in os.environ:
             shutil.rmtree(config.provoked)
         del os.environ[FOLDER]
