@@ -180,7 +180,6 @@ def go(name: str, kind: dict[str, Any], num_iterations: int, **options: Any) -> 
     return solve(
         *build(),
         algorithm,
-        residuals=False,
         num_iterations=num_iterations,
         checkpoint_every=2,
         **{**looks, **given, **kind, **options},
