@@ -233,9 +233,7 @@ class Agreement:
         return latest > out.averaging
 
     def regrouped(self) -> bool:
-        """Return whether the peers have changed since the group started, so that this peer must
-        act.
-        """
+        """Return whether the peers have changed since the group started."""
         with self._changed:
             if self.formed is None or not self.continues:
                 return self.formed is not None and not self.is_unchanged()
@@ -250,9 +248,7 @@ class Agreement:
         return self.formed is not None and any(peer not in self.formed.members for peer in self._membership.present())
 
     def called_back(self) -> bool:
-        """Return whether a member starts a new group or the others have continued without this
-        peer.
-        """
+        """Return whether a member starts a new group or the others continued without this peer."""
         if self.formed is None:
             return False
         me = self._outbox.me

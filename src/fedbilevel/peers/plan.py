@@ -42,7 +42,7 @@ from fedbilevel.tasks.task import Task
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """A checked plan. `task` and `algorithm` contain the name besides the settings."""
+    """Checked plan; `task` and `algorithm` contain a name and the settings."""
 
     name: str
     num_iterations: int
@@ -78,7 +78,7 @@ class PeerPlan:
 
 
 def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
-    """Check a plan and fill in its defaults."""
+    """Check a plan, fill in its defaults, and return it."""
     parts = parts_of(content, "peers")
     given = {name: value for name in ("on_change", "on_crash") if (value := content.get(name)) is not None}
     seconds: dict[str, Any] = {
