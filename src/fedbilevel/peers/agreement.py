@@ -233,7 +233,7 @@ class Agreement:
         return latest > out.averaging
 
     def regrouped(self) -> bool:
-        """Return whether the peers have changed since the group started."""
+        """Return whether the peers have changed so that this peer must act now."""
         with self._changed:
             if self.formed is None or not self.continues:
                 return self.formed is not None and not self.is_unchanged()

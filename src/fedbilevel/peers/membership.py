@@ -25,8 +25,9 @@ _YEAR = 365 * 86_400_000  # milliseconds
 
 
 class Membership:
-    """The view, and the peers that left or were banned; callers of any method hold the office's
-    lock.
+    """The view, and the peers that left or were banned.
+
+    The caller of any method holds the lock of the office.
 
     suspect: seconds of silence after which a peer is gone.
     beat: seconds between two beats.
@@ -71,9 +72,7 @@ class Membership:
     # ---- changes ---------------------------------------------------------------------------------
 
     def merge(self, view: Sequence[int]) -> list[int]:
-        """Adopt the larger numbers of a view, and return the peers that are present as a new
-        process.
-        """
+        """Adopt the larger numbers of a view, and return the peers with a new process."""
         renewed = []
         for peer, status in enumerate(view):
             if status <= self.view[peer]:
@@ -93,9 +92,9 @@ class Membership:
         return renewed
 
     def _merge_own(self, status: int) -> None:
-        """Take a higher incarnation if a view has a larger number for this peer.
+        """Record a ban of this peer, or take an incarnation above `status`.
 
-        Another peer has then declared this peer gone, or remembers a process with a later clock.
+        Another peer has declared this peer gone, or remembers a process with a later clock.
         """
         if status == NEVER:
             self.view[self._outbox.me] = status
@@ -109,9 +108,7 @@ class Membership:
         self._say("this peer rejoins as a new process.")
 
     def remove_left(self) -> None:
-        """Mark the peers that left as gone: no group starts with them, and they send no more
-        messages.
-        """
+        """Mark the peers that left as gone, because no group can start with them."""
         for peer in self.left:
             self.view[peer] += self.alive(peer)
         self.left.clear()
