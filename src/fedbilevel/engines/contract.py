@@ -139,8 +139,7 @@ class _Contract:
         return Check("measure", not lacking and far < 1e-9, text)
 
     def _checkpoint(self, state: Any) -> tuple[Check, Any]:
-        """Run one outer iteration twice from the same checkpoint, and return the check and the
-        state.
+        """Run one outer iteration twice from the same checkpoint; return the check and state.
 
         The second run follows a measurement, which must not change the result.
         """

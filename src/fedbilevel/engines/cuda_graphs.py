@@ -146,7 +146,10 @@ class Captures:
         return {label: _copied(value) for label, value in kept.results.items()}
 
     def suspect(self) -> tuple[Any, ...] | None:
-        """Return the first phase replayed since the last call with a non-finite result, or None."""
+        """Return the first phase with a non-finite result among new replays, or None.
+
+        New replays are those since the last call of this method.
+        """
         unseen, self._unseen = self._unseen, []
         if not unseen:
             return None

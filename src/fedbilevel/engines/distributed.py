@@ -208,9 +208,7 @@ class Ranks(Group):
             self._agreed = self._agreed and self._depth > 0
 
     def _meet(self, size: int = 0) -> None:
-        """Exchange status words to check that no rank failed and that all exchange equally many
-        entries.
-        """
+        """Check by status words that no rank failed and all exchange equally many entries."""
         failed, most, least = self._say([0, size, -size])
         if failed:
             raise self._heard(self.size - failed, None)

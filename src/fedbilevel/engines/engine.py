@@ -68,9 +68,7 @@ class Engine(Protocol):
         """Return losses and metrics over all clients, without a charge."""
 
     def commit(self) -> None:
-        """Let every participant save its own state before the loop saves a checkpoint that relies
-        on it.
-        """
+        """Let every participant save its own state, which the next checkpoint relies on."""
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and plain values with everything that the next outer iteration depends on.

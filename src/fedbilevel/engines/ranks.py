@@ -62,9 +62,7 @@ class Group:
         return make()
 
     def check_same(self, what: bytes, complaint: str) -> None:
-        """Raise an error with the given complaint at all ranks unless all ranks give the same
-        bytes.
-        """
+        """Raise an error with this complaint at all ranks unless all give the same bytes."""
 
     def meet(self) -> None:
         """Wait until every rank has called this method."""

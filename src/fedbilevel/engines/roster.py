@@ -144,9 +144,9 @@ class Roster:
         return flat.view(-1, *rows.shape[1:])[order.to(flat.device)]
 
     def restored(self, stored: Tensor, written: Tensor | None = None, *, upper: bool) -> tuple[Tensor, Tensor]:
-        """Return positions and rows of the hosted clients that had written, from the result of
-        `stored`.
+        """Return positions and rows of hosted clients that had written, from stored rows.
 
+        stored: rows that `stored` returned.
         written: flags by number, not by place, of the clients that had written; None means all
             clients.
         """
@@ -266,10 +266,9 @@ class Hosting:
         return self.roster.bill()
 
     def residuals(self, state: Any) -> dict[str, float]:
-        """Return the residual norms of the lower level and, if the state has a u, of the linear
-        system.
+        """Return the residual norms of the lower level and the linear system, without a charge.
 
-        The computation is not charged.
+        The norm of the linear system is omitted if the state has no u.
         """
         u = getattr(state, "u", None)
         return self.host.residuals(

@@ -313,9 +313,9 @@ class Held:
         self._count = 0
 
     def mask(self, array: Tensor) -> Tensor:
-        """Return an (n,) bool tensor by place, which callers change in place.
+        """Return (n,) flags of the clients that hold the array, by place, for changes in place.
 
-        An array that was modified in place since the last call counts as new.
+        An array that was modified in place counts as new.
         """
         return self._entry(array)[2]
 
