@@ -25,9 +25,7 @@ PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
 
 
 def phase(method: PhaseT) -> PhaseT:
-    """Mark `method(self, clients, **values) -> {name: rows or None}` as a phase that clients may
-    run.
-    """
+    """Mark `method(self, clients, **values) -> {name: rows or None}` as a phase for clients."""
     method.__is_phase__ = True  # type: ignore[attr-defined]
     return method
 

@@ -117,8 +117,7 @@ class RunningSums:
         return self.mass[:-1] / self.mass[-1]
 
     def wake(self, receivers: Iterable[int]) -> list[Message]:
-        """Divide the mass between this peer and the receivers, and return a message for each
-        receiver.
+        """Divide the mass between this peer and the receivers, and return their messages.
 
         If nearly all messages are lost, mass leaves this peer and none arrives. The remaining mass
         must stay above the rounding of the running sums, whose differences are added to it. So a
@@ -149,7 +148,7 @@ class RunningSums:
                 self.mass = self.mass + sign * book.pop(peer)[1]
 
     def receive(self, message: Message) -> bool:
-        """Add a message, and return False if a newer one from that sender was already added."""
+        """Add a message if it is newer than all others of its sender; return whether it is."""
         count, total = self.got.get(message.sender, (0, torch.zeros_like(self.mass)))
         if message.number <= count:
             return False

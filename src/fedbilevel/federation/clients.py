@@ -262,9 +262,7 @@ class Clients:
     def directions(
         self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (f_x - J u, g_y, H u - f_y); derivatives may share a batch or use separate
-        batches.
-        """
+        """Return (f_x - J u, g_y, H u - f_y), in which derivatives may share batches."""
         by_batch: dict[int, tuple[Batch, list[str]]] = {}
         for batch, column in ((gy, "gy"), (fx, "fx"), (fy, "fy"), (ju, "jvp"), (hu, "hvp")):
             by_batch.setdefault(id(batch), (batch, []))[1].append(column)

@@ -106,7 +106,7 @@ class Mixing:
 def _partners(receive: Tensor) -> Tensor | None:
     """Return the (n,) senders whose messages peers add to their own rows, or None.
 
-    The result is None unless every peer has exactly one such sender.
+    The result is None unless every peer has exactly one such sender and all shares are one.
     """
     receive = receive.coalesce()
     receivers, senders = receive.indices()
