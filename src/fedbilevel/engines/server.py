@@ -183,10 +183,7 @@ class Server:
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration with a new cohort.
-
-        algorithm: the same algorithm with other step sizes.
-        """
+        """Begin an outer iteration with a new cohort and the step sizes of `algorithm`."""
         if algorithm is not None:
             self.algorithm = algorithm
         self.iteration, self.call, self._draws = iteration, 0, 0
@@ -244,10 +241,7 @@ class Server:
         self._sampler = Sampler(self.cohort, self.weights)
 
     def _counts(self, places: Tensor, times: Tensor) -> Tensor:
-        """Return the weights of these cohort members in its mean.
-
-        times: number of times that each member was drawn.
-        """
+        """Return the weights in the cohort's mean of members, each drawn `times` times."""
         return times * self._sampler.member_weights[self.ids[places]]
 
     def _draw_cohort(self) -> None:

@@ -177,9 +177,10 @@ class Plan:
                 )
 
     def _is_worth_tracing(self) -> bool:
-        """Return whether calls are short and there are several clients.
+        """Return whether to trace this derivative.
 
-        Long calls were measured instead, and the losses of a single client may branch on values.
+        Long calls, which were measured, and single clients, whose losses may branch on values, are
+        not traced.
         """
         simple = self.way != "loop" and self.chunk is None and not self.untraceable
         return simple and not self.evaluation.frozen and self.label not in self.evaluation.choices

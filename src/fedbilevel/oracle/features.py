@@ -89,9 +89,7 @@ class FeatureCache:
         return found
 
     def pulled(self, x: Tensor, batch: Batch) -> Pulled | None:
-        """Return a batch of all samples of a cohort if its backward pass at this x is known, or
-        None.
-        """
+        """Return all samples of a cohort if their backward pass at this x is known, or None."""
         known = (
             x is self.x
             and x._version == self.version
@@ -129,9 +127,7 @@ class FeatureCache:
         return padded.flatten(0, 1), torch.arange(len(batch), device=x.device)[:, None] * padded.shape[1]
 
     def _of_equal_clients(self, of: Callable[..., Tensor], x: Tensor, batch: Batch, at_once: int) -> Tensor:
-        """Compute the features of clients with equally many samples at one x as one long row of
-        samples.
-        """
+        """Compute the features of clients with equally many samples at one x in one pass."""
         row = {name: value.flatten(0, 1).split(at_once) for name, value in batch.whole().fields.items()}
         size = len(batch) * batch.data.sizes[batch.role][batch.positions[0]] * batch.fields.sample_bytes()
         if self.keeps_backs and size <= _KEPT:

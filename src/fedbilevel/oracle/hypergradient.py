@@ -33,9 +33,7 @@ def project(rows: Tensor, radius: float | None) -> Tensor:
 
 
 class Solution(NamedTuple):
-    """Solution u, its largest residual |H u - b| / |b| over systems, and the number of products H
-    v.
-    """
+    """Solution u, its largest residual |H u - b| / |b|, and the number of products H v."""
 
     u: Tensor
     residual: float
@@ -152,9 +150,7 @@ def _step(product: Product, b: Tensor, step: float | None) -> tuple[float, int]:
 
 
 def start_vector(like: Tensor) -> Tensor:
-    """Return the fixed start (d,) of power iterations, which is not orthogonal to special
-    directions.
-    """
+    """Return the fixed start (d,) of power iterations, not orthogonal to special directions."""
     return torch.linspace(1.0, 2.0, like.shape[-1], dtype=like.dtype, device=like.device).cos()
 
 

@@ -93,9 +93,7 @@ class Population:
         return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
 
     def _initial_x(self) -> tuple[Layout, Tensor]:
-        """Return x0 as a shared vector or as private rows, padded with zeros to the longest row
-        here.
-        """
+        """Return x0 as a shared vector, or as private rows padded with zeros to equal length."""
         private = self.problem.scopes.upper == "private"
         trees = [
             self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()})
@@ -173,9 +171,7 @@ class Population:
         return figures(self.problem, names, join(table))
 
     def looked_at(self, x: Points, y: Points) -> tuple[list[str], Tensor]:
-        """Return the columns of a measurement as names and a float64 table with one row per client
-        here.
-        """
+        """Return the names and the float64 table of a measurement, with one row per client here."""
         problem = self.problem
         with torch.no_grad():
             losses = [
