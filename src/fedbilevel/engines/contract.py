@@ -30,7 +30,7 @@ _HERE = ("held.", "ledger.")  # parts of a checkpoint that depend on which array
 
 
 def check_engine(engine: Engine, clients: Sequence[Holdings], *, show: bool = True) -> Report:
-    """Check that an engine does what the loop and the algorithms rely on.
+    """Check the behaviour of an engine that the loop and the algorithms rely on.
 
     The reference is a simulation of the same clients. With several ranks or peers, all of them make
     this call at the same time. The last check makes the engine diverge, so discard it afterwards.

@@ -256,7 +256,7 @@ class Hosting:
 
     @property
     def ways(self) -> dict[str, Any]:
-        """Return how derivatives are computed, as chosen by timing.
+        """Method of computing each derivative, as chosen by timing.
 
         A second timing could choose differently, which would change the rounding.
         """

@@ -126,7 +126,7 @@ class Ledger:
 
     @property
     def phases(self) -> dict[str, Counter[str]]:
-        """Return costs by phase, in the order of first runs, without phases that cost nothing."""
+        """Costs by phase, in the order of first runs, without phases that cost nothing."""
         both = {
             name: self._before.get(name, Counter()) + self.since.get(name, Counter())
             for name in (*self._before, *self.since)

@@ -1,4 +1,4 @@
-"""One exchange of rows between peers, and symmetric shares that make it an average.
+"""One exchange of rows between peers, and symmetric shares that make the exchange an average.
 
     new_i = sum_j receive[i, j] * (send[j] * row_j)
 

@@ -230,7 +230,7 @@ class Links:
 
     @cached_property
     def connected_within(self) -> int:
-        """Return the number of steps after which every peer can reach every other peer.
+        """Number of steps after which every peer can reach every other peer.
 
         A network that does not repeat is checked a second time at later steps, so that a network
         with links only at the start does not pass.

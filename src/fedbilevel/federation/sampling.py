@@ -81,7 +81,7 @@ class Sampler:
 def always_in(weights: Tensor, size: int) -> Tensor:
     """Return (n,) flags of the clients that are in every cohort.
 
-    Their share of the weight is at least one place, also after other such clients took a place.
+    Such a client's share of the weight is at least one place, after others have taken theirs.
     """
     always = torch.zeros(len(weights), dtype=torch.bool)
     while True:

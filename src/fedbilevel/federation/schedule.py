@@ -11,7 +11,7 @@ from fedbilevel.errors import SettingError
 class Schedule(NamedTuple):
     """Factor of the step sizes at outer iteration t: ((offset + 1) / (offset + t))^power.
 
-    The factor is 1 at t = 1, and constant for power 0. Power 1/3 is the decay of the
+    The factor is 1 at t = 1, and always 1 for power 0. Power 1/3 is the decay of the
     variance-reduced methods; 1/2 and 1 are the decays of stochastic gradient theory. The local
     drift of methods with several local steps is proportional to the step, so a decaying step
     removes it.

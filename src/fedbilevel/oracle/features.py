@@ -127,7 +127,7 @@ class FeatureCache:
         return padded.flatten(0, 1), torch.arange(len(batch), device=x.device)[:, None] * padded.shape[1]
 
     def _of_equal_clients(self, of: Callable[..., Tensor], x: Tensor, batch: Batch, at_once: int) -> Tensor:
-        """Compute the features of clients with equally many samples at one x in one pass."""
+        """Compute features at one x of clients with equally many samples, joined to one row."""
         row = {name: value.flatten(0, 1).split(at_once) for name, value in batch.whole().fields.items()}
         size = len(batch) * batch.data.sizes[batch.role][batch.positions[0]] * batch.fields.sample_bytes()
         if self.keeps_backs and size <= _KEPT:

@@ -300,7 +300,7 @@ class Agreement:
 
     @property
     def negotiating(self) -> bool:
-        """Return whether a group is being formed or reformed and this peer has sent `ready`."""
+        """Whether a group is being formed or reformed and this peer has sent `ready`."""
         return (self._about is not None or self._reforming) and self._sent_ready is not None
 
     def repeat_ready(self) -> None:

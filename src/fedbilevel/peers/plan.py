@@ -1,4 +1,4 @@
-"""Plan of a run between peers: a file that is the same at all peers. It contains no paths and no code.
+"""Plan of a run between peers: a file without paths or code that is the same at all peers.
 
 name = "influence"        # also names the folder at every peer
 num_iterations = 1        # omit it for the suggestion of the task
