@@ -112,7 +112,7 @@ def _schema(node: fx.Node) -> Any:
 
 
 def _fold(module: fx.GraphModule, values: _Values) -> None:
-    """Replace operations without inputs by constants, and drop operations without effect."""
+    """Fold operations that depend on no input, and drop operations without effect."""
     graph, constant = module.graph, set()
     for node in list(graph.nodes):
         if _schema(node) is None or _RANDOM in node.target.tags:
