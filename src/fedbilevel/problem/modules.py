@@ -14,7 +14,7 @@ from fedbilevel.problem.layout import Tree
 
 
 class BoundModule:
-    """A module called with given parameters, which are `.parameters`."""
+    """A module that is called with given parameters, available as `.parameters`."""
 
     def __init__(self, module: nn.Module, parameters: Tree) -> None:
         self._module, self.parameters = module, parameters
@@ -80,7 +80,7 @@ def _refuse_layer(layer: nn.Module, where: str) -> None:
 
 
 class RefuseNoise(TorchFunctionMode):
-    """Raises for dropout and batch norm inside a plain function, which cannot be inspected."""
+    """A mode that raises for dropout and batch norm inside a plain function."""
 
     DROPOUT = (
         functional.dropout,

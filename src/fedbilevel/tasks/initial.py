@@ -16,7 +16,7 @@ def uniform(
     unit).
 
     scale: factor of the weights.
-    num_networks: stack several networks along a first dimension.
+    num_networks: number of networks, which are stacked along a first dimension.
     """
     weights = {}
     for name, shape in shapes.items():
