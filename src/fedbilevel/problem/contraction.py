@@ -36,7 +36,7 @@ def counted(found: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
 
 
 def contracted(value: Any, weight: Tensor) -> Any:
-    """Contract a loss or the statistics of one client, depending on the type of `value`."""
+    """Contract a loss or the statistics of one client; leave a scalar loss unchanged."""
     if isinstance(value, Mapping):
         return counted(value, weight)
     return weighted(value, weight) if value.ndim else value

@@ -107,7 +107,8 @@ def of_client(solution: Any, i: int) -> dict[str, Tensor]:
 def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: str) -> list[dict[str, float]]:
     """Return the problem's statistics of a role by client.
 
-    The list is empty if the role has no statistics, or if the solution never left the sites.
+    The list is empty if the role has no statistics, if a client has no such role, or if the
+    solution never left the sites.
     """
     if (
         result.x is None
