@@ -28,7 +28,10 @@ def check() -> None:
 
 
 def _figure(width: float, height: float, *, shown: bool = False) -> Any:
-    """Make a figure. shown: for a notebook or a window, which needs pyplot."""
+    """Make a figure.
+
+    shown: use pyplot, which a notebook or a window needs.
+    """
     check()
     from matplotlib import figure, pyplot
 
