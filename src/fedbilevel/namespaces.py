@@ -1,5 +1,4 @@
-"""Access to the only class of each module as an attribute of its package: `fb.tasks.DataCleaning`.
-"""
+"""Access to the class of each module as an attribute of its package: `fb.tasks.DataCleaning`."""
 
 from __future__ import annotations
 

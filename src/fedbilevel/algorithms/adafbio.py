@@ -116,6 +116,8 @@ def accumulated(self: Any, past: Any, size: Callable[[Any], Any], now: Any, befo
     """Return the accumulator a or b after a synchronisation, or None if the method is not adaptive.
 
     The update is line 6, or eq. (6)-(7) with the estimator of the previous synchronisation.
+
+    before: estimator of the previous synchronisation, or None at the first one.
     """
     if self.adaptive == "none":
         return None

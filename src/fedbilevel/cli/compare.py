@@ -33,9 +33,7 @@ class CompareCommand(click.Command):
 
 
 def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:
-    """Return settings such as `fedbio.lr_upper=3` by owner, converted to the types of their
-    flags.
-    """
+    """Return settings such as `fedbio.lr_upper=3` by owner, in the types of their flags."""
     found: dict[str, dict[str, Any]] = {}
     for text in changes:
         place, sign, value = text.partition("=")

@@ -22,9 +22,7 @@ KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @contextmanager
 def _flare() -> Iterator[None]:
-    """Raise a SettingError if fedbilevel.sites.flare cannot be imported because FLARE is
-    missing.
-    """
+    """Raise a SettingError if an import in this context fails because FLARE is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -37,7 +35,10 @@ def _flare() -> Iterator[None]:
 
 
 def line(progress: dict[str, Any]) -> str:
-    """Return a line on one outer iteration: progress, cost, response times, and missing sites."""
+    """Return a line on one outer iteration.
+
+    It states progress, cost, response times, and missing sites with the reasons.
+    """
     parts = [
         f"outer iteration {progress.get('iteration')}"
         + (f"/{progress['num_iterations']}" if "num_iterations" in progress else "")

@@ -39,8 +39,9 @@ class SettingOption(click.Option):
 
 
 def flag_name(name: str, prefix: str) -> str:
-    """Return the flag with its owner's prefix: --network-SETTING, or --network for the network's
-    kind.
+    """Return the name of a flag with the prefix of its owner.
+
+    Examples are network_SETTING, and network for the kind of the network.
     """
     return name if not prefix else prefix if name == "kind" else f"{prefix}_{name}"
 

@@ -61,9 +61,7 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group(engine: Any, device: str, timeout: float) -> Group:
-    """Return the group of all processes that torchrun started, so that only one writes the
-    record.
-    """
+    """Return the group of all processes of torchrun, of which only one writes the record."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if engine == "simulation" and several:
         raise SettingError(

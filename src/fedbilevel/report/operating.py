@@ -46,7 +46,7 @@ def content(view: View, kit: Path) -> dict[str, Any]:
 
 
 def _trouble(view: View) -> str:
-    """Return the reason why the site does not answer, or an empty text if no reason is known."""
+    """Return the reason why the site cannot answer, or an empty text if no reason is known."""
     if view.running is False:
         return "This site is not running: start it with start-site."
     if view.connected is False:

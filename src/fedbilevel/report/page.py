@@ -78,9 +78,7 @@ def write_report(
 
 
 def _listed(records: Any) -> list[page_data.Source]:
-    """Return a list of sources; a text is one folder, and any other sequence holds several
-    sources.
-    """
+    """Return a list of sources: a text is one source, any other sequence holds several."""
     is_one = isinstance(records, Path | str) or not isinstance(records, Sequence)
     return [records] if is_one else list(records)
 

@@ -1,4 +1,4 @@
-"""Content of the report page as one plain structure: recorded numbers, and runs grouped into curves.
+"""Content of the report page as one plain structure: recorded numbers, and curves of runs.
 
 JSON has no NaN and no infinity, so they are words here.
 """
@@ -30,7 +30,8 @@ _FIRST = ("test_accuracy", "accuracy", "f1")  # shown first where a record does 
 class _Found:
     """The records read so far.
 
-    over: True if all runs have ended, or None if the folder may receive more records.
+    over: True if all runs have ended, False if a run continues, or None if the folder may receive
+        more records.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)

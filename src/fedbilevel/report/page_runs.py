@@ -108,13 +108,14 @@ def _configuration(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _state(
     folder: Path, rows: Sequence[Mapping[str, Any]], length: Mapping[str, Any], end: Mapping[str, Any] | None
 ) -> str:
-    """Return the state of a run, from end.json or, for killed runs and older records, from its
-    length.
+    """Return the state of a run.
 
     finished: the run has its planned length.
     stopped: the run ended earlier, and can be resumed.
     failed: an error ended the run.
     going: the run continues, or was killed.
+
+    Killed runs and older records have no end.json; then other files determine the state.
     """
     if end is not None and end["stopped"] in ("finished", "failed"):
         return str(end["stopped"])

@@ -11,9 +11,7 @@ from fedbilevel.settings import check_plain, made
 
 
 def check(row: Mapping[str, Any], allowed: Mapping[str, str], *, needs: tuple[str, ...] = ()) -> None:
-    """Check that names are known, values have their kind (settings.PLAIN), and all `needs`
-    exist.
-    """
+    """Check that names are known, values have their kind (settings.PLAIN), and `needs` exist."""
     for name, value in row.items():
         if name not in allowed:
             raise UnknownNameError("setting of this study", name, allowed)

@@ -34,7 +34,7 @@ def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]],
 
 
 def draw_panel(experiment: Experiment, panel: str, curves: Mapping[str, Sequence[Any]], path: Path) -> bool:
-    """Draw lines or points of all rows in the order of the file; return False if there are none."""
+    """Draw lines or points of all rows in the order of the file; return whether it drew any."""
     plot = experiment.content.get("plot")
     if plot is None or not plots.available():
         return False

@@ -198,7 +198,7 @@ class DataCleaning(Task):
         return [*(one for one in found if one is not None), *served]
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
-        """Return all images, the positions of the images for training, and the test images."""
+        """Return images, the positions of those that are not for testing, and the test images."""
         if self.data != "digits":
             train, test = train_and_test(self.data, rng, data_dir=self.data_dir)
             return train, np.arange(len(train)), test

@@ -41,8 +41,7 @@ def train_and_test(
 ) -> tuple[Images, Images]:
     """Return a random `share` of the training and the test part.
 
-    For the digits, the test part is a random `test_share` of all images. Other sets have a test
-    part.
+    The digits have no test part, so a random `test_share` of them becomes the test part.
     """
     if name == "cifar10":  # decoding is slow, so only used images are decoded
         used = [

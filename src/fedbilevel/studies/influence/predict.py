@@ -80,8 +80,9 @@ def influences(
 
 
 def resolved(method: str | Algorithm) -> str | Algorithm:
-    """Return the name of a solver, or an algorithm; a name gives the algorithm with its
-    defaults.
+    """Return the name of a solver, or an algorithm.
+
+    The name of an algorithm gives the algorithm with its defaults.
     """
     found = method if not isinstance(method, str) or method in SOLVERS else discovery.algorithm(method)()
     if isinstance(found, Algorithm) and not hasattr(found, "estimate"):

@@ -87,9 +87,7 @@ class Study:
     seconds: dict[str, float]
 
     def harmful(self, num: int) -> list[Instance]:
-        """Return instances whose removal lowers the loss, with the most negative
-        predictions first.
-        """
+        """Return instances whose removal lowers the loss, the most negative predictions first."""
         return sorted((one for one in self.ranked if one.prediction < 0), key=lambda one: one.prediction)[:num]
 
     def helpful(self, num: int) -> list[Instance]:

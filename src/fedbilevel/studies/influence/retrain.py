@@ -89,9 +89,7 @@ def train(
 
 
 def _masked(x: Tensor, removals: Sequence[Place | None]) -> Tensor:
-    """Return the rows of x of all islands, one island after the other, each without its
-    instance.
-    """
+    """Return the rows of x of all islands in sequence, each without its instance."""
     n = len(x) // len(removals)
     x = x.clone()
     for island, place in enumerate(removals):
@@ -185,7 +183,9 @@ def retrain(
     at_once: int | None = None,
     **options: Any,
 ) -> Retrained:
-    """Return the change of each removal against training without removal in the same simulation.
+    """Return the changes of the loss by each removal, and their noise.
+
+    A change is the difference from training without removal in the same simulation.
 
     at_once: removals per simulation; by default as many as fit into 1 GiB and 1000 peers.
     """

@@ -139,9 +139,7 @@ def _suggested(kind: type[Any], task: Influence, name: str) -> Any:
 
 
 def _order(found: Estimate) -> list[tuple[float, int, int]]:
-    """Return prediction, client and sample of every instance, with the largest |prediction|
-    first.
-    """
+    """Return prediction, client and sample of every instance, the largest |prediction| first."""
     every = [(float(value), i, j) for i, row in enumerate(found.changes) for j, value in enumerate(row)]
     return sorted(every, key=lambda one: (-abs(one[0]), *one[1:]))
 
