@@ -84,8 +84,9 @@ class FedMBO(ServerAlgorithm):
         return self.State(fed.mean(self.upper_step, x=state.x, y=y, p=p).x, y)
 
     def estimate(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """Return the hypergradient at x, and the lower iterate at which it was computed, starting
-        from y.
+        """Return the hypergradient at x and the lower iterate behind it.
+
+        The lower level starts at y.
         """
         y, p = self.chain(fed, x, y)
         return fed.mean(self.hypergradient, x=x, y=y, p=p).h, y

@@ -104,9 +104,7 @@ class SimFBO(ServerAlgorithm):
         )
 
     def sums(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the initial point of every client, and the sums of its directions along its local
-        steps.
-        """
+        """Return each client's initial point, and the sums of directions over its local steps."""
         x, y, u = start = clients.rows(x, y, project(u, self.radius))
         q = tuple(torch.zeros_like(v) for v in start)
         for step in clients.steps(self.num_local_steps):

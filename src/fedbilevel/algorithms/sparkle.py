@@ -104,8 +104,7 @@ class Sparkle(PeerAlgorithm):
     lower_space = ("y", "u", "y_t", "u_t", "y_p", "u_p", "y_q", "u_q")
 
     class State(NamedTuple):
-        """Variables, weights, and the values p and q that a correction keeps for the next
-        iteration.
+        """Variables, weights, and the values p and q that a correction stores between iterations.
 
         The recursions name the meanings of p and q.
         """
@@ -136,8 +135,7 @@ class Sparkle(PeerAlgorithm):
         return self.correction if name != "x" or self.correction_upper == "same" else self.correction_upper
 
     def used(self, peers: Peers, name: str) -> str:
-        """Return the correction of a variable, which is "none" for a variable that stays at its
-        peer.
+        """Return the correction of a variable, or "none" for a variable that stays at its peer.
 
         A correction of such a variable would only add rounding errors.
         """

@@ -79,9 +79,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
 
 
 def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any], prefix: str = "") -> Any:
-    """Return settings of `owner`: the user's values, else the task's suggestions, else the
-    defaults.
-    """
+    """Return settings of `owner` from the user, else from the task, else from the defaults."""
     names = {spec.name for spec in dataclasses.fields(owner)}
     flagged = {name: values.get(flag_name(name, prefix)) for name in names}
     given = {name: value for name, value in flagged.items() if value is not None}

@@ -15,8 +15,7 @@ def flip_labels(
     *,
     to: Literal["wrong", "uniform"] = "wrong",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replace a random share `rate` of the labels, and return the labels and a mask of wrong
-    labels.
+    """Replace a random share `rate` of the labels; return the labels and a mask of wrong labels.
 
     to: `wrong` draws from the other labels, `uniform` from all labels, so that some labels stay
         right.

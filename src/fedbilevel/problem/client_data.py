@@ -220,8 +220,9 @@ class ClientData:
         )
 
     def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
-        """Yield all samples of these clients without padding, client by client, in blocks of
-        `at_once` samples.
+        """Yield all samples of these clients without padding, `at_once` samples at a time.
+
+        The samples are in the order of the clients.
         """
         sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
         spread = lambda values: values.repeat_interleave(sizes, output_size=total)

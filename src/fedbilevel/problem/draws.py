@@ -71,8 +71,7 @@ class Stream:
         return self._words(purpose, ids, (iteration,), steps, call, width)
 
     def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
-        """Return `bits` of call 0 and step 0 of each outer iteration, as (k, len(iterations),
-        width).
+        """Return `bits` (k, len(iterations), width) of call 0 and step 0 of each outer iteration.
 
         Several iterations cost little more than one.
         """
@@ -106,8 +105,9 @@ class Stream:
     def integers(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
-        """Return integers in [0, high) per client; the bias of multiply-shift is below high /
-        2**32.
+        """Return integers in [0, high) per client.
+
+        The bias of multiply-shift is below high / 2**32.
         """
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
         return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32

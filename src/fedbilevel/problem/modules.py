@@ -34,9 +34,7 @@ class BoundModule:
 
 
 def initial_parameters(label: str, module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the parameters that require gradients; raise for a module that a problem
-    cannot use.
-    """
+    """Return copies of the trainable parameters; raise for a module that a problem cannot use."""
     if not isinstance(module, nn.Module):
         raise ProblemError(
             f"{label} is of type {type(module).__name__}, expected a torch.nn.Module: "

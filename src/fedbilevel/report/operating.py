@@ -91,11 +91,10 @@ class OperatorPage(OwnMachine):
         super().__init__(_OfSite, port)
 
     def make_way(self) -> Path:
-        """Make a private file that redirects a browser to this page; the first visit removes the
-        file.
+        """Make a private file that redirects a browser to this page.
 
-        The file is in the kit, because some browsers cannot read files in /tmp or in hidden
-        folders.
+        The first visit removes the file. It is in the kit, because some browsers cannot read files
+        in /tmp or in hidden folders.
         """
         file, name = tempfile.mkstemp(prefix="open-", suffix=".html", dir=self.kit.resolve())
         self.way = Path(name)

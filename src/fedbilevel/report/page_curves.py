@@ -69,8 +69,10 @@ def _is_of_task(name: str) -> bool:
 
 
 def _task_key(run: Mapping[str, Any]) -> str:
-    """Return a key of the task by name and settings, else of the problem by data, shapes and
-    losses.
+    """Return a key of the task.
+
+    The key has the name and the settings of the task, or else data, shapes and losses of the
+    problem.
     """
     return json.dumps(
         {name: value for name, value in run["traits"].items() if _is_of_task(name)}, sort_keys=True, default=str

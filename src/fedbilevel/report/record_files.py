@@ -67,10 +67,9 @@ def read_json(place: Path, kind: type[Any] = dict) -> Any:
 
 
 def read_optional(place: Path, kind: type[Any], fits: Callable[[Any], bool], expected: str) -> Any:
-    """Return the content of a file, or None if the file does not exist (older versions write
-    fewer).
+    """Return the content of a file, or None if the file does not exist.
 
-    A file that exists must be complete.
+    Older versions write fewer files. A file that exists must be complete.
     """
     if not place.exists():
         return None

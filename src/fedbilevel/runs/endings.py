@@ -96,8 +96,7 @@ def _remedy(saved: int, record: Record | None, config: Mapping[str, Any]) -> str
 
 @contextmanager
 def interrupts(group: Group) -> Iterator[Callable[[], bool]]:
-    """Delay the first Ctrl-C until the outer iteration ends; the second Ctrl-C has its usual
-    effect.
+    """Delay the first Ctrl-C until the outer iteration ends; a second one acts at once.
 
     Only the main thread can do this. Any of several ranks may be interrupted. When a rank dies,
     torchrun sends SIGTERM to the other ranks, which must still report the loss before they end.

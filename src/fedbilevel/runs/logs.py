@@ -290,9 +290,7 @@ def _numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run: its identity without fingerprints of data, its plan and its
-    task.
-    """
+    """Return the settings of a run: its plan, its task, and its identity without data hashes."""
     identity = {
         name: value for name, value in config.get("identity", {}).items() if name not in ("data", "losses", "x", "y")
     }

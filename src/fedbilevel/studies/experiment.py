@@ -136,9 +136,7 @@ class Experiment:
     def places(
         self, *, quick: bool = False, panels: Sequence[str] = (), rows: Sequence[str] = ()
     ) -> list[tuple[str, str]]:
-        """Return pairs (panel, row) in the order of the file, restricted to the given names, if
-        any.
-        """
+        """Return pairs (panel, row) in the order of the file, restricted to any given names."""
         small = self.content.get("quick", {}) if quick else {}
         for kind, names in (("panels", panels), ("rows", rows)):
             for name in names:
@@ -196,9 +194,7 @@ def merged(*layers: Mapping[str, Any]) -> Tree:
 
 
 def folders() -> list[Path]:
-    """Return the folders of experiments: in the current folder, beside the source, or in the
-    package.
-    """
+    """Return the folders of experiments in the current folder, beside the source, or packaged."""
     here = Path(__file__).resolve()
     return [
         folder

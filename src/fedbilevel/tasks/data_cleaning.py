@@ -155,8 +155,8 @@ class DataCleaning(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the weights of clean and corrupted samples, the samples with the smallest weights,
-        and the accuracies.
+        """Return weights of clean and corrupted samples, samples of least weight, and
+        accuracies.
         """
         served = accuracies(problem, clients, result, role="test", right="right", of="tested")
         if result.x is None:  # weights never leave their site
@@ -259,9 +259,7 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Divide sums over all clients, because a mean of the clients' ratios would be a different
-    figure.
-    """
+    """Divide sums over all clients, because a mean of the clients' ratios is a different figure."""
     accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if "tested" in sums else {}
     if "tp" not in sums:
         return accuracy

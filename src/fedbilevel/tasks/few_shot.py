@@ -235,8 +235,9 @@ class FewShot(Task):
         return features
 
     def _normalised(self, z: Tensor) -> Tensor:
-        """Normalise z (images, channels, height, width), in which the images of a sample are
-        adjacent.
+        """Normalise z (images, channels, height, width).
+
+        The images of a sample are adjacent in z.
         """
         together = z if self.norm == "image" else z.reshape(-1, self.num_ways, *z.shape[1:])
         axes = (1, 2, 3) if self.norm == "image" else (1, 3, 4)

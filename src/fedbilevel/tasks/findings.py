@@ -69,8 +69,9 @@ def by_client(title: str, about: str, values: Mapping[str, Sequence[float | None
 
 
 def shape_of(num_pixels: int) -> tuple[int, ...] | None:
-    """Return the shape of a square image, grey or with three channels, or None if a sample is not
-    an image.
+    """Return the shape of a square image, or None if a sample is not an image.
+
+    Images are grey or have three channels.
     """
     side, coloured = math.isqrt(num_pixels), math.isqrt(num_pixels // 3)
     if side * side == num_pixels and side > 1:

@@ -134,9 +134,7 @@ class Imbalance(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the accuracy, the learned scale and the learned shift of every class, and the
-        accuracy of every client.
-        """
+        """Return accuracy, learned scale and shift of every class, and accuracies of clients."""
         found = counted(problem, clients, result, "test")
         if not found:
             return []
@@ -170,10 +168,10 @@ class Imbalance(Task):
         ]
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Choose n_c = n_0 ratio^(-c/(C-1)) samples of class c for training, none of them for
-        validation.
+        """Choose n_c = n_0 ratio^(-c/(C-1)) training samples of each class c.
 
-        n_0 is the largest number for which every class has enough samples.
+        Validation samples are excluded. n_0 is the largest number for which every class has enough
+        samples.
         """
         left = [np.setdiff1d(np.flatnonzero(pool.label == label), taken) for label in range(int(pool.label.max()) + 1)]
         falls = self.imbalance_ratio ** (-np.arange(len(left)) / max(1, len(left) - 1))
@@ -196,8 +194,7 @@ class Imbalance(Task):
         )
 
     def _weights(self, num_pixels: int, num_classes: int) -> dict[str, Tensor]:
-        """Return zeros for the linear classifier, and uniform weights for a network with a hidden
-        layer.
+        """Return zeros for the linear classifier, and uniform weights for a network.
 
         With zeros, all hidden units would stay equal.
         """

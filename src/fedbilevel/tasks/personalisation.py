@@ -169,8 +169,8 @@ class Personalisation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels in the whole
-        set.
+        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels in
+        the set.
         """
         if self.data == "digits":
             images, labels = digits()
@@ -186,9 +186,7 @@ class Personalisation(Task):
         return images[used] * scale, labels[used], len(names)
 
     def normalisation(self) -> list[tuple[float, float]]:
-        """Return the mean that each cluster subtracts from its inputs, and the divisor of each
-        cluster.
-        """
+        """Return the mean and the divisor by which each cluster normalises its inputs."""
         rng = np.random.default_rng([self.data_seed, 1])
         return [
             (mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()

@@ -213,8 +213,9 @@ class ClosedForm(NamedTuple):
         )
 
     def hypergradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the hypergradient (d_x,), or the rows f_x,i - J_i u for a private x, with J_i =
-        -B_i'.
+        """Return the hypergradient (d_x,), or the rows f_x,i - J_i u for a private x.
+
+        J_i is -B_i'.
         """
         s, u = self.stacked, np.broadcast_to(self.system_solution(x), self.stacked["c"].shape)
         xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))

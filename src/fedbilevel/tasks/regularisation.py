@@ -156,9 +156,7 @@ class Regularisation(Task):
         return clients
 
     def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return `num_each` samples for every client, in random order, so that they can be split
-        again.
-        """
+        """Return `num_each` samples for every client, in random order for further splits."""
         if self.num_clients * num_each > num_samples:
             raise ProblemError(
                 f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a "

@@ -32,9 +32,7 @@ class Sample(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return "float", "int" or "bool"; a run converts floating-point numbers to its own
-        precision.
-        """
+        """Return "float", "int" or "bool"; a run converts floats to its own precision."""
         known = {"float": ("float", "bfloat"), "int": ("int", "uint"), "bool": ("bool",)}
         return next((kind for kind, starts in known.items() if self.dtype.startswith(starts)), self.dtype)
 
@@ -131,8 +129,7 @@ class Shapes:
         return first.shape
 
     def misfit(self, own: Shapes) -> str | None:
-        """Return why a problem for these shapes cannot use data with the shapes `own`, or None if
-        it can.
+        """Return why a problem for these shapes cannot use data with the shapes `own`, or None.
 
         Additional roles and fields are allowed.
         """
@@ -200,7 +197,7 @@ class Task(Settings):
                     )
 
     def repeated(self, r: int) -> Self:
-        """Return the task of repetition r, which has other data of the same kind if it has a
+        """Return the task of repetition r, with other data of the same kind if it has a
         data_seed.
         """
         values = self.asdict()

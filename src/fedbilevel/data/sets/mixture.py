@@ -75,9 +75,7 @@ def mixture(
 
 
 def _overwritten(counts: np.ndarray) -> np.ndarray:
-    """Return, for each sample, the last rule that labels it if every rule starts at the first
-    sample.
-    """
+    """Return the last rule that labels each sample, if every rule starts at the first sample."""
     component = np.full(counts.sum(), -1)
     for k, count in enumerate(counts):
         component[:count] = k

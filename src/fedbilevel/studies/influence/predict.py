@@ -53,9 +53,9 @@ def influences(
     batch_size: BatchSize = None,
     **options: Any,
 ) -> Estimate:
-    """Predict the effect of every removal at the trained y, which is one vector or one row per
-    client.
+    """Predict the effect of every removal at the trained y.
 
+    y: the trained model, one vector or one row per client.
     method: a solver of oracle/hypergradient.py, HGP with its settings, a server algorithm that has
         an `estimate`, or the name of one of these.
     network, averaging: network and averages of HGP.

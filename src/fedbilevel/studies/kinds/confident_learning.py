@@ -143,8 +143,7 @@ def out_of_sample(
     seed: int,
     fitted: Callable[[np.ndarray, np.ndarray], LogisticRegression],
 ) -> np.ndarray:
-    """Return class probabilities (n, classes) of every sample, from a model trained without its
-    fold.
+    """Return class probabilities (n, classes) of samples, from models trained without their fold.
 
     The columns are in the order of the labels that occur.
     """
