@@ -35,10 +35,7 @@ def _flare() -> Iterator[None]:
 
 
 def line(progress: dict[str, Any]) -> str:
-    """Return a line on one outer iteration.
-
-    It states progress, cost, response times, and missing sites with the reasons.
-    """
+    """Return a line on progress, cost, response times, and missing sites with the reasons."""
     parts = [
         f"outer iteration {progress.get('iteration')}"
         + (f"/{progress['num_iterations']}" if "num_iterations" in progress else "")

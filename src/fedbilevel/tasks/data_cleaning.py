@@ -155,9 +155,7 @@ class DataCleaning(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return weights of clean and corrupted samples, samples of least weight, and
-        accuracies.
-        """
+        """Return weights of clean and corrupted samples, samples of least weight, and accuracy."""
         served = accuracies(problem, clients, result, role="test", right="right", of="tested")
         if result.x is None:  # weights never leave their site
             return served

@@ -169,8 +169,9 @@ class Personalisation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels in
-        the set.
+        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels overall.
+
+        The labels are counted before a share of the images is drawn.
         """
         if self.data == "digits":
             images, labels = digits()

@@ -197,8 +197,9 @@ class Task(Settings):
                     )
 
     def repeated(self, r: int) -> Self:
-        """Return the task of repetition r, with other data of the same kind if it has a
-        data_seed.
+        """Return the task of repetition r.
+
+        If the task has a data_seed, the repetition has other data of the same kind.
         """
         values = self.asdict()
         if "data_seed" not in values:
