@@ -44,8 +44,7 @@ def started() -> bool:
 
 
 def check_timeout(timeout: float) -> None:
-    """Raise an error for an invalid timeout, even in a single process, which ignores the timeout.
-    """
+    """Raise an error for an invalid timeout, even in a single process, which ignores the timeout."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
         raise SettingError(f"timeout is {timeout!r}, expected seconds above 0, at most {_LONGEST:g}.")
 

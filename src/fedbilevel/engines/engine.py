@@ -71,8 +71,7 @@ class Engine(Protocol):
         """Let every participant save its own state, which the next checkpoint relies on."""
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and plain values with everything that the next outer iteration depends on.
-        """
+        """Return tensors and plain values with everything that the next outer iteration depends on."""
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
         """Restore the values that `state_dict` returned, and return the algorithm's state."""

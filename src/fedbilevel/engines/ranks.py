@@ -68,6 +68,5 @@ class Group:
         """Wait until every rank has called this method."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which an error at one rank is raised at all ranks with one message.
-        """
+        """Return a context in which an error at one rank is raised at all ranks with one message."""
         return nullcontext()

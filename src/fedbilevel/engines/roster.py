@@ -90,8 +90,7 @@ class Roster:
             )
 
     def here(self, places: Tensor) -> Tensor:
-        """Return the positions in the host of those sorted places that are hosted in this process.
-        """
+        """Return the positions in the host of those sorted places that are hosted in this process."""
         if self.group.size == 1:
             return places
         return self.within(places, places) - self.first
@@ -190,8 +189,7 @@ class Roster:
         return whole
 
     def overview(self) -> dict[str, Any]:
-        """Return the sample counts of every client, by role and, if labels are classes, by class.
-        """
+        """Return the sample counts of every client, by role and, if labels are classes, by class."""
         data, labels = self.host.data, {}
         sizes = {role: self.rows(data.sizes[role][:, None])[self.place_of, 0].tolist() for role in data.sizes}
         for role, fields in data.fields.items():

@@ -190,8 +190,7 @@ class Server:
         self._draw_cohort()
 
     def client_of(self, row: int) -> int:
-        """Return the number of the client of a row of the state, whose rows are ordered by number.
-        """
+        """Return the number of the client of a row of the state, whose rows are ordered by number."""
         return row
 
     # ---- checkpoint: everything the next outer iteration depends on -----------------------------------------------

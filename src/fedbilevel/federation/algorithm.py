@@ -122,12 +122,10 @@ class Federation(Protocol):
         """Return the initial x and y, each placed by its scope, without a round."""
 
     def start(self, name: str) -> Any:
-        """Return the initial point of the space of `name` as a separate sequence, without a round.
-        """
+        """Return the initial point of the space of `name` as a separate sequence, without a round."""
 
     def zeros(self, name: str) -> Any:
-        """Return a zero vector of the space that the algorithm declares `name` in, without a round.
-        """
+        """Return a zero vector of the space that the algorithm declares `name` in, without a round."""
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
         """Broadcast, run the phase on the cohort and average each result by name.
@@ -143,8 +141,7 @@ class Federation(Protocol):
         """
 
     def resample(self) -> None:
-        """Allow a new cohort to be drawn, because the next factor does not depend on the last one.
-        """
+        """Allow a new cohort to be drawn, because the next factor does not depend on the last one."""
 
     def draw(self, purpose: str, high: int) -> int:
         """Draw an integer in [0, high) from the server's own stream."""

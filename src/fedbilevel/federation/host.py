@@ -108,8 +108,7 @@ class Host(Population):
     def _suspect(
         self, name: str, result: Mapping[str, Tensor | Sparse | None], positions: Tensor
     ) -> tuple[str, int] | None:
-        """Check the shapes of a result; return the name and client of a non-finite value, or None.
-        """
+        """Check the shapes of a result; return the name and client of a non-finite value, or None."""
         for key, value in result.items():
             if value is None:
                 continue

@@ -143,8 +143,7 @@ class Population:
         return (total(rows, weights) / float(weights.sum())).to(rows.dtype)
 
     def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Join private rows of x of the clients at `positions` to one flat tensor without padding.
-        """
+        """Join private rows of x of the clients at `positions` to one flat tensor without padding."""
         if self.x_sizes is None:
             return rows
         return torch.cat(

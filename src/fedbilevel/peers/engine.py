@@ -115,8 +115,7 @@ class Peer(Peering):
         return (total(messages, self.shares) / float(self.shares.sum())).to(rows.dtype)[None].to(rows.device)
 
     def _swapped(self, message: Tensor, weight: float, receivers: Tensor, senders: Tensor) -> tuple[Tensor, Tensor]:
-        """Send a row, and return (m, d) messages and (m, 1) weights by rank, zero for non-senders.
-        """
+        """Send a row, and return (m, d) messages and (m, 1) weights by rank, zero for non-senders."""
         step, self._steps = self._steps, self._steps + 1
         mine = message[0].cpu().numpy()
         others = senders.index_fill(0, torch.tensor([self.rank]), False)
@@ -227,8 +226,7 @@ class Peer(Peering):
         self.office.exchange.wait_until_finished(finished, stop)
 
     def measure(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Measure this peer at its own point; `peer collect` adds the numbers in `seen` over peers.
-        """
+        """Measure this peer at its own point; `peer collect` adds the numbers in `seen` over peers."""
         names, table = self.host.looked_at(x, y)
         return {
             **figures(self.problem, names, table),

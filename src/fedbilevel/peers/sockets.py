@@ -250,8 +250,7 @@ class Sockets:
             self._read()
 
     def _push(self, number: int, dealer: _Socket) -> None:
-        """Send messages until the connection accepts no more, and poll while messages are queued.
-        """
+        """Send messages until the connection accepts no more, and poll while messages are queued."""
 
         def send(message: Packed) -> bool:
             try:
@@ -300,8 +299,7 @@ class Sockets:
             self._refusals.add("failed", f"an error while taking a message: {type(error).__name__}: {error}")
 
     def _admit(self) -> None:
-        """Answer a ZAP 1.0 request whether a key, whose ownership is already proved, may connect.
-        """
+        """Answer a ZAP 1.0 request whether a key, whose ownership is already proved, may connect."""
         assert self._zap is not None
         version, request, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
         is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32

@@ -43,8 +43,7 @@ _HIGHEST = 2**31  # epochs and outer iterations stay below, so that the next one
 
 
 class Version(NamedTuple):
-    """Stored state: its outer iteration (-1 for none) and the mark of the group that produced it.
-    """
+    """Stored state: its outer iteration (-1 for none) and the mark of the group that produced it."""
 
     iteration: int = -1
     members: int = 0
