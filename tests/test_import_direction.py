@@ -141,6 +141,7 @@ HEAVY = (
 )
 
 
+@pytest.mark.slow
 def test_a_site_takes_part_in_a_run_without_what_takes_long_to_import(tmp_path):
     code = """
 import json, sys

@@ -351,6 +351,7 @@ def test_heterogeneous_clients_settle_where_the_mean_of_local_hypergradients_van
     assert relative(local_solution(closed), closed.solution()) > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [{"heterogeneity": 0.0}, {"lower": "local"}], ids=str)
 def test_identical_clients_or_a_local_lower_level_settle_at_the_solution_up_to_the_series(same):
     task = Quadratic(**SMALL, **same)
@@ -371,6 +372,7 @@ def test_sampled_k_scatters_around_the_biased_point():
     assert relative(centre, target) < 0.25 * relative(solution, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adaptive", ["adam", "adabelief"])
 def test_a_shared_u_settles_at_the_solution_of_heterogeneous_clients(adaptive):
     task = Quadratic(**SMALL)

@@ -30,6 +30,7 @@ SCOPES = [("global", "shared"), ("global", "private"), ("local", "shared"), ("lo
 CASES = [(algorithm, *scopes) for algorithm in EXACT for scopes in SCOPES if not {*scopes} & {*algorithm.refuses}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "lower", "upper"),
     CASES,

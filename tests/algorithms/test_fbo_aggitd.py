@@ -145,6 +145,7 @@ def estimates(task: Quadratic, **settings: Any) -> tuple[list[np.ndarray], Dense
     return values, dense, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scopes", SCOPES, ids=str)
 def test_every_draw_of_q_is_its_term_of_eq_5_on_a_lower_level_that_is_not_quadratic(scopes):
     lam, N = 0.2, 4
@@ -316,6 +317,7 @@ def test_plain_local_sgd_follows_its_own_dense_path_and_its_eq_5():
     )
 
 
+@pytest.mark.slow
 def test_plain_local_sgd_drifts_in_proportion_to_the_step_and_svrg_does_not():
     task = Quadratic()
 

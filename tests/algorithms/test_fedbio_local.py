@@ -61,6 +61,7 @@ def test_local_u_reaches_the_solution() -> None:
     assert relative(fed.collect(state.u), closed.system_solution(x)) < 1e-8
 
 
+@pytest.mark.slow
 def test_the_neumann_series_reaches_a_point_whose_bias_vanishes_with_its_length() -> None:
     task = small()
     closed, distances = task.closed_form(), []

@@ -24,6 +24,7 @@ def small(**settings: Any) -> Quadratic:
     return Quadratic(**{"num_clients": 3, "dim_upper": 2, "dim_lower": 3, "lower": "local", **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_local_steps", [1, 2])
 def test_local_u_reaches_the_solution(num_local_steps: int) -> None:
     """Whole batches; offset is large, so that a hardly falls."""

@@ -380,6 +380,7 @@ def test_it_keeps_the_contract_of_algorithms(strategy: Any) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_every_correction_still_reaches_the_solution_when_steps_fall():
     """EXTRA that remembers directions instead of steps stays 5e-2 away."""
     built = Quadratic(num_clients=4).build()  # the fewest on a ring where some are no neighbours

@@ -74,6 +74,7 @@ def pooled(clients: Any) -> list[dict[str, dict[str, np.ndarray]]]:
 # ---- invariance of a trajectory ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_algorithm
 @pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_the_order_of_clients_does_not_matter(algorithm, weights):
@@ -138,6 +139,7 @@ def test_full_ragged_batches_are_evaluated_alike(algorithm, strategy):
     assert_same(drive(algorithm, built, 2), drive(algorithm, built, 2, strategy=strategy, chunk_size=3))
 
 
+@pytest.mark.slow
 @every_algorithm
 @pytest.mark.parametrize(
     "scopes", [{"client_weights": "by_samples"}, {"upper": "private"}, {"lower": "local"}], ids=str
@@ -185,6 +187,7 @@ def test_draws_belong_to_the_client_and_not_to_its_row():
         assert torch.equal(rows[0], together[name][4])
 
 
+@pytest.mark.slow
 @every_algorithm
 def test_the_seed_decides_everything_and_does_decide(algorithm):
     built, options = Quadratic().build(), {"batch_size": 2, "cohort": Cohort(0.6)}
@@ -497,6 +500,7 @@ def test_one_number_of_local_steps_per_client_is_needed():
 # ---- clients that do not answer ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_algorithm
 def test_without_an_absent_client_the_others_go_on_as_if_it_did_not_exist(algorithm):
     built = Quadratic(bend=0.5).build()
@@ -804,6 +808,7 @@ def test_a_checkpoint_does_not_change_when_the_run_goes_on(built):
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, copies[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", PROBLEMS.values(), ids=list(PROBLEMS))
 def test_two_runs_can_be_resumed_from_one_checkpoint(built):
     algorithm, options = ALGORITHMS["fedbio"], {"batch_size": 2, "cohort": Cohort(0.6)}

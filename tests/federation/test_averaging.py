@@ -368,6 +368,7 @@ def test_rows_of_zeros_agree_whatever_the_types(dtype, scale):
     assert spread(torch.zeros(3, 2, dtype=dtype), torch.zeros((), dtype=scale)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_peer_that_hears_nothing_for_long_stays_between_the_rows(seed):
     """The mass of an isolated peer halves at every step.

@@ -326,6 +326,7 @@ def test_plain_sgd_at_the_lower_level_sends_no_q_and_saves_the_rounds_that_carri
 # ---- units ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_bytes_are_floats_times_the_size_of_one(name, dtype, itemsize):

@@ -132,6 +132,7 @@ def each(request: pytest.FixtureRequest) -> Both:
 # ---- equality with a simulation ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_collected_measurements_equal_those_of_a_simulation(each: Both) -> None:
     rows, theirs = each.collected.rows, each.result.rows
     assert Record(each.collected.path).rows() == rows

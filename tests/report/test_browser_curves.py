@@ -17,6 +17,7 @@ from support.browser.records import (
 pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
+@pytest.mark.slow
 def test_the_curves_are_those_of_the_record_against_every_axis(opened):
     page = opened("runs")
     alone, two = rows_of(5), (rows_of(0), rows_of(1))

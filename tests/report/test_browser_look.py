@@ -108,6 +108,7 @@ def test_hostile_words_stay_words(opened, tmp_path):
     assert page.run("new Promise(done => setTimeout(() => done(document.title), 100))") == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_follow_the_reader_and_the_switch(opened, scheme):
     page = opened("runs", scheme)

@@ -20,6 +20,7 @@ from support.browser.records import (
 pytestmark = [NEEDS_BROWSER, pytest.mark.wait]
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_says_so_and_why(opened, tmp_path):
     end = {"stopped": "failed", "iteration": 48, "why": f"a step was too long {HOSTILE}"}
     write_run(tmp_path / "runs" / "a", "simfbo", iterations=400, end=end, whole=False)

@@ -58,6 +58,7 @@ def test_one_seed_against_several_leaves_its_spread_unknown(opened, tmp_path):
     assert said.endswith("b has one seed, so its spread is unknown.")
 
 
+@pytest.mark.slow
 def test_equal_runs_and_single_runs_and_unknown_directions_name_no_best(opened, tmp_path):
     _, said = verdict(opened, tmp_path / "equal", {"a": [0.5], "b": [0.5]})
     assert said == "Equal in final test accuracy: a and b, 0.5000 (1 run)."

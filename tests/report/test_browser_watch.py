@@ -30,6 +30,7 @@ def serving(folder):
             thread.join()
 
 
+@pytest.mark.slow
 def test_watch_redraws_and_keeps_the_switches(chromium, tmp_path):
     folder = write_run(tmp_path / "run", iterations=35, rows=rows_of(0))
     with serving(folder) as server:
@@ -51,6 +52,7 @@ def test_watch_redraws_and_keeps_the_switches(chromium, tmp_path):
         page.close()
 
 
+@pytest.mark.slow
 def test_watch_shows_a_run_before_its_first_measurement_and_says_when_it_is_gone(chromium, tmp_path):
     folder = write_run(tmp_path / "run", rows=[], whole=False)
     with serving(folder) as server:
@@ -104,6 +106,7 @@ def test_watch_judges_every_run_by_itself_and_advises_what_can_be_done(chromium,
         page.close()
 
 
+@pytest.mark.slow
 def test_watch_shows_that_a_run_failed(chromium, tmp_path):
     folder = write_run(tmp_path / "run", iterations=35)
     with serving(folder) as server:

@@ -193,6 +193,7 @@ def test_callbacks_see_every_iteration_and_can_stop_the_run(tmp_path):
     assert Record(tmp_path / "r").load()[1]["iteration"] == 6
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path):
     """In a process of its own, because a signal is for a whole process."""
     script = textwrap.dedent(

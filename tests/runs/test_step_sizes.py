@@ -12,6 +12,7 @@ from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import drive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["global", "local"])
 @pytest.mark.parametrize("weights", ["equal", "by_samples"])
 def test_curvature_agrees_with_dense_eigenvalues(lower, weights):
@@ -84,6 +85,7 @@ def test_upper_curvature_agrees_with_the_closed_form(upper):
     )
 
 
+@pytest.mark.slow
 def test_suggested_steps_are_stable_and_pass_their_own_check():
     task = Quadratic(data_seed=3)
     steps = suggest_steps(*task.build())

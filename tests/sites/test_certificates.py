@@ -203,6 +203,7 @@ def test_an_end_within_a_month_is_announced_and_an_end_in_the_past_refuses_the_s
     assert processes.running(made["south"]) == {}
 
 
+@pytest.mark.slow
 def test_a_site_connects_with_a_renewed_certificate_and_not_with_one_that_has_ended(tmp_path):
     """Real processes, none of which has seen the renewed certificates of the others or of the
     server."""

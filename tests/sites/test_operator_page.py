@@ -205,6 +205,7 @@ def text_of(tab, selector):
     return tab.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(one => one.innerText).join('|')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (400, "dark")])
 def test_an_operator_approves_pauses_resumes_and_leaves_on_the_page(chromium, page, folder, width, scheme):
     log_answers(folder)

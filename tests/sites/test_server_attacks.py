@@ -73,6 +73,7 @@ def pushing(header, arrays):
     return header, out
 
 
+@pytest.mark.slow
 def test_attack_on_an_honest_site_by_small_answers_does_not_have_it_left_out(tmp_path):
     federation = Loopback(tmp_path)
     assert (

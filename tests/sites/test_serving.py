@@ -58,6 +58,7 @@ class Operated:
         return lambda *_: ({"error": REASON, "wait": True}, [])
 
 
+@pytest.mark.slow
 def test_a_new_run_waits_for_operators_without_using_up_its_patience(tmp_path):
     federation, said, operators = Loopback(tmp_path), [], Operated(200)
     plan = federation.plan(ADAFBIO, PRIVATE, quorum=2, patience=1e-6)

@@ -321,6 +321,7 @@ def test_the_head_of_a_new_episode_minimises_the_lower_level(l2):
     )
 
 
+@pytest.mark.slow
 def test_the_default_number_of_steps_finds_a_head_that_answers_as_the_minimiser():
     task = FewShot(num_filters=8, num_shots=3, num_queries=5, num_tasks=1, num_held_out=10)
     built = task.build()
@@ -439,6 +440,7 @@ def without_features(built: Built) -> Built:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "own"), [("fedbio_local", {"num_local_steps": 2}), ("distbioacc", {})])
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_kept_features_and_the_way_clients_are_evaluated_change_no_result(name, own, batch_size):
@@ -465,6 +467,7 @@ def digits_at_the_start():
     return built, population.measure(population.x0, lower_solution(population, population.x0, max_iterations=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOCAL)
 def test_suggested_settings_learn_a_backbone_and_heads(name, digits_at_the_start):
     built, start = digits_at_the_start
