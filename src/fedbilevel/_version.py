@@ -1,3 +1,3 @@
-"""The version of the package, read by the build, the command line and every message between parties."""
+"""The version of the package, for the build, the command line and messages between parties."""
 
 __version__ = "0.1.0"

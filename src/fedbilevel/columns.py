@@ -1,4 +1,4 @@
-"""Columns of a measurement by name: costs, figures, which direction is better, and meanings."""
+"""Columns of a measurement by name: costs, figures, their better direction, and their meanings."""
 
 from __future__ import annotations
 
@@ -77,17 +77,18 @@ def figures_of(columns: Iterable[str]) -> list[str]:
 
 
 def falls(figure: str) -> bool:
-    """Return whether lower is better, so that a run reaches a target from above wherever it starts.
+    """Return whether lower values of a figure are better.
 
-    For other figures, the side on which a run starts decides from where it reaches a target.
+    A run always reaches a target of such a figure from above. For other figures, the first
+    measurement decides from which side a run reaches the target.
     """
     return figure in DIAGNOSTICS or figure.endswith(("loss", "error", "norm", "distance"))
 
 
 def rises(figure: str) -> bool:
-    """Return whether higher is better.
+    """Return whether higher values of a figure are better.
 
-    For a figure that neither rises nor falls, no run is called the best.
+    For a figure that neither falls nor rises, no run is called the best.
     """
     return not falls(figure) and not _RISING.isdisjoint(figure.lower().split("_"))
 

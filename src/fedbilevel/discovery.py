@@ -1,4 +1,4 @@
-"""Discovery of algorithms and tasks by module name, also those of other installed packages.
+"""Discovery of algorithms and tasks by module name, in fedbilevel and other installed packages.
 
 Another package offers its classes as entry points:
 
@@ -53,7 +53,7 @@ def tasks() -> dict[str, type[Task]]:
 
 
 def own_tasks() -> list[str]:
-    """Return the names of fedbilevel's tasks, which no other package can take."""
+    """Return the names of fedbilevel's tasks, which no other package can use."""
     return list(_found(fedbilevel.tasks, Task))
 
 
@@ -66,7 +66,7 @@ def task(name: str) -> type[Task]:
 
 
 def _all(package: ModuleType, kind: type[Any]) -> dict[str, type[Any]]:
-    """Return all usable classes; an unusable one raises only when it is requested by name."""
+    """Return all usable classes; an unusable class raises only when it is requested by name."""
     known = _found(package, kind)
     usable = {}
     for name in {entry.name for entry in _offered(package)}.difference(known):
@@ -97,7 +97,7 @@ def _installed(group: str, _path: tuple[str, ...]) -> Iterable[EntryPoint]:
 
 
 def _loaded(name: str, offered: Iterable[EntryPoint], known: Iterable[str], kind: type[Any]) -> type[Any]:
-    """Load the class of an entry point; raise where its name or type is wrong."""
+    """Load the class of an entry point; raise if its name or type is wrong."""
     same = {entry.value: entry for entry in offered if entry.name == name}
     entry, *others = same.values()
     where = f"{_package(entry)} offers {entry.value} as {name!r}"

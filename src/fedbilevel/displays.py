@@ -25,7 +25,7 @@ _SCOPES = {
 
 
 def problem(one: Any) -> str:
-    """Show the variables of a Problem with owners and shapes, and what it measures."""
+    """Show the variables of a Problem with owners and shapes, and the figures that it measures."""
     x = [("x", "", "made for the sizes of each client")] if callable(one.x0) else _variables("x", one.x0)
     owners = {"x": one.scopes.upper, "y": one.scopes.lower}
     rows = [
@@ -51,13 +51,13 @@ def result(one: Any) -> str:
 
 
 def ledger(totals: Mapping[str, int], phases: Mapping[str, Mapping[str, int]]) -> str:
-    """Show costs summed over clients, and by phase."""
+    """Show costs summed over clients, in total and by phase."""
     sent = (totals.get("bytes_up", 0) + totals.get("bytes_down", 0)) / 1e6
     return _block(f"Ledger: {totals.get('rounds', 0)} rounds, {sent:.3g} MB", _costs(totals, phases))
 
 
 def algorithm(one: Any, warnings: Mapping[str, str]) -> str:
-    """Show the settings of an algorithm with their symbols, its scopes, and its cost."""
+    """Show the settings of an algorithm with their symbols, its scopes and its cost."""
     text = inspect.getdoc(inspect.getmodule(type(one))) or ""
     settings = [
         (spec.name, spec.metadata.get("symbol", ""), repr(getattr(one, spec.name)), spec.metadata.get("help", ""))
@@ -81,18 +81,18 @@ def _variables(level: str, tree: Mapping[str, Any]) -> list[tuple[str, str, str]
 
 
 def _costs(totals: Mapping[str, int], phases: Mapping[str, Mapping[str, int]]) -> str:
-    """Show one row per cost that was paid: in total, and in every phase."""
+    """Show one row per nonzero cost: in total, and in every phase."""
     names = [name for name in _COSTS if totals.get(name)]
     rows = [(_term(name), str(totals[name]), *(str(phase.get(name, 0)) for phase in phases.values())) for name in names]
     return _table("Costs, summed over clients", ("cost", "total", *phases), rows)
 
 
 class _Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML and needs no escapes."""
 
 
 def _term(name: str) -> str:
-    """Explain a known column in a tooltip."""
+    """Return the name of a column, with a tooltip if the column is known."""
     if name not in TERMS:
         return name
     return _Html(f'<span title="{escape(TERMS[name])}">{escape(name)}</span>')

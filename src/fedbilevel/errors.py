@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class FedBilevelError(Exception):
-    """An error that the user can fix. The command line prints the message and no traceback."""
+    """An error that the user can fix; the command line prints its message without a traceback."""
 
 
 class ProblemError(FedBilevelError, ValueError):
@@ -22,7 +22,7 @@ class SettingError(FedBilevelError, ValueError):
 
 
 class UnknownNameError(FedBilevelError, LookupError):
-    """An unknown name of an algorithm, a task, a setting or another thing."""
+    """A name of an algorithm, a task, a setting or another object is unknown."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -54,7 +54,7 @@ class ScopeWarning(UserWarning):
 
 
 class IgnoredWarning(UserWarning):
-    """A run file sets something that has no meaning where the file is used."""
+    """A run file sets a key that has no meaning for this kind of run."""
 
 
 class NetworkError(FedBilevelError, ValueError):
@@ -70,7 +70,7 @@ class LogError(FedBilevelError, ValueError):
 
 
 class ExperimentError(FedBilevelError, ValueError):
-    """An experiment file or a result of one cannot be used."""
+    """An experiment file or a result of an experiment cannot be used."""
 
 
 class WireError(FedBilevelError, ValueError):
@@ -94,9 +94,7 @@ class QuorumError(FedBilevelError, ConnectionError):
 
 
 class SuspendedError(QuorumError):
-    """The server itself was suspended, so that answers which did not arrive are not held against
-    the sites.
-    """
+    """The server itself was suspended, so missing answers do not count against the sites."""
 
 
 class RosterError(FedBilevelError, ValueError):
@@ -112,6 +110,6 @@ class ReportError(FedBilevelError, ValueError):
 
 
 def reason(error: Exception) -> str:
-    """Describe an exception of the user's own function, short and on one line."""
+    """Describe an exception of the user's own function briefly, on one line."""
     text = " ".join(str(error).split()).split(". ", 1)[0]
     return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + ' ...'}".rstrip(".: ")

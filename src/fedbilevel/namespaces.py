@@ -1,4 +1,4 @@
-"""Packages with one class per module, whose classes are attributes: `fb.tasks.DataCleaning`."""
+"""Access to the class of each module as an attribute of its package: `fb.tasks.DataCleaning`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 
 def class_in(package: str, path: Iterable[str], name: str) -> Any:
-    """Import the class `name` from the module that has its name in lower case, with or without underscores."""
+    """Import the class `name` from the module of the same name in lower case.
+
+    The name of the module may have underscores between words.
+    """
     for module in pkgutil.iter_modules(path):
         if module.name.replace("_", "") == name.lower() and module.name != name:
             found = vars(importlib.import_module(f"{package}.{module.name}")).get(name)
@@ -19,7 +22,7 @@ def class_in(package: str, path: Iterable[str], name: str) -> Any:
 
 
 def classes_in(package: str, path: Iterable[str]) -> list[str]:
-    """Names of all classes that `class_in` finds."""
+    """Return the names of all classes that `class_in` finds."""
     found = []
     for module in pkgutil.iter_modules(path):
         for name in vars(importlib.import_module(f"{package}.{module.name}")):

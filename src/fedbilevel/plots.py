@@ -28,7 +28,10 @@ def check() -> None:
 
 
 def _figure(width: float, height: float, *, shown: bool = False) -> Any:
-    """Make a figure. shown: for a notebook or a window, which needs pyplot."""
+    """Make a figure.
+
+    shown: use pyplot, which a notebook or a window needs.
+    """
     check()
     from matplotlib import figure, pyplot
 
@@ -39,7 +42,7 @@ def _figure(width: float, height: float, *, shown: bool = False) -> Any:
 def scatter(
     pairs: Sequence[tuple[float, float]], path: Path, *, title: str, r2: float | None, f1: float | None
 ) -> None:
-    """Draw predicted against actual changes, with the diagonal where they are equal."""
+    """Draw predicted against actual changes, and the diagonal on which they are equal."""
     figure = _figure(4.4, 4.4)
     axes = figure.add_subplot()
     predicted, actual = zip(*pairs, strict=True)

@@ -27,10 +27,11 @@ def setting(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A dataclass field.
+    """Return a dataclass field with a range, for a tuple the range of every entry.
 
-    `above` is an open lower bound, `least` and `most` are closed ones; for a tuple they hold for
-    every entry.
+    above: exclusive lower bound.
+    least: inclusive lower bound.
+    most: inclusive upper bound.
     """
     return dataclasses.field(
         default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most}
@@ -51,7 +52,7 @@ class Settings:
 
 
 def made(kind: type[S], values: Mapping[str, Any]) -> S:
-    """Make settings from a file, in which a tuple is a list; raise for an unknown name."""
+    """Make settings from a file, in which tuples are lists; raise for an unknown name."""
     if not isinstance(values, Mapping):
         raise SettingError(f"the settings of {kind.__name__} are {values!r}, expected a table.")
     known = [spec.name for spec in dataclasses.fields(kind)]
@@ -104,7 +105,7 @@ def check_plain(where: str, value: Any, kind: str, error: type[Exception] = Sett
 
 
 def whole_number(label: str, value: Any, least: int | None = None, other: str = "") -> int:
-    """Return a plain int, which a record can hold, also for a number of numpy."""
+    """Return a whole number of any type, such as numpy's, as a plain int that a record can hold."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         raise SettingError(
             f"{label} is {value!r:.80}, expected a whole "

@@ -1,4 +1,4 @@
-"""Results of checks: a line per check, and a verdict."""
+"""Results of checks, with a line per check and a verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Check:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """All checks of one contract. `ok` tells whether all passed; printed, it is a table."""
+    """All checks of one contract; `ok` is True if all passed, and printing shows a table."""
 
     title: str
     checks: list[Check]

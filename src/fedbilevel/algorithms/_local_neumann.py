@@ -26,8 +26,10 @@ BIAS = (
 
 
 def sampled(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float) -> Tensor:
-    """f_x - J K theta prod_{j<=k} (I - theta H_j) f_y, each client with its own k uniform in
-    {0..K-1}; repeated calls in a step draw the same k."""
+    """Return f_x - J K theta prod_{j<=k} (I - theta H_j) f_y for every client.
+
+    Each client draws its own k uniformly from {0..K-1}. Repeated calls in a step draw the same k.
+    """
     fx, p = clients.upper_grads(x, y, step.batch("val", "xi"))
     k = step.draw("k", num_terms)
     for j in range(1, max(k.tolist(), default=0) + 1):
@@ -40,7 +42,7 @@ def sampled(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, 
 def summed(
     clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, theta: float, *, times: int = 1
 ) -> Tensor:
-    """f_x - J theta sum_{j<K} (I - theta H)^j f_y: the mean of `sampled` over k."""
+    """Return f_x - J theta sum_{j<K} (I - theta H)^j f_y, the mean of `sampled` over k."""
     train = partial(step.batch, "train", times=times)
     fx, term = clients.upper_grads(x, y, step.batch("val", "xi", times=times))
     total = term

@@ -70,7 +70,7 @@ from fedbilevel.settings import setting
 
 
 class Point(NamedTuple):
-    """Rows of the variables; u is None unless the hypergradient is that of a shared u."""
+    """Rows of x, y and u; u is None if the algorithm has no shared u."""
 
     x: Tensor
     y: Tensor
@@ -86,7 +86,7 @@ class Estimates(NamedTuple):
 
 
 def directions(self: Any, clients: Clients, step: Step, point: Point) -> Estimates:
-    """The directions at a point, on the samples of this step."""
+    """Return the directions at a point, on the samples of this step."""
     x, y, u = point
     if u is not None:
         return Estimates(*step_directions(clients, step, x, y, u, "independent"))
@@ -101,7 +101,7 @@ def eta(self: Any, t: int, num_clients: int) -> float:
 
 
 def check_steps(self: Any, num_clients: int) -> None:
-    """eta falls, so its first value decides."""
+    """Raise if the first eta, which is the largest, is too large for the estimators."""
     first = eta(self, 1, num_clients)
     if first > 1 or max(self.c1, self.c2) * first**2 >= 1:
         raise SettingError(
@@ -113,8 +113,12 @@ def check_steps(self: Any, num_clients: int) -> None:
 
 
 def accumulated(self: Any, past: Any, size: Callable[[Any], Any], now: Any, before: Any) -> Any:
-    """a or b after a sync: line 6, or eq. (6)-(7) with the previous sync's estimator; None before
-    the first."""
+    """Return the accumulator a or b after a synchronisation, or None if the method is not adaptive.
+
+    The update is line 6, or eq. (6)-(7) with the estimator of the previous synchronisation.
+
+    before: estimator of the previous synchronisation, or None at the first one.
+    """
     if self.adaptive == "none":
         return None
     new = (1 - self.decay) * size(now if before is None or self.adaptive == "adam" else now - before)
@@ -129,7 +133,10 @@ def norm(v: Tensor) -> Tensor:
 def initial_estimates(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None = None
 ) -> dict[str, Tensor | None]:
-    """Initial estimates, means of q samples each, and the accumulators of values kept at clients."""
+    """Return the initial estimates, and the accumulators of variables that stay at the clients.
+
+    Each estimate is the mean over q local steps.
+    """
     point = Point(clients.rows(x), clients.rows(y), None if u is None else clients.rows(u))
     w, v = torch.zeros_like(point.x), torch.zeros_like(point.y)
     s = None if point.u is None else torch.zeros_like(point.u)
@@ -156,7 +163,10 @@ def local_steps(
     u: Tensor | None = None,
     s: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """q steps, the first from the averages; its old point is the client's own before the averages."""
+    """Take q local steps from the averages.
+
+    The old point of the first step is the client's point before averaging.
+    """
     point = Point(clients.rows(x), clients.rows(y), None if u is None else clients.rows(u))
     est = Estimates(clients.rows(w), clients.rows(v), None if s is None else clients.rows(s))
     b = None if b is None else b[..., :1]  # a client that joins late finds zeros as wide as y
@@ -178,7 +188,7 @@ def local_steps(
 
 
 def stepped(self: Any, eta_t: float, A: Tensor | float, B: Tensor | float, point: Point, est: Estimates) -> Point:
-    """The point after one step along the estimates."""
+    """Return the point after one step along the estimates."""
     u = point.u
     if u is not None and est.s is not None:
         u = u - eta_t * self.lr_system * est.s
@@ -190,8 +200,11 @@ def stepped(self: Any, eta_t: float, A: Tensor | float, B: Tensor | float, point
 
 
 def storm(self: Any, eta_t: float, est: Estimates, new: Estimates, before: Estimates) -> Estimates:
-    """The estimates at the new point. `new` and `before` are directions on the same samples, at the
-    new and the old point."""
+    """Return the estimates at the new point.
+
+    new: directions at the new point.
+    before: directions at the old point, on the same samples as `new`.
+    """
     keep_w, keep = 1 - self.c2 * eta_t**2, 1 - self.c1 * eta_t**2
     s = new.s
     if new.s is not None and est.s is not None and before.s is not None:
@@ -256,8 +269,10 @@ class AdaFBiO(ServerAlgorithm):
         )
 
     def matrices(self, new: Any, a: Any, b: Any, w: Any, v: Any) -> tuple[Any, Any]:
-        """The accumulators of the averages; those of estimators that are kept at the clients come
-        from there."""
+        """Return the accumulators of averaged estimators.
+
+        The accumulators of estimators that stay at the clients come from the clients.
+        """
         return (
             accumulated(self, a, torch.square, new.w, w) if new.a is None else new.a,
             accumulated(self, b, norm, new.v, v) if new.b is None else new.b,

@@ -119,7 +119,7 @@ class AdaSimFBO(SimFBO):
     def adam(
         self, name: str, z: Tensor, gamma: float, q: Tensor, old: Mapping[str, Tensor], t: int
     ) -> dict[str, Tensor]:
-        """One variable, its moments and its average after a step."""
+        """Return one variable, its moments and its running average after a step of Adam."""
         m = self.server_momentum * old[f"m_{name}"] + (1 - self.server_momentum) * q
         s = self.server_decay * old[f"s_{name}"] + (1 - self.server_decay) * q**2
         z = z - gamma * m / (s.sqrt() + self.server_damping)
@@ -131,7 +131,10 @@ class AdaSimFBO(SimFBO):
 
     @phase
     def adaptive_steps(self, clients: Clients, z_x: Tensor, z_y: Tensor, u: Tensor, **own: Tensor) -> dict[str, Tensor]:
-        """Sums of directions; where a variable stays here, its own step of Adam instead."""
+        """Return the sum of directions of each variable that is sent to the server.
+
+        For a variable that stays at the client, take the step of Adam there instead.
+        """
         start, q = self.sums(clients, z_x, z_y, u)
         result: dict[str, Tensor] = {}
         for name, z, gamma, total in zip("xyu", start, self.gammas(), q, strict=True):

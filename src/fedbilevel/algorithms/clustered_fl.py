@@ -106,11 +106,12 @@ class ClusteredFL(FedAvg):
 
 
 def _two_parts(change: Tensor) -> Tensor:
-    """(k,) bool: the part without the first client. The most similar pairs are joined until two
-    parts are left.
+    """Split clients into two parts, and return a mask (k,) of the part without the first client.
 
-    That is optimal: two parts that separate any joined pair have its similarity across, which is at
-    least the largest one across the parts found here. A single client has no other part.
+    The most similar pairs are joined until two parts are left. This split has the smallest possible
+    largest similarity between the parts: any other split separates a joined pair, and the
+    similarity of a joined pair is at least the largest similarity between these two parts. For a
+    single client, the mask is all False.
     """
     direction = change / torch.linalg.vector_norm(change, dim=1, keepdim=True).clamp(min=torch.finfo(change.dtype).tiny)
     num = len(change)

@@ -52,14 +52,16 @@ from fedbilevel.settings import setting
 
 
 def top_k(rows: Tensor, k: int) -> Tensor:
-    """Each row with all but its k largest entries set to zero."""
+    """Set all but the k largest entries of each row, by absolute value, to zero."""
     places = rows.abs().topk(k, dim=1).indices
     return torch.zeros_like(rows).scatter(1, places, rows.gather(1, places))
 
 
 def orthonormal_rows(seed: int, num: int, like: Tensor) -> Tensor:
-    """(num, d) rows of a random rotation, the same wherever they are made; all d of them if num is
-    larger."""
+    """Return `num` rows of a random rotation, or all d rows if num exceeds d.
+
+    The rows depend on the seed only, so that all parties generate the same rows.
+    """
     width = like.shape[-1]
     normal = torch.randn(width, min(num, width), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return torch.linalg.qr(normal).Q.T.to(like)

@@ -51,7 +51,7 @@ from fedbilevel.settings import setting
 
 @phase
 def lower_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, q: Tensor | None) -> dict[str, Tensor]:
-    """Local steps on y: SVRG around the cohort's gradient q, or plain SGD without it."""
+    """Take local steps on y: SVRG around the cohort's gradient q, or plain SGD without q."""
     start, y = y, clients.rows(y)
     for step in clients.steps(self.num_local_steps):
         batch = step.batch("train", "zeta")
@@ -64,7 +64,7 @@ def lower_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, q: Tensor | N
 
 @phase
 def upper_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, h: Tensor) -> dict[str, Tensor]:
-    """Local SVRG steps on x around the cohort's hypergradient h."""
+    """Take local SVRG steps on x around the cohort's hypergradient h."""
     start, x = x, clients.rows(x)
     for step in clients.steps(self.num_upper_steps or self.num_local_steps):
         batch = step.batch("val", "xi")
@@ -110,8 +110,7 @@ class FBOAggITD(ServerAlgorithm):
         return self.State(fed.mean(self.upper_steps, x=state.x, y=y, h=h).x, y)
 
     def estimate(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """The hypergradient at x along the lower path that starts at y, and the end y^N of that
-        path."""
+        """Return the hypergradient at x along the lower path from y, and the path's end y^N."""
         z, N = None, self.num_lower_rounds
         Q = fed.draw("Q", N + 1) if self.estimator == "sampled" else 0
         for t in range(N + 1):

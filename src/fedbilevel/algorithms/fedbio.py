@@ -49,8 +49,10 @@ PURPOSES = {"independent": ("B_y", "B_f1", "B_f2", "B_g1", "B_g2"), "shared": ("
 def step_directions(
     clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor, minibatches: str, *, times: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(f_x - J u, g_y, H u - f_y) of every client at its own point, on the minibatches of this
-    step."""
+    """Return (f_x - J u, g_y, H u - f_y) of every client at the client's own point.
+
+    The derivatives use the minibatches of this step.
+    """
     b_y, b_f1, b_f2, b_g1, b_g2 = PURPOSES[minibatches]
     train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
     return clients.directions(x, y, u, gy=train(b_y), fx=val(b_f1), fy=val(b_f2), ju=train(b_g1), hu=train(b_g2))

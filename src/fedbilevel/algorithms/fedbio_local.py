@@ -59,7 +59,7 @@ REFUSES = {
 def local_directions(
     self: Any, clients: Clients, step: Step, x: Tensor, y: Tensor, u: Tensor | None = None, *, times: int = 1
 ) -> tuple[Tensor, ...]:
-    """(Phi, g_y), and H u - f_y where u is given."""
+    """Return (Phi, g_y), followed by H u - f_y if u is given."""
     train, val = partial(step.batch, "train", times=times), partial(step.batch, "val", times=times)
     if u is not None:
         return clients.directions(

@@ -87,8 +87,10 @@ def advance(self: Any, t: int, point: Point, est: Point) -> Point:
 
 
 def storm(self: Any, clients: Clients, step: Step, t: int, new: Point, old: Point, est: Point) -> Point:
-    """The estimates at the new point, from those at the old one; both points are seen on the same
-    minibatches."""
+    """Return the estimates at the new point, computed from the estimates at the old point.
+
+    The directions at both points use the same minibatches.
+    """
     a, momenta = step_factor(self, t), (self.momentum_upper, self.momentum_lower, self.momentum_system)
     there, here = self.directions(clients, step, *new), self.directions(clients, step, *old)
     return tuple(d + (1 - c * a**2) * (e - b) for d, c, e, b in zip(there, momenta, est, here, strict=False))
@@ -106,8 +108,10 @@ def initial_momenta(self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor
 def local_steps(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Steps with STORM between them; that of the last step waits for the averaged point, and the
-    old point for it."""
+    """Take local steps, with a STORM update between consecutive steps.
+
+    The STORM update of the last step needs the averaged point, so `momenta` does it later.
+    """
     old = point = joined(clients, x, y, u)
     est = joined(clients, nu, om, q)
     for step in clients.steps(self.num_local_steps):
@@ -123,8 +127,10 @@ def local_steps(
 def momenta(
     self: Any, clients: Clients, x: Tensor, y: Tensor, u: Tensor | None, nu: Tensor, om: Tensor, q: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """STORM of the last local step: new is the averaged point, old the client's own before that
-    step."""
+    """Do the STORM update of the last local step.
+
+    The new point is the averaged point. The old point is the client's point before the last step.
+    """
     new = joined(clients, x, y, u)
     old = clients.scratch.read("old", default=new)
     est = clients.scratch.read("est", default=joined(clients, nu, om, q))

@@ -47,15 +47,17 @@ from fedbilevel.settings import setting
 
 
 def local_hypergradient(clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
-    """f_x,i - J_i p of every client; its mean is the hypergradient when p is the solution of the
-    mean system."""
+    """Return f_x,i - J_i p of every client.
+
+    If p solves the mean system, the mean of these rows is the hypergradient.
+    """
     fx = clients.upper_grad_x(x, y, clients.batch("val", "h"))
     return fx - clients.jacobian_product(x, y, p, clients.batch("train", "h"))
 
 
 @linear_phase
 def upper_step(self: Any, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> dict[str, Tensor]:
-    """The step of x, written at the clients: the mean of the rows is the server's step."""
+    """Take the step of x at every client; the mean of the rows is the server's step."""
     return {"x": clients.rows(x) - self.lr_upper * local_hypergradient(clients, x, y, p)}
 
 
@@ -82,12 +84,18 @@ class FedMBO(ServerAlgorithm):
         return self.State(fed.mean(self.upper_step, x=state.x, y=y, p=p).x, y)
 
     def estimate(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """The hypergradient at x and the lower iterate that it was taken at, starting from y."""
+        """Return the hypergradient at x and the lower iterate behind it.
+
+        The lower level starts at y.
+        """
         y, p = self.chain(fed, x, y)
         return fed.mean(self.hypergradient, x=x, y=y, p=p).h, y
 
     def chain(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """The lower iterate and the end of the chain; the next phase has fresh clients too."""
+        """Return the lower iterate and the end of the chain.
+
+        The cohort is drawn again for every phase, including the phase after this call.
+        """
         num_factors = fed.draw("N'", self.num_terms)
         for _ in range(self.num_lower_rounds):
             fed.resample()

@@ -80,7 +80,10 @@ class FedNest(ServerAlgorithm):
         return self.State(fed.mean(self.upper_steps, x=state.x, y=y, h=h).x, y)
 
     def estimate(self, fed: Federation, x: Any, y: Any) -> tuple[Any, Any]:
-        """The hypergradient at x and the lower iterate that it was taken at, starting from y."""
+        """Return the hypergradient at x and the lower iterate behind it.
+
+        The lower level starts at y.
+        """
         num_factors = fed.draw("N'", self.num_terms)
         for _ in range(self.num_lower_rounds):
             fed.resample()

@@ -123,7 +123,7 @@ class HGP(PeerAlgorithm):
         return self.State(x - self.lr_upper * step, z, w, first, second, h)
 
     def regrouped(self, peers: Peers, state: State) -> State:
-        """Adam's moments are each peer's own, and go on."""
+        """Keep Adam's moments and the hypergradient, which belong to each peer alone."""
         return super().regrouped(peers, state)._replace(first=state.first, second=state.second, h=state.h)
 
     def lower_steps(self, peers: Peers, x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,18 +137,23 @@ class HGP(PeerAlgorithm):
         return y * w.to(y.dtype), w
 
     def estimate(self, peers: Peers, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(v, u): f_x,i - J_i u per peer for a private x, their average at every peer for a shared
-        one."""
+        """Return (v, u).
+
+        For a private x, v is f_x,i - J_i u at every peer. For a shared x, v is the average of these
+        blocks over all peers.
+        """
         v, u = self.blocks(peers, x, y)
         return peers.mix(v=v), u
 
     def blocks(self, peers: Peers, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(v, u) as every peer has them after the last repetition."""
+        """Return (v, u) at every peer after the last repetition."""
         return deque(self.partial_sums(peers, x, y), maxlen=1)[0]
 
     def partial_sums(self, peers: Peers, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(v, ubar) at every peer after each repetition: equal to the result of `blocks` with as
-        few terms, up to rounding."""
+        """Yield (v, ubar) at every peer after each repetition.
+
+        Up to rounding, each pair equals the result of `blocks` with that number of terms.
+        """
         eta, clients, names = (
             self.lr_system,
             peers.clients,
@@ -171,7 +176,10 @@ class HGP(PeerAlgorithm):
         yield v - eta * clients.jacobian_product(x, y, u, last.batch("train", names[0])), u
 
     def check_step(self, peers: Peers, x: Tensor, y: Tensor) -> None:
-        """Every peer measures the largest eigenvalue of its own Hessian; nothing is sent."""
+        """Raise if lr_system is too large for the largest eigenvalue of any peer's own Hessian.
+
+        Every peer measures its eigenvalue alone; no message is sent.
+        """
         clients, batch = peers.clients, peers.steps(1)[0].batch("train", "curvature").whole()
         v = start_vector(y).expand_as(y)
         for _ in range(self.num_curvature_products):

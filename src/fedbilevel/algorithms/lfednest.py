@@ -85,7 +85,7 @@ class LFedNest(ServerAlgorithm):
 
     @phase
     def upper_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Local steps on x, each along this client's own hypergradient."""
+        """Take local steps on x, each along the client's own hypergradient."""
         x = clients.rows(x)
         for step in clients.steps(self.num_upper_steps or self.num_local_steps):
             h = _local_neumann.summed(clients, step, x, y, self.num_factors + 1, self.lr_system)

@@ -86,7 +86,7 @@ class Penalty(ServerAlgorithm):
             )
 
     def weight(self, t: int) -> float:
-        """lam in outer iteration t, counted from 0."""
+        """Return lam in outer iteration t, counted from 0."""
         grown = self.penalty * math.exp(min(t * math.log(self.penalty_growth), 600.0)) + self.penalty_increment * t
         return grown if self.max_penalty is None else min(self.max_penalty, grown)
 

@@ -46,7 +46,7 @@ def gradient_push(
     schedule: Schedule = "constant",
     purpose: str = "B",
 ) -> tuple[Tensor, Tensor]:
-    """`num_steps` of stochastic gradient push on g(x, .) from (z, w); returns (z, w)."""
+    """Take `num_steps` steps of stochastic gradient push on g(x, .) from (z, w); return (z, w)."""
     share = peers.weights.to(z.dtype)
     for step in peers.steps(num_steps):
         passed = (step.index >= num_steps * 5 / 6) + (step.index >= num_steps * 11 / 12)

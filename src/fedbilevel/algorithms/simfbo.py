@@ -87,7 +87,7 @@ class SimFBO(ServerAlgorithm):
         return self.State(new.x, new.y, new.u)
 
     def share(self, step: Step) -> Tensor | float:
-        """The weight of a local direction in the sums that are sent."""
+        """Return the weight of a local direction in the sums that are sent."""
         return 1.0
 
     @phase
@@ -96,7 +96,7 @@ class SimFBO(ServerAlgorithm):
         return {name: v - gamma * total for name, v, gamma, total in zip("xyu", start, self.gammas(), q, strict=True)}
 
     def gammas(self) -> tuple[float, float, float]:
-        """The server's steps of x, y and u."""
+        """Return the server's step sizes of x, y and u."""
         return (
             self.server_lr_upper * self.lr_upper,
             self.server_lr_lower * self.lr_lower,
@@ -104,7 +104,7 @@ class SimFBO(ServerAlgorithm):
         )
 
     def sums(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The start of every client, and the sums of its directions from there."""
+        """Return each client's initial point, and the sums of directions over its local steps."""
         x, y, u = start = clients.rows(x, y, project(u, self.radius))
         q = tuple(torch.zeros_like(v) for v in start)
         for step in clients.steps(self.num_local_steps):

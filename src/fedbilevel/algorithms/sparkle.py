@@ -75,8 +75,10 @@ def exact_diffusion(s: Tensor, d: Tensor, a: float, p_before: Tensor, q: Tensor)
 
 
 def extra(s: Tensor, d: Tensor, a: float, half_before: Tensor, step_before: Tensor) -> Recursion:
-    """Remembers the step, not the direction: with a falling a the sum of (a - a_before) d would
-    stay in s for good."""
+    """Return the recursion of EXTRA, which stores the previous step a d instead of the direction d.
+
+    With the direction, the sum of (a - a_before) d would stay in s permanently if a falls.
+    """
     return (s,), lambda mixed: (s + mixed - half_before - (a * d - step_before), (s + mixed) / 2, a * d)
 
 
@@ -102,8 +104,10 @@ class Sparkle(PeerAlgorithm):
     lower_space = ("y", "u", "y_t", "u_t", "y_p", "u_p", "y_q", "u_q")
 
     class State(NamedTuple):
-        """p and q: what a correction remembers of the iteration before, by the names in its
-        recursion."""
+        """Variables, weights, and the values p and q that a correction stores between iterations.
+
+        The recursions name the meanings of p and q.
+        """
 
         x: Tensor
         y: Tensor
@@ -131,7 +135,10 @@ class Sparkle(PeerAlgorithm):
         return self.correction if name != "x" or self.correction_upper == "same" else self.correction_upper
 
     def used(self, peers: Peers, name: str) -> str:
-        """A variable that stays at its peer needs no correction, which would only add rounding errors."""
+        """Return the correction of a variable, or "none" for a variable that stays at its peer.
+
+        A correction of such a variable would only add rounding errors.
+        """
         return self.kind(name) if peers.travels(name) else "none"
 
     def init(self, peers: Peers) -> State:
@@ -166,7 +173,7 @@ class Sparkle(PeerAlgorithm):
     def exchanged(
         self, peers: Peers, w: Tensor, sent: dict[str, tuple[Tensor, ...]]
     ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-        """The new weights and W times all that is sent, in one message."""
+        """Return the new weights and W times all sent values, from a single message."""
         rows = {
             f"{name}{suffix}": value
             for name, values in sent.items()

@@ -1,4 +1,4 @@
-"""Contracts that users can check: of a problem, of a hypergradient estimator, of an algorithm."""
+"""Checks that users can run on a problem, a hypergradient estimator or an algorithm."""
 
 from fedbilevel.checks.algorithm import check_algorithm as check_algorithm
 from fedbilevel.checks.hypergradient import check_hypergradient as check_hypergradient

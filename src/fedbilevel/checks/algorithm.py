@@ -60,7 +60,7 @@ def check_algorithm(algorithm: Algorithm, *, show: bool = True) -> Report:
 
 
 def _noisy(algorithm: Algorithm) -> dict[str, Any]:
-    """Minibatches, and a cohort or a network that changes from step to step."""
+    """Return options with minibatches, and with a random cohort or a random network."""
     if not isinstance(algorithm, PeerAlgorithm):
         return {"batch_size": 2, "cohort": Cohort() if algorithm.needs_everyone else Cohort(0.5)}
     undirected = "gossip" in algorithm.verbs()

@@ -20,18 +20,18 @@ def compare(name: str, value: Tensor, target: Tensor, tolerance: float, against:
 
 
 def relative(value: Tensor, target: Tensor) -> float:
-    """|value - target| / |target|, without the division where the target is zero."""
+    """Return |value - target| / |target|, without the division if the target is zero."""
     size, error = float(torch.linalg.vector_norm(target)), float(torch.linalg.vector_norm(value - target))
     return error / size if size > 0 else error
 
 
 def difference(along: Callable[[float], Tensor], expected: Tensor, step: float, tolerance: float) -> tuple[Tensor, str]:
-    """The derivative of `along` at 0 by central differences, and a note on its accuracy.
+    """Return the derivative of `along` at 0 by central differences, and a note on its accuracy.
 
     Long steps cross kinks (ReLU, maxima); short steps lose digits. If the first step does not give
-    the expected value, steps shrink until two consecutive differences agree; if none agree, the
-    closest pair is used. The choice of the step ignores the expected value, so a wrong value
-    gains nothing.
+    the expected value, steps shrink until two consecutive differences agree. If none agree, the
+    closest pair is used. This choice of the step ignores the expected value, so it cannot hide a
+    wrong value.
     """
     before = best = (along(step) - along(-step)) / (2 * step)
     if relative(before, expected) <= tolerance:
@@ -51,7 +51,7 @@ def difference(along: Callable[[float], Tensor], expected: Tensor, step: float, 
 
 
 def inside(population: Population) -> Tensor:
-    """1 on entries of x that exist, 0 on padding."""
+    """Return 1 for entries of x that exist, and 0 for padding."""
     if population.x_sizes is None:
         return torch.ones_like(population.x0)
     return (torch.arange(population.x0.shape[1]) < population.x_sizes[:, None]).double()

@@ -35,7 +35,7 @@ def check_hypergradient(
 ) -> Report:
     """Compare estimators with the exact hypergradient, and the latter with finite differences.
 
-    Finite differences are those of Phi(x) = mean f_i(x, y*(x)), in float64; `step` is the longest.
+    Finite differences of Phi(x) = mean f_i(x, y*(x)) are in float64, with steps of at most `step`.
     An estimator is the name of a solver (exact, cg, neumann, fixed_point), an algorithm that has
     `estimate` (or its name), or a function (population, x, y*) -> value. The value is a vector for
     a shared x, and one row f_x,i - J_i u per client for a private x.
@@ -95,7 +95,7 @@ def _by_differences(
 def _estimate(
     estimator: Estimator, population: Population, clients: Sequence[Holdings], x: Tensor, y: Tensor
 ) -> tuple[str, Tensor, str]:
-    """Name, value and a note of one estimator."""
+    """Return the name, the value and a note of one estimator."""
     if isinstance(estimator, str) and estimator in SOLVERS:
         found = hypergradient(population, x, y, method=estimator)  # type: ignore[arg-type]
         return estimator, found.value, f"; residual {found.residual:.1e}, {found.num_products} products"

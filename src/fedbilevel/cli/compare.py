@@ -22,7 +22,7 @@ from fedbilevel.tasks.task import Task
 
 
 class CompareCommand(click.Command):
-    """A command that accepts `--algorithms a b c`, which click's options do not."""
+    """A command that accepts `--algorithms a b c`, which options of click do not support."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--algorithms" in args:
@@ -33,7 +33,7 @@ class CompareCommand(click.Command):
 
 
 def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:
-    """Settings such as `fedbio.lr_upper=3` by owner, converted to the types of their flags."""
+    """Return settings such as `fedbio.lr_upper=3` by owner, in the types of their flags."""
     found: dict[str, dict[str, Any]] = {}
     for text in changes:
         place, sign, value = text.partition("=")
@@ -54,7 +54,7 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
 
 
 def _options(kind: type[Task], given: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
-    """Options of all runs, as in a run file."""
+    """Return the options of all runs in the form of a run file."""
     network = chosen(Network, given.get("network", {}), kind.suggestions("network"))
     averaging = chosen(Averaging, given.get("averaging", {}), fitting(network, kind.suggestions("averaging")))
     own = {name: values[name] for name in DEFAULTS}

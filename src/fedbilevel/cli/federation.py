@@ -22,7 +22,7 @@ KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @contextmanager
 def _flare() -> Iterator[None]:
-    """Raise a SettingError if an import of fedbilevel.sites.flare fails for lack of FLARE."""
+    """Raise a SettingError if an import in this context fails because FLARE is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def _flare() -> Iterator[None]:
 
 
 def line(progress: dict[str, Any]) -> str:
-    """One outer iteration: progress, cost, response times, and missing sites with the reason."""
+    """Return a line on progress, cost, response times, and missing sites with the reasons."""
     parts = [
         f"outer iteration {progress.get('iteration')}"
         + (f"/{progress['num_iterations']}" if "num_iterations" in progress else "")
@@ -201,7 +201,7 @@ def _keep(
 ) -> None:
     """Run a supervised process until it ends or a signal stops it.
 
-    follow: called twice a second.
+    follow: function that is called twice a second.
     """
     from fedbilevel.sites.flare.metrics import Endpoint
 

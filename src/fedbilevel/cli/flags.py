@@ -33,13 +33,16 @@ def whole_numbers(text: str) -> int | tuple[int, ...]:
 
 
 class SettingOption(click.Option):
-    """A flag with its section of the help page."""
+    """A flag with the name of its section on the help page."""
 
     section = ""
 
 
 def flag_name(name: str, prefix: str) -> str:
-    """Add the prefix of the owner: --network-SETTING, and --network for the kind of the network."""
+    """Return the name of a flag with the prefix of its owner.
+
+    Examples are network_SETTING, and network for the kind of the network.
+    """
     return name if not prefix else prefix if name == "kind" else f"{prefix}_{name}"
 
 
@@ -76,7 +79,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
 
 
 def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, Any], prefix: str = "") -> Any:
-    """Settings of `owner`: the user's values, else the task's suggestions, else the defaults."""
+    """Return settings of `owner` from the user, else from the task, else from the defaults."""
     names = {spec.name for spec in dataclasses.fields(owner)}
     flagged = {name: values.get(flag_name(name, prefix)) for name in names}
     given = {name: value for name, value in flagged.items() if value is not None}
@@ -84,10 +87,10 @@ def chosen(owner: type[Settings], values: dict[str, Any], suggested: dict[str, A
 
 
 def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
-    """Suggested settings of the averaging.
+    """Return the suggested settings of the averaging.
 
-    A faulty network needs the robust kind, because no other kind recovers lost messages. The task's
-    other suggestions do not apply then, because robust averaging ends when all peers agree.
+    A faulty network needs robust averaging, because no other kind recovers lost messages. The
+    task's other suggestions do not apply then, because robust averaging ends when all peers agree.
     """
     return {"kind": "robust"} if network.faulty else suggested
 
@@ -95,7 +98,7 @@ def fitting(network: Network, suggested: dict[str, Any]) -> dict[str, Any]:
 def names_of(
     found: Callable[[], dict[str, Any]],
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Shell completion: names with the typed prefix, each with the first line of its docstring."""
+    """Return shell completion of names, each with the first line of its docstring."""
     return lambda _ctx, _param, begun: [
         CompletionItem(name, help=tables.first_line(kind))
         for name, kind in sorted(found().items())
@@ -104,7 +107,7 @@ def names_of(
 
 
 def value_of(flag: str, args: Sequence[str]) -> str | None:
-    """Value of a flag in the arguments, before click parses them."""
+    """Return the value of a flag in the arguments, before click parses them."""
     for i, arg in enumerate(args):
         if arg == flag and i + 1 < len(args):
             return args[i + 1]
@@ -119,7 +122,7 @@ def algorithm_named(args: Sequence[str]) -> type[Algorithm] | None:
 
 
 class TaskCommand(click.Command):
-    """Reads the names of the task and the algorithm first, then adds their flags."""
+    """A command that reads the names of the task and the algorithm first, then adds their flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = discovery.tasks()

@@ -23,7 +23,7 @@ from fedbilevel.tasks.influence import Influence
 
 
 class InfluenceCommand(TaskCommand):
-    """Read data, model and method first, then add the flags of all parts of the study."""
+    """A command that reads data, model and method first, then adds the flags of the study."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         peeked = {name: value_of(f"--{name}", args) for name in ("data", "model", "method")}
@@ -41,7 +41,7 @@ class InfluenceCommand(TaskCommand):
 
 
 def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
-    """Owners of flags: class, section of the help page, name for the task's suggestions, prefix."""
+    """Return owners of flags as (class, section of the help page, name for suggestions, prefix)."""
     training = (Training, "Training", "training", "training")
     peers = [(owner, name.capitalize(), name, name) for name, owner in BETWEEN_PEERS.items()]
     return [

@@ -1,4 +1,4 @@
-"""The command line. Each group of commands is a module of this folder."""
+"""The command line, with one module of this folder per group of commands."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ for command in operator.COMMANDS:  # for the operator of a site
 
 
 def main() -> None:
-    """Run the command line. User errors have no traceback, and only the first rank prints."""
+    """Run the command line; user errors have no traceback, and only the first rank prints."""
     first = os.environ.get("WORLD_SIZE", "1") in ("", "0", "1") or os.environ.get("RANK", "0") == "0"
     terminal.console.quiet = not first
     sys.excepthook = lambda *what: print(

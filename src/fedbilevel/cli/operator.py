@@ -219,7 +219,7 @@ def _live(look: Callable[[], view.View], kit: Path) -> None:
 
 
 def _show_rows(rows: telling.Rows) -> None:
-    """Print plain lines, which are not cut at the width of the terminal."""
+    """Print plain lines that are not cut at the width of the terminal."""
     width = max(len(heading) for heading, _ in rows)
     for heading, lines in rows:
         for number, line in enumerate(lines):
@@ -235,7 +235,7 @@ def _grid(rows: telling.Rows) -> Table:
 
 
 def _processes() -> Callable[[Path], dict[int, str]] | None:
-    """The function that lists running processes of a kit, or None if FLARE is not installed."""
+    """Return the function that lists running processes of a kit, or None if FLARE is missing."""
     try:
         from fedbilevel.sites.flare import processes
     except ModuleNotFoundError:

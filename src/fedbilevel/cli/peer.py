@@ -1,4 +1,4 @@
-"""`fedbilevel peer`: keys, a roster, and one peer's part in a run, implemented in fedbilevel.peers."""
+"""`fedbilevel peer`: keys, a roster, and the part of one peer in a run."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def run_command(
 
 
 def _simulated(plan: PeerPlan, me: int, name: str) -> Holdings:
-    """The task's own data of the peer number `me`."""
+    """Return the task's own data for peer number `me`."""
     clients = plan.built_task().build().clients
     if me >= len(clients):
         raise click.UsageError(

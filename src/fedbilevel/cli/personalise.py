@@ -17,7 +17,7 @@ from fedbilevel.tasks.personalisation import Personalisation
 
 
 class StudyCommand(click.Command):
-    """A command with the settings of `owners` as flags, except those that the study fixes."""
+    """A command with flags for the settings of `owners`, except those that the study fixes."""
 
     owners: tuple[tuple[type[Settings], str], ...] = ()
     decided: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _group(engine: Any, device: str, timeout: float) -> Group:
-    """The processes of this command: all of torchrun's, so that only one writes the record."""
+    """Return the group of all processes of torchrun, of which only one writes the record."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if engine == "simulation" and several:
         raise SettingError(
@@ -145,7 +145,7 @@ def run_command(
 
 
 def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> dict[str, Any]:
-    """Settings of network and averaging: from flags, else the file, else the task's suggestions."""
+    """Return network and averaging from flags, else from the file, else as the task suggests."""
     links = {**kind.suggestions("network"), **file.options.get("network", {})}
     network = chosen(Network, values, links, "network")
     means = {**fitting(network, kind.suggestions("averaging")), **file.options.get("averaging", {})}
@@ -209,7 +209,7 @@ def resume_command(
 
 
 def _check_whole(path: Path, config: dict[str, Any]) -> None:
-    """Refuse records that hold only a part of a run."""
+    """Refuse a record that holds only a part of a run."""
     if config.get("engine") == "federation":
         raise CheckpointError(
             f"{path} is the server's part of a run between sites: resume it by fedbilevel federation resume "
@@ -326,7 +326,7 @@ def _say_end(task: Task, result: Result, folder: Path, quiet: bool) -> None:
 
 
 def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:
-    """Build recorded settings. Raises CheckpointError for a setting that no longer exists."""
+    """Build recorded settings; raise CheckpointError for a setting that no longer exists."""
     known = {spec.name for spec in dataclasses.fields(kind)}
     unknown = sorted(set(stored) - known)
     if unknown:

@@ -25,7 +25,7 @@ FILES = {  # template -> file name in the project
 def new(place: Path | str) -> list[Path]:
     """Make a project in the folder `place`, and return its files.
 
-    The name of the folder is the name of the project. Existing files are not overwritten.
+    The project has the name of the folder. Existing files are not overwritten.
     """
     folder = Path(place)
     words = _words(folder.resolve().name)

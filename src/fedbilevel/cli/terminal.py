@@ -28,12 +28,12 @@ def say(text: str) -> None:
 
 
 def say_line(text: str) -> None:
-    """Print a sentence that may quote another party, on one line."""
+    """Print a sentence on one line, even if it quotes text of another party."""
     say(printable(text))
 
 
 def complain(text: str) -> None:
-    """Print an error or a warning, which may quote another party, on one line."""
+    """Print an error or a warning on one line, even if it quotes text of another party."""
     complaints.print(printable(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 

@@ -1,4 +1,4 @@
-"""Data sets in files: a description of each, and its files."""
+"""Data sets that are read from files: descriptions and file names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that are corrupted on purpose."""
+"""Deliberate corruption of data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ def flip_labels(
     *,
     to: Literal["wrong", "uniform"] = "wrong",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replace a random share `rate` of the labels.
+    """Replace a random share `rate` of the labels; return the labels and a mask of wrong labels.
 
-    to: `wrong` draws from the other labels, `uniform` from all labels, so that some stay right.
-
-    Returns the labels, and a mask of those that are wrong.
+    to: `wrong` draws from the other labels, `uniform` from all labels, so that some labels stay
+        right.
     """
     hit = np.zeros(len(labels), dtype=bool)
     hit[rng.choice(len(labels), round(rate * len(labels)), replace=False)] = True

@@ -73,7 +73,7 @@ def ensure(name: str, data_dir: str | Path | None = None, progress: Progress | N
 def download(file: File, folder: Path, progress: Progress | None = None, wanted: Sequence[str] = ()) -> Path:
     """Download one file into `folder`.
 
-    wanted: names of all files still missing, for the error message.
+    wanted: names of all missing files, for the error message.
     """
     place = folder / file.name
     part = place.with_name(f".{place.name}.{os.getpid()}.part")

@@ -1,6 +1,6 @@
-"""Data of one client from a folder of its own, or of many clients from one folder.
+"""Data of one client from its folder, or of many clients from one folder.
 
-A file holds the samples of one role and has its name. `train` (lower level) and `val` (upper
+A file holds the samples of one role and has the role's name. `train` (lower level) and `val` (upper
 level) are required; `test` and others are optional.
 
     train.npz          named arrays with one row per sample, as numpy.savez writes them
@@ -12,7 +12,7 @@ level) are required; `test` and others are optional.
     train.parquet      columns as in a CSV file; a column of lists of equal length is one field, too
                        (needs pyarrow)
 
-Many clients have folders of their own, DATA/ann/train.csv, or there is one folder per role,
+For many clients, there is one folder per client, DATA/ann/train.csv, or one folder per role,
 DATA/train/ann.csv.
 
 Other files are ignored. Nothing in a file is executed when it is read.
@@ -129,7 +129,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _files(folder: Path, what: str = "role") -> dict[str, Path]:
-    """Return the files by role, or by client in a folder that holds one role of all clients."""
+    """Return the files by role, or by client for a folder with one role of all clients."""
     if not folder.is_dir():
         raise DataError(
             f"{folder} is no folder: name the folder that holds this client's train.npz and val.npz, "
@@ -163,7 +163,7 @@ def _required(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def _places(folder: Path) -> dict[str, dict[str, Path]]:
-    """Return client -> role -> file, sorted by name."""
+    """Return the files as client -> role -> file, sorted by name."""
     expected = (
         "expected a folder per client with train.csv and val.csv in it, "
         "or the folders train and val with a file per client"
@@ -188,14 +188,14 @@ def _places(folder: Path) -> dict[str, dict[str, Path]]:
 
 
 def _natural(name: str) -> tuple[list[Any], str]:
-    """Sort client2 before client10: digits count as a number."""
+    """Return a sort key by which client2 comes before client10: digits count as numbers."""
     return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"([0-9]+)", name)], name
 
 
 def _make_alike(role: str, clients: Mapping[str, dict[str, Fields]], places: Mapping[str, Path]) -> None:
-    """Give each field of this role one type at all clients.
+    """Give each field of this role the same type at all clients.
 
-    Files without samples are ignored for it.
+    Files without samples do not affect the type.
     """
     held = {name: own[role] for name, own in clients.items()}
     first = next((name for name, own in held.items() if len(next(iter(own.values())))), next(iter(held)))
@@ -228,7 +228,7 @@ def _looks(array: np.ndarray) -> str:
 
 
 def _checked(place: Path, role: str, fields: Mapping[str, np.ndarray], num_classes: int | None) -> Fields:
-    """Return arrays that a run can use; raise for the first that it cannot."""
+    """Return arrays that a run can use; raise for the first array that it cannot use."""
     if not fields:
         raise DataError(f"{place} holds no field: give it named arrays with one row per sample.")
     for name, array in fields.items():
@@ -255,7 +255,7 @@ def _checked(place: Path, role: str, fields: Mapping[str, np.ndarray], num_class
 
 
 def _native(place: Path, name: str, array: np.ndarray) -> np.ndarray:
-    """Return the array in the byte order of this machine and in a type that torch knows."""
+    """Return the array in the byte order of this machine and in a type that torch supports."""
     array = array.astype(np.float64 if array.dtype == np.longdouble else array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind == "f":
         bad = np.flatnonzero(~np.isfinite(array).all(axis=tuple(range(1, array.ndim))))

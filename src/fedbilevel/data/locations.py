@@ -14,7 +14,8 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 def folders(data_dir: str | Path | None = None) -> list[Path]:
     """Return the folders in the order of the search.
 
-    These are the caller's, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a checkout.
+    The order is the caller's folder, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a
+    checkout.
     """
     named = [place for place in (data_dir, os.environ.get("FEDBILEVEL_DATA")) if place]
     found = [*map(Path, named), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedbilevel"]
@@ -25,8 +26,9 @@ def folders(data_dir: str | Path | None = None) -> list[Path]:
 
 
 def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
-    """Find each file, named relative to a data folder (`libsvm/a9a.npz`), in the first folder that
-    has it.
+    """Find each file in the first folder that has it.
+
+    Names are relative to a data folder, e.g. `libsvm/a9a.npz`.
     """
     searched = folders(data_dir)
     found = {name: place for name in names for folder in reversed(searched) if (place := folder / name).is_file()}
@@ -39,7 +41,8 @@ def find(*names: str, data_dir: str | Path | None = None) -> list[Path]:
 def find_one_of(*choices: Sequence[str], data_dir: str | Path | None = None) -> list[Path]:
     """Find the files of one choice, for data that exist in several forms.
 
-    The first folder that holds all files of a choice is taken, and the first choice in it.
+    The search stops at the first folder that holds all files of a choice. If that folder holds
+    several choices, the first choice is used.
     """
     searched = folders(data_dir)
     for folder in searched:

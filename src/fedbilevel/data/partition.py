@@ -1,4 +1,4 @@
-"""Partitions: the samples of every client."""
+"""Partitions of samples over clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedbilevel.errors import ProblemError
 
 
 def iid(num_samples: int, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return random indices for each client, in sizes equal to within one sample."""
+    """Return random indices for each client; the numbers of samples differ by at most one."""
     if num_samples < num_clients:
         raise ProblemError(
             f"{num_samples} samples cannot be split among {num_clients} clients: use fewer clients or more data."
@@ -34,9 +34,9 @@ def dirichlet(
 ) -> list[np.ndarray]:
     """Return indices for each client: the samples of every label in Dirichlet proportions.
 
-    The smaller `alpha`, the fewer clients hold most of a label. A client with fewer than `least`
-    samples receives, one by one, a random sample of the client that has most at that moment;
-    drawing again until all clients have enough might never end.
+    With a smaller `alpha`, fewer clients hold most samples of a label. A client with fewer than
+    `least` samples receives random samples, one by one, from the client that has the most samples
+    at that moment. Drawing again until all clients have enough samples might never end.
     """
     if num_clients < 1 or not alpha > 0:
         raise ProblemError(
@@ -63,11 +63,11 @@ def dirichlet(
 def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return indices for each client: `per_client` random shards of the samples sorted by label.
 
-    There are num_clients * per_client shards, of sizes equal to within one sample, so a client has
-    about `per_client` labels.
+    There are num_clients * per_client shards, whose sizes differ by at most one sample. So a client
+    has about `per_client` labels. The samples of a label are spread over its shards at random.
 
-    As McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    2017, with two shards each. The samples of a label are spread over its shards at random.
+    The method is that of McMahan et al., "Communication-Efficient Learning of Deep Networks from
+    Decentralized Data", 2017, who use two shards per client.
     """
     num = num_clients * per_client
     if num_clients < 1 or per_client < 1 or len(labels) < num:
@@ -83,11 +83,10 @@ def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random
 
 
 def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return indices for each client: of c labels, client i has only samples of label number i mod
-    c.
+    """Return indices for each client: client i has only samples of label i mod c, for c labels.
 
-    Clients of the same label have equal parts of it. With fewer clients than labels, label number k
-    goes to client k mod num_clients, so that every sample is used.
+    Clients with the same label have equal parts of its samples. With fewer clients than labels,
+    label k goes to client k mod num_clients, so that every sample is used.
     """
     found = np.unique(labels)
     if num_clients < 1 or not len(found):
@@ -108,9 +107,7 @@ def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> 
 
 
 def by_id(ids: np.ndarray) -> dict[Any, np.ndarray]:
-    """Return the indices of the samples of every natural client named in `ids` (n,), sorted by
-    name.
-    """
+    """Return the indices of the samples of every natural client in `ids` (n,), sorted by name."""
     ids = np.asarray(ids)
     if ids.ndim != 1 or not len(ids):
         raise ProblemError(
@@ -125,7 +122,7 @@ def quantity_skew(
 ) -> list[np.ndarray]:
     """Return random indices for each client, in numbers drawn from a Dirichlet distribution.
 
-    Every client has at least `least` samples, see `dirichlet`.
+    Every client has at least `least` samples, as in `dirichlet`.
     """
     return dirichlet(np.zeros(num_samples, np.int64), num_clients, alpha, rng, least)
 

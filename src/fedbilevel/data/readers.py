@@ -1,4 +1,4 @@
-"""Readers of one file: .npz, .safetensors, .csv and .parquet, each to arrays by field.
+"""Readers of .npz, .safetensors, .csv and .parquet files, which return arrays by field.
 
 Nothing in a file is executed when it is read.
 """
@@ -133,7 +133,7 @@ def _parquet(place: Path) -> Fields:
 
 
 def _from_arrow(place: Path, name: str, values: Any) -> np.ndarray:
-    """Return numbers, or rows of numbers where `values` are lists."""
+    """Return numbers, or rows of numbers if `values` are lists."""
     from pyarrow import types
 
     if values.null_count:
@@ -162,7 +162,7 @@ def _from_arrow(place: Path, name: str, values: Any) -> np.ndarray:
 
 
 def _columns(place: Path, header: Sequence[str]) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """Return the columns of fields with several columns, and the column of each other field."""
+    """Return the columns of each field with several columns, and the column of each other field."""
     parts: dict[str, dict[Any, int]] = {}
     single: dict[Any, int] = {}
     for column, name in enumerate(header):

@@ -1,7 +1,7 @@
-"""Engines run phases at clients and carry the messages.
+"""Engines, which run phases at clients and carry the messages.
 
 There is one engine for algorithms with a server and one for peers. Each runs all clients in this
-process, or those of one rank of a group.
+process, or the clients of one rank of a group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ SERVER_ONLY, PEERS_ONLY = ("cohort", "drops"), ("network", "averaging")
 
 
 def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
-    """The group of processes that run together. timeout: seconds after which a silent rank counts
-    as lost."""
+    """Return the group of processes that run together.
+
+    timeout: seconds after which a silent rank counts as lost.
+    """
     if engine not in get_args(EngineName):
         raise SettingError(f"engine is {engine!r}, expected {' or '.join(map(repr, get_args(EngineName)))}.")
     distributed.check_timeout(timeout)
@@ -35,8 +37,10 @@ def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: fl
 def simulate(
     algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], **options: Any
 ) -> Simulation | PeerSimulation:
-    """Make an engine for all clients, or for those of this rank of a `group`: with a server or
-    between peers, as the algorithm needs."""
+    """Make an engine for all clients, or for the clients of this rank of a `group`.
+
+    The algorithm determines whether the engine has a server or runs between peers.
+    """
     peers = isinstance(algorithm, PeerAlgorithm)
     other = SERVER_ONLY if peers else PEERS_ONLY
     given = {

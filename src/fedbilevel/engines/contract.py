@@ -1,7 +1,7 @@
-"""The contract of an engine, as a check that anybody can run on an engine of their own.
+"""The contract of an engine, as a check that can be run on any engine.
 
-The reference is a simulation of the same clients in this process. Draws are addressed, so that an
-engine that keeps the contract computes the same numbers, wherever its clients are.
+The reference is a simulation of the same clients in this process. Draws are addressed, so an engine
+that keeps the contract computes the same numbers wherever its clients are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HERE = ("held.", "ledger.")  # parts of a checkpoint that depend on which array
 
 
 def check_engine(engine: Engine, clients: Sequence[Holdings], *, show: bool = True) -> Report:
-    """Check that an engine does what the loop and the algorithms rely on.
+    """Check the behaviour of an engine that the loop and the algorithms rely on.
 
     The reference is a simulation of the same clients. With several ranks or peers, all of them make
     this call at the same time. The last check makes the engine diverge, so discard it afterwards.
@@ -60,7 +60,7 @@ def check_engine(engine: Engine, clients: Sequence[Holdings], *, show: bool = Tr
 
 
 class _Contract:
-    """The engine under check beside its reference, and how far both have come."""
+    """The engine under check, its reference, and the progress of both."""
 
     def __init__(self, engine: Engine, clients: Sequence[Holdings]) -> None:
         self.engine, self.algorithm = engine, engine.algorithm
@@ -97,7 +97,7 @@ class _Contract:
         return state
 
     def _trajectory(self, state: Any, wanted: Any) -> Check:
-        """Same draws and same sums: the state after some outer iterations."""
+        """Check that draws and sums agree, by the state after some outer iterations."""
         far, name = max((self._distance(value, getattr(wanted, name)), name) for name, value in _tensors(state))
         return Check(
             "trajectory", far < _NEAR, f"{name} differs from the simulation by {far:.1e} after {_NUM} iterations"
@@ -109,7 +109,7 @@ class _Contract:
         return _relative(value, wanted)
 
     def _means(self) -> Check:
-        """Means against sums over the rows of all clients."""
+        """Compare means with sums over the rows of all clients."""
         far = self.watched.far
         if not far:
             why = "peers have no server" if self.peers else "not all clients take part, or their values stay with them"
@@ -119,7 +119,7 @@ class _Contract:
         )
 
     def _bill(self, state: Any) -> Check:
-        """Peers keep the bill of the clients in their own process."""
+        """Compare the ledgers; a peer's ledger covers only the clients in its own process."""
         ours, theirs = self.engine.bill(), self.reference.bill()
         numbers = list(range(theirs.num_clients))
         if self.peers:
@@ -139,8 +139,10 @@ class _Contract:
         return Check("measure", not lacking and far < 1e-9, text)
 
     def _checkpoint(self, state: Any) -> tuple[Check, Any]:
-        """One outer iteration twice from the same checkpoint, the second time after a measurement;
-        and the state then."""
+        """Run one outer iteration twice from the same checkpoint; return the check and state.
+
+        The second run follows a measurement, which must not change the result.
+        """
         engine = self.engine
         engine.commit()
         tensors, plain = engine.state_dict(state)
@@ -167,7 +169,7 @@ class _Contract:
         )
 
     def _non_finite(self, state: Any) -> Check:
-        """Steps that overflow must raise an error in the phase, the mean or `check`."""
+        """Check that steps that overflow raise an error in the phase, the mean or `check`."""
         wild = self.algorithm.scaled(_WILD)
         try:
             with self.engine.group.together():
@@ -181,8 +183,10 @@ class _Contract:
 
 
 class _Watched:
-    """An engine whose means are compared with those of the rows of all clients, which `dense`
-    computes beside it."""
+    """Engine whose means are compared with means over the rows of all clients.
+
+    `dense` computes the rows of all clients beside the engine.
+    """
 
     def __init__(self, engine: Engine, dense: Host) -> None:
         self._engine, self._dense = engine, dense

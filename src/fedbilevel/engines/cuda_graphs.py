@@ -1,14 +1,15 @@
-"""Whole phases as CUDA graphs: a repeated phase is replayed instead of run.
+"""CUDA graphs of whole phases: a repeated phase is replayed instead of run.
 
 On a GPU a small phase is hundreds of kernels of a few microseconds, and launching them from Python
 takes many times as long. A phase is captured when it is called for the third time with the same
 settings, shapes and plain values. Only the contents of its arrays, its clients and its place in the
 run (the address of its draws) may differ; these are tensors that are filled in before a replay. So
-a replay computes the same as the phase. Its charges are recorded during the capture.
+a replay computes the same numbers as the phase. The charges of a phase are recorded during the
+capture.
 
-Other phases are run as usual: phases that read the outer iteration (falling steps), the clients'
-numbers, memory or scratch, that draw their own integers, or whose clients take unequal numbers of
-steps.
+Other phases run as usual: phases that read the outer iteration (falling steps), the clients'
+numbers, memory or scratch, phases that draw their own integers, and phases whose clients take
+unequal numbers of steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MOST = 64  # captured phases that are kept: each holds memory
 
 
 class NotCapturable(Exception):
-    """The phase needs a value that a replay cannot change."""
+    """Signal that the phase needs a value that a replay cannot change."""
 
 
 class _Addressed(Clients):
@@ -89,7 +90,7 @@ class _Captured(NamedTuple):
 
 
 class Captures:
-    """The captured phases of one host."""
+    """Captured phases of one host."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -107,7 +108,7 @@ class Captures:
         call: int,
         shares: Tensor | None,
     ) -> Result | None:
-        """The results of the phase, or None where it must be run as usual."""
+        """Return the results of the phase, or None if it must run as usual."""
         name = method.__name__
         if name in self.refused or len(positions) == 0:
             return None
@@ -145,8 +146,10 @@ class Captures:
         return {label: _copied(value) for label, value in kept.results.items()}
 
     def suspect(self) -> tuple[Any, ...] | None:
-        """The first phase replayed since the last call that returned a value that is not finite, or
-        None."""
+        """Return the first phase with a non-finite result among new replays, or None.
+
+        New replays are those since the last call of this method.
+        """
         unseen, self._unseen = self._unseen, []
         if not unseen:
             return None
@@ -154,8 +157,11 @@ class Captures:
         return next((what for one, (_, what) in zip(fine, unseen, strict=True) if not one), None)
 
     def _sizes(self, positions: Tensor) -> tuple[Any, ...]:
-        """The facts that shapes inside a phase depend on: the largest number of samples of a
-        client, and whether all clients have as many."""
+        """Return the facts that shapes inside a phase depend on.
+
+        They are the largest number of samples of a client, and whether all clients have equally
+        many.
+        """
         return tuple(
             (int(some.max()), bool((some == some[0]).all()))
             for some in (sizes[positions] for sizes in self.host.data.sizes.values())
@@ -191,7 +197,7 @@ class Captures:
 
 
 def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
-    """Results of a function, and a replay that recomputes them in place."""
+    """Return the results of a function, and a replay that recomputes them in place."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         results = function()
@@ -213,8 +219,10 @@ def _rows(value: Any) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a result, which the next replay overwrites; rows that are views of one vector stay
-    views."""
+    """Return a copy of a result, because the next replay overwrites the result.
+
+    Rows that are views of one vector stay views.
+    """
     if value is None:
         return None
     rows = _rows(value)

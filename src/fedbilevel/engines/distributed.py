@@ -1,10 +1,10 @@
-"""Several processes on torch.distributed, as torchrun starts them: gloo between CPUs, NCCL between
-GPUs.
+"""Group of several processes on torch.distributed, as torchrun starts them.
 
-Every exchange begins with a status word from every rank: running, or failed. So when one rank fails
-alone, at any place, the others learn it at their next exchange, and all end with the same message.
-Status words always pass over gloo, which notices a dead process at once and a frozen one after the
-timeout; NCCL notices neither as quickly. Nothing is pickled.
+Ranks communicate by gloo between CPUs and by NCCL between GPUs. Every exchange begins with a status
+word from every rank: running, or failed. So when one rank fails alone, the others learn of the
+failure at their next exchange, and all ranks end with the same message. Status words always pass
+over gloo, which notices a dead process at once and a frozen process after the timeout; NCCL notices
+neither as quickly. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ _joined: dict[tuple[str, float], Ranks] = {}
 
 
 def started() -> bool:
-    """Whether torchrun, or a program that uses torch.distributed itself, started this process."""
+    """Return whether torchrun, or a program that uses torch.distributed, started this process."""
     return dist.is_initialized() or all(name in os.environ for name in STARTED_BY)
 
 
 def check_timeout(timeout: float) -> None:
-    """Raise an error for an invalid timeout, also in a single process, which ignores it."""
+    """Raise an error for an invalid timeout, even in a single process, which ignores the timeout."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
         raise SettingError(f"timeout is {timeout!r}, expected seconds above 0, at most {_LONGEST:g}.")
 
 
 def join(device: torch.device | str = "cpu", timeout: float = TIMEOUT) -> Ranks:
-    """Join the group of all ranks, once per process. A program that has initialised
-    torch.distributed itself keeps its group."""
+    """Join the group of all ranks, once per process.
+
+    A program that has initialised torch.distributed itself keeps its group.
+    """
     check_timeout(timeout)
     if not dist.is_available():
         raise SettingError(
@@ -112,7 +114,7 @@ class Ranks(Group):
         return [client if place in mine else {} for place, client in enumerate(clients)]
 
     def device(self, asked: torch.device | str) -> torch.device | str:
-        """The device of this rank; `cuda` is its own GPU."""
+        """Return the device of this rank; `cuda` means the rank's own GPU."""
         asked = torch.device(asked)
         return (
             torch.device("cuda", self._local % torch.cuda.device_count())
@@ -205,7 +207,7 @@ class Ranks(Group):
             self._agreed = self._agreed and self._depth > 0
 
     def _meet(self, size: int = 0) -> None:
-        """Exchange status words: no rank failed, and all are about to exchange as many entries."""
+        """Check by status words that no rank failed and all exchange equally many entries."""
         failed, most, least = self._say([0, size, -size])
         if failed:
             raise self._heard(self.size - failed, None)
@@ -216,8 +218,10 @@ class Ranks(Group):
             )
 
     def _fail(self, error: Exception) -> Exception:
-        """Announce a failure at the next exchange of the other ranks. If several ranks fail at
-        once, the lowest is reported."""
+        """Announce a failure at the next exchange of the other ranks.
+
+        If several ranks fail at once, the failure of the lowest rank is reported.
+        """
         try:
             failed, *_ = self._say([self.size - self.rank, 0, 0])
         except RankLostError:
@@ -243,8 +247,11 @@ class Ranks(Group):
         return word.tolist()
 
     def _pass(self, exchange: Callable[[], Any]) -> None:
-        """Run an exchange. If it breaks, remaining ranks register in torchrun's store, and ranks
-        that do not are named."""
+        """Run an exchange.
+
+        If the exchange breaks, the remaining ranks register in torchrun's store, and the error
+        names the ranks that do not register.
+        """
         if self._words is None:
             raise RankLostError(
                 f"a rank of {self.size} was lost before, so the others can exchange nothing any more: start "
@@ -270,8 +277,10 @@ class Ranks(Group):
         raise lost
 
     def _missing(self, late: bool) -> tuple[list[int], bool]:
-        """Ranks that do not register within a few seconds, and whether a rank timed out. No rank is
-        named when that cannot be known."""
+        """Return ranks that do not register within a few seconds, and whether a rank timed out.
+
+        No rank is named if the missing ranks cannot be known.
+        """
         left = {self.rank}
         place = f"fedbilevel/left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{{}}".format
         try:
@@ -308,7 +317,7 @@ class Ranks(Group):
         return mine.numpy().tobytes()
 
     def _wire(self, tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """A tensor where it can travel, and the way back."""
+        """Return a tensor on a device that can send it, and a function that moves a tensor back."""
         device = tensor.device
         if device.type == "cpu" or self.backend == "nccl":
             return tensor.contiguous(), lambda back: back
@@ -319,8 +328,10 @@ class Ranks(Group):
 
 
 def _leave() -> None:
-    """Leave the group at the end of the process: a group that outlives the interpreter crashes the
-    process."""
+    """Leave the group at the end of the process.
+
+    A group that outlives the interpreter crashes the process.
+    """
     for ranks in _joined.values():
         ranks._words = ranks._arrays = None
     _joined.clear()

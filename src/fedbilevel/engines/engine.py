@@ -1,5 +1,7 @@
-"""The protocol of an engine: the members that the loop over outer iterations uses in a simulation,
-at ranks, at a server of sites and at a peer."""
+"""Protocol of an engine: the members that the loop over outer iterations uses.
+
+The loop uses the same members in a simulation, at ranks, at a server of sites and at a peer.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from fedbilevel.problem.problem import Problem
 
 
 class Regrouped(Exception):
-    """The group of peers has changed. This is not an error: the outer iteration begins again with
-    the new group."""
+    """Signal that the group of peers has changed.
+
+    This is not an error: the outer iteration restarts with the new group.
+    """
 
 
 class Engine(Protocol):
-    """An engine, as the loop sees it. The verbs, which algorithms use, are in
-    `federation.algorithm`."""
+    """Engine as the loop uses it.
+
+    The verbs, which algorithms use, are in `federation.algorithm`.
+    """
 
     problem: Problem
     algorithm: Algorithm
@@ -34,55 +40,56 @@ class Engine(Protocol):
 
     @property
     def sampling(self) -> str:
-        """How batches are drawn: with replacement, or by epochs."""
+        """Method of drawing batches: with replacement, or by epochs."""
 
     @property
     def batch_size(self) -> BatchSize:
-        """Samples of a batch; None: all of a client's."""
+        """Number of samples in a batch; None means all samples of a client."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of x and y."""
+        """Type of x and y."""
 
     @property
     def ways(self) -> dict[str, Any]:
-        """How each derivative is computed, where that was chosen by measurement. Checkpoints keep
-        it."""
+        """Method of computing each derivative, if measurements chose it; checkpoints store it."""
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration, with the algorithm whose steps a schedule has scaled. 0: before
-        the first."""
+        """Begin an outer iteration.
+
+        iteration: number of the outer iteration; 0 is the time before the first.
+        algorithm: algorithm with the step sizes that a schedule has scaled.
+        """
 
     def check(self) -> None:
-        """Raise if something that was computed since `begin` is not finite."""
+        """Raise if a value that was computed since `begin` is not finite."""
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
-        """Losses and metrics over all clients. Not charged."""
+        """Return losses and metrics over all clients, without a charge."""
 
     def commit(self) -> None:
-        """Let every participant save its own state, before the loop saves a checkpoint that counts
-        on it."""
+        """Let every participant save its own state, which the next checkpoint relies on."""
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that the next outer iteration depends on: tensors, and plain values."""
+        """Return tensors and plain values with everything that the next outer iteration depends on."""
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
-        """Restore what `state_dict` returned; returns the algorithm's state."""
+        """Restore the values that `state_dict` returned, and return the algorithm's state."""
 
     def bill(self) -> Ledger:
-        """The ledger of all participants."""
+        """Return the ledger of all participants."""
 
     def identity(self) -> dict[str, Any]:
-        """Facts that a checkpoint must share with the run that reads it."""
+        """Return facts that a checkpoint must share with the run that reads it."""
 
     def client_of(self, row: int) -> int:
-        """The number of the client whose row it is, in a matrix of the state."""
+        """Return the number of the client that a row of the state belongs to."""
 
     def stop_asked(self) -> bool:
-        """Whether the run should end after this outer iteration."""
+        """Return whether the run should end after this outer iteration."""
 
     def finish(self, state: Any) -> None:
         """Let every participant write its private part of the solution."""
 
     def trees(self, value: Any, *, upper: bool) -> Any:
-        """x or y in the user's structure; None where it never left the clients."""
+        """Return x or y in the user's structure, or None if it never left the clients."""

@@ -1,5 +1,7 @@
-"""Peers without a server, one row each, all in this process or divided among the processes of a
-group. Implements `Peers`."""
+"""Engine of peers without a server, with one row per peer; implements `Peers`.
+
+All peers are in this process or divided among the processes of a group.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ _FEW = 64  # peers up to which a process computes the whole product of a step, a
 
 
 class PeerSimulation(Peering):
-    """n peers and the network between them.
+    """The n peers and the network between them.
 
-    With a group of several processes each hosts some of the peers, and values have rows for those.
-    The network is known everywhere.
+    In a group of several processes, each process hosts some of the peers, and values have rows for
+    those peers. Every process knows the whole network.
 
-    averaging: the operator behind `mix`; by default ten steps of Push-Sum, or the robust kind where
-    the network loses or delays messages.
-    ids: the peers' numbers when they are not given in order.
+    averaging: operator of the verb `mix`; the default is ten steps of Push-Sum, or the robust kind
+        if the network loses or delays messages.
+    ids: numbers of the peers, if they are not given in order.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -145,8 +147,10 @@ class PeerSimulation(Peering):
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def measure(self, x: Tensor, y: Tensor) -> dict[str, float]:
-        """Every peer at its own point; `disagreement` is the largest relative distance of a peer's
-        y from the mean."""
+        """Measure every peer at its own point.
+
+        `disagreement` is the largest relative distance of a peer's y from the mean.
+        """
         figures, diagnostics = self.host.measure(x, y, self.roster.rows), self.problem.diagnostics
         if self.scopes.lower == "global":
             y = self._everyone(y)
@@ -164,7 +168,7 @@ class PeerSimulation(Peering):
         return self.roster.trees(value, upper=upper)
 
     def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
-        """In the order of peer numbers, private ones without their padding."""
+        """Return rows in the order of peer numbers, with private rows unpadded."""
         return self.roster.stored(rows, upper=upper)
 
     def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
@@ -175,7 +179,7 @@ class PeerSimulation(Peering):
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The network knows peers by number; the order in memory is the host's."""
+        """Take one step of the network, with peers by number instead of the order in memory."""
         mixing = self.links.mixing(self.time)
         self.time += 1
         floats, size = rows.shape[1], rows.shape[1] * rows.element_size()
@@ -193,8 +197,11 @@ class PeerSimulation(Peering):
         return mixing(rows, numbers), mixing(weights, numbers)
 
     def _received(self, adjacency: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and weights of all peers by number, zero where no peer of this process needs them. A
-        row is sent once to each process that needs it."""
+        """Return rows and weights of all peers by number.
+
+        Rows that no peer of this process needs are zero. A row is sent once to each process that
+        needs it.
+        """
         width = rows.shape[1] * rows.element_size()
         numbers = self.roster.ids.split(self.roster.counts)  # by process
         mine = numbers[self.group.rank]

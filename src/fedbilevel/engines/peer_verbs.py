@@ -1,5 +1,7 @@
-"""Common parts of the engines of peers without a server: the verbs, the rows that may leave a peer,
-and averages by steps of a network. Implements `Peers`."""
+"""Common parts of the engines of peers without a server, which implement `Peers`.
+
+The parts are the verbs, the rows that may leave a peer, and averages by steps of a network.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ COUNT = 8  # bytes of the number of a running sum
 
 
 def check_verbs(algorithm: PeerAlgorithm, network: AnyNetwork, links: Links, averaging: Averaging) -> None:
-    """Whether the network offers what the algorithm uses."""
+    """Raise if the network does not offer the verbs that the algorithm uses."""
     name, verbs = algorithm.name(), algorithm.verbs()
     if "mix" in verbs:
         averaging.check(network, links)
@@ -58,15 +60,18 @@ class Peering(Hosting):
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One step of the network, charged. into: rows that are no longer needed."""
+        """Take one step of the network and charge it.
+
+        into: memory for the result, in rows that are no longer needed.
+        """
         raise NotImplementedError
 
     def _exact(self, rows: Tensor) -> Tensor:
-        """The exact average, as if every peer sent its row to every other."""
+        """Return the exact average, as if every peer sent its row to every other peer."""
         raise NotImplementedError
 
     def _robust(self, rows: Tensor) -> Tensor:
-        """A robust average by running sums."""
+        """Return a robust average by running sums."""
         raise NotImplementedError
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
@@ -74,7 +79,7 @@ class Peering(Hosting):
         raise NotImplementedError
 
     def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
-        """Rows for a checkpoint."""
+        """Return rows for a checkpoint."""
         raise NotImplementedError
 
     def _restored(self, stored: Tensor, *, upper: bool) -> Tensor:
@@ -122,7 +127,7 @@ class Peering(Hosting):
         return _one(self._apart(together, rows))
 
     def _paying_for(self, verb: str, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Charge an exchange under the verb and the names that travel."""
+        """Charge an exchange under the verb and the names of the rows that are sent."""
         return self.host.ledger.during(f"{verb} {', '.join(name for name in rows if self.travels(name))}")
 
     # ---- averaging ------------------------------------------------------------------------------------------------
@@ -166,7 +171,7 @@ class Peering(Hosting):
         return value.expand(len(self.host), -1) if value.ndim == 1 else value
 
     def client_of(self, row: int) -> int:
-        """The number of the client of a row of the state."""
+        """Return the number of the client of a row of the state."""
         return int(self.host.ids[row])
 
     def identity(self) -> dict[str, Any]:
@@ -211,8 +216,10 @@ class Peering(Hosting):
     # ---- inside ---------------------------------------------------------------------------------------------------
 
     def _travelling(self, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """The rows that may leave their peer, side by side, checked to be finite; None where no row
-        travels."""
+        """Return the rows that may leave their peer, side by side, or None if there are none.
+
+        The rows are checked to be finite.
+        """
         sums = torch.stack(
             [value.sum() for value in rows.values()]
         )  # one pass in the good case; rows are looked at only when something is wrong

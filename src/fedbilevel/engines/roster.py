@@ -1,4 +1,4 @@
-"""Which clients live in which rank of a group, and the parts of an engine that follow from it."""
+"""Roster of the clients in each rank of a group, and the engine members that depend on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hosted(
     ids: Sequence[int] | None,
     **options: Any,
 ) -> tuple[Host, Roster]:
-    """The host of the clients of this process, and the roster of all clients."""
+    """Return the host of the clients of this process, and the roster of all clients."""
     if group.size == 1 or not isinstance(clients, Sequence):
         host = Host(algorithm, problem, clients, ids=ids, **options)
         return host, Roster(host, group)
@@ -52,10 +52,10 @@ def hosted(
 
 
 class Roster:
-    """All clients by number and by place, and the part that is hosted here.
+    """All clients by number and by place, and the clients that are hosted here.
 
     Numbers address draws, the ledger and checkpoints. Places are the order in which clients were
-    given; every rank hosts consecutive places. Facts about all clients are kept by place.
+    given; every rank hosts consecutive places. Facts about all clients are stored by place.
     """
 
     def __init__(self, host: Host, group: Group) -> None:
@@ -90,26 +90,26 @@ class Roster:
             )
 
     def here(self, places: Tensor) -> Tensor:
-        """Positions in the host of those of the (sorted) places that are hosted in this process."""
+        """Return the positions in the host of those sorted places that are hosted in this process."""
         if self.group.size == 1:
             return places
         return self.within(places, places) - self.first
 
     def within(self, places: Tensor, values: Tensor) -> Tensor:
-        """The values of clients hosted here, of values at the places."""
+        """Return the values of the clients hosted here, from one value per place."""
         return (
             values if self.group.size == 1 else values[(places >= self.first) & (places < self.first + len(self.host))]
         )
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows of all clients in the order of their places, from rows of the clients hosted here."""
+        """Return rows of all clients by place, from rows of the clients hosted here."""
         if self.group.size == 1:
             return rows
         width = rows[0].numel()
         return self.group.joined(rows.reshape(-1), [count * width for count in self.counts]).view(-1, *rows.shape[1:])
 
     def trees(self, rows: Tensor, *, upper: bool) -> Any:
-        """One dict per client, by place, from rows of the clients hosted here."""
+        """Return one dict per client, by place, from rows of the clients hosted here."""
         if self.group.size == 1:
             return self.host.trees(rows, upper=upper)
         layout, ragged = (self.host.layout_x if upper else self.host.layout_y), upper and self.x_sizes is not None
@@ -118,10 +118,11 @@ class Roster:
     # ---- checkpoints: by number, without padding ------------------------------------------------------------------
 
     def stored(self, rows: Tensor, written: Tensor | None = None, *, upper: bool) -> Tensor:
-        """Rows by number of the clients that have `written` (by place; None: all), from rows of
-        those hosted here.
+        """Return rows by number for a checkpoint, from rows of the clients hosted here.
 
-        Only rank 0, which writes them to disk, receives them.
+        Only rank 0, which writes the rows to disk, receives them.
+
+        written: flags by place of the clients that have written; None means all clients.
         """
         written = torch.ones(len(self.ids), dtype=torch.bool) if written is None else written
         here, ragged = (
@@ -142,8 +143,12 @@ class Roster:
         return flat.view(-1, *rows.shape[1:])[order.to(flat.device)]
 
     def restored(self, stored: Tensor, written: Tensor | None = None, *, upper: bool) -> tuple[Tensor, Tensor]:
-        """Positions and rows of hosted clients that had written, from the result of `stored`;
-        `written` is by number here."""
+        """Return positions and rows of hosted clients that had written, from stored rows.
+
+        stored: rows that `stored` returned.
+        written: flags by number, not by place, of the clients that had written; None means all
+            clients.
+        """
         written = torch.ones(len(self.ids), dtype=torch.bool) if written is None else written
         here = written[self.host.ids].nonzero()[:, 0]
         ragged = upper and self.x_sizes is not None
@@ -164,9 +169,9 @@ class Roster:
         return here, self.host.pad(torch.cat([stored[:0], *(parts[place] for place in chosen.tolist())]), here)
 
     def bill(self) -> Ledger:
-        """The ledger of all clients.
+        """Return the ledger of all clients.
 
-        Every rank knows all messages, but oracle calls only of the clients that it hosts.
+        Every rank knows all messages, but knows oracle calls only of the clients that it hosts.
         """
         mine = self.host.ledger
         if self.group.size == 1:
@@ -184,7 +189,7 @@ class Roster:
         return whole
 
     def overview(self) -> dict[str, Any]:
-        """Numbers of samples of every client, by role and, where labels are classes, by class."""
+        """Return the sample counts of every client, by role and, if labels are classes, by class."""
         data, labels = self.host.data, {}
         sizes = {role: self.rows(data.sizes[role][:, None])[self.place_of, 0].tolist() for role in data.sizes}
         for role, fields in data.fields.items():
@@ -206,8 +211,10 @@ class Roster:
         return {"num_clients": self.host.num_clients, "sizes": sizes, "labels": labels}
 
     def fingerprint(self) -> str:
-        """A digest of all data, from a digest of every client's data by number, so that no data
-        travel."""
+        """Return a digest of all data.
+
+        It is computed from one digest per client, by number, so that no data leave a process.
+        """
         own = [list(digest(self.host.data, position)) for position in range(len(self.host))]
         table = self.rows(torch.tensor(own, dtype=torch.uint8))[self.place_of]
         return hashlib.blake2b(bytes(table.flatten().tolist()), digest_size=16).hexdigest()
@@ -228,7 +235,7 @@ class Roster:
 
 
 class Hosting:
-    """The members of an engine that follow from hosting clients in its own processes."""
+    """Members of an engine that hosts clients in its own processes."""
 
     host: Host
     roster: Roster
@@ -247,33 +254,37 @@ class Hosting:
 
     @property
     def ways(self) -> dict[str, Any]:
-        """The choices of how to compute derivatives that were made by timing. Timed again, they
-        could differ, and so could rounding."""
+        """Method of computing each derivative, as chosen by timing.
+
+        A second timing could choose differently, which would change the rounding.
+        """
         return self.host.oracle.choices
 
     def bill(self) -> Ledger:
         return self.roster.bill()
 
     def residuals(self, state: Any) -> dict[str, float]:
-        """The residual norms of the lower level and, where the state has a u, of the linear system.
-        Not charged."""
+        """Return the residual norms of the lower level and the linear system, without a charge.
+
+        The norm of the linear system is omitted if the state has no u.
+        """
         u = getattr(state, "u", None)
         return self.host.residuals(
             self._points(state.x), self._points(state.y), None if u is None else self._points(u), self.roster.group.sum
         )
 
     def stationarity(self, state: Any) -> dict[str, float]:
-        """The norm of the hypergradient at the state. Not charged."""
+        """Return the norm of the hypergradient at the state, without a charge."""
         return {
             "hypergradient": measured(self.host, self._points(state.x), self._points(state.y), self.roster.group.sum)
         }
 
     def _points(self, value: Any) -> Points:
-        """A value of the state as measurements use it."""
+        """Return a value of the state in the form that measurements use."""
         return value
 
     def overview(self) -> dict[str, Any]:
-        """Numbers of samples of every client."""
+        """Return the numbers of samples of every client."""
         return self.roster.overview()
 
     def check(self) -> None:
@@ -281,28 +292,28 @@ class Hosting:
         self.host.check()
 
     def commit(self) -> None:
-        """Nothing to do: the checkpoint holds all that clients keep."""
+        """Do nothing, because the checkpoint holds all values that clients keep."""
 
     def finish(self, state: Any) -> None:
-        """Nothing to do: the result holds all that clients keep."""
+        """Do nothing, because the result holds all values that clients keep."""
 
     def stop_asked(self) -> bool:
-        """False: there is no way to stop this engine from outside."""
+        """Return False, because this engine cannot be stopped from outside."""
         return False
 
     def fingerprint(self) -> str:
-        """A digest of all data."""
+        """Return a digest of all data."""
         return self.roster.fingerprint()
 
     def of_data(self) -> dict[str, Any]:
-        """Facts that tell this problem and these data from others."""
+        """Return facts that distinguish this problem and these data from others."""
         host = self.host
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
         return {**layouts, "data": self.fingerprint(), "losses": host.losses_away()}
 
 
 def digest(data: ClientData, position: int) -> bytes:
-    """A digest of the data of one client."""
+    """Return a digest of the data of one client."""
     state = hashlib.blake2b(digest_size=16)
     for role in sorted(data.fields):
         start, size = int(data.offsets[role][position]), int(data.sizes[role][position])

@@ -1,8 +1,8 @@
-"""The server, wherever its clients are: cohorts, means, arrays that clients hold, values that stay
-at clients, and costs.
+"""Server for clients anywhere: cohorts, means, held arrays, kept values and costs.
 
-An engine adds how clients are called. All behaviour that must be the same in a simulation and
-between organisations is here.
+Held arrays are the server's arrays that clients hold; kept values stay at the clients. An engine
+adds the calls of clients. All behaviour that must be the same in a simulation and between
+organisations is here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ Answers = dict[
 
 
 class Server:
-    """Implements `Federation`, except for calling clients.
+    """Server that implements `Federation`, except for the calls of clients.
 
     The place of a client is its position in the given list. Its number identifies the client in
-    draws, the ledger and checkpoints. ids: the clients' numbers by place. weights: how much each
-    client counts in a mean over all clients, by place.
+    draws, the ledger and checkpoints.
+
+    ids: numbers of the clients, by place.
+    weights: weight of each client in a mean over all clients, by place.
     """
 
     group: Group = Group()
@@ -71,29 +73,30 @@ class Server:
     # ---- what an engine says --------------------------------------------------------------------------------------
 
     def place(self, name: str, value: Tensor) -> Any:
-        """Put a value where its scope says: at the clients, or at the server. No round."""
+        """Store a value at the clients or at the server, as its scope says, without a round."""
         raise NotImplementedError
 
     def _ask(
         self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
     ) -> tuple[Answers, Tensor, Tensor]:
-        """Run a phase at the clients at `places` and store kept results there. Returns the answers,
-        and the places and times of the clients that answered.
+        """Run a phase at the clients at `places` and store kept results there.
 
-        means: only means of the results are needed.
+        Return the answers, and the places and times of the clients that answered.
+
+        means: whether only means of the results are needed.
         """
         raise NotImplementedError
 
     def _absent(self) -> Iterable[int]:
-        """Numbers of clients that cannot answer the next call."""
+        """Return the numbers of clients that cannot answer the next call."""
         return ()
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        """Weighted sums of the rows of all clients at `places`, in float64."""
+        """Return weighted sums of the rows of all clients at `places`, in float64."""
         return [total(rows, weights) for rows in sent.values()]
 
     def _of_all(self, rows: Tensor) -> Tensor:
-        """Rows of all clients by place, from the rows of this process."""
+        """Return rows of all clients by place, from the rows of this process."""
         return rows
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ class Server:
         return self._round(phase, broadcast, self._by_client)
 
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
-        """Weighted means. Sums are divided once."""
+        """Return weighted means, each from a sum that is divided once."""
         weights = self._counts(places, times)
         whole = float(weights.sum())
         totals = self._summed(sent, places, weights)
@@ -157,8 +160,11 @@ class Server:
         return SimpleNamespace(**gathered)
 
     def resample(self) -> None:
-        """Draw a new cohort, except with a local lower level: values of this outer iteration then
-        belong to the clients that computed them."""
+        """Draw a new cohort, except with a local lower level.
+
+        With a local lower level, values of this outer iteration belong to the clients that computed
+        them.
+        """
         if self.cohort.redraw == "per_factor" and self.problem.scopes.lower == "global":
             self._draw_cohort()
 
@@ -177,21 +183,20 @@ class Server:
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration with a new cohort. algorithm: the same algorithm with other step
-        sizes."""
+        """Begin an outer iteration with a new cohort and the step sizes of `algorithm`."""
         if algorithm is not None:
             self.algorithm = algorithm
         self.iteration, self.call, self._draws = iteration, 0, 0
         self._draw_cohort()
 
     def client_of(self, row: int) -> int:
-        """The number of the client of a row of the state: rows are by number."""
+        """Return the number of the client of a row of the state, whose rows are ordered by number."""
         return row
 
     # ---- checkpoint: everything the next outer iteration depends on -----------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state as tensors and plain values: copies, rows in the order of client numbers."""
+        """Return copies of the state as tensors, with rows by client number, and plain values."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         seen: dict[int, str] = {}
@@ -224,18 +229,18 @@ class Server:
         return state_type(**values)
 
     def _received(self, stored: Tensor) -> Tensor:
-        """A tensor of a checkpoint, on the server's device."""
+        """Return a tensor of a checkpoint on the server's device."""
         return stored.clone()
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
     def _set_weights(self, weights: Tensor) -> None:
-        """weights: how much each client counts in a mean over all clients, by place."""
+        """Set the weight of each client in a mean over all clients, by place."""
         self.weights_by_place, self.weights = weights, weights[self.place_of]
         self._sampler = Sampler(self.cohort, self.weights)
 
     def _counts(self, places: Tensor, times: Tensor) -> Tensor:
-        """How much these members of the cohort, each drawn so many times, count in its mean."""
+        """Return the weights in the cohort's mean of members, each drawn `times` times."""
         return times * self._sampler.member_weights[self.ids[places]]
 
     def _draw_cohort(self) -> None:
@@ -245,8 +250,11 @@ class Server:
         self._times = times[sorting]
 
     def _present(self, values: Iterable[Value]) -> tuple[Tensor, Tensor]:
-        """Places and times of the cohort, without absent clients and without clients that missed a
-        call of this outer iteration whose result they need now."""
+        """Return the places and times of the cohort members that can answer.
+
+        Absent clients are excluded, and so are clients that missed a call of this outer iteration
+        whose result they need now.
+        """
         here = torch.ones(len(self._positions), dtype=torch.bool)
         absent = sorted(self._absent())
         if absent:
@@ -265,7 +273,7 @@ class Server:
         )
 
     def _keep(self, name: str, places: Tensor) -> Kept:
-        """Let that name stand for the last rows of these clients."""
+        """Return a placeholder with this name for the last rows of these clients."""
         self._versions[name] = self._versions.get(name, 0) + 1
         self._kept_in.setdefault(name, torch.full((self.num_clients,), -1))[places] = self.iteration
         return Kept(name, self._versions[name], self.iteration)
@@ -275,8 +283,10 @@ class Server:
             raise ValueError(f"clients no longer hold that version of {kept.name!r}: a later phase returned a new one.")
 
     def _lacking(self, value: Tensor, places: Tensor) -> Tensor:
-        """The places whose clients do not hold that array yet. From now on they do, and its way
-        down is charged."""
+        """Return the places of clients that do not hold the array yet.
+
+        The array is recorded as held by them from now on, and sending it is charged.
+        """
         held = self._held.mask(value)
         lacks = places[~held[places]]
         self.ledger.charge_message("down", self.ids[lacks], value.shape[-1], value.element_size())
@@ -286,7 +296,9 @@ class Server:
 
 class Held:
     """The server's arrays that each client holds, so that an array is sent to each client once.
-    Every array has its own number."""
+
+    Every array has its own number.
+    """
 
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
@@ -294,19 +306,21 @@ class Held:
         self._count = 0
 
     def mask(self, array: Tensor) -> Tensor:
-        """(n,) bool by place, to be changed in place. An array that was modified in place since
-        counts as new."""
+        """Return (n,) flags of the clients that hold the array, by place, for changes in place.
+
+        An array that was modified in place counts as new.
+        """
         return self._entry(array)[2]
 
     def number(self, array: Tensor) -> int:
         return self._entry(array)[3]
 
     def at(self, place: int) -> list[int]:
-        """Numbers of the live arrays that the client at this place holds."""
+        """Return the numbers of the live arrays that the client at this place holds."""
         return sorted(number for _, _, mask, number in self._known.values() if mask[place])
 
     def forget(self, place: int) -> None:
-        """Record that the client at this place holds no array any more."""
+        """Record that the client at this place no longer holds any array."""
         for _, _, mask, _ in self._known.values():
             mask[place] = False
 

@@ -1,5 +1,7 @@
-"""A server and its clients, one row each: all in this process (the default engine), or divided
-among the processes of a group."""
+"""Engine of a server and its clients, with one row per client.
+
+All clients are in this process (the default engine) or divided among the processes of a group.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,16 @@ from fedbilevel.problem.validation import own_figures
 
 
 class Simulation(Hosting, Server):
-    """The server and its n clients. Implements `Federation`.
+    """The server and its n clients; implements `Federation`.
 
     With a group of several processes the server runs in each of them: its knowledge (arrays,
-    cohorts, held arrays, charges of messages) is the same everywhere without communication. Places
-    are those of all clients; positions are those of the host.
+    cohorts, held arrays, charges of messages) is the same in every process without communication.
+    Places count all clients; positions count the clients of the host.
 
-    ids: the clients' numbers, when they are not given in order. Numbers address draws and the
-    ledger; the order in memory does not matter.
+    ids: numbers of the clients, if they are not given in order; draws and the ledger use these
+        numbers, and the order in memory does not matter.
     drops: for tests of robustness, a function (outer iteration, call) -> clients that do not answer
-    that call.
+        that call.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -112,7 +114,7 @@ class Simulation(Hosting, Server):
         return self.drops(self.iteration, self.call) if self.drops is not None else ()
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        """Weighted sums over all processes, in one exchange."""
+        """Return weighted sums over all processes, from one exchange."""
         mine = self.roster.within(places, weights)
         return self.group.sum([total(rows, mine) for rows in sent.values()])
 
@@ -122,7 +124,7 @@ class Simulation(Hosting, Server):
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration; scratch values are dropped."""
+        """Begin an outer iteration and drop scratch values."""
         if algorithm is not None:
             self.host.algorithm = algorithm
         self.host.check()
@@ -130,8 +132,10 @@ class Simulation(Hosting, Server):
         super().begin(iteration, algorithm)
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
-        """Losses and the problem's metrics over all clients and all their data. Not charged, and no
-        draw depends on it."""
+        """Return losses and the problem's metrics over all data of all clients.
+
+        The measurement is not charged and changes no draw.
+        """
         xs, ys = self._points(x), self._points(y)
         figures, diagnostics = self.host.measure(xs, ys, self.roster.rows), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
@@ -141,11 +145,11 @@ class Simulation(Hosting, Server):
         return figures
 
     def _points(self, value: Any) -> Points:
-        """Points for a measurement; kept rows are read a few at a time."""
+        """Return points for a measurement, which reads kept rows a few at a time."""
         return partial(self._resolve, value) if isinstance(value, Kept) else self.collect(value)
 
     def collect(self, value: Any) -> Any:
-        """The rows behind a kept value, of clients hosted here."""
+        """Return the rows of a kept value, for the clients hosted here."""
         if isinstance(value, Tensor) and value.ndim == 2:  # rows by client number
             return value[self.host.ids.to(value.device)]
         return self._resolve(value, self.host.data.positions) if isinstance(value, Kept) else value
@@ -160,7 +164,7 @@ class Simulation(Hosting, Server):
     # ---- checkpoint -----------------------------------------------------------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state with all that clients keep, private rows without padding."""
+        """Return the state with all values that clients keep, and private rows without padding."""
         tensors, plain = super().state_dict(state)
         for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
             for name, mine in sorted(store.written.items()):

@@ -1,10 +1,9 @@
-"""The vocabulary of an algorithm: phases that run at clients, verbs that reach them, values that
-stay where they are.
+"""Vocabulary of an algorithm: phases at clients, verbs that reach clients, and kept values.
 
 A server algorithm is a frozen dataclass with an immutable State and two methods: `init(fed)` and
-`round(fed, state)`. It talks to clients only through `fed.mean(self.some_phase, **values)`:
-broadcast the values, run the phase on the cohort, average what comes back, by name. Nothing here
-knows how or where the clients are run.
+`round(fed, state)`. It communicates with clients only through `fed.mean(self.some_phase,
+**values)`: broadcast the values, run the phase on the cohort, and average the results by name. This
+module does not depend on how or where the clients run.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
 
 
 def phase(method: PhaseT) -> PhaseT:
-    """Mark `method(self, clients, **values) -> {name: rows or None}` as a phase, which clients may
-    run."""
+    """Mark `method(self, clients, **values) -> {name: rows or None}` as a phase for clients."""
     method.__is_phase__ = True  # type: ignore[attr-defined]
     return method
 
 
 def linear_phase(method: PhaseT) -> PhaseT:
-    """Mark a phase whose results are linear in the derivatives that it uses, and which keeps
-    nothing.
+    """Mark a phase that stores nothing and is linear in the derivatives that it uses.
 
     The mean of its results is then the same with every client's derivative or with their mean,
-    which is cheaper where all clients use one point.
+    which is cheaper if all clients use one point.
     """
     method.__is_linear__ = True  # type: ignore[attr-defined]
     return phase(method)
 
 
 class Kept:
-    """A placeholder for one row per client that never left its client. It can only be broadcast
-    back to the clients."""
+    """Placeholder for one row per client that never left its client.
+
+    It can only be broadcast back to the clients.
+    """
 
     def __init__(self, name: str, version: int, iteration: int = -1) -> None:
         self.name, self.version, self.iteration = name, version, iteration  # the outer iteration that made it
@@ -66,8 +65,10 @@ class Kept:
 
 
 class Sparse(NamedTuple):
-    """Rows with only `num_kept` non-zero entries each. A message holds those values and their
-    places (four bytes each)."""
+    """Rows with only `num_kept` non-zero entries each.
+
+    A message holds those values and their indices (four bytes each).
+    """
 
     rows: Tensor
     num_kept: int
@@ -78,13 +79,13 @@ Value = Variable | int | float | str | None  # numbers and words travel in the h
 
 
 class Cohort(NamedTuple):
-    """The share of the clients that take part in a round, and how they are drawn.
+    """Share of the clients that take part in a round, and the way they are drawn.
 
     Clients are drawn in proportion to their weight in a mean, so that the expectation of a cohort's
     mean is the weighted mean over all clients. With equal weights the draw is uniform.
-    `redraw="per_factor"` draws a new cohort at every `fed.resample()` of an algorithm;
-    `per_iteration` keeps one cohort for the whole outer iteration, which is cheaper and biases
-    products of client Hessians (the pages of algorithms that multiply them say so).
+    `redraw="per_factor"` draws a new cohort at every `fed.resample()` of an algorithm.
+    `redraw="per_iteration"` keeps one cohort for the whole outer iteration, which is cheaper but
+    biases products of client Hessians (see the pages of algorithms that multiply them).
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -110,7 +111,7 @@ class Cohort(NamedTuple):
 
 
 class Federation(Protocol):
-    """The verbs of a server algorithm."""
+    """Verbs of a server algorithm."""
 
     num_clients: int
     iteration: int
@@ -118,42 +119,43 @@ class Federation(Protocol):
     weights: Tensor  # (n,) how much each client counts in a mean over all clients, by client number
 
     def initial(self) -> tuple[Any, Any]:
-        """x and y at the start, each by its scope; no round."""
+        """Return the initial x and y, each placed by its scope, without a round."""
 
     def start(self, name: str) -> Any:
-        """The initial point of the space that the algorithm declares `name` in, as a sequence of
-        its own; no round."""
+        """Return the initial point of the space of `name` as a separate sequence, without a round."""
 
     def zeros(self, name: str) -> Any:
-        """A zero vector of the space that the algorithm declares `name` in; no round."""
+        """Return a zero vector of the space that the algorithm declares `name` in, without a round."""
 
     def mean(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
-        """Broadcast, run the phase on the cohort and average each result by name. One round, or
-        none if nothing travels up."""
+        """Broadcast, run the phase on the cohort and average each result by name.
+
+        This is one round, or none if no result is sent up.
+        """
 
     def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
-        """Return every client's own answer, as rows in the order of client numbers. One round.
+        """Return every client's own answer, as rows in the order of client numbers, in one round.
 
-        For methods that compare clients with each other; prefer `mean` wherever a sum is enough. A
-        matrix in `broadcast` sends each client its own row.
+        This verb is for methods that compare clients with each other; prefer `mean` if a sum is
+        enough. A matrix in `broadcast` sends each client its own row.
         """
 
     def resample(self) -> None:
-        """Allow a new cohort to be drawn here: the algorithm computes a factor that does not depend
-        on the last one."""
+        """Allow a new cohort to be drawn, because the next factor does not depend on the last one."""
 
     def draw(self, purpose: str, high: int) -> int:
         """Draw an integer in [0, high) from the server's own stream."""
 
 
 class Algorithm(Settings):
-    """The part that server and peer algorithms share.
+    """Common part of server and peer algorithms.
 
-    upper_space, lower_space: names of the sequences that live where x and y live; the engine keeps
-    them at the client where the problem says private or local.
-    decays: step sizes that a schedule scales.
-    warns, refuses: by scope, why the method is biased or meaningless for such a problem.
-    needs_everyone: every client must answer every call, so that cohorts are refused.
+    upper_space, lower_space: names of the sequences in the spaces of x and y; the engine keeps them
+        at the client if the problem declares the space private or local.
+    decays: names of the step sizes that a schedule scales.
+    warns: by scope, the reason why the method is biased for such a problem.
+    refuses: by scope, the reason why the method is meaningless for such a problem.
+    needs_everyone: whether every client must answer every call, so that cohorts are refused.
     lengths: by name, lengths of declared sequences that differ from the length of their space.
     """
 
@@ -177,7 +179,7 @@ class Algorithm(Settings):
         )
 
     def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
-        """Warnings by scope. Overridden where a setting changes them."""
+        """Return warnings by scope; an algorithm overrides this if a setting changes them."""
         return self.warns
 
     def _repr_html_(self) -> str:
@@ -214,20 +216,20 @@ class Algorithm(Settings):
 
 class ServerAlgorithm(Algorithm):
     def init(self, fed: Federation) -> Any:
-        """The state before the first outer iteration."""
+        """Return the state before the first outer iteration."""
         raise NotImplementedError
 
     def round(self, fed: Federation, state: Any) -> Any:
-        """One outer iteration."""
+        """Run one outer iteration and return the new state."""
         raise NotImplementedError
 
 
 class Peers(Protocol):
-    """The verbs of a peer algorithm. It runs at every peer at once: a value is a matrix with one
-    row per peer hosted in this process.
+    """Verbs of a peer algorithm, which runs at every peer at once.
 
-    Rows are given by name, because the scopes decide by name which rows travel: a private upper
-    variable or a local lower variable is returned unchanged.
+    A value is a matrix with one row per peer hosted in this process. Rows are given by name,
+    because the scopes decide by name which rows are sent: a private upper variable or a local lower
+    variable is returned unchanged.
     """
 
     num_clients: int
@@ -238,38 +240,46 @@ class Peers(Protocol):
     scopes: Scopes
 
     def travels(self, name: str) -> bool:
-        """Whether rows of that name may leave their peer."""
+        """Return whether rows of that name may leave their peer."""
 
     def initial(self) -> tuple[Tensor, Tensor]:
-        """x and y at the start, one row each per peer."""
+        """Return the initial x and y, each with one row per peer."""
 
     def zeros(self, name: str) -> Tensor:
-        """Zero rows of the space that the algorithm declares `name` in."""
+        """Return zero rows of the space that the algorithm declares `name` in."""
 
     def steps(self, num: int) -> list[Any]:
-        """`num` steps, each with its own minibatches."""
+        """Return `num` steps, each with its own minibatches."""
 
     def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
-        """Take one step of Push-Sum: every peer divides its rows and its weight among its receivers
-        of this step. Returns weights, then rows."""
+        """Take one step of Push-Sum, and return weights, then rows.
+
+        Every peer divides its rows and its weight among its receivers of this step.
+        """
 
     def gossip(self, **rows: Tensor) -> Any:
-        """Take one doubly stochastic step. Returns a tensor, or a tuple for several names. Needs an
-        undirected network."""
+        """Take one doubly stochastic step, which needs an undirected network.
+
+        Return a tensor, or a tuple for several names.
+        """
 
     def mix(self, **rows: Tensor) -> Any:
-        """Average, weighted by `weights`, with the engine's operator. Returns a tensor, or a tuple
-        for several names."""
+        """Average with the engine's operator, weighted by `weights`.
+
+        Return a tensor, or a tuple for several names.
+        """
 
 
 class PeerAlgorithm(Algorithm):
-    """An algorithm between peers. `init` and `round` see rows. `uses` names the verbs, so that an
-    engine can check its network first."""
+    """Algorithm between peers, whose `init` and `round` operate on rows.
+
+    `uses` names the verbs, so that an engine can check its network first.
+    """
 
     uses: ClassVar[tuple[str, ...]] = ("push",)
 
     def verbs(self) -> tuple[str, ...]:
-        """The verbs that this algorithm uses. Overridden where a setting decides."""
+        """Return the verbs that this algorithm uses; override this if a setting determines them."""
         return self.uses
 
     def init(self, peers: Peers) -> Any:
@@ -281,8 +291,8 @@ class PeerAlgorithm(Algorithm):
     def regrouped(self, peers: Peers, state: Any) -> Any:
         """Return the state with which another group of peers resumes.
 
-        It is a new state at the peers' present points: weights and corrections that lost peers held
-        are void.
+        It is a new state at the peers' present points, because weights and corrections that lost
+        peers held are void.
         """
         return self.init(_At(peers, state.x, state.y))
 

@@ -1,15 +1,15 @@
-"""Averages between peers without a server: the operators behind the verb `mix`, and Push-Sum that
-survives lost messages.
+"""Averages between peers without a server: the operators of the verb `mix`, and robust Push-Sum.
 
 Robust Push-Sum keeps, for every edge, the sum of everything that was pushed along it. A message
-carries that sum and a number; the receiver adds the part that it has not seen. A lost message
-leaves mass parked on the edge, and the next message that arrives delivers it; late, doubled and
-reordered messages do no harm.
+carries that sum and a number; the receiver adds the part that it has not received before. The mass
+of a lost message stays on the edge until the next message that arrives delivers it. Late, duplicate
+and reordered messages do no harm.
 
 Reference: Hadjicostis, Vaidya, Dominguez-Garcia, "Robust distributed average consensus via exchange
 of running sums", IEEE TAC 2016; with delays and asynchrony: Spiridonoff, Olshevsky, Paschalidis,
-"Robust asynchronous stochastic gradient-push", JMLR 2020. There a node has one running sum for all
-its fixed receivers; receivers that change from step to step need one per edge, as here.
+"Robust asynchronous stochastic gradient-push", JMLR 2020. In these papers a node has one running
+sum for all its fixed receivers; receivers that change from step to step need one sum per edge, as
+here.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LEAST = 1e-6  # the least weight that a split may leave; weights are one on ave
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Settings):
-    """The operator behind the verb `mix`.
+    """Operator of the verb `mix`.
 
-    exact: the mean itself, as if every peer sent its row to every other.
+    exact: the mean itself, as if every peer sent its row to every other peer.
     gossip: doubly stochastic steps, for undirected networks.
-    push_sum: column-stochastic steps of rows and weights, for any network that connects.
+    push_sum: column-stochastic steps of rows and weights, for any network that connects all peers.
     robust: Push-Sum with running sums, for networks that lose or delay messages.
 
     >>> import fedbilevel as fb
@@ -66,15 +66,14 @@ class Averaging(Settings):
 
     @property
     def steps(self) -> int:
-        """The number of steps of an average that has no limit."""
+        """Number of steps of an average without a limit on the disagreement."""
         return STEPS if self.num_steps is None else self.num_steps
 
     def limit(self, dtype: torch.dtype) -> float | None:
-        """The disagreement at which an average of such rows ends, relative to the largest row; None
-        where a number of steps ends it.
+        """Return the disagreement at which an average ends, relative to the largest row.
 
-        A robust average without either setting ends as between real peers, which cannot count steps
-        together.
+        The result is None if a number of steps ends the average. A robust average without either
+        setting ends by disagreement, as between real peers, which cannot count steps together.
         """
         is_open = self.kind == "robust" and self.num_steps is None and self.tolerance is None
         return TOLERANCE[dtype] if is_open else self.tolerance
@@ -101,8 +100,11 @@ class Message(NamedTuple):
 
 
 class RunningSums:
-    """One peer of robust Push-Sum. Its mass is the row and its weight in one float64 vector;
-    `mass[:-1] / mass[-1]` tends to the average."""
+    """One peer of robust Push-Sum.
+
+    The mass is the row and its weight in one float64 vector; `mass[:-1] / mass[-1]` tends to the
+    average.
+    """
 
     def __init__(self, number: int, row: Tensor, weight: float = 1.0) -> None:
         self.number = number
@@ -115,12 +117,14 @@ class RunningSums:
         return self.mass[:-1] / self.mass[-1]
 
     def wake(self, receivers: Iterable[int]) -> list[Message]:
-        """Divide the mass between this peer and `receivers` (others), and return a message for each
-        of them.
+        """Divide the mass between this peer and the receivers, and return their messages.
 
-        Where nearly all messages are lost, mass leaves and none arrives. The rest must stay above
-        the rounding of the running sums, whose differences are added to it. So a small mass is not
-        divided, and the message repeats the sum, which still delivers parked mass.
+        If nearly all messages are lost, mass leaves this peer and none arrives. The remaining mass
+        must stay above the rounding of the running sums, whose differences are added to it. So a
+        small mass is not divided, and the message repeats the sum, which still delivers the mass on
+        the edge.
+
+        receivers: numbers of other peers.
         """
         receivers = list(receivers)
         splits = float(self.mass[-1]) >= _LEAST * (len(receivers) + 1)
@@ -133,18 +137,18 @@ class RunningSums:
         return messages
 
     def reclaim(self, peer: int) -> None:
-        """Undo all exchanges with a lost peer: take back everything pushed to it, give back
-        everything received from it.
+        """Undo all exchanges with a lost peer.
 
-        When all remaining peers have done so, their masses sum to those at the start. The weight
-        may be near zero or negative until a few messages have passed.
+        This peer takes back everything that it pushed to the lost peer, and gives back everything
+        that it received. When all remaining peers have done so, their masses sum to those at the
+        start. The weight may be near zero or negative until a few messages have passed.
         """
         for book, sign in ((self.sent, 1), (self.got, -1)):
             if peer in book:
                 self.mass = self.mass + sign * book.pop(peer)[1]
 
     def receive(self, message: Message) -> bool:
-        """Add a message. Returns False if it is not newer than the newest one from that sender."""
+        """Add a message if it is newer than all others of its sender; return whether it is."""
         count, total = self.got.get(message.sender, (0, torch.zeros_like(self.mass)))
         if message.number <= count:
             return False
@@ -154,8 +158,10 @@ class RunningSums:
 
 
 def parked(peers: Sequence[RunningSums]) -> Tensor:
-    """Mass that was sent and has not arrived, over all edges. The mass of all peers plus this never
-    changes."""
+    """Return the mass that was sent and has not arrived, summed over all edges.
+
+    The sum of this mass and the mass of all peers never changes.
+    """
     rest = torch.zeros_like(peers[0].mass)
     for peer in peers:
         for receiver, (_, total) in peer.sent.items():
@@ -166,7 +172,7 @@ def parked(peers: Sequence[RunningSums]) -> Tensor:
 
 
 def waiting(peers: Sequence[RunningSums]) -> Tensor:
-    """The value of the mass parked on the edges: one row, or no row where there is none.
+    """Return the value of the mass on the edges: one row, or no row if there is no such mass.
 
     Peers may agree with each other while this row differs. The average lies between all these rows,
     so it is reached only when this row agrees too.
@@ -177,7 +183,7 @@ def waiting(peers: Sequence[RunningSums]) -> Tensor:
 
 
 def spread(rows: Tensor, scale: Tensor) -> float:
-    """The largest distance of a peer from the middle, relative to `scale`."""
+    """Return the largest distance of a peer from the middle, relative to `scale`."""
     return float(
         torch.linalg.vector_norm(rows - rows.mean(0), dim=1).max() / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     )
@@ -186,11 +192,12 @@ def spread(rows: Tensor, scale: Tensor) -> float:
 def robust_steps(
     peers: Sequence[RunningSums], network: AnyNetwork, links: Links, start: int, charge: Callable[[Tensor], None]
 ) -> Callable[[], None]:
-    """Return a function that takes one step: some peers wake and push along the links of that step;
-    messages are lost, late and reordered.
+    """Return a function that takes one step with faults.
 
-    Faults are drawn per (seed, step, edge). `charge` receives the (n, n) matrix of messages sent,
-    including lost ones.
+    In a step, some peers push along the links of that step; messages are lost, late or reordered.
+    Faults are drawn per (seed, step, edge).
+
+    charge: function that receives the (n, n) matrix of messages sent, including lost messages.
     """
     n, stream = len(peers), Stream(network.seed)
     due: dict[int, list[Message]] = {}

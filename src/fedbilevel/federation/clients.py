@@ -1,5 +1,7 @@
-"""The clients of a cohort as a phase sees them: one row per client hosted in this process, their
-samples and derivatives."""
+"""Clients of a cohort as a phase uses them, with their samples and derivatives.
+
+Values have one row per client hosted in this process.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ _CHUNK, _CHUNK_THERE = (
 
 
 class Step:
-    """One local step. With unequal numbers of steps some clients finish before others: `where`
-    keeps their values."""
+    """One local step.
+
+    With unequal numbers of steps some clients finish before others; `where` keeps their values.
+    """
 
     def __init__(self, clients: Clients, schedule: _Schedule, index: int) -> None:
         self._clients, self._schedule, self.index = clients, schedule, index
@@ -39,14 +43,15 @@ class Step:
 
     @property
     def active(self) -> Tensor | None:
-        """(k,) on the host: clients that still step; None: all of them."""
+        """Flags (k,) on the CPU of the clients that still take steps; None means all clients."""
         return None if self._schedule.equal else self._schedule.taus > self.index
 
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
-        """Samples of `role` from the stream `purpose`. Repeated calls return the same object, so
-        that two evaluations share their samples.
+        """Return samples of `role` from the stream `purpose`.
 
-        times: the number of batches to join into one.
+        Repeated calls return the same object, so that two evaluations share their samples.
+
+        times: number of batches to join into one.
         """
         size = self._clients.batch_size(role)
         key = (role, "", 1) if size is None else (role, purpose, times)  # all samples: one batch, whatever it is for
@@ -67,7 +72,7 @@ class Step:
 
 
 class _Schedule:
-    """The steps of one phase. Indices are drawn for a chunk of steps at a time."""
+    """Steps of one phase, with indices drawn for several steps at a time."""
 
     def __init__(self, clients: Clients, taus: Tensor, longest: int) -> None:
         self.clients, self.taus = clients, taus
@@ -95,7 +100,7 @@ class _Schedule:
 
 
 class Bill:
-    """Charges that every client of a phase owes alike: counted here, and paid once."""
+    """Charges that are equal for all clients of a phase, counted here and charged once."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -117,8 +122,10 @@ class Bill:
 
 
 class Clients:
-    """k >= 0 clients of the cohort. Vectors are `(d,)` when shared and `(k, d)` when each client
-    has its own."""
+    """The k >= 0 clients of the cohort.
+
+    Vectors are `(d,)` if all clients share a vector and `(k, d)` if each client has its own.
+    """
 
     def __init__(
         self,
@@ -143,12 +150,12 @@ class Clients:
 
     @property
     def ids(self) -> Tensor:
-        """The clients' numbers."""
+        """Numbers of the clients."""
         return self._ids
 
     @property
     def iteration(self) -> int:
-        """The outer iteration."""
+        """Number of the outer iteration."""
         return int(self._when[0])
 
     @property
@@ -165,12 +172,15 @@ class Clients:
         return len(self.positions)
 
     def rows(self, *vectors: Tensor) -> Any:
-        """One row per client: a view of a shared vector, or the rows themselves."""
+        """Return one row per client: views of a shared vector, or the rows themselves."""
         rows = tuple(v.expand(len(self), -1) if v.ndim == 1 else v for v in vectors)
         return rows if len(rows) > 1 else rows[0]
 
     def steps(self, num: int | tuple[int, ...]) -> list[Step]:
-        """`num` local steps each, or one number per client of the federation."""
+        """Return the local steps of the clients.
+
+        num: number of steps of every client, or one number per client of the federation.
+        """
         if isinstance(num, tuple) and len(num) != self.num_clients:
             raise SettingError(
                 f"{len(num)} numbers of local steps for {self.num_clients} clients: give one number, or one per client."
@@ -186,7 +196,7 @@ class Clients:
         )
 
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
-        """(k,) integers in [0, high), each from its client's own stream."""
+        """Return (k,) integers in [0, high), each from its client's own stream."""
         many = torch.full((len(self),), high)
         iteration, call = self._when
         return self.host.stream.integers(
@@ -200,8 +210,10 @@ class Clients:
         return size[OUTSIDE] if outside and OUTSIDE in size else size.get(role)
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
-        """(k, len(steps), width) sample numbers: drawn with replacement, or taken in an order that
-        is drawn again for every pass."""
+        """Return (k, len(steps), width) sample numbers.
+
+        They are drawn with replacement, or taken in an order that is drawn again for every pass.
+        """
         if self._ids_there is None:
             self._ids_there = self._ids.to(self.device)
         data, stream, (iteration, call) = self.host.data, self.host.stream, self._when
@@ -250,7 +262,7 @@ class Clients:
     def directions(
         self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(f_x - J u, g_y, H u - f_y), each derivative on its own batch or several on one."""
+        """Return (f_x - J u, g_y, H u - f_y), in which derivatives may share batches."""
         by_batch: dict[int, tuple[Batch, list[str]]] = {}
         for batch, column in ((gy, "gy"), (fx, "fx"), (fy, "fy"), (ju, "jvp"), (hu, "hvp")):
             by_batch.setdefault(id(batch), (batch, []))[1].append(column)
@@ -259,8 +271,11 @@ class Clients:
         return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
 
     def _once(self, kind: str, x: Tensor, y: Tensor, batch: Batch, evaluate: Callable[..., Tensor]) -> Tensor:
-        """Compute two gradients at the same point once. The first step of a variance-reduced phase
-        needs both and, as in the papers, pays for both."""
+        """Compute two equal gradients at the same point once.
+
+        The first step of a variance-reduced phase needs both and, as in the papers, is charged for
+        both.
+        """
         if self.bill is None:
             return evaluate(x, y, batch, shares=self.shares)
         last, versions = self._last, (x._version, y._version)
@@ -288,7 +303,7 @@ class Clients:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory: the same vector, as itself or as every row."""
+    """Return whether both tensors are the same memory: one vector, as itself or as every row."""
     one, other = one_row(one), one_row(other)
     return one is other or (
         one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -1,5 +1,4 @@
-"""The clients that live in this process: their data, oracle, memory and kept values, and the one
-executor of phases."""
+"""Clients hosted in this process, and the only executor of phases."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ from fedbilevel.problem.problem import Problem
 
 
 class Host(Population):
-    """The clients hosted in this process: their data, oracle, memory and kept values. Every engine
-    runs phases through a host."""
+    """Clients hosted in this process: their data, oracle, memory and kept values.
+
+    Every engine runs phases through a host.
+    """
 
     def __init__(
         self,
@@ -71,10 +72,10 @@ class Host(Population):
         *,
         pays: bool = True,
     ) -> dict[str, Tensor | Sparse | None]:
-        """Run a phase and check its results. All engines use this method.
+        """Run a phase and check its results; all engines use this method.
 
-        weights: given where only means weighted by them are needed. pays: False for a phase that is
-        run again to find an error.
+        weights: weights of the clients, if only means weighted by them are needed.
+        pays: whether the phase is charged; False if it is run again to find an error.
         """
         method = getattr(self.algorithm, name, None)
         if not getattr(method, "__is_phase__", False):
@@ -107,7 +108,7 @@ class Host(Population):
     def _suspect(
         self, name: str, result: Mapping[str, Tensor | Sparse | None], positions: Tensor
     ) -> tuple[str, int] | None:
-        """Check the shapes of a result; the name and the client of a value that is not finite, or None."""
+        """Check the shapes of a result; return the name and client of a non-finite value, or None."""
         for key, value in result.items():
             if value is None:
                 continue
@@ -129,8 +130,10 @@ class Host(Population):
         return None
 
     def check(self) -> None:
-        """Raise an error if a replayed phase returned a value that is not finite. Called once per
-        outer iteration, because it waits for the device."""
+        """Raise an error if a replayed phase returned a value that is not finite.
+
+        Engines call this once per outer iteration, because it waits for the device.
+        """
         if self.captures is not None:
             suspect = self.captures.suspect()
             if suspect is not None:
@@ -141,7 +144,7 @@ class Host(Population):
                     self.captures = captures
 
     def _shares(self, weights: Tensor) -> Tensor:
-        """Weights that sum to one, on the device of the data."""
+        """Return weights that sum to one, on the device of the data."""
         k = len(weights)
         if bool((weights != 1).any()) or k == 0:
             return (weights.double() / weights.sum()).to(self.device, self.dtype)

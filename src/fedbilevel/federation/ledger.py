@@ -1,13 +1,12 @@
 """Costs, counted from messages through the verbs and from calls of the oracle.
 
 Every column is one int64 count per client. A round is one aggregation up and the broadcast that
-follows it; a message down with no aggregation belongs to the round before. Between peers a round is
-one step in which messages pass; every message is charged once, to its sender, and to its edge.
-Values that never leave a client are never charged.
+follows it; a message down without an aggregation belongs to the previous round. Between peers a
+round is one step in which messages pass; every message is charged once, to its sender and to its
+edge. Values that never leave a client are never charged.
 
-Costs are also kept by phase, summed over clients: every charge belongs to the running phase,
-between peers to the current exchange; computations of peers outside of an exchange belong to
-"local".
+Costs are also kept by phase, summed over clients: every charge belongs to the running phase or,
+between peers, to the current exchange. Computations of peers outside an exchange belong to "local".
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOCAL, EARLIER = (
 
 @dataclass
 class _Sent:
-    """Messages along the same links and of the same size, counted."""
+    """Number of messages along the same links and of the same size."""
 
     sent: Tensor  # held, so that its id is not given to another tensor
     version: int
@@ -47,7 +46,10 @@ class _Sent:
 
 
 class Totals(dict[str, int]):
-    """Costs summed over clients. phases: the same by phase."""
+    """Costs summed over clients.
+
+    phases: the same costs by phase.
+    """
 
     def __init__(
         self,
@@ -70,11 +72,11 @@ class Totals(dict[str, int]):
 
 
 class Ledger:
-    """The costs of one run.
+    """Costs of one run.
 
-    Columns: floats and bytes up and down; calls of grad_y g, grad_x g, grad_x f, grad_y f, H v, J
-    v; samples evaluated (each evaluation of a batch counts its samples once, whichever derivatives
-    it yields).
+    The columns are floats and bytes up and down, calls of grad_y g, grad_x g, grad_x f, grad_y f, H
+    v and J v, and samples evaluated. Each evaluation of a batch counts its samples once, for any
+    number of derivatives.
     """
 
     def __init__(self, num_clients: int) -> None:
@@ -91,7 +93,7 @@ class Ledger:
 
     @property
     def edges(self) -> dict[str, Tensor]:
-        """(sender, receiver), only where peers send to each other."""
+        """Counts by (sender, receiver), only if peers send to each other."""
         for floats, num_bytes in dict.fromkeys(key[1:] for key in self._open):
             self._edges = self._edges or {
                 name: torch.zeros(self.num_clients, self.num_clients, dtype=torch.int64) for name in EDGES
@@ -107,7 +109,7 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Charge the phase of that name meanwhile."""
+        """Charge costs to the phase of that name within this context."""
         before, self._phase = self._phase, phase
         self.since.setdefault(phase, Counter())  # also at a rank that has no client in it
         try:
@@ -124,8 +126,7 @@ class Ledger:
 
     @property
     def phases(self) -> dict[str, Counter[str]]:
-        """Costs by phase, in the order in which the phases first ran, without phases that cost
-        nothing."""
+        """Costs by phase, in the order of first runs, without phases that cost nothing."""
         both = {
             name: self._before.get(name, Counter()) + self.since.get(name, Counter())
             for name in (*self._before, *self.since)
@@ -145,8 +146,12 @@ class Ledger:
         self.charge(f"bytes_{direction}", ids, floats * itemsize)
 
     def charge_edges(self, sent: Tensor, floats: int, num_bytes: int) -> None:
-        """Charge messages: `sent[i, j]` from i to j, each of so many floats and bytes. They are
-        added up when `edges` is read."""
+        """Charge messages, which are added up when `edges` is read.
+
+        sent: matrix of messages; `sent[i, j]` is a message from i to j.
+        floats: number of floats in each message.
+        num_bytes: number of bytes in each message.
+        """
         key = (id(sent), floats, num_bytes)
         known = self._open.get(key)
         if known is None or known.version != sent._version:
@@ -178,8 +183,11 @@ class Ledger:
         return self.totals()._repr_html_()
 
     def asdict(self) -> dict[str, Any]:
-        """All costs as plain numbers: summed over clients, by phase, by client and, between peers,
-        by sender and receiver."""
+        """Return all costs as plain numbers.
+
+        Costs are summed over clients, by phase, by client and, between peers, by sender and
+        receiver.
+        """
         totals, by_client = self.totals(), {name: column.tolist() for name, column in self.columns.items()}
         return {
             "totals": totals,

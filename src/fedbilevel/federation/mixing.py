@@ -1,4 +1,4 @@
-"""One exchange of rows between peers, and symmetric shares that make it an average.
+"""One exchange of rows between peers, and symmetric shares that make the exchange an average.
 
     new_i = sum_j receive[i, j] * (send[j] * row_j)
 
@@ -21,9 +21,9 @@ _CELLS_ELSEWHERE = 2**24  # on a GPU, where a call costs more
 class Mixing:
     """One exchange between peers: new_i = sum_j receive[i, j] (send[j] row_j).
 
-    Each message is rounded to the type of the rows; sums are in float64 in the order of the
-    senders, rounded once. Columns are taken a few at a time, as many as the cache holds in float64:
-    a row is then read from memory once, however many peers receive it.
+    Each message is rounded to the type of the rows. Sums are computed in float64 in the order of
+    the senders and rounded once. Columns are processed a few at a time, as many as fit in the cache
+    in float64, so a row is read from memory once for any number of receivers.
     """
 
     def __init__(self, adjacency: Tensor, receive: Tensor, send: Tensor) -> None:
@@ -39,26 +39,31 @@ class Mixing:
 
     @cached_property
     def sent(self) -> Tensor:
-        """(n, n) bool: the messages between different peers."""
+        """Flags (n, n) of the messages between different peers."""
         return self.adjacency & ~torch.eye(len(self.adjacency), dtype=torch.bool)
 
     @property
     def matrix(self) -> Tensor:
-        """float64 (n, n): new rows = matrix @ rows."""
+        """Matrix (n, n) in float64 such that new rows = matrix @ rows."""
         return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
 
     def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
-        """New rows of all peers, or of `receivers`. into: memory for the result, not `rows`
-        themselves; a new matrix is slower than the sums."""
+        """Return the new rows of all peers, or of `receivers`.
+
+        into: memory for the result, other than `rows`; allocating a new matrix takes longer than
+            the sums.
+        """
         return self._product(rows, receivers, into, divides=True)
 
     def message(self, row: Tensor, sender: int) -> Tensor:
-        """The message that `sender` makes of its row."""
+        """Return the message that `sender` computes from its row."""
         return (row.double() * float(self.send[sender])).to(row.dtype)
 
     def received(self, messages: Tensor, receivers: Tensor | None = None) -> Tensor:
-        """The result of a call, from messages, one row per sender. Messages that no requested
-        receiver uses may be zero."""
+        """Return the result of a call from messages, one row per sender.
+
+        Messages that no requested receiver uses may be zero.
+        """
         return self._product(messages, receivers, None, divides=False)
 
     def _product(self, rows: Tensor, receivers: Tensor | None, into: Tensor | None, *, divides: bool) -> Tensor:
@@ -99,8 +104,10 @@ class Mixing:
 
 
 def _partners(receive: Tensor) -> Tensor | None:
-    """(n,) the sender whose message each peer adds to its own row, where every peer has one such
-    sender; else None."""
+    """Return the (n,) senders whose messages peers add to their own rows, or None.
+
+    The result is None unless every peer has exactly one such sender and all shares are one.
+    """
     receive = receive.coalesce()
     receivers, senders = receive.indices()
     own, other = (receivers == senders).nonzero()[:, 0], (receivers != senders).nonzero()[:, 0]
@@ -118,7 +125,10 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def metropolis(adjacency: Tensor) -> Tensor:
-    """Symmetric shares 1 / (1 + the larger degree of the two ends); the rest stays at the peer."""
+    """Return symmetric shares 1 / (1 + the larger degree of the two ends).
+
+    The rest of the weight stays at the peer.
+    """
     links = adjacency.double().fill_diagonal_(0)
     degrees = links.sum(1)
     shares = links / (1 + torch.maximum(degrees[:, None], degrees[None, :]))
@@ -126,13 +136,13 @@ def metropolis(adjacency: Tensor) -> Tensor:
 
 
 def fastest_mixing(adjacency: Tensor, *, num_steps: int = 400) -> Tensor:
-    """Symmetric non-negative shares with a small second largest |eigenvalue|, by projected
-    subgradient steps from Metropolis shares.
+    """Return symmetric non-negative shares with a small second largest |eigenvalue|.
 
-    Boyd, Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is
-    a semidefinite programme; their subgradient method is enough here, because any iterate is a
-    valid matrix and the best one is kept. Where the links leave islands, each island mixes by
-    itself.
+    The shares come from projected subgradient steps that start at Metropolis shares. Boyd,
+    Diaconis, Xiao, "Fastest mixing Markov chain on a graph", SIAM Review 2004: the optimum is a
+    semidefinite programme; their subgradient method is enough here, because any iterate is a valid
+    matrix and the best iterate is kept. If the network has several components, each component mixes
+    by itself.
     """
     import networkx as nx
 

@@ -1,7 +1,7 @@
-"""Networks of peers without a server: which peer can send to which, at every step.
+"""Networks of peers without a server: the receivers of every peer at every step.
 
-A network is a pure function of (seed, step). `adjacency(step)[i, j]` is True where i sends to j;
-every peer sends to itself. `mixing` computes the effect of one exchange on the rows.
+A network is a pure function of (seed, step). `adjacency(step)[i, j]` is True if i sends to j; every
+peer sends to itself. `mixing` computes the effect of one exchange on the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_DRAWN = 2**18  # and edges, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Settings):
-    """The networks that a name and a few numbers describe; `given` makes the others.
+    """Network that a name and a few numbers describe; `given` makes other networks.
 
     >>> import fedbilevel as fb
     >>> links = fb.Network(kind="ring").between(4)
@@ -92,7 +92,7 @@ class Network(Settings):
         return links
 
     def describe(self) -> dict[str, Any]:
-        """The settings, with a checksum of the file."""
+        """Return the settings, with a checksum of the file."""
         return {**self.asdict(), **({"content": zlib.crc32(Path(self.file).read_bytes())} if self.file else {})}
 
     def _adjacency(self, n: int) -> Callable[[int], Tensor]:
@@ -134,12 +134,12 @@ class Network(Settings):
         return lambda _step: fixed
 
     def _uniform(self, purpose: str, steps: range, n: int) -> Tensor:
-        """(n, len(steps), n) in [0, 1): row i is addressed to peer i."""
+        """Return (n, len(steps), n) numbers in [0, 1); row i is drawn for peer i."""
         return Stream(self.seed).first_bits(purpose, torch.arange(n), iterations=steps, width=n).double() / 2**32
 
 
 class GivenNetwork:
-    """A network that the user describes as a function of the step."""
+    """Network that the user describes as a function of the step."""
 
     faulty, loss, max_delay, activity, seed = False, 0.0, 0, 1.0, 0
 
@@ -165,13 +165,16 @@ AnyNetwork = Network | GivenNetwork
 
 
 def given(num_peers: int, out: Callable[[int], Any], *, directed: bool = True, shares: str = "auto") -> GivenNetwork:
-    """Make a network from a function: `out(step)` returns an (n, n) matrix whose entry (i, j) is
-    True where i sends to j. It must depend on the step alone."""
+    """Make a network from a function of the step.
+
+    out: function of the step alone that returns an (n, n) matrix; entry (i, j) is True if i sends
+        to j.
+    """
     return GivenNetwork(num_peers, out, directed=directed, shares=shares)
 
 
 class Links:
-    """A network between a known number of peers."""
+    """Network between a known number of peers."""
 
     period: int | None = None  # steps after which it repeats, if it does
 
@@ -192,7 +195,7 @@ class Links:
         return self.shares != "out_degree"
 
     def adjacency(self, step: int) -> Tensor:
-        """(n, n) bool with self-loops."""
+        """Return the (n, n) flags of the links, with self-loops."""
         links = torch.as_tensor(self._out(step)).bool()
         if links.shape != (self.num_peers, self.num_peers):
             raise NetworkError(
@@ -227,10 +230,10 @@ class Links:
 
     @cached_property
     def connected_within(self) -> int:
-        """The number of steps after which the links together let every peer reach every other.
+        """Number of steps after which every peer can reach every other peer.
 
-        A network that does not repeat is checked a second time at later steps, so that links at the
-        start alone do not pass.
+        A network that does not repeat is checked a second time at later steps, so that a network
+        with links only at the start does not pass.
         """
         first = self._connects(0)
         if self.period is None:
@@ -238,8 +241,10 @@ class Links:
         return first
 
     def _connects(self, start: int) -> int:
-        """The number of steps from `start` until all peers are connected; an error names peers that
-        never are."""
+        """Return the number of steps from `start` until all peers are connected.
+
+        If some peers are never connected, the error names them.
+        """
         import networkx as nx
 
         links = torch.zeros(self.num_peers, self.num_peers, dtype=torch.bool)

@@ -1,20 +1,20 @@
 """Cohorts whose mean has the weighted mean over all clients as its expectation.
 
-Client i counts p_i = w_i / sum w in a mean over all clients. A cohort of m clients is drawn in
-proportion to these shares:
+Client i has the share p_i = w_i / sum w in a mean over all clients. A cohort of m clients is drawn
+in proportion to these shares:
 
     with replacement       m draws, each of client i with probability p_i
-    without replacement    client i is in the cohort with probability pi_i = min(1, c p_i), where c makes the sum m
+    without replacement    client i is in the cohort with probability pi_i = min(1, c p_i);
+                           c makes the sum m
 
-A member counts p_i / pi_i (Horvitz and Thompson, 1952), with replacement 1/m per draw. Both sum to
-one over every cohort that can be drawn, so that a cohort's mean is a convex combination: the mean
-of equal rows is that row, also where the rows are parameters. With equal weights the draw is
+A member has the weight p_i / pi_i (Horvitz and Thompson, 1952), or 1/m per draw with replacement.
+Both sum to one over every cohort that can be drawn, so a cohort's mean is a convex combination: the
+mean of equal rows is that row, even if the rows are parameters. With equal weights the draw is
 uniform.
 
 Without replacement the draw is systematic in a random order (Madow, 1949): lay the clients side by
-side, each as long as its weight, and take those that lie under m equidistant marks with a random
-start. Clients with m p_i >= 1 are in every cohort; the others are drawn for the places that are
-left.
+side, each as long as its weight, and take the clients under m equidistant marks with a random
+start. Clients with m p_i >= 1 are in every cohort; the others are drawn for the remaining places.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fedbilevel.problem.draws import SERVER, Stream
 
 
 class Sampler:
-    """Draws the cohorts of one federation.
+    """Sampler of the cohorts of one federation.
 
-    weights: (n,) whole numbers above 0, by client number: how much each client counts in a mean
-    over all clients.
-    member_weights: (n,) whole numbers, by client number: how much each client counts in the mean of
-    a cohort, per draw.
+    weights: (n,) positive integers by client number, the weight of each client in a mean over all
+        clients.
+    member_weights: (n,) integers by client number, the weight of each client per draw in the mean
+        of a cohort.
     """
 
     def __init__(self, cohort: Cohort, weights: Tensor) -> None:
@@ -55,8 +55,10 @@ class Sampler:
             )  # p_i / pi_i, times a constant
 
     def draw(self, stream: Stream, iteration: int, call: int) -> tuple[Tensor, Tensor]:
-        """Numbers of the clients in the cohort, and how often each was drawn. A function of the
-        arguments alone."""
+        """Return the numbers of the clients in the cohort, and how often each was drawn.
+
+        The result depends on the arguments alone.
+        """
         if self.replacement:
             words = _server_words(stream, "cohort", iteration, call, self.size)
             return torch.searchsorted(self._ends, words, right=True).unique(return_counts=True)
@@ -77,8 +79,10 @@ class Sampler:
 
 
 def always_in(weights: Tensor, size: int) -> Tensor:
-    """(n,) bool: clients whose share of the weight is a whole place or more, also after such
-    clients have taken theirs."""
+    """Return (n,) flags of the clients that are in every cohort.
+
+    Such a client's share of the weight is at least one place, after others have taken theirs.
+    """
     always = torch.zeros(len(weights), dtype=torch.bool)
     while True:
         places, total = size - int(always.sum()), int(weights[~always].sum())
@@ -89,8 +93,10 @@ def always_in(weights: Tensor, size: int) -> Tensor:
 
 
 def _ends(weights: list[int]) -> list[int]:
-    """Where each client's part of the 2**32 words ends, in Python's integers, which do not
-    overflow."""
+    """Return the end of each client's part of the 2**32 words.
+
+    Python's integers are used because they do not overflow.
+    """
     total = sum(weights)
     return [-(-(end << 32) // total) for end in itertools.accumulate(weights)]
 

@@ -9,12 +9,12 @@ from fedbilevel.errors import SettingError
 
 
 class Schedule(NamedTuple):
-    """Step sizes at outer iteration t are multiplied by ((offset + 1) / (offset + t))^power: 1 at t
-    = 1, constant for power 0.
+    """Factor of the step sizes at outer iteration t: ((offset + 1) / (offset + t))^power.
 
-    power 1/3 is the decay of the variance-reduced methods, 1/2 and 1 those of stochastic gradient
-    theory. Local drift of methods with several local steps is proportional to the step, so a
-    decaying step removes it.
+    The factor is 1 at t = 1, and always 1 for power 0. Power 1/3 is the decay of the
+    variance-reduced methods; 1/2 and 1 are the decays of stochastic gradient theory. The local
+    drift of methods with several local steps is proportional to the step, so a decaying step
+    removes it.
 
     >>> import fedbilevel as fb
     >>> falling = fb.Schedule(power=0.5, offset=0)

@@ -13,8 +13,10 @@ Rows = Tensor | tuple[Tensor, ...]
 
 @dataclass
 class _Shelf:
-    """The rows of one name: of all clients in order, or only of clients that have written, in the
-    order of their first write, with room for more."""
+    """Rows of one name, for all clients in order or only for clients that have written.
+
+    In the second case rows are in the order of first writes, with capacity for more rows.
+    """
 
     rows: Tensor
     slots: Tensor | None = None  # (n,) the place of a client's row, or -1; None: rows are those of all clients in order
@@ -24,8 +26,11 @@ class _Shelf:
 
 
 class Store:
-    """Rows by name, for hosted clients. Memory is used only for clients that have written; rows are
-    copied only when a part is written over shared rows."""
+    """Rows of hosted clients, by name.
+
+    Memory is used only for clients that have written. Rows are copied only when a part is written
+    over shared rows.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -34,7 +39,7 @@ class Store:
 
     @property
     def written(self) -> dict[str, Tensor]:
-        """(n,) bool by name: clients that have written."""
+        """Flags (n,) by name of the clients that have written."""
         everybody = torch.ones(self.num_rows, dtype=torch.bool)
         return {
             name: everybody if shelf.slots is None or shelf.common is not None else shelf.slots >= 0
@@ -43,8 +48,10 @@ class Store:
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """(n, d) by name, zeros for clients that have not written. For inspection: this may build a
-        matrix."""
+        """Rows (n, d) by name, zero for clients that have not written.
+
+        This property is for inspection, because it may build a matrix.
+        """
         return {name: self._whole(shelf) for name, shelf in self._shelves.items()}
 
     def read(self, name: str, positions: Tensor, default: Tensor) -> Tensor:
@@ -60,8 +67,10 @@ class Store:
         return self._taken(shelf, positions, default)
 
     def own(self, name: str, positions: Tensor) -> Tensor:
-        """A copy of the rows of the clients at `positions`, in any order; all of them must have
-        written."""
+        """Return a copy of the rows of the clients at `positions`, in any order.
+
+        All of these clients must have written.
+        """
         shelf = self._shelves[name]
         return self._taken(shelf, positions, shelf.rows[:0])
 
@@ -95,7 +104,7 @@ class Store:
         self._shelves.clear()
 
     def _make_room(self, shelf: _Shelf, count: int) -> None:
-        """Double the room, so that a row is moved about once."""
+        """Double the capacity, so that a row is moved about once on average."""
         if count > len(shelf.rows):
             rows = shelf.rows.new_empty(max(count, min(2 * len(shelf.rows), self.num_rows)), shelf.rows.shape[1])
             rows[: shelf.count] = shelf.rows[: shelf.count]
@@ -126,8 +135,10 @@ class Store:
 
 
 class StoreView:
-    """A store as a phase sees it: the rows of its own clients. Reading needs a default, because a
-    client may be new."""
+    """View of a store for a phase: the rows of the phase's own clients.
+
+    Reading needs a default, because a client may be new.
+    """
 
     def __init__(self, store: Store, positions: Tensor) -> None:
         self._store, self._positions = store, positions

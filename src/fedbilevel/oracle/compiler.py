@@ -1,8 +1,8 @@
-"""Postpone the import of torch's compiler until it is used.
+"""Postponed import of torch's compiler, until the compiler is used.
 
-`torch.func.grad` imports it only to turn compiled autograd off, which costs 70 MB and a second in
-every process. Compiled autograd cannot be on before the compiler is imported, so until then there
-is nothing to turn off.
+`torch.func.grad` imports the compiler only to turn compiled autograd off, which costs 70 MB and a
+second in every process. Compiled autograd cannot be on before the compiler is imported, so until
+then there is nothing to turn off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OFF = SimpleNamespace(_disable=contextlib.nullcontext)
 
 
 class _Postponed:
-    """Replaces `torch._dynamo` until its import, which sets the real module."""
+    """Replacement of `torch._dynamo` until its import, which sets the real module."""
 
     @property
     def compiled_autograd(self) -> Any:
@@ -30,6 +30,6 @@ class _Postponed:
 
 
 def postpone() -> None:
-    """Let torch.func work without the compiler until it is imported."""
+    """Let torch.func work without the compiler until the compiler is imported."""
     if "torch._dynamo" not in sys.modules:
         setattr(torch, "_dynamo", _Postponed())  # noqa: B010 - mypy refuses a plain assignment

@@ -43,7 +43,7 @@ def upper_grads(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
 def _product(gradient: Callable[..., Tensor], v: Tensor, *points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the derivatives of gradient(*points) . v by the points, and gradient(*points).
 
-    `vjp` does the same, but imports sympy to compare two shapes.
+    `vjp` computes the same values, but imports sympy to compare two shapes.
     """
 
     def dotted(*at: Tensor) -> tuple[Tensor, Tensor]:

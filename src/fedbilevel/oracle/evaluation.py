@@ -1,19 +1,19 @@
 """Evaluation of one derivative for k clients: in one pass, one by one, or as one mean.
 
-Ways of evaluating, all with the same numbers up to rounding:
+There are three ways of evaluation, with the same numbers up to rounding:
 
     vmap     all clients in one pass, or as many at a time as the memory budget allows
-    loop     one client after the other: less memory, and faster where a client keeps the machine
-             busy by itself (convolutions on a CPU)
-    pooled   one derivative of the clients' weighted mean loss, where only the mean at a shared
+    loop     one client after the other: less memory, and faster if a single client keeps the
+             machine busy (convolutions on a CPU)
+    pooled   one derivative of the clients' weighted mean loss, if only the mean at a shared
              point is needed
 
-`auto` takes vmap, or pooled where possible, and measures the others once per derivative and shapes
-where a call is long. The choice is kept in `choices`, and in the checkpoint, so that a resumed run
-on the same number of processes continues with it. A derivative that is needed often is traced
-(`tracing`), which changes no number. `compiled` is `auto` with traces compiled by torch.compile:
-half the time of small derivatives, for some seconds at the start of a run, a compiler, and another
-rounding.
+`auto` takes vmap, or pooled if possible. If a call is long, `auto` measures the other ways once per
+derivative and shapes. The choice is kept in `choices` and in the checkpoint, so that a resumed run
+on the same number of processes uses the same way. A derivative that is needed often is traced
+(`tracing`), which changes no number. `compiled` is `auto` with traces compiled by torch.compile: it
+halves the time of small derivatives, but needs a compiler, takes some seconds at the start of a
+run, and rounds differently.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ class Evaluation:
         chunk_size: int | None,
         compiles: bool,
     ) -> None:
-        """per_sample: the losses (`upper`, `lower`) that return one value per sample, from
-        `check_losses`.
+        """Prepare the evaluation of the derivatives of a problem.
+
+        per_sample: losses (`upper`, `lower`) that return one value per sample, as `check_losses`
+            found.
         """
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
         self.per_sample = per_sample
@@ -70,7 +72,10 @@ class Evaluation:
         self.frozen = self.compiles_now = False
 
     def flat(self, loss: Loss, *, padded: bool = True) -> FlatLoss:
-        """padded: whether batches may hold padding, which costs a mask."""
+        """Return a loss as a function of flat vectors.
+
+        padded: whether batches may hold padding, which costs a mask.
+        """
         contract = self._contraction(loss, padded=padded)
 
         def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
@@ -81,9 +86,9 @@ class Evaluation:
         return flat
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
-        """Return how values per sample become one.
+        """Return a function that reduces values per sample to one value.
 
-        The form of the two losses is known, that of other functions is read from their results.
+        The form of the two losses is known; the form of other functions is read from their results.
         """
         forms = [label in self.per_sample for label in ("upper", "lower") if function is getattr(self.problem, label)]
         if not forms:
@@ -93,8 +98,9 @@ class Evaluation:
         return weighted if padded else mean
 
     def pooled(self, loss: Loss, *, padded: bool) -> FlatLoss:
-        """Return the weighted mean over clients, which multiplies with a shared matrix once for all
-        of them.
+        """Return the weighted mean loss over clients.
+
+        It multiplies with a shared matrix once for all clients.
         """
         each = vmap(self.flat(loss, padded=padded), in_dims=(None, None, 0))
 
@@ -171,16 +177,18 @@ class Plan:
                 )
 
     def _is_worth_tracing(self) -> bool:
-        """Exclude long calls, which were measured, and single clients, whose losses may branch on
-        values.
+        """Return whether to trace this derivative.
+
+        Long calls, which were measured, and single clients, whose losses may branch on values, are
+        not traced.
         """
         simple = self.way != "loop" and self.chunk is None and not self.untraceable
         return simple and not self.evaluation.frozen and self.label not in self.evaluation.choices
 
     def _settle(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
-        """Evaluate for the first time, and measure other ways where a call is long.
+        """Evaluate for the first time, and measure other ways if a call is long.
 
-        The first call of a process is always long, so only the second one counts.
+        The first call of a process is always long, so only the second call counts.
         """
         choices, long = self.evaluation.choices, self.evaluation.long
         self.settled, usual, device = True, self.way, vectors[0].device
@@ -229,7 +237,7 @@ class Plan:
 
 
 class _Trace:
-    """A derivative as a list of operations, with the fields that they read."""
+    """A derivative as a list of operations, with the fields that the operations read."""
 
     def __init__(
         self, evaluate: Callable[..., Any], vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None
@@ -265,7 +273,7 @@ class _Trace:
 
 
 def _try_compiler() -> None:
-    """Raise before a run, not in the middle of it, if there is no compiler."""
+    """Raise before a run, not during the run, if there is no compiler."""
     try:
         compiled(lambda one: (one + 1,))(torch.zeros(2))
     except Exception as error:  # a compiler may fail in any way; name it, keep the cause

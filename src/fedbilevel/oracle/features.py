@@ -19,16 +19,18 @@ _KEPT = 2**24  # bytes of samples whose backward pass is kept: the tensors insid
 
 
 class Pulled(NamedTuple):
-    """A batch of all samples with its features, and their backward pass to x, without a new forward
-    pass.
+    """Batch of all samples with its features, and their backward pass to x.
+
+    The backward pass needs no new forward pass.
     """
 
     batch: Batch
     back: Callable[[Tensor], Any]
 
     def join(self, parts: tuple[Tensor, Tensor], shares: Tensor | None) -> Tensor:
-        """Return the mean derivative by x in every row, from its parts by x alone and by the
-        features.
+        """Return the mean derivative by x in every row.
+
+        parts: derivatives by x alone and by the features.
         """
         direct, through = parts
         assert shares is not None
@@ -40,11 +42,11 @@ class Pulled(NamedTuple):
 
 
 class FeatureCache:
-    """Features, kept while x does not change.
+    """Cache of features while x does not change.
 
-    They are computed batch by batch until as many samples have been paid for as the cohort holds.
-    Then all of them are computed once, and batches are gathered from there. At worst this doubles
-    the cost of features.
+    Features are computed batch by batch until as many samples have been computed as the cohort
+    holds. Then the features of all samples are computed once, and batches are gathered from them.
+    At worst this doubles the cost of features.
     """
 
     def __init__(self, evaluation: Evaluation, buys: Collection[str] = (), *, keeps_backs: bool = True) -> None:
@@ -87,9 +89,7 @@ class FeatureCache:
         return found
 
     def pulled(self, x: Tensor, batch: Batch) -> Pulled | None:
-        """Return a batch of all samples of a cohort whose backward pass at this x is known, or
-        None.
-        """
+        """Return all samples of a cohort if their backward pass at this x is known, or None."""
         known = (
             x is self.x
             and x._version == self.version
@@ -101,8 +101,9 @@ class FeatureCache:
         return Pulled(self.attach(x, batch), self.backs[batch.role])
 
     def _compute(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features of all samples of these clients and this role, client after client,
-        and the offset of each client.
+        """Return the features of all samples, client after client, and the offset of each client.
+
+        batch: batch that names the clients and the role.
         """
         evaluation, features = self.evaluation, self.evaluation.problem.features
         assert features is not None
@@ -126,9 +127,7 @@ class FeatureCache:
         return padded.flatten(0, 1), torch.arange(len(batch), device=x.device)[:, None] * padded.shape[1]
 
     def _of_equal_clients(self, of: Callable[..., Tensor], x: Tensor, batch: Batch, at_once: int) -> Tensor:
-        """Compute the features of clients with equal numbers of samples at one x as one long row of
-        samples.
-        """
+        """Compute features at one x of clients with equally many samples, joined to one row."""
         row = {name: value.flatten(0, 1).split(at_once) for name, value in batch.whole().fields.items()}
         size = len(batch) * batch.data.sizes[batch.role][batch.positions[0]] * batch.fields.sample_bytes()
         if self.keeps_backs and size <= _KEPT:

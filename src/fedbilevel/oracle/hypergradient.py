@@ -1,11 +1,12 @@
-"""The hypergradient from all data of all clients at once, with a residual; the reference for every
-federated estimator.
+"""Hypergradient from all data of all clients at once, with a residual.
 
-    grad Phi = mean f_x - (mean J) u,   (mean H) u = mean f_y      at y*(x)        global lower level
-    grad Phi = mean (f_x,i - J_i u_i),   H_i u_i = f_y,i           at y_i*(x)      local lower level
+It is the reference for every federated estimator:
 
-Linear systems are solved for r right-hand sides at once: r = 1 for a global lower level, one per
-client for a local one.
+    grad Phi = mean f_x - (mean J) u,   (mean H) u = mean f_y    at y*(x)      global lower level
+    grad Phi = mean (f_x,i - J_i u_i),   H_i u_i = f_y,i         at y_i*(x)    local lower level
+
+Linear systems are solved for r right-hand sides at once: r = 1 for a global lower level, and one
+right-hand side per client for a local lower level.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def project(rows: Tensor, radius: float | None) -> Tensor:
 
 
 class Solution(NamedTuple):
-    """u, its residual |H u - b| / |b| (the largest over systems), and the number of products H v."""
+    """Solution u, its largest residual |H u - b| / |b|, and the number of products H v."""
 
     u: Tensor
     residual: float
@@ -47,7 +48,7 @@ def _certified(product: Product, b: Tensor, u: Tensor, num_products: int) -> Sol
 
 
 def solve_exact(product: Product, b: Tensor) -> Solution:
-    """Solve with a dense matrix: one product per column, then a factorisation. For small d."""
+    """Solve a small system with a dense matrix: one product per column, then a factorisation."""
     columns = [product(unit.expand_as(b)) for unit in torch.eye(b.shape[1], dtype=b.dtype, device=b.device)]
     matrix = torch.stack(columns, dim=2)
     return _certified(product, b, torch.linalg.solve(matrix, b[:, :, None])[:, :, 0], b.shape[1])
@@ -56,7 +57,7 @@ def solve_exact(product: Product, b: Tensor) -> Solution:
 def solve_cg(
     product: Product, b: Tensor, *, tolerance: float = 1e-10, max_products: int | None = None, u0: Tensor | None = None
 ) -> Solution:
-    """Solve by conjugate gradients; raise where H is not positive definite."""
+    """Solve by conjugate gradients; raise an error if H is not positive definite."""
     u = torch.zeros_like(b) if u0 is None else u0
     r = b.clone() if u0 is None else b - product(u)
     p, rr = r, (r * r).sum(1, keepdim=True)
@@ -90,9 +91,11 @@ def solve_neumann(
     tolerance: float = 1e-10,
     max_products: int = 10_000,
 ) -> Solution:
-    """Sum step * sum_{j < num_terms} (I - step H)^j b, with the error (1 - step mu)^num_terms.
+    """Return step * sum_{j < num_terms} (I - step H)^j b.
 
-    num_terms: None stops when a term is small against the first.
+    The error is (1 - step mu)^num_terms.
+
+    num_terms: number of terms; None stops when a term is small relative to the first term.
     """
     if num_terms is not None and num_terms < 1:
         raise SettingError(f"num_terms is {num_terms}, expected at least 1.")
@@ -133,7 +136,7 @@ def solve_fixed_point(
 
 
 def _reachable(tolerance: float, like: Tensor) -> float:
-    """Return the tolerance, or the smallest that the number type allows."""
+    """Return the tolerance, or the smallest tolerance that the number type allows."""
     return max(tolerance, 100 * torch.finfo(like.dtype).eps if like.dtype != torch.float64 else 0.0)
 
 
@@ -147,7 +150,7 @@ def _step(product: Product, b: Tensor, step: float | None) -> tuple[float, int]:
 
 
 def start_vector(like: Tensor) -> Tensor:
-    """Return the fixed start (d,) of power iterations, which no special direction is orthogonal to."""
+    """Return the fixed start (d,) of power iterations, not orthogonal to special directions."""
     return torch.linspace(1.0, 2.0, like.shape[-1], dtype=like.dtype, device=like.device).cos()
 
 
@@ -177,10 +180,10 @@ SOLVERS: dict[str, Callable[..., Solution]] = {
 
 
 class Hypergradient(NamedTuple):
-    """The hypergradient and the quality of its linear system.
+    """Hypergradient and the quality of its linear system.
 
-    value: (d_x,) for a shared x; for a private x one row f_x,i - J_i u per client, without the
-        client's weight in the mean.
+    value: (d_x,) tensor for a shared x; for a private x one row f_x,i - J_i u per client, without
+        the client's weight in the mean.
     """
 
     value: Tensor
@@ -194,7 +197,7 @@ def hypergradient(
 ) -> Hypergradient:
     """Return the hypergradient at (x, y) over all data of all clients.
 
-    It is exact when y = y*(x) and the residual is zero.
+    The result is exact if y = y*(x) and the residual is zero.
     """
     if method not in SOLVERS:
         raise SettingError(f"method is {method!r}, expected one of {', '.join(SOLVERS)}.")
@@ -243,9 +246,9 @@ def newton(
     max_iterations: int,
     max_products: int | None = None,
 ) -> tuple[Tensor, bool]:
-    """Minimise r functions at once, starting from their rows y.
+    """Minimise r functions at once, starting from the rows of y.
 
-    Returns the minimisers, and whether the gradients are small there, up to rounding.
+    Return the minimisers, and whether the gradients are small there, up to rounding.
     """
     tolerance, rounding = _reachable(tolerance, y), 50 * torch.finfo(y.dtype).eps
     g = gradient(y)

@@ -1,6 +1,6 @@
 """Derivatives of k clients at once, on flat rows.
 
-x, y and v are `(d,)` where all clients share a point and `(k, d)` where each has its own; every
+x, y and v are `(d,)` if all clients share a point and `(k, d)` if each client has its own; every
 result has one row per client. `evaluation` describes the ways of evaluating k clients.
 """
 
@@ -32,9 +32,10 @@ Strategy = Literal["auto", "vmap", "loop", "compiled"]
 
 
 class Oracle(Evaluation):
-    """The derivatives that an algorithm needs.
+    """Derivatives that an algorithm needs.
 
-    shares: only the mean weighted by them is needed, so that every row may hold that mean.
+    shares: weights of the clients, if only the weighted mean is needed; every row may then hold
+        that mean.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class Oracle(Evaluation):
         self._features = FeatureCache(self)
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
-        """grad_y g_i."""
+        """Return grad_y g_i."""
         return self._map("gy", derivatives.lower_grad, (x, y), (self._features.attach(x, batch),), shares)
 
     def lower_grad_x(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
-        """grad_x g_i, for first-order methods."""
+        """Return grad_x g_i, for first-order methods."""
         return self._map("gx", derivatives.lower_grad_x, (x, y), (batch,), shares)
 
     def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
@@ -85,19 +86,19 @@ class Oracle(Evaluation):
         return self._map("fy", derivatives.upper_grad_y, (x, y), (self._features.attach(x, batch),), shares)
 
     def upper_grads(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """grad_x f_i and grad_y f_i."""
+        """Return grad_x f_i and grad_y f_i."""
         return self._map("fx fy", derivatives.upper_grads, (x, y), (batch,), shares)
 
     def second_order(
         self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """J_i v and H_i v."""
+        """Return J_i v and H_i v."""
         return self._map("jv hv", derivatives.pull_both, (x, y, v), (batch,), shares)
 
     def jacobian_product(
         self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None
     ) -> Tensor:
-        """J_i v = d/dx <grad_y g_i, v>."""
+        """Return J_i v = d/dx <grad_y g_i, v>."""
         known = self._features.pulled(x, batch) if self._pools(len(batch), (x, y, v), shares) else None
         if known is None:
             return self._map("jv", derivatives.pull_x, (x, y, v), (batch,), shares)
@@ -106,32 +107,34 @@ class Oracle(Evaluation):
         )
 
     def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
-        """H_i v = d/dy <grad_y g_i, v>."""
+        """Return H_i v = d/dy <grad_y g_i, v>."""
         return self._map("hv", derivatives.pull_y, (x, y, v), (self._features.attach(x, batch),), shares)
 
     def directions(
         self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(f_x - J u, g_y, H u - f_y) in one pass; derivatives with the same batch share one
-        evaluation.
+        """Return (f_x - J u, g_y, H u - f_y) in one pass.
+
+        Derivatives with the same batch share one evaluation.
         """
         alike = (fx is fy, ju is hu, gy is ju)
         return self._map(f"directions {alike}", derivatives.all_directions(*alike), (x, y, u), (gy, fx, fy, ju, hu))
 
     def evaluate(self, function: Callable[[Any, Any, Fields], Any], x: Tensor, y: Tensor, batch: Batch) -> Any:
-        """Return `function(x, y, batch)` of every client, on dicts of tensors: losses and
-        statistics.
+        """Return `function(x, y, batch)` of every client, such as losses and statistics.
+
+        The function receives dicts of tensors.
         """
         flat = self.flat(function)
         return self._map(function, lambda _upper, _lower: flat, (x, y), (batch,))
 
     @contextmanager
     def alone(self, buys: Collection[str], *, frozen: bool) -> Iterator[Mapping[str, int]]:
-        """Within this context, compute features anew: at once for all samples of the roles in
-        `buys`.
+        """Compute features anew within this context, and yield the requested sample counts by role.
 
-        Yields the number of requested samples by role. frozen: measure, trace and keep nothing,
-        because the values exist only when a captured phase is replayed.
+        buys: roles whose features are computed at once for all samples.
+        frozen: whether to measure, trace and keep nothing, because the values exist only when a
+            captured phase is replayed.
         """
         before = self._features, self.frozen, self.compiles_now
         self._features, self.frozen, self.compiles_now = (
@@ -178,8 +181,9 @@ class Oracle(Evaluation):
         return plan(vectors, batches, shares)
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
-        """Whether one derivative of the mean is enough: all clients are at one point, and only the
-        mean is needed.
+        """Return whether one derivative of the mean is enough.
+
+        It is enough if all clients are at one point and only the mean is needed.
         """
         alike = all(one_row(v).ndim == 1 for v in vectors)
         return shares is not None and k > 1 and self.strategy == "auto" and self.chunk_size is None and alike
@@ -188,8 +192,9 @@ class Oracle(Evaluation):
         return "loop" if self.strategy == "loop" or (self.strategy == "auto" and k == 1) else "vmap"
 
     def _chunk(self, k: int, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> int | None:
-        """Return how many clients at once keep points, samples and a few copies of them within the
-        budget.
+        """Return the number of clients that can be evaluated at once within the memory budget.
+
+        The memory holds their points, samples and a few copies.
         """
         if self.chunk_size is not None or self.strategy == "vmap":
             return self.chunk_size
@@ -201,8 +206,9 @@ class Oracle(Evaluation):
         return None if fits >= k else fits
 
     def settle(self, batch: Batch, x: Tensor, y: Tensor) -> None:
-        """Try vmap on a few samples: a loss that branches on values or calls .item() cannot be
-        batched.
+        """Try vmap on a few samples.
+
+        A loss that branches on values or calls .item() cannot be batched.
         """
         if self.strategy == "loop" or len(batch) < 2:
             return

@@ -1,5 +1,6 @@
-"""A problem with the data of the clients hosted in this process: layouts, start, weights and
-oracle.
+"""A problem with the data of the clients hosted in this process.
+
+It holds their layouts, initial points, weights and oracle.
 """
 
 from __future__ import annotations
@@ -92,9 +93,7 @@ class Population:
         return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
 
     def _initial_x(self) -> tuple[Layout, Tensor]:
-        """Return x0 as a shared vector, or as private rows padded with zeros to the longest row
-        here.
-        """
+        """Return x0 as a shared vector, or as private rows padded with zeros to equal length."""
         private = self.problem.scopes.upper == "private"
         trees = [
             self.problem.initial_x({role: int(sizes[i]) for role, sizes in self.data.sizes.items()})
@@ -130,8 +129,8 @@ class Population:
     def weights(self, positions: Tensor) -> Tensor:
         """Return the clients' weights in means.
 
-        They are whole numbers, so that a weighted sum of float32 rows is exact in float64 and does
-        not depend on the order of clients.
+        The weights are whole numbers, so that a weighted sum of float32 rows is exact in float64
+        and does not depend on the order of clients.
         """
         return (
             self.data.sizes["train"][positions]
@@ -140,13 +139,11 @@ class Population:
         )
 
     def average(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean: sum in float64, divide once."""
+        """Return the weighted mean, from a float64 sum that is divided once."""
         return (total(rows, weights) / float(weights.sum())).to(rows.dtype)
 
     def unpad(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Join the rows of a private x of the clients at `positions` to one flat tensor without
-        padding.
-        """
+        """Join private rows of x of the clients at `positions` to one flat tensor without padding."""
         if self.x_sizes is None:
             return rows
         return torch.cat(
@@ -166,16 +163,14 @@ class Population:
     def measure(self, x: Points, y: Points, join: Callable[[Tensor], Tensor] = lambda own: own) -> dict[str, float]:
         """Return the losses and the problem's metrics over all data of all clients hosted here.
 
-        join: for an engine of several processes: turns a table with one row per client hosted here
-            into the table of all clients.
+        join: function of an engine of several processes that turns a table with one row per client
+            hosted here into the table of all clients.
         """
         names, table = self.looked_at(x, y)
         return figures(self.problem, names, join(table))
 
     def looked_at(self, x: Points, y: Points) -> tuple[list[str], Tensor]:
-        """Return the columns of a measurement: names, and a float64 table with one row per client
-        here.
-        """
+        """Return the names and the float64 table of a measurement, with one row per client here."""
         problem = self.problem
         with torch.no_grad():
             losses = [
@@ -192,7 +187,7 @@ class Population:
         return ["upper", "lower", "weight", *found], torch.stack(columns, dim=1)
 
     def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
-        """Return `function` of every client on all its data, float64 on the host.
+        """Return `function` of every client on all its data, as float64 on the CPU.
 
         A few clients are evaluated at a time, so that there is never a copy of all data.
         """
@@ -213,7 +208,7 @@ class Population:
 
     @property
     def watcher(self) -> Oracle:
-        """An oracle for measurements, so that measuring does not perturb the run."""
+        """Separate oracle for measurements, so that measuring does not perturb the run."""
         self._watcher = self._watcher or self._oracle("loop" if self.oracle.strategy == "loop" else "auto")
         return self._watcher
 
@@ -233,11 +228,10 @@ class Population:
     def residuals(self, x: Points, y: Points, u: Points | None, added: Added = lambda own: own) -> dict[str, float]:
         """Return the residuals of y and u over all data, with every client at its own point.
 
-        They are |mean g_y| and |mean (H u - f_y)| / |mean f_y|.
+        The residuals are |mean g_y| and |mean (H u - f_y)| / |mean f_y|. For a local lower level
+        they are root mean squares over clients.
 
-        For a local lower level these are root mean squares over clients.
-
-        added: for an engine of several processes.
+        added: function of an engine of several processes that adds sums over the processes.
         """
         oracle, local = self.watcher, self.problem.scopes.lower == "local"
         sums: dict[str, Tensor] = {}
@@ -265,7 +259,7 @@ class Population:
     def losses_away(self) -> list[float]:
         """Return both losses of the first client at a fixed point near the start.
 
-        They distinguish two problems with the same shapes and data.
+        These losses distinguish two problems with the same shapes and data.
         """
         first = torch.tensor([0])
         x, y = away(self.x0 if self.x0.ndim == 1 else self.x0[:1]), away(self.y0)
@@ -274,7 +268,7 @@ class Population:
             return [float(self.oracle.evaluate(loss, x, y, self.data.batch(first, role))) for loss, role in both]
 
     def trees(self, value: Tensor, *, upper: bool) -> Any:
-        """Return a dict of tensors, or one dict per client for rows, without padding."""
+        """Return a dict of tensors, or one dict per client if `value` has rows, without padding."""
         layout = self.layout_x if upper else self.layout_y
         if value.ndim == 1:
             return layout.unravel(value)
@@ -300,8 +294,9 @@ def squares(rows: Tensor) -> Tensor:
 
 
 def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
-    """Return the norm of a mean, or a root mean square, from a sum with weights that sum to
-    `number`.
+    """Return the norm of a mean, or a root mean square, from a weighted sum.
+
+    number: sum of the weights.
     """
     return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
 
@@ -316,7 +311,7 @@ def total(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _rows(value: Points, positions: Tensor) -> Tensor:
-    """Return a vector as it is, or a view of the rows of consecutive clients."""
+    """Return a vector unchanged, or a view of the rows of consecutive clients."""
     if not isinstance(value, Tensor):
         return value(positions)
     return value if value.ndim == 1 else value.narrow(0, int(positions[0]), len(positions))

@@ -1,4 +1,4 @@
-"""The norm of the hypergradient during a run of any algorithm, by an oracle of its own."""
+"""Norm of the hypergradient during a run of any algorithm, computed by a separate oracle."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MOST_STEPS, _MOST_PRODUCTS = 15, 500  # Newton's steps, and products for each s
 def measured(population: Population, x: Points, y: Points, added: Added = lambda own: own) -> float:
     """Return |grad Phi(x)| over all data, with every client at its own x.
 
-    y*(x) is found from y by Newton's method, and the linear system is solved there, for a few
-    clients at a time. For a private x the result is the root mean square over clients of f_x,i -
-    J_i u. It is NaN where the lower level is not strongly convex, or not solved within the limits.
+    Newton's method finds y*(x) from y, and the linear system is solved there, for a few clients at
+    a time. For a private x the result is the root mean square over clients of f_x,i - J_i u. The
+    result is NaN if the lower level is not strongly convex or is not solved within the limits.
     """
     number, private = population.sum_of_weights(added), population.problem.scopes.upper == "private"
     first = list(islice(population.portions(x, y), 2))
@@ -39,9 +39,9 @@ def measured(population: Population, x: Points, y: Points, added: Added = lambda
 
 
 class _View:
-    """One lower level and its clients: all of them, or a few with a lower level each.
+    """One lower level and its clients: all clients, or a few clients with a lower level each.
 
-    mean: turns a sum over the clients hosted here into the mean of all clients.
+    mean: function that turns a sum over the clients hosted here into the mean of all clients.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class _View:
         self.parts, self.mean = parts, mean
 
     def lower(self, ask: Callable[[Portion], Tensor]) -> Tensor:
-        """Return (1, d) for one lower level, or one row per client."""
+        """Return a (1, d) tensor for one lower level, or one row per client."""
         if self.mean is None:
             [rows] = map(ask, self.parts())
             return rows
@@ -65,7 +65,7 @@ class _View:
         return rows if self.mean is None else rows[0]
 
     def blocks(self) -> Iterator[tuple[Portion, Tensor]]:
-        """Yield f_x,i - J_i u of all clients of every portion; NaN where y*(x) or u was not found."""
+        """Yield f_x,i - J_i u of the clients of every portion, NaN if y*(x) or u was not found."""
         oracle, spread = self.oracle, self.spread
         start = self.lower(lambda part: part.y.expand(len(part.weights), -1))
         value = lambda y: self.lower(

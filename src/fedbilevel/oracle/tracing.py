@@ -1,11 +1,11 @@
 """Traces: a function of tensors as the list of its operations, so that calls have no overhead.
 
 torch.func builds derivatives anew at every call, which takes most of the time for small clients.
-Here the function is run once under `make_fx`, which records every operation. Then constants are
-computed beforehand, repeated operations are merged, and unused results are dropped (such as the
-value of a loss where only the gradient is needed). Every remaining operation is unchanged, on the
-same numbers. A trace is valid for one set of shapes, and for functions without side effects, as
-losses are.
+This module runs the function once under `make_fx`, which records every operation. Then constants
+are computed beforehand, repeated operations are merged, and unused results are dropped (such as the
+value of a loss if only the gradient is needed). Every remaining operation is unchanged and has the
+same inputs. A trace is valid for one set of shapes, and for functions without side effects, such as
+losses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]:
     """Trace `function(*tensors) -> tuple of tensors` for the shapes and types of the example.
 
-    Returns the trace, and which tensors it reads; None may be passed for the others.
+    Return the trace, and flags of the tensors that it reads; None may be passed for the others.
     """
     # these import the compiler, which a process without traces does not need
     from torch._guards import TracingContext, tracing
@@ -80,7 +80,7 @@ def traced(function: Flat, example: Sequence[Tensor]) -> tuple[Flat, list[bool]]
 
 
 def compiled(run: Flat) -> Flat:
-    """Compile the operations into few kernels, where there is a compiler for the device.
+    """Compile the operations into few kernels, if there is a compiler for the device.
 
     Sums may be rounded differently.
     """
@@ -88,7 +88,10 @@ def compiled(run: Flat) -> Flat:
 
 
 class _Values(fx.Interpreter):
-    """Runs the graph once and records small values, which may be constants, and all shapes."""
+    """Interpreter that runs the graph once and records all shapes and small values.
+
+    Small values may be constants.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -109,7 +112,7 @@ def _schema(node: fx.Node) -> Any:
 
 
 def _fold(module: fx.GraphModule, values: _Values) -> None:
-    """Replace operations that depend on no input by constants, and drop operations without effect."""
+    """Fold operations that depend on no input, and drop operations without effect."""
     graph, constant = module.graph, set()
     for node in list(graph.nodes):
         if _schema(node) is None or _RANDOM in node.target.tags:
@@ -155,7 +158,7 @@ def _changes_nothing(node: fx.Node, forms: dict[fx.Node, Any]) -> bool:
 def _own_results(graph: fx.Graph) -> None:
     """Copy every result that is a view of a constant, an input or another result.
 
-    Then a caller can change a result in place.
+    A caller can then change a result in place.
     """
     output = next(node for node in graph.nodes if node.op == "output")
     roots: set[fx.Node] = set()

@@ -15,7 +15,8 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+):([1-9][0-9]{0,4})")
 def split_address(address: str, place: str, *, unspecified: bool = False) -> tuple[str, int]:
     """Split an address into its host (an IPv6 address in brackets) and its port.
 
-    place: name of the address in errors. unspecified: accept 0.0.0.0 and [::], to listen at.
+    place: name of the address in errors.
+    unspecified: whether to accept 0.0.0.0 and [::], which are valid only for listening.
     """
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found[2]) > 65535:
@@ -40,7 +41,7 @@ def split_address(address: str, place: str, *, unspecified: bool = False) -> tup
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     host, _ = split_address(address, "an address", unspecified=True)
     if host.lower() == "localhost":
         return True
@@ -56,9 +57,9 @@ def without_localhost(host: str) -> str:
 
 
 def interface(host: str) -> str:
-    """Interface to listen at for connections to a host.
+    """Return the interface to listen at for connections to a host.
 
-    libzmq takes no names here, and a name may belong to a router: then listen at all interfaces.
+    libzmq accepts no names here, and a name may belong to a router, so a name means all interfaces.
     """
     host = without_localhost(host)
     return host if host.startswith("[") or host.replace(".", "").isdigit() else "*"

@@ -28,11 +28,13 @@ _EMPTY = bytes(16)
 
 
 class Agreement:
-    """The current group, and the `ready` messages that lead to the next one.
+    """The current group, and the `ready` messages that lead to the next group.
 
-    quorum: smallest number of peers in a group. continues: an average survives the loss of a peer
-    (`reform`), and a new peer waits for the next outer iteration; otherwise both restart the outer
-    iteration. beat: seconds between two repetitions of `ready`. changed: the lock of the office.
+    quorum: smallest number of peers in a group.
+    continues: whether an average survives the loss of a peer (`reform`) and a new peer waits for
+        the next outer iteration; if False, both events restart the outer iteration.
+    beat: seconds between two repetitions of `ready`.
+    changed: lock of the office.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Agreement:
     # ---- a new group -----------------------------------------------------------------------------
 
     def form(self, about: Introduction, *, deadline: float) -> Formation:
-        """Start with all present peers.
+        """Start a group with all present peers.
 
-        A new run needs all peers. A resumed run starts after `deadline` seconds with those present.
+        A new run needs all peers. A resumed run starts after `deadline` seconds with the peers that
+        are present.
         """
         until = time.monotonic() + deadline
         with self._changed:
@@ -113,7 +116,10 @@ class Agreement:
         return self.formed
 
     def _introductions(self) -> dict[int, Introduction]:
-        """All introductions, including those of peers that left, perhaps because theirs differed."""
+        """Return all introductions, including those of peers that have left.
+
+        A peer may have left because its introduction differed.
+        """
         assert self._about is not None
         received = {
             peer: one
@@ -123,7 +129,7 @@ class Agreement:
         return {**received, self._outbox.me: self._about}
 
     def _is_new_run(self, members: Sequence[int]) -> bool:
-        """Whether no present peer has ever started: then all peers are needed."""
+        """Return whether no present peer has ever started, so that all peers are needed."""
         received = [self._readies[peer].introduction for peer in members if peer in self._readies]
         return all(
             one.versions[0].iteration < 0 and one.epoch == 0 for one in (self._about, *received) if one is not None
@@ -140,11 +146,11 @@ class Agreement:
         return all(self._has_same_view(peer) and self._readies[peer].averaging == 0 for peer in others)
 
     def _unlike(self, members: Sequence[int]) -> str:
-        """Name a peer that cannot take part, with the reason; an empty text if there is none.
+        """Name a peer that cannot take part, with the reason, or return an empty string.
 
-        The mismatched peer detects this too and exits, so a group that has started before
-        continues without it. At the first start a peer that is gone counts too, because the
-        difference may be why it went.
+        The mismatched peer detects the difference too and exits, so a group that has started before
+        continues without that peer. At the first start, peers that are gone are also compared,
+        because the difference may be the reason why they left.
         """
         assert self._about is not None
         for peer, message in self._readies.items():
@@ -155,7 +161,7 @@ class Agreement:
         return ""
 
     def _after_deadline(self, deadline: float) -> None:
-        """Raise if the present peers cannot start. Otherwise mark peers never heard of as gone."""
+        """Raise if the present peers cannot start; otherwise mark unknown peers as gone."""
         members, total = self._membership.present(), len(self._membership.view)
         if unlike := self._unlike(members):
             raise PlanError(unlike)
@@ -186,9 +192,9 @@ class Agreement:
     # ---- the rest of a group ---------------------------------------------------------------------
 
     def reform(self) -> bool:
-        """Agree, in the middle of an averaging, which members remain, and continue with them.
+        """Agree during an average on the members that remain, and continue with them.
 
-        Return whether a member had already finished this averaging, so that its value is final.
+        Return whether a member had already finished this average, so that its value is final.
         """
         with self._changed:
             self._reforming = True
@@ -227,22 +233,22 @@ class Agreement:
         return latest > out.averaging
 
     def regrouped(self) -> bool:
-        """Whether the peers have changed since the group started, so that this peer must act now."""
+        """Return whether the peers have changed so that this peer must act now."""
         with self._changed:
             if self.formed is None or not self.continues:
                 return self.formed is not None and not self.is_unchanged()
             return not all(self._stayed(peer) for peer in self.formed.members) or self.called_back()
 
     def is_unchanged(self) -> bool:
-        """Whether the view is still that of the start of the group."""
+        """Return whether the view is the same as at the start of the group."""
         return tuple(self._membership.view) == self._formed_view
 
     def newcomers(self) -> bool:
-        """Whether a peer outside the group waits to join."""
+        """Return whether a peer outside the group waits to join."""
         return self.formed is not None and any(peer not in self.formed.members for peer in self._membership.present())
 
     def called_back(self) -> bool:
-        """Whether a member starts a new group, or the others have continued without this peer."""
+        """Return whether a member starts a new group or the others continued without this peer."""
         if self.formed is None:
             return False
         me = self._outbox.me
@@ -256,16 +262,16 @@ class Agreement:
         return any(sum(message.view) + self._reformed > sum(self._formed_view) for message in starting)
 
     def _stayed(self, peer: int) -> bool:
-        """Whether a member is present as the process that the group started with.
+        """Return whether a member is still the process that the group started with.
 
         A restarted process has lost its part of the average.
         """
         return self._membership.alive(peer) and self._membership.view[peer] == self._formed_view[peer]
 
     def _retains(self, view: Sequence[int], members: Sequence[int]) -> bool:
-        """Whether exactly these members of the group remain in a view.
+        """Return whether exactly these members of the group remain in a view.
 
-        Other peers are ignored: some members may already know that a lost peer is back.
+        Peers outside the group are ignored: some members may already know that a lost peer is back.
         """
         group = self.formed.members if self.formed is not None else ()
         return all((view[peer] == self._formed_view[peer]) == (peer in members) for peer in group)
@@ -273,9 +279,10 @@ class Agreement:
     # ---- ready messages --------------------------------------------------------------------------
 
     def take_ready(self, sender: int, message: PeerMessage) -> None:
-        """Keep a `ready`, and repeat the own one to a peer that still waits for it.
+        """Store a `ready` message, and repeat this peer's own to a sender that still waits for it.
 
-        Repeat at most once per beat: two started peers would answer each other forever.
+        The repetition is sent at most once per beat, because two started peers would otherwise
+        answer each other forever.
         """
         self._readies[sender] = message
         if self.formed is None or self._about is not None or self._reforming:
@@ -288,12 +295,12 @@ class Agreement:
             self._outbox.transport.send(sender, *self._sent_ready[1])
 
     def forget(self, peer: int) -> None:
-        """Drop the `ready` of an earlier process of a peer."""
+        """Drop the `ready` message of an earlier process of a peer."""
         self._readies.pop(peer, None)
 
     @property
     def negotiating(self) -> bool:
-        """Whether a group is being formed or reformed, and this peer has said `ready`."""
+        """Whether a group is being formed or reformed and this peer has sent `ready`."""
         return (self._about is not None or self._reforming) and self._sent_ready is not None
 
     def repeat_ready(self) -> None:

@@ -46,7 +46,7 @@ _LOOKS = ("upper", "lower", "weight")  # first entries of every measurement
 
 
 class _Final(NamedTuple):
-    """Results from the last checkpoints, which all are of the same outer iteration."""
+    """Results from the last checkpoints, which are all of the same outer iteration."""
 
     solution: dict[str, Tensor]
     estimate: dict[str, Tensor]
@@ -57,7 +57,8 @@ class _Final(NamedTuple):
 class Removal(NamedTuple):
     """Predicted effect of removing one training sample.
 
-    change: added to the validation loss summed over peers; negative if the sample harms.
+    change: change of the validation loss summed over peers; it is negative if the sample is
+        harmful.
     """
 
     client: int
@@ -69,9 +70,12 @@ class Removal(NamedTuple):
 class Collected(NamedTuple):
     """Result of a collection.
 
-    peers: names of the collected peers, by number. missing: the other peers of the run. behind:
-    peers whose record ends earlier, with their last outer iteration; then there is no solution.
-    removals: the most harmful samples first; None if the records hold no influences.
+    peers: names of the collected peers, by number.
+    missing: names of the other peers of the run.
+    behind: peers whose record ends earlier, with their last outer iteration; if there are any,
+        there is no solution.
+    removals: predicted effects of removing samples, the most harmful samples first; None if the
+        records hold no influences.
     """
 
     path: Path
@@ -91,7 +95,7 @@ class Collected(NamedTuple):
 
 
 def collect(folders: Sequence[Path], out: Path) -> Collected:
-    """Collect records of some or all peers. Nothing is written before all records are checked."""
+    """Collect the records of some or all peers; write files only after all records are checked."""
     if not folders:
         raise PlanError("there are no records to collect: name the folder of at least one peer.")
     if (out / "config.json").exists():
@@ -164,9 +168,10 @@ def _config(parts: Sequence[PeerRecord], found: Sequence[str], missing: Sequence
 
 
 def _rows(parts: Sequence[PeerRecord], problem: Problem) -> list[dict[str, Any]]:
-    """Rows of the outer iterations that all peers have measured in one group.
+    """Return the rows of the outer iterations that all peers have measured in one group.
 
-    The peers were in one group if their groups have the same size, and at least as many members.
+    The peers were in one group if their groups have the same size and at least as many members as
+    there are records.
     """
     rows = []
     for iteration in sorted(set.intersection(*(set(part.rows) for part in parts))):
@@ -207,7 +212,10 @@ def _row(some: Sequence[Mapping[str, Any]], problem: Problem) -> dict[str, Any]:
 
 
 def _ledger(parts: Sequence[PeerRecord], num_peers: int) -> Ledger:
-    """Sum of the ledgers. Every peer pays for its own work and messages; rounds are common to all."""
+    """Return the sum of the ledgers.
+
+    Every peer is charged for its own work and messages; rounds are common to all peers.
+    """
     whole = Ledger(num_peers)
     summed = {
         **whole.state_dict(),
@@ -234,7 +242,7 @@ def _ledger(parts: Sequence[PeerRecord], num_peers: int) -> Ledger:
 
 
 def _state(part: PeerRecord, plan: PeerPlan) -> Any:
-    """State of the algorithm with the row of one peer."""
+    """Return the state of the algorithm with the row of one peer."""
     both = {**part.tensors, **{name: entry["value"] for name, entry in part.plain.items()}}
     values = {name.removeprefix("state."): value for name, value in both.items() if name.startswith("state.")}
     kind = plan.built_algorithm().State
@@ -247,7 +255,10 @@ def _state(part: PeerRecord, plan: PeerPlan) -> Any:
 
 
 def _layout_x(part: PeerRecord, problem: Problem, shapes: Shapes) -> Layout:
-    """Layout of x. The record names the leaf of a private x whose length differs between peers."""
+    """Return the layout of x.
+
+    The record names the leaf of a private x whose length differs between peers.
+    """
     described = part.config["identity"]["x"]
     ragged = next((name for name, shape in described.items() if shape == "ragged"), None)
     return Layout(problem.initial_x({role: 1 for role in shapes.fields}), ragged)
@@ -258,7 +269,7 @@ def _named(label: str, number: int, tree: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def is_mask(problem: Problem, roles: Iterable[str]) -> bool:
-    """Whether minus an entry of h predicts the effect of removing a training sample.
+    """Return whether minus an entry of h predicts the effect of removing a training sample.
 
     This needs a private x with one entry per training sample, initially one, a global y, and equal
     weights of the peers.
@@ -270,7 +281,7 @@ def is_mask(problem: Problem, roles: Iterable[str]) -> bool:
 
 
 def _removals(parts: Sequence[PeerRecord], rows: Sequence[Tensor]) -> list[Removal]:
-    """Predicted changes to first order, as in `influence.Estimate.changes`, sorted.
+    """Return the sorted predicted changes to first order, as in `influence.Estimate.changes`.
 
     Setting an entry of the mask from one to zero adds minus its derivative.
     """

@@ -1,8 +1,8 @@
-"""Engine of one peer, in a process of its own, with its own row. Implements `Peers`.
+"""Engine of one peer in its own process, with one row; implements `Peers`.
 
 Steps of the network are synchronous: the peer waits for a row from every sender of that step and
-sums them by the same product as a simulation, so the numbers are the same. Averages of kind
-`robust` are asynchronous: every peer wakes by itself, pushes running sums, and stops when all
+sums the rows by the same product as a simulation, so the numbers are the same. Averages of kind
+`robust` are asynchronous: every peer pushes running sums at its own times and stops when all peers
 agree.
 """
 
@@ -37,12 +37,13 @@ _FEW = 64  # with fewer peers the whole product of a step is computed, as in a s
 class Peer(Peering):
     """One peer of a run between peers.
 
-    host: holds this client only, with its number. formation: the group it starts with.
-
-    on_crash: effect of a peer that is lost during a robust average, if the office continues after
-    losses (otherwise the outer iteration restarts). "reclaim": the average excludes the lost peer.
-    "absorb": the others average their present values, which contain some of the lost peer's value.
-    "restart": the average restarts. interval: most seconds between two wakes of a robust average.
+    host: host of this client only, with its number.
+    formation: group that the peer starts with.
+    on_crash: effect of losing a peer during a robust average, if the office continues after losses
+        (otherwise the outer iteration restarts). "reclaim": the average excludes the lost peer.
+        "absorb": the others average their present values, which contain a part of the lost peer's
+        value. "restart": the average restarts.
+    interval: longest time in seconds between two pushes of a robust average.
     """
 
     group = Group()
@@ -114,7 +115,7 @@ class Peer(Peering):
         return (total(messages, self.shares) / float(self.shares.sum())).to(rows.dtype)[None].to(rows.device)
 
     def _swapped(self, message: Tensor, weight: float, receivers: Tensor, senders: Tensor) -> tuple[Tensor, Tensor]:
-        """Send a row. Return (m, d) messages and (m, 1) weights by rank, zero for non-senders."""
+        """Send a row, and return (m, d) messages and (m, 1) weights by rank, zero for non-senders."""
         step, self._steps = self._steps, self._steps + 1
         mine = message[0].cpu().numpy()
         others = senders.index_fill(0, torch.tensor([self.rank]), False)
@@ -129,7 +130,7 @@ class Peer(Peering):
         return messages, weights
 
     def _charge(self, receivers: Tensor, floats: int, num_bytes: int) -> None:
-        """Every peer pays for its own messages."""
+        """Charge this peer for its own messages."""
         sent = torch.zeros(self.num_clients, self.num_clients, dtype=torch.bool)
         sent[self.me, self.members[receivers]] = True
         self.ledger.charge_edges(sent, floats, num_bytes)
@@ -174,7 +175,7 @@ class Peer(Peering):
         return sums.value.to(rows.dtype)[None].to(rows.device)
 
     def _wake(self, sums: RunningSums, width: int) -> None:
-        """Send the running sums to the peers chosen for this activation."""
+        """Send the running sums to the receivers chosen for this push."""
         receivers = self.links.adjacency(self.wakes)[self.rank].index_fill(0, torch.tensor([self.rank]), False)
         self.wakes += 1
         for message in sums.wake(self.members[receivers].tolist()):
@@ -192,7 +193,7 @@ class Peer(Peering):
         return sums
 
     def _without_lost(self) -> bool:
-        """Continue with the remaining members. Return whether the average was already over."""
+        """Continue with the remaining members, and return whether the average was already over."""
         if not self.office.agreement.continues:
             raise Regrouped
         over = self.office.agreement.reform()
@@ -225,7 +226,7 @@ class Peer(Peering):
         self.office.exchange.wait_until_finished(finished, stop)
 
     def measure(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Measure this peer at its own point. `peer collect` adds the numbers in `seen` over peers."""
+        """Measure this peer at its own point; `peer collect` adds the numbers in `seen` over peers."""
         names, table = self.host.looked_at(x, y)
         return {
             **figures(self.problem, names, table),
@@ -234,7 +235,10 @@ class Peer(Peering):
         }
 
     def finish(self, state: Any) -> None:
-        """Wait until all members have finished: a peer lost earlier may send the others back by one."""
+        """Wait until all members have finished.
+
+        A peer that was lost earlier may make the others go back by one outer iteration.
+        """
         self.office.exchange.announce(self.iteration)
 
         def stop() -> bool:
@@ -288,7 +292,10 @@ class Peer(Peering):
 
 
 def between(network: AnyNetwork, members: tuple[int, ...], num_peers: int) -> Links:
-    """Network between the members: one of the same kind, or for a network from a file its subgraph."""
+    """Return the network between the members.
+
+    It has the same kind as `network`, or is the subgraph of a network from a file.
+    """
     if len(members) == num_peers or getattr(network, "kind", "file") != "file":
         return network.between(len(members))
     whole, chosen = network.between(num_peers), torch.tensor(members)

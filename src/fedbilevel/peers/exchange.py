@@ -1,7 +1,7 @@
 """Exchange between the members of a group: rows of synchronous steps, and sums of robust averages.
 
 A row that does not arrive is requested again. The newest running sums of a sender replace its
-earlier ones, so lost sums need no repetition.
+earlier sums, so lost sums are not sent again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AHEAD = 256  # steps that a sender may be ahead; later rows are dropped and req
 
 
 class ReceivedSums(NamedTuple):
-    """Running sums of one edge in a robust averaging."""
+    """Running sums of one edge in a robust average."""
 
     sender: int
     number: int
@@ -35,10 +35,11 @@ class ReceivedSums(NamedTuple):
 
 
 class AveragingStatus(NamedTuple):
-    """PeerProgress of a robust averaging at one peer.
+    """Progress of a robust average at one peer.
 
-    got: numbers of the newest messages from every peer. settled: numbers of its messages to every
-    peer when its value settled. sketch: a sketch of that value.
+    got: numbers of the newest messages from every peer.
+    settled: numbers of this peer's messages to every peer when its value settled.
+    sketch: sketch of that value.
     """
 
     got: np.ndarray
@@ -47,7 +48,7 @@ class AveragingStatus(NamedTuple):
 
 
 class PeerProgress(NamedTuple):
-    """Position of another peer, from the head of its newest beat."""
+    """Progress of another peer, from the header of its newest beat."""
 
     epoch: int = 0
     finished: int = 0
@@ -56,10 +57,10 @@ class PeerProgress(NamedTuple):
 
 
 class Exchange:
-    """Data of the other peers, and the own rows that may have to be sent again.
+    """Data of the other peers, and rows of this peer that may have to be sent again.
 
-    changed: the lock of the office. The callers of `restart`, `forget`, `note_progress` and `take`
-    hold it; the other methods acquire it.
+    changed: lock of the office; the callers of `restart`, `forget`, `note_progress` and `take` hold
+        it, and the other methods acquire it.
     """
 
     def __init__(
@@ -84,7 +85,10 @@ class Exchange:
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] >= formation.epoch}
 
     def forget(self, peer: int) -> None:
-        """Drop the messages of an earlier process of a peer: its epoch may have had the same number."""
+        """Drop the messages of an earlier process of a peer.
+
+        The epoch of that process may have had the same number.
+        """
         for book in (self._progress, self._sums, self._statuses):
             book.pop(peer, None)
         for rows in self._rows.values():
@@ -93,7 +97,7 @@ class Exchange:
     # ---- outer iterations ------------------------------------------------------------------------
 
     def announce(self, finished: int) -> None:
-        """Tell the others how many outer iterations are finished and stored here."""
+        """Inform the others how many outer iterations are finished and stored here."""
         with self._changed:
             self._outbox.finished = finished
             self._membership.broadcast("beat")
@@ -133,7 +137,10 @@ class Exchange:
             self._outbox.transport.send(receiver, *packed)
 
     def rows(self, step: int, senders: Sequence[int], like: np.ndarray) -> dict[int, tuple[np.ndarray, float]]:
-        """Wait for the row and weight of every sender. Rows have the shape and type of `like`."""
+        """Wait for and return the row and weight of every sender.
+
+        like: array with the expected shape and type of a row.
+        """
         key, pause = (self._outbox.epoch, step), _AGAIN
         ask = time.monotonic() + pause
         with self._changed:
@@ -154,7 +161,7 @@ class Exchange:
             return {sender: (one.array, one.weight) for sender, one in found.items() if one.array is not None}
 
     def _fitting(self, found: dict[int, PeerMessage], like: np.ndarray) -> dict[int, PeerMessage]:
-        """Remove rows of another shape or type than `like`, and ban their senders."""
+        """Remove rows whose shape or type differs from `like`, and ban their senders."""
         for sender, message in list(found.items()):
             array = message.array
             assert array is not None
@@ -190,7 +197,7 @@ class Exchange:
             self._outbox.transport.send(peer, *packed, newest="status")
 
     def new_sums(self, width: int) -> list[ReceivedSums]:
-        """Return the newest sums of every sender in this averaging, each only once."""
+        """Return the newest sums of every sender in this average, each only once."""
         with self._changed:
             found, now = [], self._now()
             for sender, message in list(self._sums.items()):
@@ -208,7 +215,7 @@ class Exchange:
             return sorted(found, key=lambda sums: sums.sender)
 
     def statuses(self) -> dict[int, AveragingStatus]:
-        """Status of every peer that is in this averaging."""
+        """Return the status of every peer that takes part in this average."""
         with self._changed:
             return {
                 peer: AveragingStatus(*one.numbers, one.sketch)
@@ -217,7 +224,7 @@ class Exchange:
             }
 
     def overtaken(self) -> bool:
-        """Whether a member is in the next averaging, so that this one is over."""
+        """Return whether a member has started the next average, so that this average is over."""
         with self._changed:
             epoch, averaging = self._now()
             reached = [_averaging_of(one) for one in (*self._sums.values(), *self._statuses.values())]
@@ -226,7 +233,7 @@ class Exchange:
             return (epoch, averaging + 1) in reached
 
     def next_averaging(self) -> None:
-        """End this averaging. Its end here ends it for all members."""
+        """End this average at this peer, which ends it for all members."""
         with self._changed:
             self._outbox.averaging += 1
             self._membership.broadcast("beat")
@@ -248,7 +255,7 @@ class Exchange:
         self._progress[sender] = max(self._progress_of(sender), progress)
 
     def take(self, sender: int, message: PeerMessage) -> None:
-        """Keep or answer a message about data of the kind "data", "status" or "want"."""
+        """Store or answer a message of the kind "data", "status" or "want"."""
         epoch, averaging = self._now()
         if message.kind == "want":
             self._send_again(sender, message)
@@ -267,7 +274,10 @@ class Exchange:
                 self._statuses[sender] = message
 
     def _take_row(self, sender: int, message: PeerMessage) -> None:
-        """Keep a row of this epoch, or of the latest epoch of its sender: earlier ones are obsolete."""
+        """Store a row of this epoch, or of the latest epoch of its sender.
+
+        Rows of earlier epochs are obsolete.
+        """
         when, epoch = (message.epoch, message.step), self._outbox.epoch
         ahead = _AHEAD + (self._outbox.step if message.epoch == epoch else 0)
         if when < (epoch, self._awaited) or message.step >= ahead:

@@ -1,4 +1,4 @@
-"""Formation of a group: its members, the stored state it starts from, and the checks before it starts."""
+"""Formation of a group: its members, its initial state, and the checks before it starts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fedbilevel.peers.wire import Introduction, Version
 class Formation:
     """Peers that start an outer iteration together.
 
-    iteration: the stored state they start from, -1 for the initial point. changed: whether another
-    group produced that state. run: mark of this run, which differs between runs of the same plan.
+    iteration: outer iteration of the stored state that they start from; -1 is the initial point.
+    changed: whether another group produced that state.
+    run: mark of this run, which differs between runs of the same plan.
     """
 
     members: tuple[int, ...]
@@ -29,16 +30,17 @@ class Formation:
 
 
 def mark(numbers: Sequence[int]) -> int:
-    """Digest of a list of members or of a view; never 0."""
+    """Return a digest of a list of members or of a view; it is never 0."""
     return int.from_bytes(hashlib.blake2b(np.array(numbers, "<u8").tobytes(), digest_size=8).digest(), "little") | 1
 
 
 def agreed(introductions: Mapping[int, Introduction]) -> tuple[int, bool]:
-    """Outer iteration to resume from, and whether the peers resume as a new group.
+    """Return the outer iteration to resume from, and whether the peers resume as a new group.
 
     Every peer that was present at the end has finished the last outer iteration or the one before
-    it. A peer that is farther behind was absent and joins the others. A peer that is behind by one
-    also joins them if some peer cannot go back: that peer joined or went back a moment ago.
+    it. A peer that is further behind was absent and joins the others. A peer that is one iteration
+    behind also joins the others if some peer cannot go back, because that peer has just joined or
+    gone back.
     """
     newest = [one.versions[0].iteration for one in introductions.values()]
     most = max(newest)
@@ -53,7 +55,7 @@ def agreed(introductions: Mapping[int, Introduction]) -> tuple[int, bool]:
 
 
 def difference(mine: Introduction, theirs: Introduction) -> str:
-    """Reason why two peers cannot compute together, or an empty text."""
+    """Return the reason why two peers cannot compute together, or an empty string."""
     if theirs.roster != mine.roster:
         return "another roster: give all peers the same file"
     if theirs.plan != mine.plan:

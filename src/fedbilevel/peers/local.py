@@ -1,4 +1,4 @@
-"""Peers on one machine, each in a process of its own, with keys and a roster of loopback ports."""
+"""Peers on one machine, each in its own process, with keys and a roster of loopback ports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedbilevel.runs.record import make_folder, write_whole
 
 
 def free_ports(number: int) -> list[int]:
-    """Different free ports of the loopback interface."""
+    """Return different free ports of the loopback interface."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [one.getsockname()[1] for one in held]
     for one in held:
@@ -31,7 +31,7 @@ def free_ports(number: int) -> list[int]:
 
 
 class Local:
-    """Peers with all their files in one folder. Existing keys and data are used again.
+    """Peers with all their files in one folder, which reuse existing keys and data.
 
     The folder holds keys, roster.toml, plan.toml, data/NAME, runs/NAME and logs.
     """
@@ -87,7 +87,7 @@ class Local:
             )
 
     def wait(self, timeout: float) -> None:
-        """Wait for all started processes. Raise with the last log line if one of them fails."""
+        """Wait for all started processes, and raise with the last log line if a process fails."""
         until = time.monotonic() + timeout
         while running := [name for name, process in self.processes.items() if process.poll() is None]:
             if time.monotonic() > until:

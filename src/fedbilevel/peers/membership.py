@@ -1,9 +1,9 @@
-"""Membership: which peers are present, as far as one peer knows.
+"""Membership: the peers that are present, as far as one peer knows.
 
-**View.** Every peer keeps one number per peer: 0 if it has never heard of that peer, an even
-incarnation if the peer is present, the next odd number if it is gone, and the largest number if it
-was banned. Every beat carries the view. Views are merged by taking the larger number, so they only
-grow and finally agree.
+**View.** Every peer keeps one number per peer: 0 if it has never heard from that peer, an even
+incarnation if the peer is present, the next odd number if the peer is gone, and the largest number
+if the peer was banned. Every beat carries the view. Views are merged by taking the larger number,
+so they only grow and finally agree.
 
 **Silence.** A peer that is silent for longer than `suspect` seconds is gone. The transport's thread
 sends the beats, so a peer that computes for a long time is not silent. A peer that is declared
@@ -25,9 +25,13 @@ _YEAR = 365 * 86_400_000  # milliseconds
 
 
 class Membership:
-    """The view, and the peers that left or were banned. Every method expects the lock of the office.
+    """The view, and the peers that left or were banned.
 
-    suspect: seconds of silence. beat: seconds between beats. say: writes a log line.
+    The caller of any method holds the lock of the office.
+
+    suspect: seconds of silence after which a peer is gone.
+    beat: seconds between two beats.
+    say: function that writes a log line.
     """
 
     def __init__(
@@ -62,13 +66,13 @@ class Membership:
         return [peer for peer, status in enumerate(self.view) if status == 0]
 
     def alone(self) -> bool:
-        """Whether every other peer has left or is gone."""
+        """Return whether every other peer has left or is gone."""
         return all(peer in self.left or not self.alive(peer) for peer in self._outbox.others)
 
     # ---- changes ---------------------------------------------------------------------------------
 
     def merge(self, view: Sequence[int]) -> list[int]:
-        """Take over the larger numbers. Return the peers that are present as a new process."""
+        """Adopt the larger numbers of a view, and return the peers with a new process."""
         renewed = []
         for peer, status in enumerate(view):
             if status <= self.view[peer]:
@@ -88,20 +92,23 @@ class Membership:
         return renewed
 
     def _merge_own(self, status: int) -> None:
-        """Another peer has declared this peer gone, or remembers a process with a later clock."""
+        """Record a ban of this peer, or take an incarnation above `status`.
+
+        Another peer has declared this peer gone, or remembers a process with a later clock.
+        """
         if status == NEVER:
             self.view[self._outbox.me] = status
         elif not self.leaving:
             self.renew(status)
 
     def renew(self, above: int | None = None) -> None:
-        """Take a new incarnation, by default above the present one."""
+        """Take a new incarnation above the given one, by default above the present one."""
         above = self._outbox.incarnation if above is None else above
         self._outbox.incarnation = self.view[self._outbox.me] = next_incarnation(above)
         self._say("this peer rejoins as a new process.")
 
     def remove_left(self) -> None:
-        """Mark the peers that left as gone: no group starts with them, and they send nothing more."""
+        """Mark the peers that left as gone, because no group can start with them."""
         for peer in self.left:
             self.view[peer] += self.alive(peer)
         self.left.clear()
@@ -115,9 +122,9 @@ class Membership:
         self.view[self._outbox.me] = self._outbox.incarnation + 1
 
     def ban(self, peer: int, why: str) -> None:
-        """Mark a peer that sends unusable data as gone for all peers and for good.
+        """Mark a peer that sends unusable data as gone permanently and for all peers.
 
-        Otherwise the other peers would readmit it and then wait for this peer.
+        Otherwise the other peers would readmit the banned peer and then wait for this peer.
         """
         self.banned.add(peer)
         self.refuse(peer, "misfit", f"it {why}.")
@@ -129,11 +136,11 @@ class Membership:
     # ---- beats -----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Start to listen: silence before this moment does not count."""
+        """Start to listen, so that earlier silence does not count."""
         self._awake = self._last_tick = time.monotonic()
 
     def suspect_silent(self, now: float) -> bool:
-        """Mark silent peers as gone. Return whether the view changed."""
+        """Mark silent peers as gone, and return whether the view changed."""
         if now - self._last_tick > min(1.0 + self._beat, self.suspect / 2):
             self._awake = now  # this process was stopped: it must read waiting messages before it suspects a peer
         self._last_tick = now
@@ -156,6 +163,6 @@ class Membership:
 
 
 def is_plausible(view: Sequence[int]) -> bool:
-    """Whether no incarnation is later than a year from now: incarnations are clock times."""
+    """Return whether no incarnation, which is a clock time, is later than a year from now."""
     latest = time.time_ns() // 1_000_000 + _YEAR
     return all(status <= latest or status == NEVER for status in view)

@@ -1,7 +1,7 @@
-"""Office of one peer: parses messages and hands them to Membership, Agreement and Exchange.
+"""Office of one peer: parses messages and passes them to Membership, Agreement and Exchange.
 
-A message changes nothing before it was parsed whole, its sender is in the view with the same
-incarnation, and it belongs to this run.
+A message changes the state only after it was parsed completely, its sender is in the view with the
+same incarnation, and it belongs to this run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ _GOODBYES = 5  # beats with `bye` after the end: a peer that misses all of them 
 
 
 class Office:
-    """Connects a transport to the three parts of a peer's state.
+    """Connection between a transport and the three parts of a peer's state.
 
-    membership: which peers are present. agreement: which of them compute together. exchange: the
-    data they send. quorum, continues, suspect and beat: see there. names: for log lines.
+    membership: the peers that are present.
+    agreement: the group of peers that compute together.
+    exchange: the data that the peers send.
+    quorum, continues: settings of `Agreement`.
+    suspect, beat: settings of `Membership`.
+    names: names of the peers for log lines.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Office:
 
     @contextmanager
     def opened(self) -> Iterator[Office]:
-        """Listen until the block ends, then leave. After an error or interrupt, leave as gone."""
+        """Listen until the block ends, then leave; after an error or interrupt, leave as gone."""
         self.open()
         done = False
         try:
@@ -76,7 +80,7 @@ class Office:
         self.transport.start(self._take, self._tick)
 
     def leave(self, *, finished: bool) -> None:
-        """Say goodbye. If finished, repeat it for a while or until all other peers have left."""
+        """Send a goodbye; if finished, repeat it for a while or until all other peers have left."""
         with self._changed:
             self.membership.leaving = True
             if not finished:

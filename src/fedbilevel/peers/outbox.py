@@ -1,4 +1,4 @@
-"""Outgoing messages of one peer, with the head fields that its messages share."""
+"""Outgoing messages of one peer, with the header fields that its messages share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedbilevel.peers.wire import Kind, Packed, PeerMessage, pack
 
 
 class Outbox:
-    """Builds and sends messages. Every head says which process sends it and how far that process is.
+    """Builder and sender of messages, whose headers name the sending process and its progress.
 
     Membership writes `incarnation`, Agreement writes `epoch`, and Exchange writes `finished`,
-    `averaging` and `step`. They are kept here because every message carries them.
+    `averaging` and `step`. These fields are stored here because every message carries them.
     """
 
     def __init__(self, transport: PeerTransport, me: int, num_peers: int, run: str) -> None:
@@ -39,6 +39,6 @@ class Outbox:
 
 
 def next_incarnation(above: int = 0) -> int:
-    """Even number from the clock that is larger than `above`."""
+    """Return an even number from the clock that is larger than `above`."""
     number = max(above + 1, time.time_ns() // 1_000_000)
     return number + number % 2

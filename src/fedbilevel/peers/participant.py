@@ -1,10 +1,10 @@
 """One peer's part in a run: read its data, find the other peers, and compute with them.
 
-When the group changes, the peer restarts the outer iteration with the new group. Its folder holds
-a record like that of any run, with the last two checkpoints, and
+When the group changes, the peer restarts the outer iteration with the new group. Its folder holds a
+record like that of any run, with the last two checkpoints, and two more files:
 
     peers.jsonl                 one line per outer iteration: its members (per average if they
-                                changed), and how many messages were refused
+                                changed), and the number of refused messages
     hypergradient.safetensors   this peer's part of the last estimate, if the algorithm has one
 """
 
@@ -63,10 +63,11 @@ def take_part(
     beat: float = 0.5,
     interval: float = 0.05,
 ) -> Result:
-    """Run, or resume the run in `folder`.
+    """Start a run, or resume the run in `folder`.
 
-    connect: returns a transport for messages of up to the given number of bytes. roster: digest of
-    the roster. interval: most seconds between two wakes of a robust average.
+    connect: function that returns a transport for messages of up to the given number of bytes.
+    roster: digest of the roster.
+    interval: longest time in seconds between two pushes of a robust average.
     """
     algorithm, shapes = plan.built_algorithm(), Shapes.of(holdings, plan.num_classes)
     problem = plan.built_task().problem(shapes)
@@ -167,7 +168,7 @@ def _run_group(
     describe: Mapping[str, Any],
     callbacks: Sequence[Callback],
 ) -> Result:
-    """Run with one group until the end. Raises Regrouped when the group changes."""
+    """Run with one group until the end; raise Regrouped if the group changes."""
     resume = _prepared(book, formation)
     shorten(book.path / DIARY, max(0, formation.iteration))
     return run_between(
@@ -198,7 +199,7 @@ def _formed(office: Office, about: Introduction, plan: PeerPlan) -> Formation:
 
 
 def longest(host: Host, num_peers: int) -> int:
-    """Upper bound of the bytes of any message between this number of peers."""
+    """Return an upper bound of the bytes of any message between this number of peers."""
     shared = 0 if host.x_sizes is not None else len(host.x0)
     return 8 * (4 * shared + 8 * len(host.y0)) + 64 * num_peers + 4096
 
@@ -215,14 +216,14 @@ def _introduction(plan: PeerPlan, host: Host, book: Record, roster: bytes) -> In
 
 
 def versions(book: Record) -> tuple[Version, Version]:
-    """The last two stored states, the newest first."""
+    """Return the last two stored states, the newest first."""
     found = [Version(about["iteration"], mark(about["state"]["members"]["value"])) for about in _stored(book)]
     newest, before, *_ = [*found, Version(), Version()]
     return newest, before if before.iteration < newest.iteration else Version()
 
 
 def run_of(book: Record) -> int:
-    """Mark of the run that the stored states belong to, 0 if there are none."""
+    """Return the mark of the run that the stored states belong to, or 0 if there are none."""
     return next((int(about["state"]["run"]["value"]) for about in _stored(book)), 0)
 
 
@@ -236,7 +237,10 @@ def _stored(book: Record) -> list[dict[str, Any]]:
 
 
 def _check_own(book: Record, host: Host, me: int, names: Sequence[str]) -> None:
-    """Raise if the record belongs to another peer or to other data, before other peers rely on it."""
+    """Raise if the record belongs to another peer or to other data.
+
+    This check runs before other peers rely on the record.
+    """
     for about in _stored(book)[:1]:
         theirs = about["identity"]
         if theirs["peer"] != me:
@@ -281,7 +285,7 @@ def _begins(formation: Formation, names: Sequence[str]) -> str:
 
 
 def say_how_far(now: Progress, headline: Sequence[str]) -> str:
-    """Log line of one outer iteration."""
+    """Return the log line of one outer iteration."""
     figures = [f"{name} {value:.4g}" for name, value in (now.row or {}).items() if name in headline]
     return ", ".join(
         [

@@ -1,4 +1,4 @@
-"""Plan of a run between peers: a file that is the same at all peers. It contains no paths and no code.
+"""Plan of a run between peers: a file without paths or code that is the same at all peers.
 
 name = "influence"        # also names the folder at every peer
 num_iterations = 1        # omit it for the suggestion of the task
@@ -42,7 +42,7 @@ from fedbilevel.tasks.task import Task
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """A checked plan. `task` and `algorithm` contain the name besides the settings."""
+    """Checked plan; `task` and `algorithm` contain a name and the settings."""
 
     name: str
     num_iterations: int
@@ -78,7 +78,7 @@ class PeerPlan:
 
 
 def plan_of(content: Mapping[str, Any], num_peers: int) -> PeerPlan:
-    """Check a plan and fill in its defaults."""
+    """Check a plan, fill in its defaults, and return it."""
     parts = parts_of(content, "peers")
     given = {name: value for name in ("on_change", "on_crash") if (value := content.get(name)) is not None}
     seconds: dict[str, Any] = {

@@ -37,7 +37,7 @@ class PeerRecord(NamedTuple):
 
 
 def read_record(path: Path) -> PeerRecord:
-    """Read the folder of one peer."""
+    """Read the record in the folder of one peer."""
     book = Record(path)
     config = book.read_config()
     if config.get("engine") != "peers":
@@ -67,7 +67,7 @@ def read_record(path: Path) -> PeerRecord:
 
 
 def check_together(parts: Sequence[PeerRecord]) -> None:
-    """Raise unless the records are of one run and of different peers."""
+    """Raise unless the records belong to one run and to different peers."""
     first = parts[0]
     for before, part in itertools.pairwise(parts):
         mine, theirs = _common(first), _common(part)
@@ -84,7 +84,7 @@ def check_together(parts: Sequence[PeerRecord]) -> None:
 
 
 def _common(part: PeerRecord) -> dict[str, Any]:
-    """Entries that are equal in all records of a run."""
+    """Return the entries that are equal in all records of a run."""
     config = part.config
     return {
         "list of peers": config["peers"],
@@ -94,7 +94,10 @@ def _common(part: PeerRecord) -> dict[str, Any]:
 
 
 def shared_shapes(all_shapes: Sequence[Shapes]) -> Shapes:
-    """Fields that every peer has. Figures of other fields are omitted, as if no peer had them."""
+    """Return the fields that every peer has.
+
+    Figures of other fields are omitted, as if no peer had those fields.
+    """
     first, *others = all_shapes
     fields = {
         role: {name: sample for name, sample in own.items() if all(other.has(role, name) for other in others)}

@@ -1,4 +1,4 @@
-"""Counts of refused messages and connections, with a log that a flood cannot fill."""
+"""Counts of refused messages and connections, with a log of limited size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PAUSE = 1.0  # seconds between two log lines with the same reason
 
 
 class Refusals:
-    """Counts every refusal by reason and logs at most one line per reason and second."""
+    """Counts of refusals by reason, with at most one log line per reason and second."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self.log = log
@@ -20,7 +20,7 @@ class Refusals:
         self._logged: dict[str, float] = {}  # time of the last line, by reason
 
     def add(self, reason: str, line: str = "", *, times: int = 1) -> None:
-        """Count a refusal. Without a line it is not logged."""
+        """Count a refusal, and log it if a line is given."""
         with self._lock:
             self.counts[reason] += times
             now = time.monotonic()

@@ -66,14 +66,14 @@ class PeerRoster:
         return names.index(name)
 
     def digest(self) -> bytes:
-        """Digest of names, keys and their order.
+        """Return a digest of the names, the keys and their order.
 
-        It omits the addresses, because they may change and may differ between networks.
+        The digest omits addresses, because they may change and may differ between networks.
         """
         return blake2b("".join(f"{peer.name} {peer.key}\n" for peer in self.peers).encode(), digest_size=16).digest()
 
     def check_secret(self, me: int, secret: Secret | None, listen: str) -> None:
-        """Raise if peer `me`, which listens at `listen`, has another key, or needs one and has none."""
+        """Raise if the secret of peer `me`, listening at `listen`, is wrong or missing."""
         split_address(listen, LISTEN, unspecified=True)
         if secret is None:
             for address in (*(peer.address for peer in self.peers), listen):
@@ -95,7 +95,7 @@ def read_roster(path: Path) -> PeerRoster:
 
 
 def keygen(path: Path, *, name: str, address: str) -> Path:
-    """Make a pair of keys: the private one in `path`, the public part beside it. Return its path."""
+    """Write a private key to `path` and the public part beside it, and return the public path."""
     _check_name(name, "the name of a peer")
     split_address(address, "the address of a peer")
     public = path.with_name(name + PUBLIC)
@@ -155,7 +155,7 @@ def read_secret(path: Path) -> Secret:
 
 
 def assemble(public_files: Sequence[Path], out: Path) -> PeerRoster:
-    """Write a roster of public parts. Peers are numbered in the given order."""
+    """Write a roster from public files, with peers numbered in the given order."""
     entries: list[dict[str, Any]] = []
     for path in public_files:
         tables = _tables(_content(path), path)
@@ -173,7 +173,7 @@ def assemble(public_files: Sequence[Path], out: Path) -> PeerRoster:
 
 
 def is_key(value: object) -> bool:
-    """Whether a value is 32 bytes in Z85: ten groups of five characters, each a number below 2^32."""
+    """Return whether a value is 32 bytes in Z85: ten groups of five characters, each below 2^32."""
     if not isinstance(value, str) or len(value) != 40 or not set(value) <= _Z85.keys():
         return False
     return all(

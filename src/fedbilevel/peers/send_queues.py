@@ -1,4 +1,4 @@
-"""Queues of messages that wait for their peers, and a wake-up signal for the thread that sends them."""
+"""Queues of messages to peers, and a wake-up signal for the thread that sends them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OVERHEAD = 512  # approximate bytes of a waiting message besides its content
 
 
 class SendQueues:
-    """One queue per peer. Any thread may call any method."""
+    """Queues of messages, one per peer; any thread may call any method."""
 
     def __init__(self, peers: Iterable[int]) -> None:
         self._lock = threading.Lock()
@@ -24,9 +24,9 @@ class SendQueues:
         self._closed = False
 
     def put(self, peer: int, message: Packed, mark: Hashable = None) -> int:
-        """Add a message and return how many old ones were dropped.
+        """Add a message, and return the number of old messages that were dropped.
 
-        A message with a mark replaces a waiting one with the same mark, in its place in the queue.
+        A message with a mark replaces a queued message with the same mark and takes its position.
         """
         with self._lock:
             if self._closed:
@@ -43,7 +43,7 @@ class SendQueues:
             return dropped
 
     def drain(self, peer: int, send: Callable[[Packed], bool]) -> bool:
-        """Send from the front until `send` returns False. Return whether messages remain."""
+        """Send from the front until `send` returns False, and return whether messages remain."""
         waiting = self._waiting[peer]
         while True:
             with self._lock:  # also while sending, so that no newer message replaces the one being sent
@@ -65,7 +65,7 @@ class SendQueues:
             return list(self._waiting[peer].values())
 
     def num_bytes(self, peer: int) -> int:
-        """Size of a queue, with an overhead per message."""
+        """Return the size of a queue in bytes, with an overhead per message."""
         return self._bytes[peer]
 
     def empty(self) -> bool:
@@ -74,7 +74,10 @@ class SendQueues:
 
 
 class Waker:
-    """Wakes a thread that polls `fileno()`. Not a ZeroMQ socket, because any thread may wake it."""
+    """Signal that wakes a thread polling `fileno()`.
+
+    It is not a ZeroMQ socket, because any thread may send the signal.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,7 +97,7 @@ class Waker:
                     self._sender.send(b"\0")
 
     def clear(self) -> None:
-        """Read the signal. Work that is queued later wakes the thread again."""
+        """Clear the signal; messages queued later wake the thread again."""
         with contextlib.suppress(BlockingIOError):
             self._receiver.recv(16)
         with self._lock:

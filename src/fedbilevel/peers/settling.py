@@ -1,4 +1,4 @@
-"""End of a robust average: sketches of the peers' values, and the test that all of them have settled."""
+"""End of a robust average: sketches of the peers' values, and the test that all have settled."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _TABLES, _BUCKETS = 7, (SKETCH - 1) // 7  # of a sketch
 
 
 class Sketcher:
-    """Short stand-ins for long rows, the same at all peers with the same seed."""
+    """Short sketches of long rows, which are the same at all peers with the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._places: Tensor | None = None  # bucket of every entry, by table; the second half has the other sign
 
     def sketch(self, value: Tensor, size: float) -> np.ndarray:
-        """Return SKETCH numbers, of which the last is `size`, the norm of the largest initial row.
+        """Return SKETCH numbers, the last of which is `size`, the norm of the largest initial row.
 
-        A short row is copied. A long row is summed, with signs, into a few buckets of several
-        tables with different signs and buckets, so that hardly any difference cancels in all of
-        them. The norm of a difference is preserved up to about a third.
+        A short row is copied. A long row is summed, with random signs, into the buckets of several
+        tables. The tables have different signs and buckets, so a difference rarely cancels in all
+        of them. The norm of a difference is preserved up to about a third.
         """
         found = torch.zeros(SKETCH, dtype=torch.float64)
         found[-1] = size
@@ -50,7 +50,7 @@ class Sketcher:
 
 
 class Settling:
-    """Time at which this peer's value settled, as numbers of its messages to every peer."""
+    """The moment at which this peer's value settled, as numbers of its messages to every peer."""
 
     def __init__(self, num_peers: int) -> None:
         self.num_peers = num_peers
@@ -58,7 +58,10 @@ class Settling:
         self.settled = np.zeros(num_peers, np.int64)
 
     def look(self, sums: RunningSums, sketch: np.ndarray, limit: float) -> AveragingStatus:
-        """Update before a wake: if the value has moved, all messages so far carried other values."""
+        """Update the status before this peer pushes its sums.
+
+        If the value has moved, all earlier messages carried other values.
+        """
         got, sent = (
             np.array([book.get(peer, (0,))[0] for peer in range(self.num_peers)], np.int64)
             for book in (sums.got, sums.sent)
@@ -72,7 +75,7 @@ class Settling:
 
 
 def all_settled(statuses: Mapping[int, AveragingStatus], members: Sequence[int], limit: float) -> bool:
-    """Whether all values agree, and every message pushed before they agreed has arrived.
+    """Return whether all values agree and every message sent before they agreed has arrived.
 
     Mass that is still in transit was then pushed with the common value and does not change it.
     """

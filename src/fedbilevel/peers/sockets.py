@@ -1,13 +1,13 @@
-"""Encrypted messages between peers over TCP. Only the peers of the roster can connect.
+"""Encrypted messages over TCP between the peers of the roster, which alone can connect.
 
 Every peer listens with one socket (ROUTER) and has one socket (DEALER) to every other peer. One
-thread owns all of them, because ZeroMQ sockets must not be shared. A sender puts its message in a
-queue and wakes that thread.
+thread owns all sockets, because ZeroMQ sockets must not be shared. A sender puts its message in a
+queue and notifies that thread.
 
-The sender of a message is the public key that authenticated the connection; libzmq attaches it to
-the message (`User-Id`). The identity that a ROUTER shows is not used, because a sender chooses it
-freely. Without keys, which is allowed only between loopback addresses, the identity is all there
-is: any process of this machine can then send in any peer's name.
+The sender of a message is the public key that authenticated the connection; libzmq attaches this
+key to the message (`User-Id`). The identity that a ROUTER shows is not used, because a sender
+chooses it freely. A run without keys is allowed only between loopback addresses. There the identity
+alone names the sender, so any process on this machine can send in any peer's name.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """A PeerTransport over ZeroMQ.
+    """PeerTransport over ZeroMQ.
 
-    secret: None only if all addresses are loopback. bind: address to listen at, if it differs from
-    the one in the roster (behind NAT).
+    secret: private key of this peer; None is allowed only if all addresses are loopback.
+    bind: address to listen at, if it differs from the address in the roster (behind NAT).
 
     Reasons for refusals:
     - "key": a connection whose key is not in the roster.
-    - "handshake": a connection without encryption, for another key, or broken off while being made.
+    - "handshake": a connection without encryption, for another key, or closed during the handshake.
     - "sender": without keys, an identity that is not a peer's number.
-    - "frames", "head", "body": not two frames, or a frame that is too long. A frame that is far too
-      long ends the connection instead and is not counted.
+    - "frames", "head", "body": a message that is not two frames, or a frame that is too long. A
+      frame that is far too long closes the connection instead and is not counted.
     - "failed": the receiver of messages raised an error.
     - "shut out": a peer refused a connection of this peer.
-    - "backlog": own messages, dropped because too many waited for their peer.
+    - "backlog": messages of this peer, dropped because too many were queued for one peer.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Sockets:
             self._read()
 
     def _push(self, number: int, dealer: _Socket) -> None:
-        """Send what the connection accepts. While messages wait, poll until it accepts more."""
+        """Send messages until the connection accepts no more, and poll while messages are queued."""
 
         def send(message: Packed) -> bool:
             try:
@@ -299,7 +299,7 @@ class Sockets:
             self._refusals.add("failed", f"an error while taking a message: {type(error).__name__}: {error}")
 
     def _admit(self) -> None:
-        """Answer a ZAP 1.0 request: may this key connect? Its ownership is already proved."""
+        """Answer a ZAP 1.0 request whether a key, whose ownership is already proved, may connect."""
         assert self._zap is not None
         version, request, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
         is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
@@ -312,7 +312,7 @@ class Sockets:
             self._refusals.add("key", f"refused a connection from {where}: its key {key} is not in the roster.")
 
     def _failures(self) -> None:
-        """Read all failed handshakes, because libzmq waits for room in its monitor."""
+        """Read all failed handshakes, because libzmq blocks if its monitor is full."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self._refusals.add(
@@ -321,10 +321,10 @@ class Sockets:
             )
 
     def _knock(self) -> None:
-        """Reconnect to peers that refused a connection or did not speak the protocol.
+        """Reconnect to peers that refused a connection or did not use the protocol.
 
-        libzmq reconnects only after a connection breaks. A refusal can also end: the other peer
-        gets the right roster, or a foreign program at its address ends.
+        libzmq reconnects only after a connection breaks. A refusal can also end when the other peer
+        gets the right roster, or when an unrelated program at its address ends.
         """
         now = time.monotonic()
         for number, door in self._doors.items():
@@ -343,7 +343,7 @@ class Sockets:
                 self._dealers[number].connect(self._places[number])
 
     def _end(self, linger: float) -> None:
-        """Close everything, also after a failed start. libzmq has `linger` seconds to send."""
+        """Close all sockets, even after a failed start; libzmq has `linger` seconds to send."""
         for watched in self._watched:
             watched.disable_monitor()  # before its reader ends: otherwise libzmq waits for a reader
         self._context.destroy(linger=round(linger * 1000))

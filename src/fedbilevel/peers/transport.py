@@ -1,7 +1,7 @@
-"""Transport of messages between peers, and one in memory with faults that a seed decides.
+"""Transport of messages between peers, and a transport in memory with seeded faults.
 
-A transport carries a head and a body to a peer and may lose, double, delay or reorder them. It
-names the true sender of every message and does not interpret messages.
+A transport carries a header and a body to a peer and may lose, duplicate, delay or reorder
+messages. It reports the true sender of every message and does not interpret messages.
 """
 
 from __future__ import annotations
@@ -27,39 +27,43 @@ class PeerTransport(Protocol):
     def start(self, take: Take, tick: Callable[[], None]) -> None:
         """Start to listen.
 
-        One thread calls `take` for every message and `tick` about every TICK seconds. Both are
-        fast and never raise.
+        One thread calls `take` for every message and `tick` about every TICK seconds. Both
+        functions must be fast and must not raise.
         """
 
     def send(self, to: int, head: bytes, body: bytes | memoryview = b"", *, newest: Hashable = None) -> None:
-        """Send a message without waiting. Any thread may call this.
+        """Send a message without waiting; any thread may call this method.
 
-        newest: mark of the message. It replaces a waiting message to the same peer with the same
-        mark. The body must not change afterwards.
+        The body must not change after the call.
+
+        newest: mark of the message; the message replaces a queued message to the same peer with the
+            same mark.
         """
 
     def quiet(self, peer: int) -> float:
-        """Seconds since the last message from a peer, or since the start."""
+        """Return the seconds since the last message from a peer, or since the start."""
 
     def refused(self) -> dict[str, int]:
-        """Numbers of refused messages and connections, by reason."""
+        """Return the numbers of refused messages and connections, by reason."""
 
     def close(self) -> None:
-        """Give waiting messages a few seconds to leave, then end."""
+        """Wait a few seconds for queued messages to be sent, then close the transport."""
 
 
 class Faults:
-    """Faults of a `MemoryNetwork`, a function of (seed, sender, receiver, number of the message).
+    """Faults of a `MemoryNetwork`, drawn from (seed, sender, receiver, number of the message).
 
-    loss, doubled: shares of messages. delay: most seconds that a message is late. Every message has
-    its own delay, so messages overtake each other.
+    loss: share of messages that are lost.
+    doubled: share of messages that arrive twice.
+    delay: longest delay of a message in seconds; every message has its own delay, so messages can
+        overtake each other.
     """
 
     def __init__(self, *, loss: float = 0.0, doubled: float = 0.0, delay: float = 0.0, seed: int = 0) -> None:
         self.loss, self.doubled, self.delay, self._stream = loss, doubled, delay, Stream(seed)
 
     def delays(self, sender: int, receiver: int, number: int) -> list[float]:
-        """Delay of every copy that arrives: none, one or two."""
+        """Return the delay of every copy that arrives: none, one or two."""
         words = self._stream.bits(
             f"transport/{receiver}", torch.tensor([sender]), iteration=number, call=0, steps=range(1), width=4
         )
@@ -72,7 +76,7 @@ _Due = tuple[float, int, int, int, bytes, memoryview]  # when, order, sender, re
 
 
 class MemoryNetwork:
-    """Transports of several peers in one process. One thread carries all messages."""
+    """Transports of several peers in one process, with one thread that carries all messages."""
 
     def __init__(self, num_peers: int, faults: Faults | None = None) -> None:
         self.num_peers, self.faults = num_peers, faults or Faults()
@@ -86,7 +90,7 @@ class MemoryNetwork:
         self._thread: threading.Thread | None = None
 
     def transport(self, peer: int) -> MemoryTransport:
-        """Return a transport. It replaces an earlier one of the same peer, like a restarted process."""
+        """Return a transport, which replaces an earlier one of the same peer after a restart."""
         return MemoryTransport(self, peer)
 
     def join(self, transport: MemoryTransport) -> None:
@@ -142,7 +146,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """A PeerTransport of a MemoryNetwork."""
+    """Transport of one peer in a `MemoryNetwork`."""
 
     def __init__(self, network: MemoryNetwork, peer: int) -> None:
         self.network, self.peer = network, peer
@@ -172,7 +176,7 @@ class MemoryTransport:
 
 
 class Lossy:
-    """A transport that drops a share of its messages, for experiments."""
+    """Transport that drops a share of its messages, for experiments."""
 
     def __init__(self, transport: PeerTransport, me: int, num_peers: int, faults: Faults) -> None:
         self.transport, self.me, self.faults = transport, me, faults

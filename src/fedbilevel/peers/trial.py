@@ -1,4 +1,4 @@
-"""A small example run between peers: the training samples of each peer that harm the common model."""
+"""Small example run between peers that finds training samples that harm the common model."""
 
 from __future__ import annotations
 

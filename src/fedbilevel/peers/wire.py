@@ -1,6 +1,6 @@
-"""Messages between peers: a head of 64 bytes, and a body whose form depends on the kind.
+"""Messages between peers: a header of 64 bytes, and a body whose form depends on the kind.
 
-All numbers are little-endian. Nothing in a message is executed or unpickled. The head holds
+All numbers are little-endian. Nothing in a message is executed or unpickled. The header holds
 
     magic "FBP1", kind, type of the array, 2 spare bytes, run (16 bytes), incarnation (u64),
     epoch, finished, averaging, step (u32 each), weight (f64), length of the body (u32),
@@ -10,11 +10,11 @@ All numbers are little-endian. Nothing in a message is executed or unpickled. Th
     beat      view                               the sender is present; its view and its progress
     ready     view, Introduction                 the sender is ready to start with the peers in view
     data      one array                          a row of one step, or running sums
-    status    numbers of messages, sketch        progress of a robust averaging at the sender
+    status    numbers of messages, sketch        progress of a robust average at the sender
     want      empty                              request for a row of one step that has not arrived
     bye       view                               the sender has finished and leaves
 
-The sender is not in the message: the transport knows it from the connection.
+The message does not contain its sender: the transport knows the sender from the connection.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HIGHEST = 2**31  # epochs and outer iterations stay below, so that the next one
 
 
 class Version(NamedTuple):
-    """Stored state: its outer iteration (-1: none) and the mark of the group that produced it."""
+    """Stored state: its outer iteration (-1 for none) and the mark of the group that produced it."""
 
     iteration: int = -1
     members: int = 0
@@ -67,7 +67,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class PeerMessage:
-    """A parsed message. Fields that its kind does not use keep their defaults."""
+    """Parsed message; fields that its kind does not use keep their defaults."""
 
     kind: Kind
     run: bytes
@@ -122,7 +122,7 @@ def pack(message: PeerMessage) -> Packed:
 
 
 def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: int = MOST) -> PeerMessage:
-    """Parse and check a message. Its array is a view of the body."""
+    """Parse and check a message, whose array is a view of the body."""
     if len(head) != HEAD:
         raise WireError(f"its head has {len(head)} bytes, expected {HEAD}.")
     magic, kind, code, run, incarnation, epoch, finished, averaging, step, weight, length, peers = _HEAD.unpack(head)

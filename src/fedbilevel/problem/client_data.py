@@ -46,7 +46,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._ready.keys() | self._stored.keys())
 
     def sample_bytes(self) -> int:
-        """Return the bytes of one sample, also of fields that were not copied yet."""
+        """Return the bytes of one sample, including fields that are not copied yet."""
         tails = {name: (value.shape[1:], value.element_size()) for name, value in self._stored.items()}
         tails |= {name: (value.shape[2:], value.element_size()) for name, value in self._ready.items()}
         return sum(math.prod(tail) * size for tail, size in tails.values())
@@ -57,7 +57,7 @@ class Gathered(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Samples of k clients. A batch is a value: evaluating it twice uses the same samples."""
+    """Samples of k clients; two evaluations of the same batch use the same samples."""
 
     role: str
     fields: Gathered  # (k, b, ...), with `index` and `weight`
@@ -71,8 +71,9 @@ class Batch:
         return len(self.positions)
 
     def row(self, i: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return one client's samples without padding: a loop over clients then sums what each
-        would sum alone.
+        """Return one client's samples without padding.
+
+        A loop over clients then computes the same sums as each client alone.
         """
         n = int(self.counts[i])
         return {name: self.fields[name][i, :n] for name in (self.fields if names is None else names)}
@@ -82,7 +83,7 @@ class Batch:
 
 
 class ClientData:
-    """Named fields of k clients in the roles `train` (lower level), `val` (upper level) and others."""
+    """Named fields of k clients by role: `train` (lower level), `val` (upper level) and others."""
 
     def __init__(
         self, clients: Sequence[Holdings], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -193,10 +194,10 @@ class ClientData:
         return tensor
 
     def batch(self, positions: Tensor, role: str, index: Tensor | None = None, active: Tensor | None = None) -> Batch:
-        """Return b samples for each of the k clients at `positions`; `index` has shape (k, b).
+        """Return b samples for each of the k clients at `positions`; `index` has the shape (k, b).
 
-        Without `index`, return all their samples, padded to the longest client, with the weights
-        1/n_i.
+        Without `index`, return all samples of these clients with the weights 1/n_i, padded to the
+        number of samples of the largest client.
         """
         if index is None:
             return self._all(positions, role, active)
@@ -219,8 +220,9 @@ class ClientData:
         )
 
     def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
-        """Yield all samples of these clients, client after client without padding, `at_once`
-        samples at a time.
+        """Yield all samples of these clients without padding, `at_once` samples at a time.
+
+        The samples are in the order of the clients.
         """
         sizes, total = self.num_samples(positions, role), int(self.sizes[role][positions].sum())
         spread = lambda values: values.repeat_interleave(sizes, output_size=total)
@@ -232,7 +234,7 @@ class ClientData:
             yield {"index": index[part], "weight": weight[part], **fields}
 
     def _starts(self, role: str, positions: Tensor) -> Tensor:
-        """Return the offsets of the clients' samples, (k, 1); cached for the steps of a phase."""
+        """Return the offsets (k, 1) of the clients' samples, cached for the steps of a phase."""
         kept = self._begin.get(role)
         if kept is None or kept[0] is not positions:
             kept = (positions, self.offsets[role].index_select(0, self.on_device(positions))[:, None])
@@ -240,25 +242,23 @@ class ClientData:
         return kept[1]
 
     def on_device(self, positions: Tensor) -> Tensor:
-        """Return positions on the device of the data; cached, because all steps of a phase use the
-        same.
-        """
+        """Return positions on the device of the data, cached for the steps of a phase."""
         if self._here is None or self._here[0] is not positions:
             self._here = (positions, positions.to(self.device))
         return self._here[1]
 
     def num_samples(self, positions: Tensor, role: str) -> Tensor:
-        """Return the numbers of samples, (k,), on the device."""
+        """Return the clients' numbers of samples (k,) on the device."""
         return self._sizes[role].index_select(0, self.on_device(positions))
 
     def equal(self, positions: Tensor, role: str) -> bool:
-        """Whether all of these clients have the same number of samples."""
+        """Return whether all of these clients have the same number of samples."""
         sizes = self.sizes[role][positions]
         return bool((sizes == sizes[:1]).all())
 
     @contextmanager
     def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
-        """Within this context, take the clients from `here`, on the device, and use no cache."""
+        """Read positions from the device tensor `here` and bypass the cache within this context."""
         before = self._whole, self._begin, self._here, self.elsewhere
         self._whole, self._begin, self._here, self.elsewhere = {}, {}, (positions, here), True
         try:
@@ -267,7 +267,7 @@ class ClientData:
             self._whole, self._begin, self._here, self.elsewhere = before
 
     def look(self, positions: Tensor, role: str) -> Batch:
-        """Return all samples for one use, without replacing the cached copy.
+        """Return all samples for a single use, without replacing the cached copy.
 
         Adjacent clients with equal numbers of samples need no copy.
         """

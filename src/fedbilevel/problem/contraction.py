@@ -17,17 +17,17 @@ from torch import Tensor
 
 
 def mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean loss of a batch without padding: the weights sum to one."""
+    """Return the mean loss of a batch without padding, whose weights sum to one."""
     return (weight * values).sum()
 
 
 def weighted(values: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean loss of a batch that may hold padding."""
+    """Return the mean loss of a batch that may have padding."""
     return mean(torch.where(weight > 0, values, 0.0), weight)
 
 
 def counted(found: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
-    """Sum the statistics of one client over real samples; keep scalars as they are."""
+    """Sum the statistics of one client over real samples, and keep scalars unchanged."""
     real = weight > 0
     return {
         name: torch.where(real, value, torch.zeros_like(value)).sum() if value.ndim else value
@@ -36,7 +36,7 @@ def counted(found: Mapping[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
 
 
 def contracted(value: Any, weight: Tensor) -> Any:
-    """Contract a loss or statistics of one client, by the shape of the result."""
+    """Contract a loss or the statistics of one client; leave a scalar loss unchanged."""
     if isinstance(value, Mapping):
         return counted(value, weight)
     return weighted(value, weight) if value.ndim else value

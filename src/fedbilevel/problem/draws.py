@@ -32,11 +32,10 @@ def _word(value: int, purpose: str) -> int:
 
 
 def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[Any, ...]:
-    """Apply ten rounds to int64 tensors or arrays of uint32 words; products wrap modulo 2**64 on
-    purpose.
+    """Apply ten rounds of Philox to int64 tensors or arrays of uint32 words.
 
-    A word that is constant along an axis of the counter may have length one there, which makes the
-    first rounds cheap.
+    Products wrap modulo 2**64 on purpose. A word that is constant along an axis of the counter may
+    have length one there, which makes the first rounds cheap.
     """
     k0, k1 = key
     c0, c1, c2, c3 = counter
@@ -50,7 +49,8 @@ def philox(key: tuple[int, int], counter: tuple[Any, Any, Any, Any]) -> tuple[An
 class Stream:
     """Draws for one seed.
 
-    `ids` are client numbers, one row each; a row never depends on the other rows of a call.
+    `ids` are client numbers with one row of draws each. A row never depends on other rows of a
+    call.
     """
 
     def __init__(self, seed: int) -> None:
@@ -60,7 +60,7 @@ class Stream:
             raise SettingError(f"seed is {seed!r}, expected a whole number.") from None
 
     def bits(self, purpose: str, ids: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
-        """Return uniform 32-bit words, (k, len(steps), width), as int64."""
+        """Return uniform 32-bit words (k, len(steps), width) as int64."""
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(
                 f"step {steps.stop} of call {call} was requested, expected at most {MAX_STEPS} steps per phase and "
@@ -71,7 +71,7 @@ class Stream:
         return self._words(purpose, ids, (iteration,), steps, call, width)
 
     def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
-        """Return `bits` of call 0 and step 0 of each outer iteration, (k, len(iterations), width).
+        """Return `bits` (k, len(iterations), width) of call 0 and step 0 of each outer iteration.
 
         Several iterations cost little more than one.
         """
@@ -82,7 +82,7 @@ class Stream:
     def _words(
         self, purpose: str, ids: Tensor, iterations: Sequence[Address], steps: range, call: Address, width: int
     ) -> Tensor:
-        """Return (k, len(iterations) * len(steps), width), where one of the two lengths is 1.
+        """Return words (k, len(iterations) * len(steps), width); one of the two lengths must be 1.
 
         The parts of the counter vary along different axes, which the first rounds broadcast.
         """
@@ -105,8 +105,9 @@ class Stream:
     def integers(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
     ) -> Tensor:
-        """Return integers in [0, high) per client; the bias of the multiply-shift is below high /
-        2**32.
+        """Return integers in [0, high) per client.
+
+        The bias of multiply-shift is below high / 2**32.
         """
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
         return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
@@ -116,8 +117,9 @@ class Stream:
     ) -> Tensor:
         """Draw like `integers`, but without replacement.
 
-        Step s takes `width` places from s * width on of passes over range(high), each pass in a
-        random order. `high` is on the host, because the number of passes depends on it.
+        Each pass over range(high) is in a random order. Step s takes `width` entries of the joined
+        passes, from entry s * width on. `high` is on the host, because the number of passes depends
+        on it.
         """
         places = range(steps.start * width, steps.stop * width)
         scales = torch.frexp(high.double()).exponent * (high > 1)  # a client with one sample draws it every time
@@ -155,10 +157,11 @@ class Stream:
     def order(
         self, purpose: str, client: int, num: int, *, iteration: int, call: int = 0, first: int | None = None
     ) -> Tensor:
-        """Return a random permutation of range(num): sort 63-bit keys, ties (one in 2**63) by
-        position.
+        """Return a random permutation of range(num), by sorting 63-bit keys.
 
-        first: return only this many entries, which is cheaper.
+        Ties, which have probability 2**-63, are sorted by position.
+
+        first: number of entries to return; fewer entries are cheaper.
         """
         ids = torch.tensor([client])
         words = self.bits(purpose, ids, iteration=iteration, call=call, steps=range(1), width=2 * num).view(num, 2)
@@ -170,5 +173,5 @@ class Stream:
 
 
 def _keys(words: Tensor) -> Tensor:
-    """Join pairs of words to 63-bit numbers."""
+    """Join pairs of words into 63-bit numbers."""
     return (words[..., 0] >> 1 << 32) | words[..., 1]

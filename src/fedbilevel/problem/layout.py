@@ -17,7 +17,7 @@ Tree = Mapping[str, Tensor]
 class Layout:
     """The order of named tensors in one flat vector.
 
-    A ragged leaf, whose length differs between clients, comes last, so that padding is a tail.
+    A ragged leaf, whose length differs between clients, is last, so that its padding is at the end.
     """
 
     def __init__(self, tree: Tree, ragged: str | None = None) -> None:
@@ -35,7 +35,7 @@ class Layout:
         return torch.cat([tree[name].reshape(-1) for name in names])
 
     def unravel(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return views into `vector`; everything behind the fixed leaves is the ragged leaf."""
+        """Return views into `vector`; the entries after the fixed leaves are the ragged leaf."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = vector.split([*sizes, vector.shape[0] - self.num_fixed] if self.ragged else sizes)
         tree = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
@@ -51,7 +51,7 @@ class Layout:
 
 
 def one_row(value: Tensor) -> Tensor:
-    """Return the vector that all rows are views of; other tensors as they are."""
+    """Return the vector that all rows share, or the tensor itself if rows are separate."""
     return value[0] if value.ndim == 2 and len(value) > 0 and value.stride(0) == 0 else value
 
 

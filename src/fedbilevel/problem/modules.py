@@ -14,7 +14,7 @@ from fedbilevel.problem.layout import Tree
 
 
 class BoundModule:
-    """A module called with given parameters, which are `.parameters`."""
+    """A module that is called with given parameters, available as `.parameters`."""
 
     def __init__(self, module: nn.Module, parameters: Tree) -> None:
         self._module, self.parameters = module, parameters
@@ -34,9 +34,7 @@ class BoundModule:
 
 
 def initial_parameters(label: str, module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the parameters that require gradients; raise for a module that a problem
-    cannot use.
-    """
+    """Return copies of the trainable parameters; raise for a module that a problem cannot use."""
     if not isinstance(module, nn.Module):
         raise ProblemError(
             f"{label} is of type {type(module).__name__}, expected a torch.nn.Module: "
@@ -80,7 +78,7 @@ def _refuse_layer(layer: nn.Module, where: str) -> None:
 
 
 class RefuseNoise(TorchFunctionMode):
-    """Raises for dropout and batch norm inside a plain function, which cannot be inspected."""
+    """A mode that raises for dropout and batch norm inside a plain function."""
 
     DROPOUT = (
         functional.dropout,

@@ -6,8 +6,8 @@ variable.
 `upper(x, y, batch)` is f_i and `lower(x, y, batch)` is g_i on a batch of one client.
 x and y are dicts of named tensors.
 A batch holds the client's fields and three names that the library fills in: `index` (position of
-each sample within its client), `weight` (1/n, zero on padding) and, where the problem has
-`features`, their values.
+each sample within its client), `weight` (1/n, zero on padding) and, if the problem has `features`,
+the values of the features.
 A loss returns one value per sample, shape (n,), and the library sums them with the weights.
 The weights sum to one, so a penalty added to every entry counts once.
 A loss may also return that sum itself, `(batch["weight"] * loss_per_sample).sum()`.
@@ -182,11 +182,10 @@ class Problem:
         diagnostics: Callable[[Tree, Tree], dict[str, float]] | None = None,
         name: str = "problem",
     ) -> Problem:
-        """Make a problem from torch modules: for x and y, or for one of them beside tensors for the
-        other.
+        """Make a problem from a torch module for x, for y or for both.
 
-        x_module: x is its parameters. Or give tensors as `x0`, as in `Problem`.
-        y_module: y is its parameters. Or give tensors as `y0`.
+        x_module: module whose parameters are x; alternatively, give tensors as `x0`.
+        y_module: module whose parameters are y; alternatively, give tensors as `y0`.
 
         Losses, statistics and features receive a module as a call that uses the current parameters:
         `upper(net, head, batch)` may write `head(net(batch["image"]))` and
@@ -194,7 +193,7 @@ class Problem:
         dicts only. Frozen parameters stay as they are, and the modules themselves are never
         changed. All other arguments are those of `Problem`.
 
-        Two modules, a module beside a tensor for x, and one beside tensors for y:
+        Examples with two modules, with a module for y only, and with a module for x only:
 
         >>> import torch
         >>> import fedbilevel as fb
@@ -244,7 +243,7 @@ class Problem:
 
 
 def _start(variable: str, module: nn.Module | None, tensors: Any) -> tuple[Any, Callable[[Tree], Any]]:
-    """Return the initial value of a variable, and what a loss receives for a value of it."""
+    """Return the initial value of a variable, and the function that prepares a value for a loss."""
     if (module is None) == (tensors is None):
         names = f"{variable}_module and {variable}0"
         raise ProblemError(
@@ -257,9 +256,7 @@ def _start(variable: str, module: nn.Module | None, tensors: Any) -> tuple[Any, 
 
 
 def with_features(problem: Problem, x: Any, fields: Fields) -> Fields:
-    """Return the fields of a batch with the problem's features, the only place where they are
-    added.
-    """
+    """Add the problem's features to the fields of a batch; no other function adds them."""
     if problem.features is None or "features" in fields:
         return fields
     return {**fields, "features": problem.features(x, fields)}

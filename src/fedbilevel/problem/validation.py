@@ -33,7 +33,7 @@ def check_kind(problem: Any) -> None:
 def check_losses(
     problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor
 ) -> set[str]:
-    """Evaluate both losses on a few samples of the first client and raise for a loss that is wrong.
+    """Evaluate both losses on a few samples of the first client, and raise for an invalid loss.
 
     Returns which of the two (`upper`, `lower`) give one value per sample instead of a scalar.
     """
@@ -53,7 +53,7 @@ def check_losses(
 
 
 def _samples(data: ClientData, role: str, device: torch.device) -> tuple[Fields, Fields]:
-    """Return a few samples of the first client, and the same padded with samples of the last one."""
+    """Return samples of the first client, plain and padded with samples of the last client."""
     few = torch.arange(min(4, int(data.sizes[role][0])), device=device)
     fields = data.batch(data.positions[:1], role, few[None]).row(0)
     other = torch.zeros(1, 2, dtype=torch.int64, device=device)  # padding may hold any sample
@@ -65,7 +65,7 @@ def _samples(data: ClientData, role: str, device: torch.device) -> tuple[Fields,
 
 
 class _Trial(NamedTuple):
-    """One of the two losses and the samples to try it on."""
+    """One of the two losses, and the samples for testing it."""
 
     problem: Problem
     label: str
@@ -73,7 +73,7 @@ class _Trial(NamedTuple):
     padded: Fields
 
     def at_start(self, x: Tree, y: Tree) -> Tensor:
-        """Return the loss at the initial point; raise for random numbers and noisy layers."""
+        """Return the loss at the initial point; raise if it uses random numbers or noisy layers."""
         failed = f"{self.label}() failed on a batch of the first client"
         with RefuseNoise(f"{self.label}()"):
             value, _ = self._value(x, y, self.fields, failed)
@@ -88,7 +88,7 @@ class _Trial(NamedTuple):
     def padded_at(
         self, start: tuple[Tree, Tree], point: tuple[Tree, Tree], at_start: Tensor, leaves: tuple[Tensor, Tensor]
     ) -> bool:
-        """Return whether the loss gives one value per sample; raise where padding changes the loss."""
+        """Return whether the loss gives one value per sample; raise if padding changes it."""
         label = self.label
         try:
             plain, _ = self._value(*point, self.fields, f"{label}() failed away from the initial point")
@@ -107,7 +107,7 @@ class _Trial(NamedTuple):
         return has_samples
 
     def _check_doubled(self, x: Tree, y: Tree, plain: Tensor) -> None:
-        """Raise for values that are multiplied with the weights already."""
+        """Raise if the values per sample are already multiplied by the weights."""
         twice = {name: torch.cat([value, value]) for name, value in self.fields.items()}
         twice["weight"] = twice["weight"] / 2
         failed = f"{self.label}() failed on a batch that holds every sample twice"
@@ -120,9 +120,7 @@ class _Trial(NamedTuple):
             )
 
     def _value(self, x: Tree, y: Tree, fields: Fields, failed: str) -> tuple[Tensor, bool]:
-        """Return the loss of a batch as a scalar, and whether the function gave one value per
-        sample.
-        """
+        """Return the loss of a batch as a scalar, and whether the loss has one value per sample."""
         label = f"{self.label}()"
         try:
             value = getattr(self.problem, self.label)(x, y, with_features(self.problem, x, fields))
@@ -150,7 +148,7 @@ class _Trial(NamedTuple):
 
 
 def _check_dependence(value: Tensor, y: Tree) -> None:
-    """Raise for a lower loss that leaves a tensor of y undetermined."""
+    """Raise if the lower loss does not depend on one of the tensors of y."""
     gradients: Any = [None] * len(y)
     if value.requires_grad:
         gradients = torch.autograd.grad(value, list(y.values()), allow_unused=True)
@@ -167,9 +165,7 @@ def _near(one: Tensor, other: Tensor) -> bool:
 
 
 def _check_padding(label: str, plain: Tensor, padded: Tensor, at: tuple[Tensor, Tensor]) -> None:
-    """Raise where padding changes the mean of the values per sample, or makes its gradient
-    infinite.
-    """
+    """Raise if padding changes the mean of the values per sample, or its gradient is infinite."""
     if not _near(plain, padded):
         raise ProblemError(
             f"{label}() returns one value per sample, and the mean over real samples was {plain:.6g} on a batch and "
@@ -194,9 +190,9 @@ def _check_padding(label: str, plain: Tensor, padded: Tensor, at: tuple[Tensor, 
 def check_statistics(
     problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, own_x: Callable[[int], Tensor], y: Tensor
 ) -> None:
-    """Evaluate the statistics of every role with and without padding, and raise where they differ.
+    """Evaluate the statistics of every role with and without padding, and raise if they differ.
 
-    The samples are those of the first client that has any in this role.
+    The samples are those of the first client that has samples in the role.
     """
     for role, statistics in problem.statistics.items():
         if role not in data.sizes:
@@ -259,7 +255,7 @@ def _count(problem: Problem, role: str, statistics: Statistics, x: Tree, y: Tree
 
 
 def own_figures(label: str, function: Callable[..., Any], *given: Any) -> dict[str, float]:
-    """Call the user's `metrics`, `across` or `diagnostics` and check the figures."""
+    """Call the user's `metrics`, `across` or `diagnostics`, and check the returned figures."""
     try:
         found = function(*given)
     except Exception as error:  # the user's function may raise anything; name it, keep the cause
@@ -275,5 +271,5 @@ def own_figures(label: str, function: Callable[..., Any], *given: Any) -> dict[s
 
 
 def away(vector: Tensor) -> Tensor:
-    """Return a fixed point near `vector` without its symmetries."""
+    """Return a fixed point near `vector` that has none of its symmetries."""
     return vector + 0.1 * torch.arange(1, vector.shape[-1] + 1, dtype=vector.dtype, device=vector.device).cos()

@@ -1,9 +1,9 @@
 """The page of a site's operator: the state of the site, and buttons to decide.
 
-The site's machine serves it to itself. Other users of the machine can reach the port too, so every
-answer needs a token, which is new at each start and is part of the address in the operator's
+The site's machine serves the page to itself. Other users of the machine can reach the port too, so
+every request needs a token, which is new at each start and is part of the address in the operator's
 terminal. The command line of a browser would show the address to all users, so the browser opens a
-private file that redirects to it.
+private file that redirects to the address.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOK = Callable[[], View]
 
 
 def content(view: View, kit: Path) -> dict[str, Any]:
-    """Return everything that the page shows, in words."""
+    """Return the whole content of the page, in words."""
     return {
         "name": view.name,
         "kit": str(kit),
@@ -46,7 +46,7 @@ def content(view: View, kit: Path) -> dict[str, Any]:
 
 
 def _trouble(view: View) -> str:
-    """Return what prevents the site from answering; empty if nothing is known."""
+    """Return the reason why the site cannot answer, or an empty text if no reason is known."""
     if view.running is False:
         return "This site is not running: start it with start-site."
     if view.connected is False:
@@ -59,7 +59,7 @@ def _named(request: dict[str, Any]) -> dict[str, str]:
 
 
 def act(folder: Path, by: str, asked: Any) -> str:
-    """Carry out the action of a button, and return a sentence about it."""
+    """Carry out the action of a button, and return a sentence about the action."""
     match asked:
         case {"action": "approve", "digest": str(digest)}:
             return f"{operator.approve(folder, digest, by)['run']} is approved."
@@ -78,7 +78,11 @@ def act(folder: Path, by: str, asked: Any) -> str:
 
 
 class OperatorPage(OwnMachine):
-    """The server of the page. look: returns the state of the site. by: the operator's name."""
+    """The server of the operator's page.
+
+    look: function that returns the state of the site.
+    by: name of the operator.
+    """
 
     def __init__(self, kit: Path, look: LOOK, by: str, port: int = 0) -> None:
         self.kit, self.folder, self.look, self.by = kit, operator.site_folder(kit), look, by
@@ -87,9 +91,10 @@ class OperatorPage(OwnMachine):
         super().__init__(_OfSite, port)
 
     def make_way(self) -> Path:
-        """Make a private file that redirects a browser here; the first visit removes it.
+        """Make a private file that redirects a browser to this page.
 
-        It is in the kit, because some browsers cannot read files in /tmp or in hidden folders.
+        The first visit removes the file. It is in the kit, because some browsers cannot read files
+        in /tmp or in hidden folders.
         """
         file, name = tempfile.mkstemp(prefix="open-", suffix=".html", dir=self.kit.resolve())
         self.way = Path(name)
@@ -175,7 +180,10 @@ def _style() -> str:
 
 
 def serve(page: OperatorPage, begun: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. begun: receives the address."""
+    """Serve the page until Ctrl-C.
+
+    begun: function that receives the address.
+    """
     with page:
         begun(page.address)
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The report page as one file. Its Content-Security-Policy forbids the browser every request.
+"""The report page as one file, whose Content-Security-Policy forbids every request of the browser.
 
 Scripts are allowed by their hashes only, so no text of a record can become a script. Content is
 embedded as data, never as markup.
@@ -39,7 +39,7 @@ def write_report(
     """Write one self-contained HTML page of these records and return its path.
 
     records: a `Result`, the folder of a run, comparison or study, a folder of such folders, or a
-    list of these. A `Result` with a record shows the record.
+        list of these. For a `Result` with a record, the page shows the record.
     path: the file to write; by default report.html in the first record's folder.
     target: a metric and the value to reach, e.g. "test_accuracy=0.94".
 
@@ -78,7 +78,7 @@ def write_report(
 
 
 def _listed(records: Any) -> list[page_data.Source]:
-    """Return the sources. A text is one folder, and any other sequence holds several."""
+    """Return a list of sources: a text is one source, any other sequence holds several."""
     is_one = isinstance(records, Path | str) or not isinstance(records, Sequence)
     return [records] if is_one else list(records)
 
@@ -94,7 +94,7 @@ def _beside(source: page_data.Source) -> Path:
 def whole(data: Mapping[str, Any], *, live: bool = False) -> str:
     """Return the whole page.
 
-    live: it may request newer content from the server that served it, and from no other.
+    live: allow the page to request newer content from its own server, and from no other.
     """
     parts = {
         "title": html.escape(str(data["title"])),
@@ -109,7 +109,7 @@ def whole(data: Mapping[str, Any], *, live: bool = False) -> str:
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
-    """Fill the places {{part}} of a template."""
+    """Replace every {{part}} of a template by its text."""
     return _OPEN.sub(lambda found: parts[found[1]], file_of(name))
 
 
@@ -129,7 +129,7 @@ def policy(*, live: bool = False) -> str:
 
 
 def policy_of(scripts: Sequence[str], styles: str, rest: str) -> str:
-    """Return a policy that allows these scripts by their hashes, and only what is named."""
+    """Return a policy that allows these scripts and styles by their hashes, and the given rest."""
     allowed = " ".join(map(hash_of, scripts))
     return f"default-src 'none'; script-src {allowed}; style-src {styles}; {rest}; base-uri 'none'; form-action 'none'"
 
@@ -150,13 +150,13 @@ def file_of(name: str) -> str:
 
 @cache
 def script() -> str:
-    """Join the parts of the script into one function, so that they share names and leak none."""
+    """Join the parts of the script into one function, so that they share names but export none."""
     return '"use strict";\n(() => {\n' + "\n".join(file_of(f"page_{name}.js") for name in SCRIPTS) + "})();\n"
 
 
 @cache
 def _plotly() -> str:
-    """Return plotly.js from the Python package, without network."""
+    """Return plotly.js from the Python package, without network access."""
     from plotly.offline import get_plotlyjs  # slow import
 
     text: str = get_plotlyjs().replace("\r\n", "\n")

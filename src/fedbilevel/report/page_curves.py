@@ -2,7 +2,7 @@
 
 Runs that differ in seeds only form one curve, named by the settings that distinguish it from other
 curves. Curves of the same task with the same task settings form one group; the page never draws two
-groups in one chart unless its reader chooses to.
+groups in one chart unless the reader chooses to.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _PLACES = ("task.data_dir",)  # where a machine keeps its data does not change t
 
 
 def curves_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group runs by traits, in the order in which they are given.
+    """Group runs into curves by traits, in the order of the runs.
 
-    group: the number of the task in `groups_of`.
+    The entry `group` of a curve is the number of its task in `groups_of`.
     """
     members: dict[tuple[str, int], list[int]] = {}
     known: Counter[str] = Counter()
@@ -45,7 +45,7 @@ def curves_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def groups_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Name every task once, with the settings in which it differs from others of that name."""
+    """Name every task once, with the settings that distinguish it from other tasks of that name."""
     by_task: dict[str, dict[str, Any]] = {}
     for run in runs:
         by_task.setdefault(_task_key(run), run)
@@ -69,7 +69,11 @@ def _is_of_task(name: str) -> bool:
 
 
 def _task_key(run: Mapping[str, Any]) -> str:
-    """Identify a task by name and settings, else a problem by its data, shapes and losses."""
+    """Return a key of the task.
+
+    The key has the name and the settings of the task, or else data, shapes and losses of the
+    problem.
+    """
     return json.dumps(
         {name: value for name, value in run["traits"].items() if _is_of_task(name)}, sort_keys=True, default=str
     )
@@ -81,7 +85,7 @@ def _differing(traits: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _names(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Name each curve by algorithm, task if there are several, and differing settings."""
+    """Name each curve by algorithm, by task if there are several, and by differing settings."""
     several = len({run["traits"]["task"] for run in runs}) > 1
     names = []
     for run in runs:

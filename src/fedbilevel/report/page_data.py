@@ -1,5 +1,4 @@
-"""Content of the report page as one plain structure: numbers as they were recorded, and runs
-grouped into curves.
+"""Content of the report page as one plain structure: recorded numbers, and curves of runs.
 
 JSON has no NaN and no infinity, so they are words here.
 """
@@ -31,7 +30,8 @@ _FIRST = ("test_accuracy", "accuracy", "f1")  # shown first where a record does 
 class _Found:
     """The records read so far.
 
-    over: all runs have ended (None: the folder may receive more records).
+    over: True if all runs have ended, False if a run continues, or None if the folder may receive
+        more records.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +43,10 @@ class _Found:
 def read(
     sources: Sequence[Source], *, target: Goal = None, title: str | None = None, partial: bool = False
 ) -> dict[str, Any]:
-    """Return everything that the page shows. partial: accept runs that have no measurement yet."""
+    """Return the whole content of the page.
+
+    partial: accept runs that have no measurement yet.
+    """
     pair = _pair(target)
     if not sources:
         raise ReportError("there is nothing to report: name the folder of at least one run.")
@@ -86,7 +89,7 @@ def read(
 
 
 def _unique(sources: Sequence[Source]) -> list[Path | Finished]:
-    """Replace results by their record folders, where they have one, and drop repeated folders."""
+    """Replace results by their record folders, if they have one, and drop repeated folders."""
     found: dict[Any, Path | Finished] = {}
     for source in sources:
         if isinstance(source, Path | str):
@@ -99,7 +102,10 @@ def _unique(sources: Sequence[Source]) -> list[Path | Finished]:
 
 
 def _read_folder(folder: Path, found: _Found, *, partial: bool, alone: bool) -> None:
-    """Add all records of a folder. alone: it is the only one on the page."""
+    """Add all records of a folder.
+
+    alone: True if the folder is the only source of the page.
+    """
     places = records_in(folder)
     found.over = found.over if places == [folder] else None
     for place in places:
@@ -131,7 +137,7 @@ def _check_target(metric: str, runs: Sequence[Mapping[str, Any]], metrics: Seque
 
 
 def _pair(target: Goal) -> tuple[str, float] | None:
-    """Parse a target given as text, as on the command line."""
+    """Parse a target given as text, in the form of the command line."""
     if target is None or (
         isinstance(target, tuple) and len(target) >= 2 and isinstance(target[0], str) and is_number(target[1])
     ):
@@ -145,7 +151,7 @@ def _pair(target: Goal) -> tuple[str, float] | None:
 
 
 def plain(value: Any) -> Any:
-    """Make a value strict JSON: NaN and infinities become words that JavaScript reads."""
+    """Convert a value to strict JSON; NaN and infinities become words that JavaScript reads."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -168,7 +174,7 @@ def _ordered(metrics: Sequence[str], headline: Sequence[str]) -> list[str]:
 
 
 def _title(runs: Sequence[Mapping[str, Any]], studies: Sequence[Mapping[str, Any]]) -> str:
-    """Name the tasks and studies on the page."""
+    """Return a title that names the tasks and studies on the page."""
     names = {"influence": "influence of instances", "personalisation": "personalisation"}
     parts = [str(run["task"]).replace("_", " ") for run in runs] + [names[study["kind"]] for study in studies]
     title = " and ".join(dict.fromkeys(parts))

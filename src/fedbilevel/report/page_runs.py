@@ -1,4 +1,4 @@
-"""Runs of the report page: of a record folder, of a comparison, or of a Result in memory."""
+"""Runs of the report page, from a record folder, a comparison or a Result in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WRITTEN = ("config.json", "metrics.jsonl", "ledger.json")  # at the start, at e
 class Finished(Protocol):
     """The fields of a `Result` that the page shows.
 
-    Declared here, because the page needs no torch.
+    They are declared here, because the page must not import torch.
     """
 
     @property
@@ -54,7 +54,10 @@ class Finished(Protocol):
 
 
 def run_of_folder(folder: Path, *, partial: bool) -> dict[str, Any]:
-    """Read the record of a run. partial: accept a run without a measurement."""
+    """Read the record of a run.
+
+    partial: accept a run without a measurement.
+    """
     config, rows = read_json(folder / "config.json"), read_rows(folder / "metrics.jsonl")
     end = read_optional(folder / "end.json", dict, is_end, f"stopped, which is one of {', '.join(ENDS)}, and iteration")
     if not rows and not partial and (end or {}).get("stopped") != "failed":  # the reason of a failure is worth a page
@@ -95,7 +98,7 @@ def run_of_folder(folder: Path, *, partial: bool) -> dict[str, Any]:
 
 
 def _configuration(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return run.toml as it is; older records have config.json only."""
+    """Return the text of run.toml, or of config.json for older records without run.toml."""
     toml = folder / "run.toml"
     if toml.exists():
         return {"kind": "run.toml", "text": read_bytes(toml).decode(errors="replace")}
@@ -105,11 +108,14 @@ def _configuration(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _state(
     folder: Path, rows: Sequence[Mapping[str, Any]], length: Mapping[str, Any], end: Mapping[str, Any] | None
 ) -> str:
-    """Return how far a run is.
+    """Return the state of a run.
 
-    finished: as far as planned. stopped: ended earlier, and can be resumed. failed: ended by an
-    error. going: still running, or killed. end.json says which; killed runs and older records
-    have none.
+    finished: the run has its planned length.
+    stopped: the run ended earlier, and can be resumed.
+    failed: an error ended the run.
+    going: the run continues, or was killed.
+
+    Killed runs and older records have no end.json; then other files determine the state.
     """
     if end is not None and end["stopped"] in ("finished", "failed"):
         return str(end["stopped"])
@@ -127,7 +133,7 @@ def _state(
 
 
 def _traits(config: Mapping[str, Any], identity: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything except seeds that can distinguish two runs, by short names."""
+    """Return all values except seeds that can distinguish two runs, by short names."""
     task, algorithm = table(plan.get("task")), table(plan.get("algorithm"))
     settings = table(config.get("task_settings")) or {name: value for name, value in task.items() if name != "name"}
     own = {name: value for name, value in identity.items() if name in _OPTIONS}
@@ -180,7 +186,10 @@ _NO_RECORD: dict[str, Any] = {
 
 
 def run_of_result(result: Finished, number: int) -> dict[str, Any]:
-    """Show a Result without a record. number: its position among those that are given."""
+    """Return the content of a Result without a record.
+
+    number: position of the Result among the given results.
+    """
     name = result.name or "run"
     ledger = {"totals": dict(result.ledger), "phases": getattr(result.ledger, "phases", {})}
     text = f"{name}: a result in memory. Run it with a record to keep its settings."
@@ -205,7 +214,10 @@ def run_of_result(result: Finished, number: int) -> dict[str, Any]:
 
 
 def runs_of_comparison(folder: Path, alone: bool) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Return the runs of a comparison and its target. alone: nothing else is on the page."""
+    """Return the runs of a comparison and its target.
+
+    alone: True if the comparison is the only source of the page.
+    """
     place = folder / "comparison.json"
     content = read_json(place)
     settings = table(content.get("task_settings"))

@@ -37,7 +37,7 @@ _OUTCOME = (
 
 
 def influence(folder: Path) -> dict[str, Any]:
-    """Return the instances that harm and help most, and all that were removed as a check."""
+    """Return the most harmful and most helpful instances, and all instances that were removed."""
     place = folder / "influence.json"
     content = read_json(place)
     try:

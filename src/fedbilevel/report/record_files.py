@@ -1,4 +1,4 @@
-"""Files of a record: where they are, what they hold, and one sentence for a file that is damaged.
+"""Files of a record: their places, their content, and a clear error for a damaged file.
 
 A folder holds a run (config.json, metrics.jsonl and, from newer versions, ledger.json,
 clients.json, findings.json, end.json and run.toml), a comparison (comparison.json), a study
@@ -19,7 +19,7 @@ ENDS = ("finished", "callback", "interrupted", "failed")  # a killed run writes 
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a record from its path or from that of its main file."""
+    """Return the folder of a record from the path of the folder or of its main file."""
     if path.is_file():
         if path.name in ("config.json", "metrics.jsonl", *STUDIES):
             return path.parent
@@ -67,9 +67,9 @@ def read_json(place: Path, kind: type[Any] = dict) -> Any:
 
 
 def read_optional(place: Path, kind: type[Any], fits: Callable[[Any], bool], expected: str) -> Any:
-    """Return the content, or None without the file (older versions write fewer).
+    """Return the content of a file, or None if the file does not exist.
 
-    A file that exists must be complete.
+    Older versions write fewer files. A file that exists must be complete.
     """
     if not place.exists():
         return None
@@ -93,7 +93,7 @@ def damaged(place: Path, expected: str) -> ReportError:
 def read_rows(place: Path) -> list[dict[str, Any]]:
     """Return all measurements.
 
-    A last line without a line end is still being written, or a crash cut it off: skip it.
+    A last line without a line end is skipped: it is still being written, or a crash cut it off.
     """
     lines = read_bytes(place).split(b"\n") if place.exists() else [b""]
     rows = []
@@ -120,7 +120,7 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the measurements by column. A value that a measurement lacks is None."""
+    """Return the measurements by column; a missing value of a measurement is None."""
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -146,7 +146,7 @@ def is_end(content: Mapping[str, Any]) -> bool:
 
 
 def is_ledger(content: Mapping[str, Any]) -> bool:
-    """Test for costs by phase, client or edge.
+    """Return whether the content has costs by phase, client or edge.
 
     Records that older versions collected from peers have edges only.
     """
@@ -170,9 +170,9 @@ def is_partition(content: Mapping[str, Any]) -> bool:
 
 
 def are_findings(content: Sequence[Any]) -> bool:
-    """Test whether each finding has the fields of its kind (`tasks.findings`).
+    """Return whether each finding has the fields of its kind (`tasks.findings`).
 
-    An unknown kind is shown as text.
+    A finding of an unknown kind is shown as text.
     """
     return all(
         isinstance(one["kind"], str) and isinstance(one["title"], str) and _FITS.get(one["kind"], lambda _: True)(one)

@@ -1,4 +1,4 @@
-"""Tables and sentences in a terminal, from the rows of a record. Never touches tensors."""
+"""Tables and sentences in a terminal, made from the rows of a record without tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedbilevel.studies.tune import Chosen
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
     """Show figures and costs of each method, summed over clients.
 
-    grads: first derivatives. products: H v and J v.
+    The column grads counts first derivatives, the column products counts H v and J v.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("method")
@@ -38,7 +38,7 @@ def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequen
 
 
 def comparison(result: Comparison, headline: Sequence[str]) -> Table:
-    """Show the cost of each algorithm to reach the target and its final figures.
+    """Show each algorithm's cost of reaching the target, and its final figures.
 
     Values are mean +- standard deviation over repetitions.
     """
@@ -166,8 +166,9 @@ def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping
 
 
 def recorded(experiment: Experiment) -> str:
-    """Return the recorded results as Markdown: a table per panel, ours (the paper's; the
-    difference).
+    """Return the recorded results as Markdown tables, one per panel.
+
+    An entry is our value (the paper's value; the difference).
     """
     result = experiment.content.get("result", {})
     lines = [
@@ -209,7 +210,7 @@ def recorded(experiment: Experiment) -> str:
 
 
 def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:
-    """Show the best trials, the chosen one first."""
+    """Show the best trials, with the chosen trial first."""
     title = f"{experiment.name}, {chosen.panel}, {chosen.row}: {len(chosen.trials)} trials, {chosen.rounds} rounds"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     names = list(chosen.best.values)
@@ -266,10 +267,9 @@ def first_line(kind: type[Any]) -> str:
 
 
 def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:
-    """Show mean / bottom-decile test accuracy in per cent, one line per method, one column per
-    network.
+    """Show mean / bottom-decile test accuracy in per cent, with a line per method.
 
-    Values are means over repetitions, with the paper's values below.
+    Every network has a column. Values are means over repetitions, with the paper's values below.
     """
     networks = list(dict.fromkeys(one.network for one in outcomes))
     table = Table(
@@ -307,7 +307,7 @@ def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tu
 
 
 def removals(title: str, rows: Sequence[Removal]) -> Table:
-    """List training samples of peers with the predicted change of the loss when each is removed."""
+    """List training samples of peers with the predicted change of the loss by each removal."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("peer", "sample", "predicted change"):
         table.add_column(name, justify="left" if name == "peer" else "right")

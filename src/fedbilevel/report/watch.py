@@ -1,4 +1,4 @@
-"""The report page of a running run, served by this machine to itself.
+"""The report page of a run in progress, served by this machine to itself.
 
 The server listens on 127.0.0.1 only and answers two paths. It refuses other names in the Host
 header, so that no page from another host can reach it (DNS rebinding). Files are read again when
@@ -33,7 +33,7 @@ _READ = (
 
 
 class Live:
-    """The current content of records."""
+    """The current content of records on disk."""
 
     def __init__(self, paths: Sequence[Path], *, target: page_data.Goal = None, title: str | None = None) -> None:
         self.paths, self.target, self.title = paths, target, title
@@ -69,9 +69,9 @@ class Live:
 
 
 class OwnMachine(ThreadingHTTPServer):
-    """An HTTP server for this machine only.
+    """An HTTP server for this machine only, which a `with` statement closes.
 
-    port 0: any free port. Close it with the `with` statement.
+    port: number of the port, or 0 for any free port.
     """
 
     daemon_threads = True
@@ -103,8 +103,9 @@ class OwnMachine(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Checks the Host header, and sends headers that forbid the browser everything the page does
-    not need.
+    """A request handler that checks the Host header and sends a restrictive security policy.
+
+    The headers forbid the browser everything that the page does not need.
     """
 
     server: OwnMachine
@@ -116,7 +117,7 @@ class Answer(BaseHTTPRequestHandler):
         return policy(live=True)
 
     def is_for_us(self) -> bool:
-        """Return whether the request names this server; refuse it otherwise."""
+        """Return whether the request names this server, and refuse other requests."""
         ours = self.headers.get("Host") in self.server.hosts()
         if not ours:
             self.say(403, "text/plain", "This server answers its own machine only, under its own name.")
@@ -167,7 +168,11 @@ class _OfRecord(Answer):
 def watch(
     live: Live, port: int, begun: Callable[[str], None], ended: Callable[[str], None], *, every: float = 2.0
 ) -> None:
-    """Serve until Ctrl-C. begun: receives the address. ended: receives, once, how the run ended."""
+    """Serve the page until Ctrl-C.
+
+    begun: function that receives the address.
+    ended: function that receives, once, a sentence on how the run ended.
+    """
     with Watch(live, port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
         thread.start()

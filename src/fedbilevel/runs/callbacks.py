@@ -15,12 +15,12 @@ Callback = Callable[[Progress], bool | None]  # True stops the run
 
 @runtime_checkable
 class Follower(Protocol):
-    """A callback with two further methods: for the start and for the end of a run.
+    """A callback with two further methods, for the start and for the end of a run.
 
-    begin: called before the first outer iteration.
-    end: called when the run ends for any reason, also after an error.
-    rows: all measurements so far. At the start this is the first measurement, or, in a resumed run,
-    every measurement up to the checkpoint.
+    begin: method called before the first outer iteration.
+    end: method called when the run ends for any reason, including an error.
+    rows: all measurements so far; at the start, the first measurement or, in a resumed run, every
+        measurement up to the checkpoint.
     stopped: "finished", "callback", "interrupted" or "failed".
     """
 

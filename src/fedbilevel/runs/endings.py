@@ -1,4 +1,4 @@
-"""The end of a run: by Ctrl-C, by an error, or as planned; and who is informed of it."""
+"""The end of a run by Ctrl-C, by an error or as planned, and the report of it to callbacks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def followed(
     rows: list[dict[str, Any]],
     when: Callable[[], tuple[str, int]],
 ) -> Iterator[None]:
-    """Inform followers and the record of the beginning and the end of a run, also when an error ends it.
+    """Report the beginning and the end of a run to followers and the record, even after an error.
 
-    when: why the run ended, and after which outer iteration.
+    when: function that returns why the run ended, and after which outer iteration.
     """
     how = "failed"
 
@@ -66,7 +66,10 @@ def followed(
 def with_remains(
     when: Callable[[], tuple[int, int]], record: Record | None, config: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Add to a fatal error what is left of the run. when: the outer iteration, and that of the last checkpoint."""
+    """Add the last checkpoint to the message of a fatal error.
+
+    when: function that returns the current outer iteration and that of the last checkpoint.
+    """
     try:
         yield
     except NonFiniteError as error:
@@ -93,10 +96,10 @@ def _remedy(saved: int, record: Record | None, config: Mapping[str, Any]) -> str
 
 @contextmanager
 def interrupts(group: Group) -> Iterator[Callable[[], bool]]:
-    """Remember the first Ctrl-C until the outer iteration ends; the second has its usual effect.
+    """Delay the first Ctrl-C until the outer iteration ends; a second one acts at once.
 
     Only the main thread can do this. Any of several ranks may be interrupted. When a rank dies,
-    torchrun sends SIGTERM to the others, which must still report the loss before they end.
+    torchrun sends SIGTERM to the other ranks, which must still report the loss before they end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -33,7 +33,10 @@ Row = Mapping[str, Any]
 
 
 class _Log:
-    """The common part of all logs: the last entry written. Subclasses open, add and close."""
+    """The common part of all logs, which tracks the last written entry.
+
+    Subclasses implement the opening of a log, new entries and closing.
+    """
 
     _last = -1  # outer iteration of the last entry
 
@@ -58,7 +61,7 @@ class _Log:
                 self._last = row["iteration"]
 
     def _open(self, config: Mapping[str, Any], rows: Sequence[Row]) -> int:
-        """Open the log; return the outer iteration of its last entry, or -1 to write all."""
+        """Open the log, and return the outer iteration of its last entry, or -1 to write all."""
         raise NotImplementedError
 
     def _add(self, row: Row) -> None:
@@ -69,7 +72,7 @@ class _Log:
 
 
 class JsonLines(_Log):
-    """One line of JSON per measurement in the file `path`."""
+    """A log with one line of JSON per measurement in the file `path`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -105,7 +108,10 @@ class JsonLines(_Log):
 
 
 class TensorBoard(_Log):
-    """One curve per metric in the folder `folder`. To view it: `tensorboard --logdir FOLDER`."""
+    """A log with one curve per metric in the folder `folder`.
+
+    To view it: `tensorboard --logdir FOLDER`.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -144,12 +150,12 @@ class TensorBoard(_Log):
 
 
 class MLflow(_Log):
-    """Settings as params, and metrics with the outer iteration as their step.
+    """A log with settings as params, and metrics with the outer iteration as their step.
 
     The entries go to `tracking_uri`, else to the address in the environment variable
     MLFLOW_TRACKING_URI, else to mlflow.db in `folder`. They form a run named `name` in
-    `experiment`. To view mlflow.db: `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`.
-    No artifacts are written.
+    `experiment`. To view mlflow.db: `mlflow ui --backend-store-uri sqlite:///FOLDER/mlflow.db`. No
+    artifacts are written.
     """
 
     STATUS = {"finished": "FINISHED", "callback": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
@@ -222,7 +228,7 @@ class MLflow(_Log):
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """Turn MLflow's errors into a LogError, and hide its notices on tables and deprecations."""
+        """Turn MLflow's errors into a LogError, and hide notices on tables and deprecations."""
         chatty = [
             logging.getLogger(name)
             for name in ("mlflow.store.db.utils", "alembic.runtime.migration", "alembic.runtime.plugins")
@@ -270,7 +276,10 @@ def _needs(extra: str) -> Iterator[None]:
 
 
 def _mark(rows: Sequence[Row]) -> str:
-    """A hash that identifies a run: the duration in its first measurement makes it unique."""
+    """Return a hash that identifies a run by its first measurement.
+
+    The duration in the measurement makes the hash unique.
+    """
     return hashlib.sha256(json.dumps(finite(rows[0]), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -281,7 +290,7 @@ def _numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run: its identity without fingerprints of data, its plan and its task."""
+    """Return the settings of a run: its plan, its task, and its identity without data hashes."""
     identity = {
         name: value for name, value in config.get("identity", {}).items() if name not in ("data", "losses", "x", "y")
     }

@@ -25,11 +25,12 @@ from fedbilevel.runs.resume import check_same, identity_of, versions
 
 @dataclass
 class Loop:
-    """One run. Of several ranks, only the first writes files and calls callbacks.
+    """The loop of one run; with several ranks, only the first writes files and calls callbacks.
 
-    overview: the clients' data by size and class, where they are known.
+    overview: function that returns the clients' data by size and class, or None if they are
+        unknown.
     more_figures: functions of the state whose results are added to every measurement.
-    run_file: the run as a file, kept with the record.
+    run_file: the run as TOML text, stored in the record.
     """
 
     algorithm: Algorithm
@@ -51,7 +52,10 @@ class Loop:
     _clock: float = field(init=False, default=0.0)  # the start of the run, without pauses and measurements
 
     def go(self, *, resume: bool = False, begin_at: int = 0) -> Result:
-        """Run to the end. begin_at: outer iterations that count as done for a peer that joins others."""
+        """Run to the end.
+
+        begin_at: outer iterations that count as done, for a peer that joins a running group.
+        """
         group, fed = self.fed.group, self.fed
         seconds = self._restore() if resume and self.record is not None else self._start(begin_at)
         self.saved = self.iteration
@@ -81,7 +85,7 @@ class Loop:
         return Result(x, y, self.rows, totals, self.iteration, self.stopped, path, self.state, self.algorithm.name())
 
     def _step(self, due: Callable[[int, int, int], bool], interrupted: Callable[[], bool]) -> None:
-        """Do one outer iteration, then measure, call back and save where that is due."""
+        """Do one outer iteration; then measure, call the callbacks and save, each if due."""
         fed, group, pace = self.fed, self.fed.group, self.pace
         before = fed.ledger.rounds
         self.iteration += 1
@@ -120,7 +124,10 @@ class Loop:
         return 0.0
 
     def _restore(self) -> float:
-        """Load the last checkpoint at the first rank, and tell the others. Return the seconds spent so far."""
+        """Load the last checkpoint at the first rank and send it to the others.
+
+        Returns the seconds that the run has taken so far.
+        """
         group, fed, record = self.fed.group, self.fed, self.record
         assert record is not None
         tensors: Mapping[str, Tensor] = {}
@@ -200,7 +207,7 @@ def run_between(
     callbacks: Sequence[Callback],
     describe: Mapping[str, Any],
 ) -> Result:
-    """Run at a server without data, or at one of many peers, with a checkpoint after every outer iteration."""
+    """Run at a server without data, or at one peer, with a checkpoint per outer iteration."""
     pace = checked_pace(num_iterations, num_rounds, measure_every)
     config = configuration(fed, pace, schedule, engine=engine, describe=describe)
     return Loop(algorithm, fed, record, config, pace, schedule, callbacks).go(resume=resume, begin_at=begin_at)
@@ -215,7 +222,10 @@ def configuration(
     describe: Mapping[str, Any] | None,
     identified: bool = True,
 ) -> dict[str, Any]:
-    """Collect what a record keeps of a run. identified: with the identity, which needs a pass over all data."""
+    """Return the configuration of a run for its record.
+
+    identified: include the identity, which needs a pass over all data.
+    """
     falling = schedule.checked()._asdict()
     identity = {**identity_of(fed, fed.batch_size, fed.dtype), "schedule": falling} if identified else {}
     return {

@@ -13,7 +13,11 @@ MEASUREMENTS = 20  # about so many in a run, unless measure_every says otherwise
 
 
 class Pace(NamedTuple):
-    """num_rounds ends the run early. measure_every is None where measurements follow the rounds."""
+    """The length of a run, and the distances between its measurements and checkpoints.
+
+    num_rounds: number of rounds that ends the run early, or None.
+    measure_every: outer iterations between measurements, or None if rounds determine them.
+    """
 
     num_iterations: int
     measure_every: int | None
@@ -24,13 +28,14 @@ class Pace(NamedTuple):
     stationarity: bool = False
 
     def over(self, rounds: int) -> bool:
-        """Whether so many rounds end the run."""
+        """Return whether this number of rounds ends the run."""
         return self.num_rounds is not None and rounds >= self.num_rounds
 
     def due(self) -> Callable[[int, int, int], bool]:
-        """Say whether an outer iteration is measured, by its number and the rounds before and after it.
+        """Return the function that decides whether an outer iteration is measured.
 
-        Nothing else decides, so that a resumed run measures the same iterations.
+        The decision depends only on the number of the iteration and the rounds before and after it,
+        so that a resumed run measures the same iterations.
         """
         every, num_iterations, most = self.measure_every, self.num_iterations, self.num_rounds
         if every is None:  # measure when either end of the run is a twentieth nearer

@@ -1,4 +1,4 @@
-"""The record of a run on disk. Reading its formats executes no code.
+"""The record of a run on disk; reading its files executes no code.
 
     config.json               resolved settings, seed, versions, and the identity for a resume
     metrics.jsonl             one line per measurement: outer iteration, ledger, seconds, metrics
@@ -35,7 +35,7 @@ FORMAT = "fedbilevel-checkpoint-1"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash it has the old or the new content, never a part."""
+    """Write a file atomically: after a crash it has the old or the new content, never a mixture."""
     beside = path.with_name(path.name + ".part")
     try:
         with open(beside, "wb") as file:
@@ -68,7 +68,7 @@ def row_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Labels and tensors of a safetensors file."""
+    """Return the labels and tensors of a safetensors file."""
     with safe_open(path, framework="pt") as file:
         names = file.keys()  # the file is not a mapping
         return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
@@ -98,7 +98,7 @@ def make_folder(path: Path) -> None:
 class Record:
     """The folder of one run.
 
-    keeps_before: also keep the second-to-last checkpoint, because peers may have to return to it.
+    keeps_before: keep the second-to-last checkpoint too, because peers may have to return to it.
     """
 
     def __init__(self, path: Path | str, *, keeps_before: bool = False) -> None:
@@ -196,7 +196,7 @@ class Record:
         self._keep(self.before, self.checkpoint)
 
     def _keep(self, there: Path, here: Path) -> None:
-        """Link `here` to the file `there`, atomically. Later saves do not change `here`."""
+        """Link `here` to the file `there` atomically; later saves do not change `here`."""
         beside = here.with_name(here.name + ".part")
         beside.unlink(missing_ok=True)
         os.link(there, beside)
@@ -209,7 +209,10 @@ class Record:
         )
 
     def load(self, place: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Read the checkpoint in the file `place` (default: the last). Changes nothing on disk."""
+        """Read a checkpoint without changing any file.
+
+        place: file of the checkpoint; by default the last checkpoint.
+        """
         place = place or self.checkpoint
         if not place.exists():
             raise CheckpointError(f"there is no checkpoint in {self.path}: give the folder of a run that wrote one.")
@@ -228,7 +231,7 @@ class Record:
         return tensors, about
 
     def rows(self) -> list[dict[str, Any]]:
-        """All measurements so far."""
+        """Return all measurements so far."""
         try:
             return read_rows(self.metrics)
         except OSError as error:
@@ -237,7 +240,7 @@ class Record:
             ) from error
 
     def cut_after(self, iteration: int) -> list[dict[str, Any]]:
-        """Remove all measurements after `iteration` from disk, and return the others.
+        """Remove all measurements after `iteration` from disk, and return the remaining ones.
 
         A resumed run repeats the later outer iterations.
         """
@@ -253,9 +256,9 @@ class Record:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the measurements in a file, one per line; none if the file does not exist.
+    """Read the measurements in a file, one per line; return no rows if the file does not exist.
 
-    The last line is skipped if a crash cut it off: a resumed run measures it again.
+    An incomplete last line after a crash is skipped, because a resumed run measures it again.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):

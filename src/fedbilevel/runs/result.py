@@ -14,9 +14,9 @@ from fedbilevel.federation.ledger import Totals
 
 
 class Progress(NamedTuple):
-    """The argument of a callback, after every outer iteration.
+    """The argument of a callback after every outer iteration.
 
-    row: the measurement, or None if none was taken.
+    row: the measurement, or None if this outer iteration was not measured.
     num_rounds: the number of rounds at which the run ends, or None if it has no such limit.
     """
 
@@ -29,7 +29,7 @@ class Progress(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Completed share of the run, from 0 to 1."""
+        """Return the completed share of the run, from 0 to 1."""
         by_rounds = self.rounds / self.num_rounds if self.num_rounds else 0.0
         return min(1.0, max(self.iteration / max(1, self.num_iterations), by_rounds))
 
@@ -38,10 +38,10 @@ class Progress(NamedTuple):
 class Result:
     """The result of a run.
 
-    x, y: in the user's structure. A private x, a local y, and both between peers: one dict per
-    client.
-    rows: the measurements, one dict each. `history` is the same as a table.
-    ledger: the cost, summed over clients. `ledger.phases` has it by phase.
+    x, y: dicts of tensors; a private x, a local y and, between peers, both are lists of one dict
+        per client.
+    rows: the measurements, one dict each; `history` is the same as a table.
+    ledger: the cost, summed over clients; `ledger.phases` has the cost by phase.
     """
 
     x: Any
@@ -56,9 +56,9 @@ class Result:
 
     @property
     def history(self) -> Any:
-        """The measurements as a pandas DataFrame, indexed by outer iteration.
+        """Return the measurements as a pandas DataFrame, indexed by outer iteration.
 
-        Without pandas, the list of rows.
+        Without pandas, return the list of rows.
         """
         if find_spec("pandas") is None:
             return self.rows

@@ -1,4 +1,4 @@
-"""The identity of a run: a checkpoint and the run that resumes from it must have the same."""
+"""The identity of a run, which must equal the identity in a checkpoint for the run to resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
-    """Values that must not change between a checkpoint and a resumed run.
+    """Return the values that must not change between a checkpoint and a resumed run.
 
     The number of outer iterations may change.
     """

@@ -1,11 +1,11 @@
 """A run as a TOML file: in one process, between sites, between peers, or as a row of an experiment.
 
-All of them use the same keys with the same meanings. A file may be used anywhere: keys that have no
-meaning there are ignored with a warning, and unknown keys are refused. Every run from the command line
-writes its own file into its record, as run.toml.
+All kinds of runs use the same keys with the same meanings. A file may be used for any kind: keys
+without a meaning for this kind are ignored with a warning, and unknown keys are refused. Every run
+from the command line writes its own file into its record, as run.toml.
 
     name = "cleaning"            # name of the run and of its folders (sites, peers)
-    num_iterations = 400         # outer iterations; omit it for what the task suggests
+    num_iterations = 400         # outer iterations; the task suggests an omitted number
     num_rounds = 500             # end at this number of communication rounds (not between peers)
     measure_every = 20           # outer iterations between measurements; omit it for about twenty
     measure_growth = 0.05        # let that distance grow to this share of the iterations done
@@ -14,7 +14,7 @@ writes its own file into its record, as run.toml.
     residuals = true             # also measure how far y and u are from solving their equations
     stationarity = false         # also measure the norm of the hypergradient (slow)
     [task]                       # name and settings; omitted settings have their defaults
-    [algorithm]                  # name and settings; omitted settings are those that the task suggests
+    [algorithm]                  # name and settings; the task suggests omitted settings
     [options]                    # seed, fraction, batch_size, dtype, ...: see runs/options.py
     [options.network]            # links between peers
     [options.averaging]          # averages between peers
@@ -50,7 +50,11 @@ _CALLED = {"process": "a run in one process", "sites": "a run between sites", "p
 
 
 class Key(NamedTuple):
-    """kind: of the value, see settings.PLAIN. places: where the key has a meaning."""
+    """A key of a run file.
+
+    kind: kind of the value, see settings.PLAIN.
+    places: kinds of runs for which the key has a meaning.
+    """
 
     kind: str
     places: tuple[Place, ...]
@@ -94,7 +98,10 @@ _OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses w
 
 @dataclass(frozen=True)
 class RunFile:
-    """The content of a file, without defaults. task, algorithm: their names; their settings are apart."""
+    """The content of a run file, without defaults.
+
+    task, algorithm: names only; task_settings and algorithm_settings hold the settings.
+    """
 
     task: str | None = None
     algorithm: str | None = None
@@ -115,7 +122,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_keys(content: Any, where: str) -> None:
-    """Refuse unknown keys, values of another kind, and tables without a name."""
+    """Refuse unknown keys, values of the wrong kind, and tables without a name."""
     if not isinstance(content, Mapping):
         raise PlanError(f"{where} is not a table, expected name, task and algorithm.")
     for name, value in content.items():
@@ -129,7 +136,7 @@ def check_keys(content: Any, where: str) -> None:
 
 
 def used(content: Mapping[str, Any], place: Place, where: str) -> dict[str, Any]:
-    """Drop the entries that have no meaning at `place`, with a warning."""
+    """Remove the entries that have no meaning at `place`, with a warning."""
     check_keys(content, where)
     kept = {name: value for name, value in content.items() if place in KEYS[name].places}
     dropped = [name for name in content if name not in kept]
@@ -146,7 +153,10 @@ def used(content: Mapping[str, Any], place: Place, where: str) -> dict[str, Any]
 
 
 def read_run_file(path: Path) -> RunFile:
-    """Read the file of a run in one process. All names and values are checked, before flags replace any."""
+    """Read the file of a run in one process.
+
+    All names and values are checked before flags replace any of them.
+    """
     where = str(path)
     content = used(read_toml(path), "process", where)
     task = _task(content["task"]["name"]) if "task" in content else None
@@ -193,7 +203,10 @@ def written(
     log: Sequence[str] = (),
     name: str | None = None,
 ) -> str:
-    """Write the file of a run with all its settings, so that it keeps its meaning when defaults change."""
+    """Return the file of a run as text.
+
+    The text states all settings, so that it describes the same run when defaults change.
+    """
     document = tomlkit.document()
     document.add(
         tomlkit.comment("fedbilevel run --config THIS_FILE repeats this run; flags replace what is written here.")
@@ -213,7 +226,7 @@ def written(
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out None, which TOML lacks."""
+    """Remove entries that are None, because TOML has no None."""
     plain = {
         name: list(value) if isinstance(value, tuple) else _given(value) if isinstance(value, Mapping) else value
         for name, value in values.items()
@@ -225,7 +238,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")  # becomes the name of a fo
 
 
 def parts_of(content: Any, place: Place) -> dict[str, Any]:
-    """Check what a run between sites or peers shares with any other run, and fill in what is omitted.
+    """Check the entries that a plan shares with all other runs, and fill in omitted entries.
 
     Entries that have no meaning at `place` are refused here; `used` removes them from a file.
     """
@@ -264,7 +277,10 @@ def parts_of(content: Any, place: Place) -> dict[str, Any]:
 
 
 def _iterations(content: Mapping[str, Any], task: type[Task], algorithm: type[Algorithm]) -> int:
-    """An outer iteration needs at least one round, so the number of rounds bounds the iterations."""
+    """Return the number of outer iterations, by default the number of rounds.
+
+    An outer iteration needs at least one round. Without both numbers, the task suggests one.
+    """
     if content.get("num_iterations") is not None:
         check_plain("num_iterations of the plan", content["num_iterations"], "whole", PlanError)
     rounds = content.get("num_rounds")
@@ -278,7 +294,7 @@ def check_seconds(plan: Any, names: Sequence[str]) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check options as `solve` takes them."""
+    """Check options in the form that `solve` accepts."""
     options["cohort"].checked()
     options["schedule"].checked()
     for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):

@@ -73,8 +73,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     algorithm: a name (`fedbilevel list` shows all), with its settings as further keywords, such as
         lr_upper=0.1; or an instance, such as FedBiO(lr_upper=0.1).
 
-    Length. Give at least one.
-        num_rounds: end at the first outer iteration that reaches this number of communication rounds.
+    Length; at least one of the two is required.
+        num_rounds: end at the first outer iteration that reaches this number of rounds.
         num_iterations: end after this number of outer iterations.
 
     Randomness and data.
@@ -98,20 +98,22 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         record: a folder for the configuration, measurements, checkpoints and the solution.
         resume: continue from the last checkpoint in that folder.
         checkpoint_every: outer iterations between checkpoints.
-        callbacks: functions of a `Progress`, called after every outer iteration; True stops the run.
+        callbacks: functions of a `Progress`, called after every outer iteration; a callback that
+            returns True stops the run.
         describe: further entries of the recorded configuration, as plain JSON values.
         run_file: the run as TOML text, kept in the record.
 
     Computing.
         device, dtype: "cpu", "cuda" or "cuda:1", and the type of x and y.
-        strategy, chunk_size: how the clients are evaluated together. The defaults choose by measurement.
-        engine: "simulation", or "distributed" under torchrun, where every rank makes the same call. All
-            ranks return the result; rank 0 writes the record and calls the callbacks.
+        strategy, chunk_size: how clients are evaluated together; by default, a measurement decides.
+        engine: "simulation", or "distributed" under torchrun, where every rank makes the same call.
+            All ranks return the result; rank 0 writes the record and calls the callbacks.
         timeout: seconds after which a silent rank counts as lost.
-        drops: a function (outer iteration, call) -> clients that fail to answer, to test algorithms.
+        drops: a function (outer iteration, call) -> clients that do not answer, for tests.
         ids: numbers of the clients, if they are not 0, 1, 2, ...
 
-    Ctrl-C finishes the outer iteration, saves a checkpoint and returns. A second Ctrl-C stops at once.
+    Ctrl-C finishes the outer iteration, saves a checkpoint and returns. A second Ctrl-C stops the
+    run at once.
 
     >>> import torch
     >>> import fedbilevel as fb
@@ -166,7 +168,7 @@ _OPTIONS = [name for name, one in inspect.signature(solve).parameters.items() if
 
 
 def _algorithm(given: Any, settings: Mapping[str, Any]) -> Algorithm:
-    """The algorithm with its settings, from an instance, or from a name and the remaining keywords."""
+    """Return the algorithm, from an instance, or from a name and settings."""
     kind = discovery.algorithm(given) if isinstance(given, str) else type(given)
     if not isinstance(given, str | ServerAlgorithm | PeerAlgorithm):
         raise SettingError(

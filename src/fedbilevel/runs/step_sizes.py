@@ -25,7 +25,7 @@ class Curvature(NamedTuple):
     """Extreme eigenvalues of the lower level's Hessians, and the cost of finding them.
 
     largest: the largest eigenvalue of any client's Hessian. A step of 0.8 / largest is safe for
-    local steps; a step from the mean Hessian is not, if one client's Hessian is larger.
+        local steps; a step from the mean Hessian is not safe if one client's Hessian is larger.
     smallest: the smallest eigenvalue of the mean Hessian, or of any client for a local lower level.
     flattest: the smallest eigenvalue of any client, at least 1e-8 of the client's largest.
 
@@ -51,15 +51,15 @@ class _Probe(ServerAlgorithm):
     lower_space = ("y", "v")
 
     def extremes(self, fed: Federation, x: Any, y: Any) -> tuple[float, float]:
-        """Largest and smallest eigenvalue over all clients."""
+        """Return the largest and the smallest eigenvalue over all clients."""
         largest, flattest = (fed.num_clients * fed.mean(self.ends, x=x, y=y).ends).pow(1 / _NORM).tolist()
         return largest, 1 / flattest
 
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Each client's largest and inverse smallest eigenvalue, to the power 16.
+        """Return each client's largest and inverse smallest eigenvalue, to the power 16.
 
-        The extreme client dominates the sum of such powers.
+        The extreme client dominates the sum of these powers.
         """
         batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
         v = start
@@ -78,12 +78,12 @@ class _Probe(ServerAlgorithm):
 
 
 def _unit(v: Tensor) -> Tensor:
-    """v / |v|, and 0 for v = 0: the largest eigenvalue of s I - H is 0 when H = s I."""
+    """Return v / |v|, or 0 for v = 0, which occurs for s I - H if H = s I."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
 
 
 def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 30) -> Curvature:
-    """L and mu of the lower level at the initial point, and the cost of finding them.
+    """Return L and mu of the lower level at the initial point, and the cost of finding them.
 
     The method is power iteration across clients in float64.
 
@@ -109,9 +109,10 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
 
 
 def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
-    """Radius of the ball to which algorithms project u: 2 max_i |f_y,i| / min_i mu_i at y*(x0).
+    """Return the radius of the ball onto which algorithms project u.
 
-    The factor 2 allows for the change of x during the run. Needs the data of all clients.
+    The radius is 2 max_i |f_y,i| / min_i mu_i at y*(x0). The factor 2 allows for the change of x
+    during the run. The computation needs the data of all clients.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -130,9 +131,10 @@ def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
 def upper_curvature(
     problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4
 ) -> float:
-    """L_Phi, the curvature of Phi at the initial point. Needs the data of all clients.
+    """Return L_Phi, the curvature of Phi at the initial point.
 
-    The method is power iteration on differences of the exact hypergradient.
+    The method is power iteration on differences of the exact hypergradient. It needs the data of
+    all clients.
     """
     population = Population(problem, clients, dtype=torch.float64)
     x = population.x0
@@ -148,7 +150,7 @@ def upper_curvature(
 
 
 def slow_enough(step: float, found: Curvature, problem: Problem, clients: Sequence[Holdings]) -> float:
-    """Longest upper step that passes the two-timescale check: 0.5 * step * mu / L_Phi.
+    """Return the longest upper step that passes the two-timescale check: 0.5 * step * mu / L_Phi.
 
     step: the shorter of the lower and the system step.
     """

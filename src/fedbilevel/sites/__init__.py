@@ -1,2 +1,2 @@
-"""Real federations: a server without data, and sites that keep theirs. They exchange messages over
-any transport."""
+"""Real federations: a server without data and sites with private data exchange messages over any
+transport."""

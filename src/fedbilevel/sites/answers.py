@@ -1,4 +1,4 @@
-"""Checks of what sites answer, before the server uses it."""
+"""Checks of the sites' answers before the server uses them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Figures = tuple[list[str], Tensor]  # names of the columns, and a row for each c
 
 
 class PhaseReader:
-    """Reads answers to a phase.
+    """Reads the answers of sites to a phase.
 
-    kept_names: sequences that stay at the sites. spaces: length of x (absent where x is private)
-    and of y.
+    kept_names: names of the sequences that stay at the sites.
+    spaces: lengths of y and of x; x is absent if it is private.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class PhaseReader:
         self._algorithm, self._kept_names, self._dtype, self._spaces = algorithm, kept_names, dtype, spaces
 
     def __call__(self, answer: Answer, num: int) -> Answers:
-        """Rows by name, one row for each of `num` clients."""
+        """Return the rows of an answer by name, with one row for each of `num` clients."""
         results, calls = answer.header.get("results"), answer.header.get("calls")
         if (
             not isinstance(results, dict)
@@ -70,7 +70,8 @@ class PhaseReader:
         return Sparse(rows, places.shape[1])
 
     def _expected(self, name: str) -> int | None:
-        """Length of a row of that name, where the algorithm declares it."""
+        """Return the length of the rows with this name, or None if the algorithm does not declare
+        it."""
         if name in self._algorithm.lengths and name in (*self._algorithm.upper_space, *self._algorithm.lower_space):
             return self._algorithm.lengths[name]
         if name in self._algorithm.upper_space:
@@ -79,12 +80,12 @@ class PhaseReader:
 
 
 def read_nothing(_answer: Answer, _num: int) -> None:
-    """Ignore the content: the answer itself is the confirmation."""
+    """Ignore the content of an answer, because the answer itself is the confirmation."""
 
 
 def read_figures(answer: Answer, num: int) -> Figures:
-    """The measurement of `num` clients. Whether its values are finite is checked later, across
-    sites."""
+    """Read the measurement of `num` clients. A later check across sites decides whether its values
+    are finite."""
     names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
     if (
         not isinstance(names, list)
@@ -105,12 +106,13 @@ def read_figures(answer: Answer, num: int) -> Figures:
 
 
 def is_free(answer: Answer) -> bool:
-    """Whether a site that answered a ping can begin at once."""
+    """Check whether a site that answered a ping can begin immediately."""
     return answer.header.get("busy") is False and "wait" not in answer.header
 
 
 def are_counts(numbers: Any, num: int, least: int) -> bool:
-    """Whether these are `num` integers in a range that sums do not overflow."""
+    """Check whether `numbers` are `num` integers from `least` up, small enough that sums do not
+    overflow."""
     return (
         isinstance(numbers, list)
         and len(numbers) == num
@@ -119,8 +121,8 @@ def are_counts(numbers: Any, num: int, least: int) -> bool:
 
 
 def form_of(rows: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Names, kinds and lengths of an answer's rows. Answers of one version of an algorithm have the
-    same form."""
+    """Return the names, kinds and lengths of an answer's rows. All sites with the same version of
+    an algorithm answer in the same form."""
     return tuple((name, _form(row)) for name, row in sorted(rows.items()))
 
 
@@ -129,7 +131,7 @@ def _form(row: Any) -> Any:
 
 
 def sent_rows(answers: Mapping[int, tuple[Answer, Answers]]) -> dict[str, dict[int, Tensor]]:
-    """Dense rows by name and site, of the sequences that were sent."""
+    """Return dense rows by name and site for all sequences that the sites sent."""
     first = next(iter(answers.values()))[1]
     names = [name for name, row in first.items() if row is not None and row is not KEPT]
     return {name: {site: _dense(rows[name]) for site, (_, rows) in answers.items()} for name in names}
@@ -151,7 +153,7 @@ def _finite(name: str, rows: Tensor, dtype: torch.dtype, num: int, width: int | 
 
 
 def stacked(rows: list[Any]) -> Any:
-    """The rows of all sites in one matrix."""
+    """Stack the rows of all sites into one matrix."""
     if rows[0] is None or rows[0] is KEPT:
         return rows[0]
     if isinstance(rows[0], Sparse):

@@ -1,5 +1,5 @@
-"""The audit log of a site: one line of JSON for everything that left it, in files that `chain`
-describes."""
+"""The audit log of a site: one line of JSON for everything that left the site, in the files that
+the module `chain` describes."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ SIZE = 2**24  # bytes of a file before the next one is begun
 
 
 class AuditLog:
-    """Appends lines, from several processes if need be: each append takes the lock and reads the
-    head. It reads the log only where the head does not fit its size."""
+    """Appends lines to the log, if necessary from several processes. Each append takes the lock and
+    reads the head. It reads the log itself only if the size in the head differs from that of the
+    file."""
 
     def __init__(self, folder: Path | str, *, size: int = SIZE) -> None:
         self.folder, self._size = Path(folder), size
 
     @property
     def rounds(self) -> int:
-        """Phases and measurements that were computed, over all runs and all files."""
+        """Number of computed phases and measurements, over all runs and all files."""
         with _locked(self.folder):
             return _place(self.folder).head.rounds
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a line and the head. After an OSError nothing may leave."""
+        """Write a line, then the head. The caller must send nothing after an OSError."""
         from fedbilevel.runs.record import finite  # imports torch, which a reader of the log does not need
 
         given = json.loads(json.dumps(finite(line)))
@@ -71,7 +72,7 @@ class AuditLog:
             self._write_head(head.after(body, size))
 
     def _write(self, content: bytes) -> int:
-        """Append to the active file; returns its size."""
+        """Append to the active file and return its new size."""
         file = os.open(self.folder / LEFT, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             if os.write(file, content) != len(content):
@@ -81,7 +82,7 @@ class AuditLog:
             os.close(file)
 
     def _write_head(self, head: Head) -> None:
-        """Replace the head, without waiting for the disk: an append happens for every answer."""
+        """Replace the head without waiting for the disk, because every answer appends a line."""
         beside = self.folder / f"{HEAD}.part"
         with open(os.open(beside, os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o600), "w") as file:
             file.write(json.dumps(vars(head)) + "\n")
@@ -97,8 +98,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass
 class _Place:
-    """The place of the next line. marks: facts that it must mention; ahead: the head must be
-    written first; unended: the file lacks a line break."""
+    """The position at which the next line is written.
+
+    marks: facts that the next line must mention.
+    ahead: whether the log has a line beyond the head, so that the head must be written first.
+    unended: whether the file does not end with a line break.
+    """
 
     head: Head
     marks: dict[str, str] = field(default_factory=dict)
@@ -107,7 +112,7 @@ class _Place:
 
 
 def _place(folder: Path) -> _Place:
-    """The end of the chain: the head, and lines that the log has beyond it."""
+    """Find the end of the chain from the head and from any lines of the log beyond the head."""
     head, marks = read_head(folder), {}
     if head is None:
         head = _recovered(folder)
@@ -126,7 +131,7 @@ def _place(folder: Path) -> _Place:
 
 
 def _beyond(head: Head, marks: dict[str, str], tail: bytes) -> _Place:
-    """Follow the tail of the active file, beyond the head."""
+    """Follow the part of the active file that lies beyond the head."""
     chain, end = Chain(head), head.size + len(tail)
     *whole, rest = tail.split(b"\n")
     for raw in whole:
@@ -143,14 +148,14 @@ def _beyond(head: Head, marks: dict[str, str], tail: bytes) -> _Place:
 
 
 def _first(folder: Path, head: Head) -> dict[str, str]:
-    """Facts about the file before, for the first line of a file."""
+    """Return facts about the previous file for the first line of a file."""
     if head.files:
         return {"before": rotated(head.files)}
     return {"before": OLD, "sha256": digest((folder / OLD).read_bytes())} if (folder / OLD).exists() else {}
 
 
 def _counted(path: Path) -> Head:
-    """Rounds and bytes of a file without a chain."""
+    """Count the rounds and bytes in a file without a chain."""
     head = Head()
     for raw in path.read_bytes().split(b"\n") if path.exists() else []:
         head = head.plus(parsed(raw) or {})

@@ -39,8 +39,12 @@ _ROTATED = re.compile(r"left-(\d{4,})\.jsonl")
 
 @dataclass(frozen=True)
 class Head:
-    """The end of the chain. bytes: of all answers; size: of the active file; files: number of the
-    last full file."""
+    """The end of the chain.
+
+    bytes: total bytes of all answers.
+    size: size in bytes of the active file.
+    files: number of the last full file.
+    """
 
     n: int = 0
     chain: str = START
@@ -58,8 +62,8 @@ class Head:
 
 
 class Chain:
-    """Follows lines from a head. `problem`: the first break. After a break it continues from the
-    line that it found."""
+    """Checks line by line that the log continues the chain from a head. `problem` describes the
+    first break. After a break, the check continues from the line that broke the chain."""
 
     def __init__(self, head: Head, old: str | None = None) -> None:
         self.head, self.problem = head, ""
@@ -79,7 +83,7 @@ class Chain:
         self.torn, self._file, self._number, self._read = [], name, 0, 0
 
     def follow(self, raw: bytes) -> dict[str, Any] | None:
-        """Follow a line that ended with a line break."""
+        """Check a line that ended with a line break, and return it. Return None for a torn line."""
         self._number, self._read = self._number + 1, self._read + len(raw) + 1
         line = parsed(raw)
         if line is None:
@@ -118,7 +122,7 @@ class Chain:
 
 
 def read_head(folder: Path) -> Head | None:
-    """The head; None where it is missing or damaged."""
+    """Read the head, or return None if the file is missing or damaged."""
     try:
         head = Head(**json.loads((folder / HEAD).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -131,8 +135,8 @@ def _fits(value: Any, example: int | str) -> bool:
 
 
 def chained_files(folder: Path) -> list[tuple[Path, int]]:
-    """Files with a chain, oldest first, each with the number of the full file before it. The last
-    is the active file, even if it does not exist."""
+    """List the files with a chain, oldest first, each with the number of the full file before it.
+    The last entry is the active file, even if that file does not exist."""
     numbers = (int(found[1]) for path in folder.iterdir() if (found := _ROTATED.fullmatch(path.name)))
     full = sorted(number for number in numbers if number)
     return [*((folder / rotated(number), number - 1) for number in full), (folder / LEFT, max(full, default=0))]
@@ -143,7 +147,7 @@ def rotated(number: int) -> str:
 
 
 def is_unchained(folder: Path) -> bool:
-    """Whether the active file is of a version without a chain."""
+    """Check whether an older version without a chain wrote the active file."""
     if not (folder / LEFT).exists() or any((folder / name).exists() for name in (OLD, BEGUN, HEAD)):
         return False
     found = (line for raw in (folder / LEFT).read_bytes().split(b"\n") if (line := parsed(raw)) is not None)
@@ -151,13 +155,13 @@ def is_unchained(folder: Path) -> bool:
 
 
 def is_round(line: Mapping[str, Any]) -> bool:
-    """Whether a phase or a measurement was computed, even if nothing of it left. Lines of older
-    versions have no "round"."""
+    """Check whether a line stands for a computed phase or measurement, even if no result left the
+    site. Lines of older versions have no entry "round"."""
     return line.get("round") is True or bool(line.get("arrays"))
 
 
 def parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line; None where it is not a JSON object, as a torn part."""
+    """Parse a line, or return None if it is not a JSON object, for example if it is torn."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""Consent of a site: a plan runs there only if it is the submitted plan, fits the policy and is
-approved."""
+"""Consent of a site: a plan runs at the site only if it is the submitted plan, fits the policy and
+is approved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ PAUSED = "the site is paused: `fedbilevel federation unpause` there ends the pau
 
 
 class Submitted(NamedTuple):
-    """The plan of the job that a site takes part in, as the job's signed configuration states it."""
+    """The plan of the job that a site takes part in, as stated in the job's signed
+    configuration."""
 
     digest: str
     who: str  # the lead's name, from the certificate that signed the plan
@@ -35,10 +36,10 @@ class Submitted(NamedTuple):
 
 
 class Consent:
-    """Checks the plan that a server sends, and the operator's decision about it.
+    """Checks the plan that a server sends, and the operator's decision about the plan.
 
-    submitted: the only plan that this site answers to. None (trials in one process): any plan that
-    is approved.
+    submitted: the only plan that this site answers to; None, for trials in one process, allows any
+        approved plan.
     """
 
     def __init__(self, name: str, folder: Path, submitted: Submitted | None, status: StatusFile) -> None:
@@ -47,8 +48,8 @@ class Consent:
         self._run = ""  # name of the plan's run
 
     def admitted(self, header: Mapping[str, Any]) -> tuple[SitePlan, SiteSettings]:
-        """The plan in the message of a server that asks this site to join, after all checks, and
-        the settings that it was checked with."""
+        """Check the plan in a server's request to join, and return the plan with the settings that
+        were used for the checks."""
         _check_version(header.get("version"))
         content, settings = header.get("plan", {}), read_settings(self._folder)
         plan = self._checked(content, settings)
@@ -56,7 +57,8 @@ class Consent:
         return plan, settings
 
     def _checked(self, content: Any, settings: SiteSettings) -> SitePlan:
-        """Check a plan against the submitted one and the site's policy, before any data are read."""
+        """Check a plan against the submitted plan and the site's policy before any data are
+        read."""
         digest = plan_digest(content) if isinstance(content, Mapping) else ""
         if self._submitted is not None and digest != self._submitted.digest:
             raise PolicyError(
@@ -75,8 +77,8 @@ class Consent:
         return plan
 
     def _ask_operator(self, content: Mapping[str, Any], plan: SitePlan, settings: SiteSettings) -> None:
-        """File a new plan for the operator. An approval by `auto_approve` counts only as long as
-        that is set."""
+        """File a new plan for the operator. An approval by `auto_approve` counts only while that
+        setting is true."""
         if not settings.auto_approve:
             operator.withdraw_automatic(self._folder)
         self._run = plan.name
@@ -105,7 +107,8 @@ class Consent:
             raise AwaitingOperatorError(PAUSED)
 
     def availability(self, busy: bool) -> dict[str, Any]:
-        """The answer to a ping: whether the site would answer now, or waits for its operator."""
+        """Return the answer to a ping: whether the site is busy, and whether it waits for its
+        operator."""
         if operator.is_paused(self._folder):
             return {"busy": True, "wait": PAUSED}
         if self.digest and not busy and self._decision() is None and not self._approves_itself():
@@ -116,8 +119,8 @@ class Consent:
         return operator.decision(self._folder, self.digest)
 
     def _approves_itself(self) -> bool:
-        """Whether plans of this run need no operator: never after the operator refused a plan of
-        the run or left it."""
+        """Check whether plans of this run need no operator. They always need one after the operator
+        refused a plan of the run or left the run."""
         with contextlib.suppress(PlanError, UnknownNameError):
             said = {one["decision"] for one in operator.requests(self._folder) if one["run"] == self._run}
             return read_settings(self._folder).auto_approve and not said & {"refused", "left"}

@@ -1,8 +1,8 @@
-"""The engine of a run between sites: a server without data, whose clients are at sites and answer
-messages.
+"""The engine of a run between sites: a server without data sends messages to sites, which host the
+clients.
 
-Only the way in which clients are reached differs from a simulation. Means are those of the sites
-that answered.
+A run between sites differs from a simulation only in how the clients are reached. A mean is taken
+over the sites that answered.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from fedbilevel.sites.mailbox import Answer, Mailbox
 
 
 class Sites(SiteServer):
-    """Implements `Federation` and `Engine`. Places are those of clients.
+    """Implements `Federation` and `Engine` for clients at sites. Places are places of clients.
 
-    layouts: names and shapes of x and y. quorum: how many sites must answer, of all. deadline:
-    seconds for an answer.
-    plan, welcome: the plan that a returning site joins with, and the check of its introduction.
-    exclude_outliers: whether a flagged answer is left out of the mean.
+    layouts: names and shapes of x and y.
+    quorum: number of sites, among all sites, that must answer.
+    deadline: seconds that a site has for an answer.
+    plan: the plan that a returning site joins with.
+    welcome: function that checks the introduction of a returning site.
+    exclude_outliers: whether flagged answers are left out of the mean.
     """
 
     def __init__(
@@ -116,15 +118,15 @@ class Sites(SiteServer):
         return rows, places[stay], times[stay]
 
     def _scaled(self) -> dict[str, float]:
-        """Step sizes that a schedule has changed."""
+        """Return the step sizes that a schedule has changed."""
         before, now = self.settings.asdict(), self.algorithm.asdict()
         return {name: value for name, value in now.items() if value != before[name]}
 
     def _leave_out_odd_ones(
         self, answers: dict[int, tuple[Answer, Any]], form: Callable[[Any], Any], asked: int, what: str
     ) -> None:
-        """Leave out sites whose answers have other names or lengths than most: another version, or
-        an attack."""
+        """Leave out sites whose answers have other names or lengths than most answers. The reason
+        is another version or an attack."""
         forms = {site: form(read) for site, (_, read) in answers.items()}
         [(usual, _)] = Counter(forms.values()).most_common(1)
         fix = "install the same version of fedbilevel at all sites"
@@ -141,11 +143,11 @@ class Sites(SiteServer):
         asked: int,
         what: str,
     ) -> None:
-        """Flag answers whose norm is far above the others', and leave them out where the run says
-        so.
+        """Flag answers whose norm is far above the others', and leave them out if the run excludes
+        outliers.
 
-        With two answers it is unknown which one is odd. Sites are compared, each by its longest
-        row, because the clients of a site are one party.
+        With two answers it is unknown which of them is wrong. The comparison is between sites, each
+        with its longest row, because the clients of a site are one party.
         """
         flags = self.suspects.watch.compare(phase, self.iteration, sent_rows(answers), broadcast)
         for site, flag in flags.items():
@@ -181,16 +183,16 @@ class Sites(SiteServer):
     # ---- what the run loop uses ----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
-        """Begin an outer iteration. Missing sites may return here, at the version that was last
-        agreed on."""
+        """Begin an outer iteration. Missing sites may return now, at the last version that they
+        agreed on with the server."""
         super().begin(iteration, algorithm)
         self.seconds = {}
         self.suspects.begin(iteration)
         self.readmit()
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
-        """Losses and metrics over the sites that answer, and the number of these sites. Not
-        charged."""
+        """Return losses and metrics over the sites that answer, and the number of these sites. A
+        measurement is not charged to the ledger."""
         here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
         num_sites = len(self.names)
         self._check_quorum(len(here), num_sites, when)
@@ -206,8 +208,8 @@ class Sites(SiteServer):
         return {**figures(self.problem, names, table), "num_sites": float(len(found))}
 
     def _check_losses(self, found: dict[int, tuple[Answer, Figures]], when: str) -> None:
-        """Leave out measurements that are not finite, and flag losses far above the others'. Where
-        most are not finite, the model has diverged, so all stay."""
+        """Leave out measurements that are not finite, and flag losses far above the others'. If
+        most measurements are not finite, the model has diverged, so all of them stay."""
         odd = [site for site, (_, (_, table)) in found.items() if not bool(torch.isfinite(table).all())]
         if 2 * len(odd) > len(found):
             return
@@ -220,8 +222,8 @@ class Sites(SiteServer):
             self.suspects.flag(self.names[site], flag)
 
     def trees(self, value: Any, *, upper: bool) -> Any:
-        """x or y in the user's structure. None where it never left the sites: each site writes its
-        own part."""
+        """Return x or y in the user's structure, or None if it never left the sites. Each site
+        writes its private part itself."""
         if isinstance(value, Kept):
             return None
         layout = self.layout_x if upper else self.layout_y
@@ -231,7 +233,7 @@ class Sites(SiteServer):
         return self.ledger
 
     def check(self) -> None:
-        """Nothing to do: sites check what they send, and the server checks what arrives."""
+        """Do nothing, because sites check what they send and the server checks what arrives."""
 
     def stop_asked(self) -> bool:
         return self.mailbox.transport.stop_asked()
@@ -241,7 +243,7 @@ class Sites(SiteServer):
         return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict()}
 
     def commit(self) -> None:
-        """Let sites with changes write them to disk, before the server writes a checkpoint that
+        """Ask sites with changes to write them to disk, before the server writes a checkpoint that
         relies on them."""
         version = self.iteration
         sites = self._whole([site for site in sorted(self.changed) if site not in self.missing])
@@ -252,7 +254,7 @@ class Sites(SiteServer):
         self.changed -= done.keys()
 
     def finish(self, state: Any) -> None:
-        """Let sites write private parts of the solution."""
+        """Ask the sites to write the private parts of the solution."""
         kept = {part: value.name if isinstance(value := getattr(state, part), Kept) else None for part in ("x", "y")}
         head, sites = {"kind": "finish", **kept}, self._whole(self._here())
         done = self._exchange(head, {}, sites, "the end of the run", read_nothing)
@@ -260,7 +262,8 @@ class Sites(SiteServer):
             self.without_solution = [name for site, name in enumerate(self.names) if site not in done]
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The server's state, with the version that each site would load but none of its content."""
+        """Return the server's state, with the number of the version that each site would load but
+        not its content."""
         tensors, plain = super().state_dict(state)
         tensors["sites.version"] = torch.tensor([-1 if version is None else version for version in self.versions])
         tensors["sites.weight"] = self.weights_by_place

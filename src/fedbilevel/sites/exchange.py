@@ -1,9 +1,9 @@
 """Exchanges of the server with its sites: messages, answers, missing sites and the quorum.
 
 A site that does not answer in time, or answers with an error, is left out for the rest of the outer
-iteration. Before the next outer iteration the server pings it. A site that answers the ping joins
-again and loads the last version that server and site agreed on, so an outer iteration that a site
-did not finish leaves no trace there.
+iteration. Before the next outer iteration the server pings the site. If the site answers the ping,
+it joins again and loads the last version that server and site agreed on. An outer iteration that a
+site did not finish therefore leaves no trace there.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ class Member(NamedTuple):
 
 
 class SiteServer(Server):
-    """A server that reaches its clients through sites. It sets up `Server` with one ledger row for
-    each client.
+    """A server that reaches its clients through sites, with one ledger row for each client.
 
     Sites are numbered by their position among the members. A site hosts clients at consecutive
-    places. It gets one message for all of them, is missing with all of them, and has one version of
-    what they keep.
+    places. One message to the site covers all its clients. A missing site is missing with all its
+    clients. The site stores one version of the values that its clients keep.
     """
 
     def __init__(
@@ -103,11 +102,15 @@ class SiteServer(Server):
         *,
         charged: bool = True,
     ) -> dict[int, tuple[Answer, Any]]:
-        """Send a message to each of these sites about its clients at these places.
+        """Send a message to each site and return the valid answers by site.
 
-        Returns answers by site, each with the result of `read(answer, number of clients)`. A site
-        without a valid answer is missing from now on. asked: the number of sites of which a quorum
-        must answer. charged: clients pay for arrays that they lack, and hold them afterwards.
+        Each answer comes with the result of `read(answer, number of clients)`. A site without a
+        valid answer counts as missing from now on.
+
+        sites: for each site, the places of the clients that the message is about.
+        asked: number of sites of which a quorum must answer.
+        charged: whether clients pay for the arrays that they lack, and hold these arrays
+            afterwards.
         """
         if not sites:
             return {}
@@ -133,24 +136,25 @@ class SiteServer(Server):
         return good
 
     def _longest(self, num: int) -> int:
-        """An upper bound on the bytes of an answer for `num` clients.
+        """Return an upper bound on the bytes of an answer for `num` clients.
 
-        It allows every sequence once as values and places, four more sequences, counts, and a
-        megabyte of text.
+        The bound allows every sequence once as values and places, four more sequences, counts, and
+        a megabyte of text.
         """
         widths = [*self._spaces().values(), *self.algorithm.lengths.values()]
         sequences = len(self.algorithm.upper_space) + len(self.algorithm.lower_space) + 4
         return ROOM + (1024 + 16 * max(widths) * sequences) * num
 
     def _spaces(self) -> dict[str, int]:
-        """Lengths of y, and of x where it is shared."""
+        """Return the length of y, and the length of x if it is shared."""
         return {"y": len(self.y0), **({"x": len(self.x0)} if self.problem.scopes.upper == "shared" else {})}
 
     def _messages(
         self, head: Mapping[str, Any], broadcast: Mapping[str, Value], sites: Places, charged: bool
     ) -> dict[str, SiteMessage]:
-        """Every client pays for the arrays that it lacks. An array travels once to a site; of a
-        matrix, the site gets the rows of all its clients."""
+        """Build the message for each site. Every client pays for the arrays that it lacks, but an
+        array travels to a site only once. Of a matrix, a site receives the rows of all its
+        clients."""
         values: dict[str, Any] = {}
         brings: dict[int, list[tuple[int, Tensor]]] = {site: [] for site in sites}
         for name, value in broadcast.items():
@@ -180,7 +184,7 @@ class SiteServer(Server):
         return messages
 
     def _diverged(self, what: str) -> NonFiniteError:
-        """Names the suspect site, or else the step sizes."""
+        """Build an error that names the suspect site, or the step sizes if no site is suspect."""
         history = self.suspects.watch.history(self.iteration)
         steps = f"{what} in outer iteration {self.iteration}: the steps are too long; lower the step sizes{history}."
         return NonFiniteError(self.suspects.blame(self.iteration) or steps)
@@ -188,7 +192,7 @@ class SiteServer(Server):
     # ---- missing sites -------------------------------------------------------------------------------------------
 
     def readmit(self) -> None:
-        """Ping missing sites, at growing intervals. A site that answers joins again and loads its
+        """Ping missing sites at growing intervals. A site that answers joins again and loads its
         last version."""
         now = time.monotonic()
         due = [
@@ -216,14 +220,15 @@ class SiteServer(Server):
         self.back_to_versions([site for site in back if site not in self.missing])
 
     def back_to_versions(self, sites: Sequence[int]) -> None:
-        """Let each of these sites load the version that was last agreed on with it."""
+        """Ask each of these sites to load the last version that it agreed on with the server."""
         for version in dict.fromkeys(self.versions[site] for site in sites):
             some = self._whole([site for site in sites if self.versions[site] == version])
             head, what = {"kind": "load", "version": version}, f"going back to version {version}"
             self.changed -= self._exchange(head, {}, some, what, read_nothing).keys()
 
     def _drop(self, site: int, failure: Failure, what: str) -> None:
-        """Leave a site out. What it held is lost: it will resume from its last version."""
+        """Leave a site out. The values that it held are lost, because it will resume from its last
+        version."""
         reason = failure.reason if not failure.silent else f"no answer within {failure.seconds:.3g} s"
         self.missing[site] = f"{what}: {reason}"
         self._lost[self.names[site]] = self.missing[site]
@@ -240,7 +245,8 @@ class SiteServer(Server):
         self._drop(site, Failure(False, reason, 0.0), what)
 
     def who_was_missing(self) -> dict[str, str]:
-        """Sites that were missing at any time since the last call, and why, even if they are back."""
+        """Return every site that was missing at any time since the last call, with the reason, even
+        if the site has returned."""
         found, self._lost = {self.names[site]: why for site, why in sorted(self.missing.items())} | self._lost, {}
         return found
 
@@ -248,14 +254,14 @@ class SiteServer(Server):
         return [site for site in range(len(self.names)) if site not in self.missing]
 
     def _by_site(self, places: Iterable[int]) -> dict[int, list[int]]:
-        """Places of clients, by the site that hosts them."""
+        """Group places of clients by the site that hosts them."""
         found: dict[int, list[int]] = {}
         for place in places:
             found.setdefault(self.site_of[place], []).append(place)
         return found
 
     def _whole(self, sites: Iterable[int]) -> dict[int, list[int]]:
-        """These sites with all their clients."""
+        """Map each of these sites to the places of all its clients."""
         return {site: list(self.hosts[site]) for site in sites}
 
     def _places(self, sites: Iterable[int]) -> list[int]:
@@ -264,9 +270,9 @@ class SiteServer(Server):
     # ---- the quorum ----------------------------------------------------------------------------------------------
 
     def _needed(self, asked: int) -> int:
-        """Number of sites that must answer, of those that are asked: the quorum's share, rounded
-        down. All of them before the first outer iteration, because later runs go back to that state
-        of every site."""
+        """Return how many of the asked sites must answer: the quorum's share, rounded down. Before
+        the first outer iteration all of them must answer, because a resumed run may return to that
+        state of every site."""
         return asked if self.iteration == 0 else max(min(1, asked), self.quorum * asked // len(self.names))
 
     def _check_quorum(self, num: int, asked: int, when: str) -> None:
@@ -274,9 +280,12 @@ class SiteServer(Server):
             raise self._too_few(num, self._needed(asked), when)
 
     def _too_few(self, num: int, needed: int, when: str) -> FedBilevelError:
-        """A QuorumError, which is tried again, where a silent site may still answer. Another error
-        where all missing sites answered with errors: a repetition would end the same way. It names
-        a suspect site, if there is one."""
+        """Build the error for too few answers.
+
+        The error is a QuorumError, which leads to another attempt, if a silent site may still
+        answer. It is another error if all missing sites answered with errors, because another
+        attempt would fail in the same way. The message names a suspect site, if there is one.
+        """
         if self._at_fault & self.missing.keys() and (blame := self.suspects.blame(self.iteration)):
             return FedBilevelError(blame)
         named = "; ".join(f"{self.names[site]} ({why})" for site, why in sorted(self.missing.items()))

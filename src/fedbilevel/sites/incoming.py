@@ -1,4 +1,5 @@
-"""Checks of what the server asks a site to compute with: clients, values, arrays and step sizes."""
+"""Checks of the clients, values, arrays and step sizes in the server's messages, before a site
+computes with them."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from fedbilevel.sites.order import Order
 
 
 class Incoming:
-    """Reads messages for one run. It holds the arrays that the server has sent and not released.
+    """Reads the messages of one run, and holds the arrays that the server has sent and not
+    released.
 
-    numbers: of the clients of this site among all. host: computes for these clients.
+    host: object that computes for the clients of this site.
+    numbers: numbers of this site's clients among all clients.
     """
 
     def __init__(self, algorithm: ServerAlgorithm, host: Host, numbers: list[int], order: Order) -> None:
@@ -36,7 +39,7 @@ class Incoming:
         self._arrays.clear()
 
     def phase(self, phase: Any) -> Callable[..., Any]:
-        """The method of the algorithm with that name, if it is a phase."""
+        """Return the algorithm's method with this name, or raise if it is not a phase."""
         method = getattr(self.algorithm, phase, None) if isinstance(phase, str) else None
         if method is None or not getattr(method, "__is_phase__", False):
             raise WireError(
@@ -58,7 +61,7 @@ class Incoming:
             raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {given:.100}.")
 
     def scaled(self, scaled: Mapping[str, Any]) -> ServerAlgorithm:
-        """The algorithm with the step sizes of a schedule."""
+        """Return the algorithm with the step sizes of a schedule."""
         wrong = [name for name, value in scaled.items() if name not in self.algorithm.decays or not _finite(value)]
         if wrong:
             raise WireError(
@@ -75,7 +78,8 @@ class Incoming:
         return dataclasses.replace(self.algorithm, **scaled) if scaled else self.algorithm
 
     def rows(self, clients: Any) -> Tensor:
-        """Rows of the clients that a message is about: all of this site, unless it names some."""
+        """Return the rows of the clients that a message names, or of all clients of this site if it
+        names none."""
         if clients is None:
             return self._all
         known = isinstance(clients, list) and all(type(number) is int and number in self.numbers for number in clients)
@@ -86,8 +90,8 @@ class Incoming:
         return torch.tensor([self.numbers.index(number) for number in clients])
 
     def values(self, header: Mapping[str, Any], arrays: list[Tensor], rows: Tensor) -> dict[str, Any]:
-        """Values of a message by name, for the clients of these rows. Arrays that the server has
-        released are dropped."""
+        """Return the values of a message by name, for the clients of these rows, and drop arrays
+        that the server has released."""
         for name, how in (header.get("place") or {}).items():
             if name in self.computed or not self.order.at_start(header["iteration"]):
                 raise WireError(
@@ -113,8 +117,9 @@ class Incoming:
         return found
 
     def _value(self, name: str, entry: Any, rows: Tensor, measuring: bool) -> Any:
-        """A kept value may only stand for a kept name, or a phase would send it under another name.
-        A measurement may name it as x or y, because only figures leave."""
+        """Read one value of a message. A kept value may only be used under a kept name, because a
+        phase could send it under another name. A measurement may use it as x or y, because only
+        figures leave."""
         if name in self.kept_names and not (
             isinstance(entry, dict) and (isinstance(entry.get("kept"), str) or entry == {"value": None})
         ):

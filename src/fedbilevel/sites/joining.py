@@ -1,5 +1,5 @@
-"""The beginning of a run between sites: the server asks the sites to join, and checks that they fit
-together."""
+"""The beginning of a run between sites: the server asks the sites to join, and checks that their
+data and settings agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedbilevel.tasks.task import Shapes
 
 
 class Weights(NamedTuple):
-    """Weights of clients, after large ones were cut."""
+    """Weights of clients, with large weights reduced to a limit."""
 
     most: dict[str, int]  # the largest weight that a client of each site may have
     cut: dict[str, str]  # the diary's sentence for each site whose weight was cut
@@ -31,8 +31,11 @@ class Weights(NamedTuple):
 
 
 def joined(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], *, everyone: bool) -> tuple[Sites, Weights]:
-    """Ask these sites to join. everyone: a new run needs all sites and no refusal; a resumed run
-    needs a quorum."""
+    """Ask these sites to join the run.
+
+    everyone: whether all sites must join without a refusal, as in a new run; a resumed run needs a
+        quorum.
+    """
     join = SiteMessage({"kind": "join", "plan": plan.asdict(), "version": __version__})
     answers, failures = mailbox.exchange({name: join for name in there}, deadline=plan.join_deadline)
     why = {name: "it is not connected" for name in plan.sites if name not in there} | {
@@ -76,7 +79,10 @@ def _check_enough(
     why: Mapping[str, str],
     everyone: bool,
 ) -> None:
-    """why: reasons by missing site."""
+    """Raise if too few sites joined.
+
+    why: reasons by missing site.
+    """
     refused = {name: failure.reason for name, failure in failures.items() if not (failure.silent or failure.wait)}
     if refused and everyone:
         each = (
@@ -95,7 +101,7 @@ def _check_enough(
 
 
 def waiting_sentence(waits: Mapping[str, str]) -> str:
-    """One sentence for all sites that wait for their operators, grouped by reason."""
+    """Write one sentence about all sites that wait for their operators, grouped by reason."""
     sites: dict[str, list[str]] = {}
     for name, reason in waits.items():
         sites.setdefault(reason.removesuffix("."), []).append(name)
@@ -117,8 +123,9 @@ def _weights(plan: SitePlan, stated: Mapping[str, list[int]]) -> Weights:
 
 
 def _caps(plan: SitePlan, stated: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The largest weight for the clients of each site: that of the plan, or 10 times the median
-    over the clients of the other sites, so that a site does not influence its own limit."""
+    """Return the largest allowed weight for the clients of each site. It is the plan's limit, or 10
+    times the median over the clients of the other sites, so that a site does not influence its own
+    limit."""
     if plan.max_weight:
         return dict.fromkeys(stated, plan.max_weight)
     others = {site: [weight for name, some in stated.items() if name != site for weight in some] for site in stated}
@@ -126,8 +133,8 @@ def _caps(plan: SitePlan, stated: Mapping[str, Sequence[int]]) -> dict[str, int]
 
 
 def _welcome(plan: SitePlan, usual: str, about: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], None]:
-    """The check of a site that joins again: it must be like the site `usual`, which introduced
-    itself by `about`."""
+    """Make the check for a site that joins again: it must agree with the site `usual`, whose
+    introduction is `about`."""
 
     def welcome(name: str, header: Mapping[str, Any]) -> None:
         _check_introduction(plan, name, header)
@@ -160,8 +167,8 @@ def _check_introduction(plan: SitePlan, name: str, header: Mapping[str, Any]) ->
 
 
 def _agreed(plan: SitePlan, headers: Mapping[str, Mapping[str, Any]]) -> str:
-    """A site that agrees with all others on what a run needs. Where they disagree, the error names
-    the odd site, or two sites if there is no majority."""
+    """Return a site that agrees with all others on what a run needs. If sites disagree, the error
+    names the odd site, or two sites if there is no majority."""
     like = {
         one: [other for other in headers if _difference(one, headers[one], other, headers[other]) is None]
         for one in headers
@@ -177,7 +184,7 @@ def _agreed(plan: SitePlan, headers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _difference(one: str, about: Mapping[str, Any], other: str, others: Mapping[str, Any]) -> str | None:
-    """The first difference between two introductions, in words. None where they agree."""
+    """Describe the first difference between two introductions, or return None if they agree."""
     mine, theirs = Shapes.from_dict(about["shapes"]), Shapes.from_dict(others["shapes"])
     for first, second, here, there in ((one, other, mine, theirs), (other, one, theirs, mine)):
         if misfit := here.misfit(there):
@@ -190,7 +197,7 @@ def _difference(one: str, about: Mapping[str, Any], other: str, others: Mapping[
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(0, 2, 0) for 0.2.0 and for 0.2.0.dev1. Empty, which sorts first, where the text is no
-    version."""
+    """Return (0, 2, 0) for 0.2.0 and for 0.2.0.dev1. Return an empty tuple, which sorts first, if
+    the text is not a version."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -36,13 +36,16 @@ class Mailbox:
     """Exchanges messages with sites. Each message carries a turn: (attempt, epoch, step).
 
     Steps count messages. A new epoch begins after a missed deadline, so that a site refuses the
-    late message. An attempt is a run or its resumption, numbered by the clock.
+    late message. An attempt is a run or its resumption, and its number comes from the clock.
     """
 
     _attempt = 0
 
     def __init__(self, transport: SiteTransport, run: str, lost: Callable[[], float] = lambda: 0.0) -> None:
-        """lost: returns the seconds for which this process has been suspended so far."""
+        """Create a mailbox for one attempt.
+
+        lost: function that returns the seconds for which this process has been suspended so far.
+        """
         self.transport, self.run, self._lost = transport, run, lost
         # later than any attempt before it, including those of a server that died
         Mailbox._attempt = max(Mailbox._attempt + 1, time.time_ns() // 10**6)
@@ -57,8 +60,8 @@ class Mailbox:
     def exchange(
         self, messages: Mapping[str, SiteMessage], *, deadline: float, longest: Mapping[str, int] | None = None
     ) -> tuple[dict[str, Answer], dict[str, Failure]]:
-        """Readable answers, and failures, both by site in the order of names. Equal messages share
-        their bytes.
+        """Send messages and return readable answers and failures, both by site in the order of
+        names. Equal messages share their bytes.
 
         longest: the maximal size in bytes of each site's answer.
         """
@@ -103,7 +106,7 @@ class Mailbox:
         return content
 
     def _hear(self, site: str, reported: Any) -> None:
-        """Count the callers that a site reports to have refused."""
+        """Count the refused callers that a site reports."""
         if isinstance(reported, dict) and all(type(times) is int and 0 < times < 2**40 for times in reported.values()):
             counts = self._strangers.setdefault(site, {})
             for caller, times in list(reported.items())[:_CALLERS]:
@@ -111,7 +114,8 @@ class Mailbox:
                 counts[name] = counts.get(name, 0) + times
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Callers that sites refused since the last call: how often, by site and name."""
+        """Return how often sites refused callers since the last call, by site and name of the
+        caller."""
         found, self._strangers = self._strangers, {}
         return {**found, **self.transport.strangers()}
 
@@ -125,7 +129,7 @@ def _check_length(content: bytes, most: int) -> None:
 
 
 class _Waits(WireError):
-    """A site waits for its operator."""
+    """The error of a site that waits for its operator."""
 
 
 def _read(header: dict[str, Any], arrays: Sequence[Tensor], seconds: float) -> Answer:

@@ -34,7 +34,7 @@ _read: dict[Path, tuple[tuple[int, int, int], dict[str, Any]]] = {}  # content o
 
 
 def site_folder(kit: Path) -> Path:
-    """The site's own folder in its startup kit."""
+    """Return the site's own folder in its startup kit."""
     if not (kit / "startup" / "fed_client.json").is_file():
         raise SettingError(f"{kit} is not the kit of a site: give the folder that start-site takes.")
     return kit / "site"
@@ -44,8 +44,11 @@ def site_folder(kit: Path) -> Path:
 
 
 def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """File a request, unless it exists with its preview. leaves: what would leave, as `preview`
-    counts it."""
+    """File a request, unless it exists with its preview.
+
+    who: name of the lead that submitted the plan.
+    leaves: counts from `preview` of the data that would leave the site.
+    """
     place = folder / REQUESTS / f"{_checked(digest)}.json"
     before = _table(place)
     if before and (before.get("leaves") or not leaves):  # an automatic approval has no preview
@@ -58,18 +61,19 @@ def ask(folder: Path, digest: str, who: str, run: str, plan: Mapping[str, Any], 
 
 
 def decision(folder: Path, digest: str) -> Decision | None:
-    """The operator's last decision about a plan. The file is read again only when it has changed."""
+    """Return the operator's last decision about a plan, or None. The file is read again only if it
+    has changed."""
     entry = _table(folder / APPROVALS).get(_checked(digest))
     return entry["decision"] if entry else None
 
 
 def is_paused(folder: Path) -> bool:
-    """Whether the site is paused. The file is read again only when it has changed."""
+    """Check whether the site is paused. The file is read again only if it has changed."""
     return _table(folder / CONTROL).get("paused", False) is not False
 
 
 def withdraw_automatic(folder: Path) -> None:
-    """Delete approvals by `auto_approve`, which the site no longer sets, so that the operator
+    """Delete approvals by `auto_approve` after the site has unset it, so that the operator
     decides."""
     if not _table(folder / APPROVALS):
         return
@@ -84,8 +88,8 @@ def withdraw_automatic(folder: Path) -> None:
 
 
 def requests(folder: Path) -> list[Request]:
-    """All plans that were ever submitted, oldest first, each with `decision`, `by` and `how` (None
-    before one)."""
+    """List all plans that were ever submitted, oldest first. Each has the entries `decision`, `by`
+    and `how`, which are None before a decision."""
     decided = _table(folder / APPROVALS)
     found = []
     for path in (folder / REQUESTS).glob("*.json"):
@@ -98,12 +102,12 @@ def requests(folder: Path) -> list[Request]:
 
 
 def pending(folder: Path) -> list[Request]:
-    """Plans that wait for a decision, oldest first."""
+    """List the plans that wait for a decision, oldest first."""
     return [one for one in requests(folder) if one["decision"] is None]
 
 
 def request(folder: Path, digest: str) -> Request:
-    """The plan with this digest, or the only plan whose digest begins with it."""
+    """Find the plan with this digest, or the only plan whose digest begins with it."""
     known = {one["digest"]: one for one in requests(folder)}
     if not known:
         raise SettingError(f"no plan was submitted to this site yet: there is nothing to decide about {digest!r:.80}.")
@@ -120,13 +124,15 @@ def request(folder: Path, digest: str) -> Request:
 
 
 def approve(folder: Path, digest: str, by: str, how: Literal["operator", "auto"] = "operator") -> Request:
-    """Let a plan run, also after it was refused or left. digest: or its beginning. Gives back the
-    request."""
+    """Allow a plan to run, even if it was refused or left before, and return the request.
+
+    digest: the digest of the plan, or its beginning.
+    """
     return _decide(folder, [request(folder, digest)], "approved", by, how)[0]
 
 
 def refuse(folder: Path, digest: str, by: str) -> Request:
-    """Refuse a plan. It can be approved later."""
+    """Refuse a plan, which can still be approved later."""
     return _decide(folder, [request(folder, digest)], "refused", by)[0]
 
 
@@ -142,7 +148,8 @@ def leave(folder: Path, run: str, by: str) -> list[Request]:
 
 
 def pause(folder: Path) -> None:
-    """Answer nothing until `unpause`. Runs wait for the site, or continue without it."""
+    """Pause the site, so that it answers nothing until `unpause`. Runs wait for the site or
+    continue without it."""
     _write(folder / CONTROL, {"paused": True})
 
 
@@ -161,7 +168,8 @@ def _decide(folder: Path, plans: list[Request], what: Decision, by: str, how: st
 
 
 def _checked(digest: str) -> str:
-    """A valid digest. It becomes the name of a file."""
+    """Return the digest if it is valid. The check protects a file name, because the digest becomes
+    one."""
     if not _DIGEST.fullmatch(digest):
         raise PlanError(f"the digest of a plan is {digest!r:.80}, expected 64 hexadecimal digits.")
     return digest
@@ -169,14 +177,14 @@ def _checked(digest: str) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock: the job and the operator may decide at the same time."""
+    """Hold the lock, because the job and the operator may decide at the same time."""
     with open(folder / LOCK, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} if it does not exist."""
+    """Return the content of a JSON file, or {} if the file does not exist."""
     try:
         about = path.stat()
         stamp = (about.st_ino, about.st_mtime_ns, about.st_size)

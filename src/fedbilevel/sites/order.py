@@ -1,9 +1,10 @@
-"""The order of messages that a site answers: every outer iteration once, calls in order, start
-values at the start.
+"""The order of messages that a site answers: each outer iteration once, calls in order, and start
+values only at the start.
 
 A server that chose iterations and calls freely could repeat a computation with one value changed,
-until differences reveal single samples. A run may go back to a saved version, as after a crash. The
-number of repeated outer iterations is counted on disk and bounded by the site's policy.
+until the differences reveal single samples. A run may return to a saved version, for example after
+a crash. The number of repeated outer iterations is counted on disk and bounded by the site's
+policy.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _MEASUREMENTS = 2  # in one outer iteration
 
 
 class Order:
-    """Checks the order of one run. folder: of the run. A plan with another digest was approved
-    anew, so its count starts at zero."""
+    """Checks the order of the messages of one run. A plan with another digest has a new approval,
+    so its count starts at zero.
+
+    folder: the folder of the run.
+    """
 
     def __init__(self, folder: Path, digest: str, num_iterations: int, policy: Policy) -> None:
         self._place, self._num_iterations, self._policy = folder / FILE, num_iterations, policy
@@ -33,13 +37,17 @@ class Order:
         self.back_to(None)
 
     def back_to(self, version: int | None) -> None:
-        """The site has loaded this version; None: the state before the first outer iteration."""
+        """Continue from a version that the site has loaded. None stands for the state before the
+        first outer iteration."""
         self.version, self._iteration = version, -1 if version is None else version
         self._call = self._measured = 0
         self._begun = False  # whether anything was computed since
 
     def check(self, iteration: Any, call: int | None = None) -> None:
-        """Raise if a message is out of order. `call` numbers the phases; None is a measurement."""
+        """Raise if a message is out of order.
+
+        call: number of the call of a phase; None stands for a measurement.
+        """
         if type(iteration) is not int:
             raise WireError(f"a message is about outer iteration {iteration!r:.20}, expected a whole number.")
         first = self._iteration if self._begun else self._iteration + 1
@@ -61,7 +69,7 @@ class Order:
             self._policy.check_repeats(self._repeats + 1)
 
     def begin(self, iteration: int, call: int | None = None) -> None:
-        """Count a message that was checked, before its computation."""
+        """Count a checked message before its computation."""
         if not (self._begun and iteration == self._iteration):
             self._repeats += iteration <= self._latest
             self._latest = max(self._latest, iteration)
@@ -73,8 +81,8 @@ class Order:
             self._call = call
 
     def at_start(self, iteration: int) -> bool:
-        """Whether a message may place start values: no version is loaded, and no phase of outer
-        iteration 1 has run."""
+        """Check whether a message may place start values, which requires that no version is loaded
+        and no phase of outer iteration 1 has run."""
         return self.version is None and iteration <= 1 and (self._iteration < 1 or self._call == 0)
 
     def _write(self) -> None:

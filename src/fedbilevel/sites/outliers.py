@@ -37,7 +37,7 @@ _NEGLIGIBLE = math.log(1e-8)  # of the longest array in the message: differences
 
 
 class Flag(NamedTuple):
-    """An answer of a site that is far from the others'."""
+    """A site's answer that is far from the others."""
 
     phase: str
     iteration: int
@@ -59,7 +59,7 @@ class Flag(NamedTuple):
 
 
 def log_norm(rows: Tensor) -> float:
-    """Logarithm of the norm of the longest row, even where the norm itself overflows."""
+    """Return the logarithm of the norm of the longest row, even if the norm itself overflows."""
     largest = float(rows.abs().max()) if rows.numel() else 0.0
     if not largest:
         return -math.inf
@@ -67,9 +67,11 @@ def log_norm(rows: Tensor) -> float:
 
 
 def outliers(logs: Mapping[int, float], least: float = -math.inf, floor: float = FLOOR) -> set[int]:
-    """Keys of log norms far above the median; both keys of two that are far apart.
+    """Return the keys of log norms far above the median. Of two log norms that are far apart,
+    return both keys.
 
-    least: log norm of the longest array in the message. floor: of the MAD.
+    least: log norm of the longest array in the message.
+    floor: lower bound of the MAD.
     """
     raised = {key: max(value, least + _NEGLIGIBLE) for key, value in logs.items()}
     centre = statistics.median(raised.values()) if raised else -math.inf
@@ -93,7 +95,10 @@ class OutlierWatch:
     def compare(
         self, phase: str, iteration: int, sent: Mapping[str, Mapping[int, Tensor]], broadcast: Mapping[str, Any]
     ) -> dict[int, Flag]:
-        """The worst flag of each site. sent: rows by sequence and site."""
+        """Return the worst flag of each flagged site.
+
+        sent: rows by sequence and site.
+        """
         least = max((log_norm(value) for value in broadcast.values() if isinstance(value, Tensor)), default=-math.inf)
         found: dict[int, list[Flag]] = {}
         moved: dict[int, list[Flag]] = {}
@@ -118,8 +123,8 @@ class OutlierWatch:
         return {site: flag._replace(sure=site in sure) for site, flag in worst.items()}
 
     def losses(self, iteration: int, rows: Mapping[int, Tensor]) -> dict[int, Flag]:
-        """Flags of sites whose upper or lower losses, the first two columns of `rows`, are far
-        above the others'."""
+        """Return flags of sites whose upper or lower losses, in the first two columns of `rows`,
+        are far above the others'."""
         found: dict[int, Flag] = {}
         for column, name in ((1, "a lower loss"), (0, "an upper loss")):
             logs = {site: log_norm(row[:, column : column + 1]) for site, row in rows.items()}
@@ -150,12 +155,12 @@ class OutlierWatch:
         self._flagged.setdefault(site, set()).add(iteration)
 
     def last(self, site: str) -> int:
-        """The last outer iteration in which a site was flagged, -1 for none."""
+        """Return the last outer iteration in which a site was flagged, or -1 if there is none."""
         return max(self._flagged.get(site, {-1}))
 
     def history(self, iteration: int) -> str:
-        """The end of a sentence about all flags of the run until that outer iteration; empty if
-        there is none."""
+        """Return the end of a sentence about all flags of the run until this outer iteration, or an
+        empty text if there are none."""
         said = [
             f"{site} was flagged in {len(times)} of {iteration} outer iterations, last in {max(times)}"
             for site, times in sorted(self._flagged.items())

@@ -47,7 +47,7 @@ SECONDS = ("deadline", "join_deadline", "patience", "approval_wait")
 
 @dataclass(frozen=True)
 class SitePlan:
-    """A run between sites."""
+    """The plan of a run between sites."""
 
     name: str
     sites: tuple[str, ...]
@@ -72,8 +72,8 @@ class SitePlan:
         return sum(self.clients.get(site, 1) for site in self.sites)
 
     def numbers(self, site: str) -> range:
-        """Numbers of the clients that `site` hosts: they run through the sites in the order of the
-        plan."""
+        """Return the numbers of the clients that `site` hosts. Numbers run through the sites in the
+        order of the plan."""
         first = sum(self.clients.get(other, 1) for other in self.sites[: self.sites.index(site)])
         return range(first, first + self.clients.get(site, 1))
 
@@ -97,13 +97,15 @@ class SitePlan:
 
 
 def plan_digest(plan: Mapping[str, Any]) -> str:
-    """The digest of a plan's content."""
+    """Return the digest of a plan's content."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def plan_of(content: Mapping[str, Any], known: Sequence[str] | None = None) -> SitePlan:
-    """A checked plan from a file or a message, with defaults filled in. known: the sites of the
-    federation."""
+    """Make a checked plan from the content of a file or message, with defaults filled in.
+
+    known: the sites of the federation.
+    """
     parts = parts_of(content, "sites")
     seconds: dict[str, Any] = {name: float(value) for name in SECONDS if (value := content.get(name)) is not None}
     sites = tuple((known or ()) if content.get("sites") is None else content["sites"])

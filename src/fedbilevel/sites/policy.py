@@ -81,8 +81,8 @@ _POLICY = {
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits of what a run may learn from a site, and of the resources it may use. The defaults are
-    for real data."""
+    """Limits on what a run may learn from a site and on the resources that it may use. The defaults
+    are for real data."""
 
     tasks: list[str] | None = None
     algorithms: list[str] | None = None
@@ -98,7 +98,7 @@ class Policy:
     settings: dict[str, Range] = field(default_factory=dict)
 
     def check_plan(self, plan: SitePlan) -> None:
-        """Check all that can be checked before any data are read."""
+        """Check everything that can be checked before any data are read."""
         for line, asked in (("tasks", plan.task["name"]), ("algorithms", plan.algorithm["name"])):
             allowed = getattr(self, line)
             if allowed is not None and asked not in allowed:
@@ -119,8 +119,8 @@ class Policy:
                 )
 
     def range_of(self, name: str) -> Range:
-        """Find the range of a setting: the site's own line before the default, an exact name before
-        a pattern."""
+        """Find the range of a setting. The site's own line takes precedence over a default, and an
+        exact name over a pattern."""
         for ranges in (self.settings, RANGES):
             for pattern in sorted(ranges, key=lambda one: (one != name, -len(one))):
                 if fnmatch.fnmatchcase(name, pattern):
@@ -128,8 +128,11 @@ class Policy:
         return (-float("inf"), float("inf"))
 
     def check_samples(self, sizes: Mapping[str, int]) -> None:
-        """Refuse few samples, because a sum over few samples is close to a sample. sizes: samples
-        by role."""
+        """Raise if there are few samples, because a sum over few samples is close to a single
+        sample.
+
+        sizes: number of samples by role.
+        """
         if sizes["train"] < self.min_samples:
             raise PolicyError(
                 f"this site has fewer than the {self.min_samples} training samples that the line 'min_samples' of its "
@@ -143,7 +146,10 @@ class Policy:
                 )
 
     def check_rounds(self, num_rounds: int) -> None:
-        """num_rounds: all answers so far, of every run, with the requested one."""
+        """Raise if the site has answered too often.
+
+        num_rounds: number of answers so far over all runs, including the requested answer.
+        """
         if num_rounds > self.max_rounds:
             raise PolicyError(
                 f"this site's policy allows {self.max_rounds} answers in total over all runs, and they are used up: "
@@ -151,7 +157,10 @@ class Policy:
             )
 
     def check_repeats(self, num_repeats: int) -> None:
-        """num_repeats: repeated outer iterations of a plan, with the requested one."""
+        """Raise if too many outer iterations were repeated.
+
+        num_repeats: number of repeated outer iterations of a plan, including the requested one.
+        """
         if num_repeats > self.max_repeats:
             raise PolicyError(
                 f"this site's policy allows to repeat {self.max_repeats} outer iterations of a plan, and they are used "
@@ -173,7 +182,10 @@ class Policy:
             )
 
     def check_disk(self, folder: Path, more: int = 0) -> None:
-        """more: bytes that will be written."""
+        """Raise if the site's folder would become too large.
+
+        more: bytes that will be written.
+        """
         used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) + more
         if used > self.max_disk_megabytes * 1e6:
             raise PolicyError(
@@ -182,7 +194,10 @@ class Policy:
             )
 
     def check_runs(self, runs: Path, name: str) -> None:
-        """runs: the folder with one sub-folder for each run that has state here."""
+        """Raise if too many runs have state at this site.
+
+        runs: the folder with one sub-folder for each run that has state here.
+        """
         known = {path.name for path in runs.iterdir() if path.is_dir()} if runs.is_dir() else set()
         if name not in known and len(known) >= self.max_runs:
             raise PolicyError(
@@ -220,8 +235,8 @@ class SiteSettings:
     policy: Policy = field(default_factory=Policy)
 
     def holdings(self, plan: SitePlan, site: str) -> list[Holdings]:
-        """Read the data of the clients that this site hosts: a folder with train and val, or a
-        folder for each client."""
+        """Read the data of the clients that this site hosts, from one folder with train and val or
+        from a folder for each client."""
         found, numbers = self._read(plan, plan.numbers(site)), plan.numbers(site)
         if len(found) != len(numbers):
             raise PolicyError(
@@ -253,7 +268,7 @@ class SiteSettings:
 
 
 def _numbers(plan: SitePlan) -> Iterator[tuple[str, float]]:
-    """All numbers of a plan that a range can bound, by name."""
+    """Yield all numbers of a plan that a range can bound, with their names."""
     yield "num_iterations", plan.num_iterations
     yield "num_clients", plan.num_clients
     if plan.num_classes is not None:
@@ -311,14 +326,14 @@ def check_data(settings: SiteSettings, place: Path) -> None:
 
 
 def _is_one_client(place: Path) -> bool:
-    """Whether a folder holds the files of a single client. A missing or empty folder counts as one,
-    for its error."""
+    """Check whether a folder holds the files of a single client. A missing or empty folder counts
+    as one client, so that reading it raises the proper error."""
     inside = list(place.iterdir()) if place.is_dir() else []
     return any(path.is_file() and path.stem == "train" for path in inside) or not any(path.is_dir() for path in inside)
 
 
 def _function(name: str) -> Callable[[str], Holdings | list[Holdings]]:
-    """The loader that the site has installed and named in its settings."""
+    """Import the installed loader that the site's settings name."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

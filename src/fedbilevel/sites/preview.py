@@ -21,9 +21,12 @@ _NOT_HERE = ("device", "schedule", "cohort")
 
 
 def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]:
-    """Run the plan's first outer iteration in this process, on a few of this site's own samples as
-    every client's data, and count what the clients of this site send. Empty where the plan or the
-    data do not allow it (joining reports why), or where it takes longer than an answer may."""
+    """Run the plan's first outer iteration in this process, and count what the clients of this site
+    would send.
+
+    Every client has a few of this site's own samples as data. The result is {} if the plan or the
+    data do not allow the preview, which joining reports, or if it takes longer than an answer may.
+    """
     start = time.monotonic()
     try:
         holdings = settings.holdings(plan, name)[0]

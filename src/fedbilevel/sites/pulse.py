@@ -1,5 +1,5 @@
-"""Detects that this process was suspended (SIGSTOP, a frozen container, a machine out of memory).
-Sites are not blamed for that time."""
+"""Detection of suspensions of this process (SIGSTOP, a frozen container, a machine out of memory),
+so that sites are not blamed for that time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST = 1.0  # seconds between two ticks of a suspended process; a busy machine
 
 
 class Pulse:
-    """A thread that ticks. A late tick shows how long the process did not run."""
+    """A thread that ticks regularly. A late tick shows how long the process was suspended."""
 
     def __init__(self) -> None:
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -20,8 +20,8 @@ class Pulse:
         self._thread = threading.Thread(target=self._tick, name="pulse", daemon=True)
 
     def lost(self) -> float:
-        """Seconds of suspension so far. It checks the clock itself, because the caller may wake up
-        before the thread."""
+        """Return the seconds of suspension so far. The method reads the clock itself, because the
+        caller may resume before the thread does."""
         with self._lock:
             now = time.monotonic()
             gap, self._last = now - self._last, now
@@ -29,7 +29,7 @@ class Pulse:
             return self._total
 
     def awake(self) -> float:
-        """A clock that stops while the process is suspended."""
+        """Return the time of a clock that stops while the process is suspended."""
         return time.monotonic() - self.lost()
 
     def _tick(self) -> None:

@@ -1,5 +1,5 @@
-"""The server's side of a run between sites: start or resume it, and wait for sites when too few of
-them answer."""
+"""The server's side of a run between sites: starting or resuming the run, and waiting if too few
+sites answer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def serve(plan: Mapping[str, Any], transport: SiteTransport, folder: Path, say: Say) -> str:
-    """Run or resume the plan; `folder` is its record. Returns "finished", or "stopped" if a stop
-    was requested."""
+    """Run or resume the plan. Return "finished", or "stopped" if a stop was requested.
+
+    folder: the folder of the run's record.
+    """
     ours, record = plan_of(plan), Record(folder)
     with Pulse() as pulse:
         waiting = _Waiting(ours, transport, record, say, pulse)
@@ -82,8 +84,8 @@ def _attempt(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Rec
 
 
 class _Diary:
-    """sites.jsonl in the record: a line for each outer iteration, about sites, times, bytes and
-    refusals."""
+    """Writes sites.jsonl in the record: a line for each outer iteration about sites, times, bytes
+    and refusals."""
 
     def __init__(self, path: Path, plan: SitePlan, fed: Sites, mailbox: Mailbox, say: Say) -> None:
         self._path, self._plan, self._fed, self._mailbox, self._say = path, plan, fed, mailbox, say
@@ -94,14 +96,15 @@ class _Diary:
         self._once = {"capped": weights.cut, **({"weights": weights.stated} if weights.stated else {})}
 
     def resume(self, iteration: int) -> None:
-        """Drop lines after this outer iteration, and remember the flags in those before it."""
+        """Drop the lines after this outer iteration, and remember the flags in the lines before
+        it."""
         shorten(self._path, iteration)
         for line in map(json.loads, self._path.read_text().splitlines() if self._path.exists() else ()):
             for site in line.get("flagged", {}):
                 self._fed.suspects.watch.remember(site, line["iteration"])
 
     def add(self, now: Progress) -> bool:
-        """Write the line of an outer iteration. False: the run continues."""
+        """Write the line of an outer iteration, and return False so that the run continues."""
         fed, mailbox = self._fed, self._mailbox
         fed.commit()  # before the line is written, so that the line names sites that could not save
         line: dict[str, Any] = {
@@ -127,9 +130,11 @@ class _Diary:
 
 
 class _Waiting:
-    """Waits for enough sites: `patience` seconds for silent sites, anew for every outer iteration,
-    and `approval_wait` seconds for operators. Time in which the server itself was suspended does
-    not count."""
+    """Waits until enough sites answer.
+
+    Silent sites get `patience` seconds in every outer iteration, and operators get `approval_wait`
+    seconds. Time in which the server itself was suspended does not count.
+    """
 
     def __init__(self, plan: SitePlan, transport: SiteTransport, record: Record, say: Say, pulse: Pulse) -> None:
         self.plan, self.transport, self.record, self.say, self.pulse = plan, transport, record, say, pulse
@@ -138,8 +143,8 @@ class _Waiting:
         self._said = ""
 
     def until_enough(self, error: QuorumError) -> list[str]:
-        """Sites that answer a ping, once they are enough for the plan. Raises the error again when
-        patience ends. Empty when the run should stop."""
+        """Ping the sites until enough of them answer, and return those. Raise the error again when
+        the patience ends. Return an empty list if the run should stop."""
         begun = self.record.checkpoint.exists()
         now, done = self.pulse.awake(), self.record.load()[1]["iteration"] if begun else 0
         if done != self._stuck or isinstance(error, SuspendedError):  # then only the server was late
@@ -169,7 +174,10 @@ class _Waiting:
                 self._wait_for_operators(waits, now - before)
 
     def _wait_for_operators(self, waits: Mapping[str, str], took: float) -> None:
-        """took: seconds since the last ping, which do not count as patience."""
+        """Report that sites wait for their operators, and raise if they wait too long.
+
+        took: seconds since the last ping, which do not count against the patience.
+        """
         self._approval -= took
         self._until += took
         text = waiting_sentence(waits)

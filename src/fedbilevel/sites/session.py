@@ -38,7 +38,8 @@ _WAIT = 30.0  # seconds for an earlier job process to release the run's folder
 
 
 class Session:
-    """Holds the data, memory and private values of the clients that the site hosts, one row each."""
+    """Holds the data, memory and private values of the clients that the site hosts, with one row
+    for each client."""
 
     def __init__(self, name: str, folder: Path, settings: SiteSettings, plan: SitePlan, audit: AuditLog) -> None:
         self.plan, self.name, self.settings, self.policy, self.audit = plan, name, settings, settings.policy, audit
@@ -108,8 +109,8 @@ class Session:
     # ---- answers -------------------------------------------------------------------------------------------------
 
     def introduce(self) -> Content:
-        """Facts that the server needs before it begins: nothing about single samples, and their
-        number only where it is a client's weight."""
+        """Return the facts that the server needs before it begins. They say nothing about single
+        samples, and give the number of samples only if it is a client's weight."""
         host = self.host
         shared = [host.y0, *([host.x0] if host.x_sizes is None else [])]
         content = b"".join(vector.cpu().numpy().tobytes() for vector in shared)
@@ -144,7 +145,8 @@ class Session:
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
 
     def _kept_or_sent(self, answers: Mapping[str, Any], rows: Tensor) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
-        """Store what is kept here; returns the form of each result, and the arrays that are sent."""
+        """Store the results that stay here, and return the form of each result and the arrays to
+        send."""
         results: dict[str, Any] = {}
         sent: dict[str, list[Tensor]] = {}
         for name, value in answers.items():
@@ -176,7 +178,7 @@ class Session:
 
     def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
         """Write memory and private values to disk, before the server writes a checkpoint that
-        relies on them. The version that it relied on before stays beside them."""
+        relies on them. The version that the server relied on before stays on disk as well."""
         version = header.get("version")
         if type(version) is not int or version < 0:
             raise WireError(f"a message asks to save version {version!r:.40}, expected a whole number.")
@@ -187,7 +189,7 @@ class Session:
         return {}, {}, {"kind": "commit", "iteration": version}
 
     def load(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
-        """Go back to a version. What was computed since leaves no trace."""
+        """Return to a version. Later computations leave no trace."""
         version = header.get("version")
         self.incoming.release()
         for store in (self.host.memory, self.host.kept, self.host.scratch):
@@ -216,7 +218,8 @@ class Session:
         return {}, {}, {"kind": "finish"}
 
     def named(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """Phase and outer iteration of a message for the site's status, where they are valid."""
+        """Return the phase and outer iteration of a message for the site's status, if they are
+        valid."""
         kind, phase, iteration = (header.get(part) for part in ("kind", "phase", "iteration"))
         known = isinstance(phase, str) and getattr(getattr(self.algorithm, phase, None), "__is_phase__", False)
         within = type(iteration) is int and 0 <= iteration <= self.plan.num_iterations
@@ -232,7 +235,7 @@ class Session:
         self.ran = True
 
     def _calls(self, rows: Tensor) -> dict[str, list[int]]:
-        """Derivatives and samples of each client since the last answer."""
+        """Return the number of derivatives and samples of each client since the last answer."""
         columns = self.host.ledger.columns
         found = {name: columns[name][self.host.ids[rows]].tolist() for name in CALLS}
         for name in CALLS:
@@ -241,7 +244,7 @@ class Session:
 
     @contextlib.contextmanager
     def _within_time(self) -> Iterator[None]:
-        """Stop at the next derivative, or at the end, once the time for one answer is used up."""
+        """Raise at the next derivative, or at the end, if the time for one answer is used up."""
         start = time.monotonic()
         check = self.host.before_derivative = lambda: self.policy.check_seconds(time.monotonic() - start)
         try:
@@ -258,7 +261,7 @@ class Session:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Lock the run's folder for this process. An earlier job process may still be ending."""
+    """Lock the run's folder for this process, and wait while an earlier job process ends."""
     file = open(path, "w")  # noqa: SIM115 - held as long as the run lasts
     until = time.monotonic() + _WAIT
     while True:

@@ -53,8 +53,11 @@ log = logging.getLogger(__name__)
 
 
 class Site:
-    """submitted: the only plan that this site answers to. None (trials in one process): any plan
-    that is approved."""
+    """A site that answers the messages of a server.
+
+    submitted: the only plan that this site answers to; None, for trials in one process, allows any
+        approved plan.
+    """
 
     def __init__(self, name: str, folder: Path | str, submitted: Submitted | None = None) -> None:
         self.name, self.folder = name, Path(folder)
@@ -71,8 +74,8 @@ class Site:
         self._consent = Consent(name, self.folder, submitted, self._status)
 
     def handle(self, message: bytes) -> bytes:
-        """Answer every message, with the result or with one sentence that says why there is none.
-        Details of a failure, such as paths and values, stay in this site's own log."""
+        """Answer a message with the result, or with one sentence that gives the reason for a
+        refusal. Details of a failure, such as paths and values, stay in this site's own log."""
         if full := self._disk_full():
             return wire.pack({"error": full})
         try:
@@ -90,8 +93,8 @@ class Site:
             return self._failed(error)
 
     def refuse_caller(self, caller: str, reason: str) -> str:
-        """Log a call that is not from the server of the run, and report it to the server with the
-        next answer."""
+        """Log a call that is not from the server of the run, and report the caller to that server
+        with the next answer."""
         caller, times = self._refused.add(printable(caller)[:100])
         self._strangers[caller] += 1
         if is_due(times) and not self._full:
@@ -150,8 +153,8 @@ class Site:
         return self._sent(content, state="finished" if kind == "finish" else "idle")
 
     def _joined(self, before: Session | None, header: Mapping[str, Any]) -> Session:
-        """Admit a plan. The same session as before where it is the same run, so that data are read
-        once."""
+        """Admit a plan and return its session. The previous session is used again for the same run,
+        so that data are read once."""
         if before is not None:
             before.leave()
         plan, settings = self._consent.admitted(header)
@@ -175,7 +178,8 @@ class Site:
         return session
 
     def _sent(self, content: Content, state: str = "idle") -> bytes:
-        """Log what leaves, then let it leave. Every answer except to a ping passes here."""
+        """Log an answer, then return it as bytes. Every answer except that to a ping passes through
+        this method."""
         assert self._session is not None
         header, sent, when = content
         order = {name: len(arrays) for name, arrays in sent.items()}
@@ -201,7 +205,7 @@ class Site:
         return message
 
     def _reported(self) -> dict[str, Any]:
-        """Refused callers, reported to the server of the run once."""
+        """Return refused callers that the server of the run has not received yet."""
         if not self._strangers:
             return {}
         reported, self._strangers = dict(self._strangers), Counter()
@@ -210,7 +214,10 @@ class Site:
     # ---- refusals ------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception, *, ran: bool = False) -> bytes:
-        """ran: whether something was computed, which counts as a round."""
+        """Turn an error into an answer.
+
+        ran: whether something was computed, which counts as a round.
+        """
         if isinstance(error, AwaitingOperatorError):
             return self._refusal(str(error), wait=True, ran=ran)
         if isinstance(error, SAYABLE):
@@ -245,8 +252,8 @@ class Site:
         return message
 
     def _disk_full(self) -> str:
-        """Why nothing may be written, logs included; then nothing may leave either. Checked every
-        few messages."""
+        """Return the reason why nothing may be written, or an empty text. If nothing may be
+        written, not even logs, nothing may leave either. The disk is checked every few messages."""
         self._handled += 1
         if self._full or self._handled % _BETWEEN == 1:
             try:
@@ -260,7 +267,8 @@ class Site:
 
 
 def _policy(folder: Path) -> Policy:
-    """The site's policy; the default where the file cannot be read, which joining a run reports."""
+    """Read the site's policy, or return the default if the file cannot be read, which joining a run
+    reports."""
     try:
         return read_settings(folder).policy
     except (PlanError, UnknownNameError):

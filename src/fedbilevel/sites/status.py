@@ -1,4 +1,4 @@
-"""The file in which a site's job keeps the site's state for its operator."""
+"""The file in which a site's job writes the site's state for its operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ STATUS = "status.json"  # in the site's folder
 
 
 class StatusFile:
-    """Written without waiting for the disk. A status that cannot be written does not stop the site."""
+    """Writes the status without waiting for the disk. A failure to write the status does not stop
+    the site."""
 
     def __init__(self, path: Path, **facts: Any) -> None:
         self._path, self._lock = path, threading.Lock()

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it can be a number of lines or bytes."""
+    """Check whether a value can be a number of lines or bytes."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -23,7 +23,11 @@ def count(table: Mapping[str, Any], name: str) -> int:
 
 @dataclass
 class RunSummary:
-    """Totals of what left in one run. arrays: number and largest norm, by name. first, last: times."""
+    """Totals of what left the site in one run.
+
+    arrays: number and largest norm of the arrays, by name.
+    first, last: times of the first and the last line.
+    """
 
     answers: int = 0
     rounds: int = 0
@@ -54,10 +58,13 @@ class RunSummary:
 class AuditReport:
     """The result of a verification.
 
-    problem: the first break, as a sentence. notes: remarks that are no break. runs: by name, "" for
-    lines without a run. callers: how often the most frequent refused callers were refused. others:
-    how often the rest was.
-    num_unchained: lines of versions without a chain. chain: the last value, to be noted elsewhere.
+    problem: the first break of the chain, as a sentence.
+    notes: remarks about facts that do not break the chain.
+    runs: summaries by name of the run, with "" for lines without a run.
+    callers: number of refusals for each of the most frequent refused callers.
+    others: number of refusals of all other callers.
+    num_unchained: number of lines from versions without a chain.
+    chain: the last chain value, which the operator should note elsewhere.
     """
 
     ok: bool = True

@@ -1,5 +1,5 @@
-"""Sites whose answers were far from the others': what the diary says of them, and which of them
-explains a failure."""
+"""Sites whose answers were far from the others': the diary's sentences about them, and the site
+that explains a failure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Suspects:
         self.watch.remember(site, flag.iteration)
 
     def averaged(self, site: str, flag: Flag) -> None:
-        """A flagged answer goes into the mean."""
+        """Remember that a flagged answer of this site went into a mean."""
         self._averaged.setdefault(site, flag)
 
     def is_only(self, site: str) -> bool:
-        """Whether no other site is suspect."""
+        """Check whether no other site is suspect."""
         return not self._averaged.keys() - {site}
 
     def begin(self, iteration: int) -> None:
@@ -32,13 +32,13 @@ class Suspects:
         self._averaged = recent
 
     def taken(self) -> dict[str, str]:
-        """Flags since the last call, by site."""
+        """Return the flags since the last call, by site."""
         found, self._new = dict(sorted(self._new.items())), {}
         return found
 
     def blame(self, iteration: int) -> str:
-        """The first site whose outlying answer went into a mean: it explains what others refuse
-        later. Empty: none."""
+        """Write a sentence about the first site whose outlying answer went into a mean, because
+        that answer explains later failures. Return an empty text if there is no such site."""
         if not self._averaged:
             return ""
         site, flag = min(self._averaged.items(), key=lambda entry: entry[1].iteration)

@@ -1,7 +1,7 @@
-"""Counts of repeated refusals, written down after 1, 2, 4, 8, ... repetitions, so that repetitions
-fill no disk.
+"""Counts of repeated refusals, logged after 1, 2, 4, 8, ... repetitions, so that repetitions cannot
+fill a disk.
 
-Imports nothing heavy: the guard of FLARE's processes uses it, too.
+The module imports nothing heavy, because the guard of FLARE's processes uses it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Tally(Generic[Key]):
-    """most: number of keys that are counted separately. others: the key for all further ones."""
+    """Counts keys, up to a maximal number of separate keys.
+
+    most: number of keys that are counted separately.
+    others: the key under which all further keys are counted.
+    """
 
     def __init__(self, most: int, others: Key) -> None:
         self._most, self._others = most, others
         self.counts: Counter[Key] = Counter()
 
     def add(self, key: Key) -> tuple[Key, int]:
-        """Count one more; returns the key that it counts for, and its count."""
+        """Count a key once more, and return the key under which it is counted and the new count."""
         if key not in self.counts and len(self.counts) >= self._most:
             key = self._others
         self.counts[key] += 1
@@ -29,10 +33,11 @@ class Tally(Generic[Key]):
 
 
 def is_due(times: int) -> bool:
-    """Whether the repetition with this number is written down: 1, 2, 4, 8, ..."""
+    """Check whether the repetition with this number is logged: 1, 2, 4, 8, ..."""
     return times & (times - 1) == 0
 
 
 def since_last(times: int) -> int:
-    """Repetitions since the one that was written down before number `times`, which is due."""
+    """Return the number of repetitions since the previous logged one, for a repetition that is
+    due."""
     return max(1, times // 2)

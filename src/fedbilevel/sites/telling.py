@@ -20,7 +20,10 @@ Rows = list[tuple[str, list[str]]]  # a heading, and lines
 
 
 def clock(moment: Any) -> str:
-    """A time in words; empty for None. moment: seconds since 1970, from a file that may be damaged."""
+    """Write a time as text, empty for None.
+
+    moment: seconds since 1970, from a file that may be damaged.
+    """
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment is not None else ""
     except (TypeError, ValueError, OverflowError, OSError):
@@ -28,7 +31,7 @@ def clock(moment: Any) -> str:
 
 
 def rows(view: View, kit: Path) -> Rows:
-    """The overview for an operator."""
+    """Return the overview of a site for its operator."""
     found: Rows = [
         ("Connection", [connection(view)]),
         ("Run", [run(view)]),
@@ -74,7 +77,8 @@ def run(view: View) -> str:
 
 
 def left(view: View) -> list[str]:
-    """Counts, bytes and norms. The values themselves are not stored."""
+    """Return counts, bytes and norms of what left the site. The values themselves are not
+    stored."""
     lines, rounds = plural(view.head.n, "line"), view.head.rounds
     total = f"in all: {lines} in the log, {rounds} of them phases and measurements, {megabytes(view.head.bytes)}"
     if not view.run:
@@ -99,7 +103,7 @@ def waiting(request: Mapping[str, Any], kit: Path) -> str:
 
 
 def plan_rows(request: Mapping[str, Any]) -> Rows:
-    """A whole plan, for the operator's decision."""
+    """Return all parts of a plan for the operator's decision."""
     plan = request["plan"]
     parts = {"task", "algorithm", "options", "name", "sites", "num_iterations", "measure_every"}
     rest = {name: value for name, value in plan.items() if name not in parts and value is not None}
@@ -120,7 +124,8 @@ def plan_rows(request: Mapping[str, Any]) -> Rows:
 
 
 def _leaving(leaves: Mapping[str, Any]) -> Rows:
-    """Rows about what would leave, and how often, as `preview` counted it in one outer iteration."""
+    """Return rows about what would leave, and how often, as `preview` counted it in one outer
+    iteration."""
     if not leaves:
         return [("Leaves", ["not counted: the plan could not be tried here, or was approved automatically"])]
     phases, stays = leaves.get("by_phase"), leaves.get("stays_here")
@@ -137,7 +142,7 @@ def _leaving(leaves: Mapping[str, Any]) -> Rows:
 
 
 def _settings(table: Any) -> list[str]:
-    """The name, if there is one, then a line for each setting."""
+    """Return the name in a table, if there is one, then a line for each setting."""
     if not isinstance(table, Mapping):
         return []
     name = [str(table["name"])] if "name" in table else []

@@ -1,5 +1,5 @@
-"""Transport of messages between a server and its sites. Algorithms and sites do not depend on which
-one is used."""
+"""Transport of messages between a server and its sites. Algorithms and sites do not depend on the
+kind of transport."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class SiteTransport(Protocol):
     def exchange(
         self, messages: Mapping[str, bytes], *, deadline: float
     ) -> tuple[dict[str, Reply], dict[str, Failure]]:
-        """Send each site its message and wait up to `deadline` seconds for the answers. Both in the
-        order of names."""
+        """Send each site its message and wait up to `deadline` seconds for the answers. Return
+        replies and failures, both in the order of names."""
 
     def stop_asked(self) -> bool:
-        """Whether the run should end after this outer iteration."""
+        """Check whether the run should end after this outer iteration."""
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Senders whose messages were refused on the way since the last call: how often, by place
-        and by name."""
+        """Return how often senders were refused in transit since the last call, by place and by
+        name of the sender."""
 
 
 class InProcess:
-    """Sites as functions in this process, called one after the other. For learning, and for tests
-    without FLARE."""
+    """Sites as functions in this process, which are called one after the other, for learning and
+    for tests without FLARE."""
 
     def __init__(self, sites: Mapping[str, Callable[[bytes], bytes]]) -> None:
         self.sites: Sequence[str] = sorted(sites)

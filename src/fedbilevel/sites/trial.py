@@ -1,5 +1,5 @@
-"""A small run to try a federation with: any number of hospitals with noisy labels, whose images
-stay with them."""
+"""A small run to try out a federation: any number of hospitals with noisy labels, which keep their
+images."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedbilevel.tasks.data_cleaning import DataCleaning
 
 
 def prepare(folder: Path, sites: Sequence[str]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """A plan, and a folder of data for every site. Each site has clean images of only some of the
-    ten digits."""
+    """Return a plan, and write a folder of data for every site. Each site has clean images of only
+    some of the ten digits."""
     parts = DataCleaning(num_clients=max(10, len(sites))).build().clients  # a client for each digit
     clients = [_together(parts[i :: len(sites)]) for i in range(len(sites))]
     data = {site: folder / site for site in sites}

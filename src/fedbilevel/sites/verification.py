@@ -1,5 +1,5 @@
-"""Verification of a site's audit log: does every line continue the chain, and is the end the one
-that the head names?"""
+"""Verification of a site's audit log: every line must continue the chain, and the chain must end as
+the head states."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ TORN = "the disk was full or the power went, and that answer never left."
 
 
 def verify(folder: Path | str, contains: str = "") -> AuditReport:
-    """Check the whole log and summarise it. The site can append meanwhile. contains: the beginning
-    of a chain value noted earlier, which a line must have."""
+    """Check the whole log and summarise it. The site can append lines at the same time.
+
+    contains: the beginning of a chain value noted earlier, which a line of the log must have.
+    """
     report, chain, before, is_there = AuditReport(), Chain(Head(), old=""), Head(), not contains
     with _Snapshot.of(Path(folder)) as log:
         _check_files(log, chain)
@@ -72,7 +74,7 @@ def verify(folder: Path | str, contains: str = "") -> AuditReport:
 
 
 def lines(folder: Path | str) -> Iterator[dict[str, Any]]:
-    """All lines, oldest first, without torn parts."""
+    """Yield all lines of the log, oldest first, without torn parts."""
     with _Snapshot.of(Path(folder)) as log:
         for _, _, content in log.contents():
             yield from (line for raw in content if (line := parsed(raw)) is not None)
@@ -80,7 +82,7 @@ def lines(folder: Path | str) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class _Snapshot:
-    """The log at one moment. An open file keeps its content when the site rotates it."""
+    """The log at one moment. An open file keeps its content even if the site starts a new file."""
 
     head: Head | None
     damaged: bool  # the head exists, but cannot be read
@@ -106,8 +108,8 @@ class _Snapshot:
             yield found
 
     def contents(self) -> Iterator[tuple[str, int, list[bytes]]]:
-        """Name, number of the full file before, and lines. The last line has no line break: it is
-        empty or torn."""
+        """Yield the name, the number of the full file before, and the lines of each file. The last
+        line has no line break and is empty or torn."""
         for name, before, file, size in self.files:
             yield name, before, file.read(size).split(b"\n")
 
@@ -130,7 +132,8 @@ def _check_files(log: _Snapshot, chain: Chain) -> None:
 
 
 def _check_end(log: _Snapshot, chain: Chain, before: Head, report: AuditReport) -> None:
-    """Compare with the head. A crash between line and head leaves it one line behind."""
+    """Compare the end of the log with the head. A crash between the two writes leaves the head one
+    line behind."""
     head, found = log.head, chain.head
     if head is None:
         if log.begun and not found.n:
@@ -148,6 +151,7 @@ def _check_end(log: _Snapshot, chain: Chain, before: Head, report: AuditReport) 
 
 
 def _same(head: Head, found: Head) -> bool:
-    """Whether both are equal, up to a rotation that the head does not know yet."""
+    """Check whether both heads are equal, apart from a new file that the stored head does not know
+    yet."""
     turned = found.files == head.files + 1 and found.size == 0
     return head == (dataclasses.replace(found, files=head.files, size=head.size) if turned else found)

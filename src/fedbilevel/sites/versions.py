@@ -1,5 +1,5 @@
-"""Versions of a site's memory and private values on its disk: the last two that the server may go
-back to."""
+"""Versions of a site's memory and private values on its disk: the last two that the server may
+return to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _VERSION = re.compile(r"version-(\d+)\.safetensors")
 
 
 class Versions:
-    """run: the name of the run. data: digest of the site's data, which a version belongs to."""
+    """Reads and writes the versions of one run.
+
+    run: the name of the run.
+    data: digest of the site's data that the versions belong to.
+    """
 
     def __init__(self, folder: Path, run: str, data: str, device: torch.device) -> None:
         self._folder, self._run, self._data, self._device = folder, run, data, device
@@ -30,7 +34,10 @@ class Versions:
         return sorted(int(found[1]) for path in self._folder.iterdir() if (found := _VERSION.fullmatch(path.name)))
 
     def packed(self, stores: Mapping[str, Any]) -> bytes:
-        """The content of a version. stores: `Store` by label."""
+        """Return the content of a version as bytes.
+
+        stores: each `Store` by its label.
+        """
         tensors = {}
         for label, store in stores.items():
             for name, has in store.written.items():  # of a cohort, only some clients have written
@@ -39,7 +46,7 @@ class Versions:
         return save(tensors, {"data": self._data, "run": self._run})
 
     def write(self, version: int, content: bytes) -> None:
-        """Write a version, and delete those before it except the last one that the server relied
+        """Write a version, and delete earlier versions except the last one that the server relied
         on."""
         write_whole(self._place(version), content)
         for old in self.stored():
@@ -48,7 +55,7 @@ class Versions:
         self.base = version
 
     def read(self, version: Any, stores: Mapping[str, Any]) -> None:
-        """Fill the stores, which are empty, from a version."""
+        """Fill the empty stores from a version."""
         if type(version) is not int or version not in self.stored():
             have = ", ".join(map(str, self.stored())) or "none"
             raise WireError(f"this site has no version {version} of the run (it has {have}): start a new run.")

@@ -31,12 +31,12 @@ OVER = ("finished", "left", "interrupted")  # states of a run that has ended for
 class View:
     """The state of a site at one time.
 
-    status: as the site's job wrote it, {} before the first job. job_alive: whether that job's
-    process exists.
-    running, connected: the site's parent process and its connection to the server; None where
-    unknown.
-    head: totals of the audit log. refusals: the last ones, oldest first, with time, text and, if
-    known, caller.
+    status: the status that the site's job wrote, or {} before the first job.
+    job_alive: whether the process of that job exists.
+    running: whether the site's parent process runs, or None if unknown.
+    connected: whether that process is connected to the server, or None if unknown.
+    head: totals of the audit log.
+    refusals: the last refusals, oldest first, with time, text and, if known, caller.
     """
 
     name: str
@@ -64,7 +64,7 @@ class View:
 
     @property
     def state(self) -> str:
-        """The state that the job wrote, except that `idle` within a run is "waiting for the
+        """State that the job wrote, with two exceptions: `idle` within a run is "waiting for the
         server", and a job that ended without writing its end is "interrupted"."""
         state = str(self.status.get("state") or "idle")
         if not self.run or state in OVER:
@@ -79,7 +79,8 @@ class View:
 
     @property
     def iterations(self) -> tuple[int | None, int]:
-        """Outer iteration (None: the last message was about none), and their number (0: unknown)."""
+        """Current outer iteration, or None if the last message concerned none, and the number of
+        outer iterations, or 0 if unknown."""
         iteration = self.status.get("iteration")
         return iteration if type(iteration) is int else None, count(self.status, "num_iterations")
 
@@ -88,8 +89,11 @@ class View:
 
 
 def look(folder: Path, processes: Mapping[int, str] | None = None) -> View:
-    """Read the state of a site. processes: of the site's kit by pid, from
-    `flare.processes.running`; None: unknown."""
+    """Read the state of a site.
+
+    processes: processes of the site's kit by process id, from `flare.processes.running`, or None if
+        unknown.
+    """
     problems: list[str] = []
 
     def read(what: Any, *given: Any, default: Any) -> Any:
@@ -127,7 +131,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """The status, without invalid parts, which a problem names."""
+    """Read the status without invalid parts, and name these parts in `problems`."""
     try:
         content = json.loads((folder / STATUS).read_bytes())
         if not isinstance(content, dict):
@@ -144,7 +148,7 @@ def _status(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a float, finite or not, or an integer that fits one."""
+    """Check whether a value is a float, finite or not, or an integer that fits one."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
@@ -175,19 +179,19 @@ def _kit_settings(kit: Path) -> dict[str, Any]:
 
 
 def _name(kit: Path) -> str:
-    """The name by which the federation knows the site."""
+    """Return the name by which the federation knows the site."""
     return str(_kit_settings(kit).get("client", {}).get("fqsn") or kit.resolve().name)
 
 
 def _server(kit: Path) -> str:
-    """The server's address, as host:port."""
+    """Return the server's address as host:port."""
     servers = _kit_settings(kit).get("servers") or [{}]
     return str(servers[0].get("service", {}).get("target", ""))
 
 
 def _is_connected(pid: int, server: str) -> bool | None:
-    """Whether the process holds an open TCP connection to the server's port. A server that hangs
-    still counts."""
+    """Check whether the process holds an open TCP connection to the server's port, or return None
+    if unknown. The connection to a server that hangs still counts."""
     port = server.rpartition(":")[2]
     if not port.isdigit():
         return None
@@ -201,7 +205,7 @@ def _is_connected(pid: int, server: str) -> bool | None:
 
 
 def _sockets(files: Path) -> set[str]:
-    """Inodes of a process's sockets."""
+    """Return the inodes of a process's sockets."""
     found = set()
     for file in files.iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -211,7 +215,7 @@ def _sockets(files: Path) -> set[str]:
 
 
 def _refusals(folder: Path) -> list[dict[str, Any]]:
-    """The last refusals in the audit log's active file."""
+    """Return the last refusals in the active file of the audit log."""
     path = folder / chain.LEFT
     if not path.exists():
         return []
@@ -222,8 +226,8 @@ def _refusals(folder: Path) -> list[dict[str, Any]]:
 
 
 class Follower:
-    """Reports one line per change, for the output of `start-site`. Control characters in foreign
-    text are escaped."""
+    """Reports one line per change for the output of `start-site`, and escapes control characters in
+    foreign text."""
 
     def __init__(self, kit: Path) -> None:
         self.kit = kit
@@ -233,7 +237,8 @@ class Follower:
         self._iteration: int | None = None
 
     def lines(self, now: View) -> list[str]:
-        """Lines about changes since the last view. For the first view: the plans that wait."""
+        """Return lines about the changes since the last view, or about the waiting plans for the
+        first view."""
         before, self._before = self._before, now
         said = self._of_requests(before, now)
         if before is None:

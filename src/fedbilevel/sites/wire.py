@@ -45,7 +45,7 @@ def pack(header: Mapping[str, Any], arrays: Sequence[Tensor] = ()) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Read a message. Raises WireError, before memory is allocated, for anything that `pack` does
+    """Read a message. Raise WireError, before memory is allocated, for anything that `pack` does
     not write."""
     if not isinstance(message, bytes) or not message.startswith(MAGIC) or len(message) < len(MAGIC) + 4:
         raise WireError(

@@ -1,6 +1,6 @@
 """Comparison of algorithms on the same data with the same seeds.
 
-It reports the cost of reaching a target, and the final figures.
+A comparison reports the cost of reaching a target, and the final figures.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ COSTS = ("rounds", "megabytes", "gradients", "products", "seconds")
 
 
 class Target(NamedTuple):
-    """A figure and the value it must reach.
+    """A figure and the value that it must reach.
 
-    A figure that decreases (`columns.falls`) must come down to the value. Every other figure must
-    reach it from the side of its first finite measurement.
+    A figure that decreases (`columns.falls`) must fall to the value or below. Every other figure
+    must reach the value from the side of its first finite measurement.
     """
 
     metric: str
@@ -58,7 +58,7 @@ class Target(NamedTuple):
             )
 
     def reached(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The first measurement at or beyond the target, or None."""
+        """Return the first measurement at or beyond the target, or None."""
         # a value that is not finite is None in rows read from a file
         finite = [row for row in rows if row[self.metric] is not None and math.isfinite(row[self.metric])]
         rises = bool(finite) and finite[0][self.metric] < self.value and not falls(self.metric)
@@ -94,7 +94,8 @@ class AlgorithmOutcome:
     """Results of one algorithm, as means over its repetitions.
 
     to_target: costs of reaching the target, over the repetitions that reached it.
-    final, total: final figures and total costs, over the repetitions that did not diverge.
+    final: final figures, over the repetitions that did not diverge.
+    total: total costs, over the repetitions that did not diverge.
     """
 
     name: str
@@ -132,14 +133,16 @@ def compare(  # one explicit keyword per option, so that help() and editors show
 ) -> Comparison:
     """Run several algorithms on the same data with the same seeds.
 
-    algorithms: a list of names, which get the settings that the task suggests; or a dict from names
-        to algorithms with their settings.
-    num_iterations: outer iterations, one number for all or one per name (default: the task's).
+    algorithms: a list of names, for which the task suggests the settings; or a dict from names to
+        algorithms with their settings.
+    num_iterations: outer iterations, one number for all or one per name; by default, the task
+        suggests them.
     num_rounds: end every run at the first outer iteration that reaches this number of rounds.
     target: a figure to reach, e.g. "test_accuracy=0.94".
     repetitions: repetition r uses the run seed `seed + r` and the task's data seed `data_seed + r`.
-    record: a folder; comparison.json in it is written after every run.
-    cohort: for algorithms with a server. network, averaging: for algorithms between peers.
+    record: a folder, in which comparison.json is written after every run.
+    cohort: cohort of algorithms with a server.
+    network, averaging: network and averages of algorithms between peers.
     options: further keywords of `solve`.
 
     A run that diverges is recorded as diverged and has not reached the target.
@@ -192,7 +195,7 @@ def _one(
     tell: Callable[[Progress], None] | None,
     options: Mapping[str, Any],
 ) -> tuple[list[Mapping[str, Any]], str | None]:
-    """Measurements of one run, and the reason of its divergence, or None."""
+    """Return the measurements of one run, and the reason of its divergence or None."""
     rows: list[Mapping[str, Any]] = []
 
     def watch(now: Progress) -> None:
@@ -225,7 +228,7 @@ def _folder(record: Path | str | None) -> Path | None:
 
 @dataclasses.dataclass
 class _Book:
-    """The runs so far. The file is rewritten after every run."""
+    """The completed runs, written to comparison.json after every run."""
 
     folder: Path | None
     task: Task
@@ -251,7 +254,7 @@ class _Book:
 
 
 def _algorithms(given: Any, task: Task) -> dict[str, Algorithm]:
-    """Check the algorithms. Names without settings get those that the task suggests."""
+    """Check the algorithms; for names without settings, use the settings that the task suggests."""
     if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(name, str) for name in given):
         kinds = {name: discovery.algorithm(name) for name in given}
         fields = {name: {spec.name for spec in dataclasses.fields(kind)} for name, kind in kinds.items()}
@@ -280,7 +283,7 @@ def _check_algorithms(algorithms: Any) -> None:
 
 
 def _iterations(given: Any, algorithms: Mapping[str, Algorithm], task: Task, rounds: Any) -> dict[str, int]:
-    """Outer iterations by name, at most one per round."""
+    """Return the outer iterations by name, at most one per round."""
     if rounds is not None:
         rounds = whole_number("num_rounds", rounds, 1)
     given = rounds if given is None else given

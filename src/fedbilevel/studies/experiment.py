@@ -24,8 +24,8 @@ The file states the runs, the figures that the paper printed, and the last recor
                             time, and a digest of the settings
 
 A row may name its own study; then it takes only `task` from the settings of all rows.
-Settings are merged in this order, later ones win: settings, panel, row, row in that panel, tuned,
-quick.
+Settings are merged in this order, and later values replace earlier ones: settings, panel, row, row
+in that panel, tuned, quick.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Digest of the settings: a recorded result with another digest is out of date."""
+        """Return a digest of the settings; a recorded result with another digest is out of date."""
         return hashlib.blake2b(
             json.dumps([self.study, self.settings], sort_keys=True).encode(), digest_size=6
         ).hexdigest()
@@ -136,7 +136,7 @@ class Experiment:
     def places(
         self, *, quick: bool = False, panels: Sequence[str] = (), rows: Sequence[str] = ()
     ) -> list[tuple[str, str]]:
-        """Pairs (panel, row) in the order of the file, restricted to the given names, if any."""
+        """Return pairs (panel, row) in the order of the file, restricted to any given names."""
         small = self.content.get("quick", {}) if quick else {}
         for kind, names in (("panels", panels), ("rows", rows)):
             for name in names:
@@ -166,7 +166,7 @@ class Experiment:
         rows: Sequence[str] = (),
         repetitions: int | None = None,
     ) -> list[Job]:
-        """Jobs by repetition, so that an interrupted experiment has results of every row."""
+        """Return jobs by repetition, so that an interrupted experiment has results of every row."""
         number = repetitions or (self.content.get("quick", {}) if quick else self.content).get("repetitions", 1)
         places = self.places(quick=quick, panels=panels, rows=rows)
         return [
@@ -194,7 +194,7 @@ def merged(*layers: Mapping[str, Any]) -> Tree:
 
 
 def folders() -> list[Path]:
-    """Folders of experiments: in the current folder, beside the source, or in the package."""
+    """Return the folders of experiments in the current folder, beside the source, or packaged."""
     here = Path(__file__).resolve()
     return [
         folder
@@ -246,8 +246,8 @@ def _read(path: Path, before: tuple[Path, ...]) -> Tree:
 def _extended(path: Path, content: Tree, before: tuple[Path, ...]) -> Tree:
     """Merge the content into the experiment that it extends, which is in a sibling folder.
 
-    Tuned settings of that experiment hold unless this file changes them. A row whose panels are
-    all deselected is in all panels.
+    Tuned settings of the extended experiment stay valid unless this file changes them. If `select`
+    removes all panels of a row, the row is in all panels.
     """
     base = _read(path.parent.parent / str(content["extends"]) / FILE, before)
     for place, rows in base.get("tuned", {}).items():
@@ -280,7 +280,7 @@ def _extended(path: Path, content: Tree, before: tuple[Path, ...]) -> Tree:
 
 
 def write(experiment: Experiment, part: str, document: Any) -> None:
-    """Write a changed document, if nothing but `part` has changed."""
+    """Write a changed document, provided that only `part` has changed."""
     text = tomlkit.dumps(document)
     before, after = tomllib.loads(experiment.path.read_text()), tomllib.loads(text)
     if {**before, part: None} != {**after, part: None}:

@@ -1,4 +1,4 @@
-"""Checks of an experiment's file: types of entries, and names that refer to others."""
+"""Checks of an experiment's file: types of entries, and names that refer to other entries."""
 
 from __future__ import annotations
 

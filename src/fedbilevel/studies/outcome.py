@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RowOutcome(NamedTuple):
-    """Results of one repetition.
+    """The result of one repetition.
 
     curve: points of a line, all with the same names.
     """

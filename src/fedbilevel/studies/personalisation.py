@@ -1,10 +1,10 @@
 """The personalisation experiment: every method on every network, with early stopping.
 
 Methods between peers (`local`, `sgp`, `hgp_pl`, `hgp_mtl`) run on every network. Methods with a
-server run on the complete network only. All methods see the same data and take the same number of
-lower steps. FedAvg+ also tunes and pFedMe also solves local problems; the record has the cost of
-each method. The reported measurement has the best validation accuracy, as in Terashita and Hara,
-2023, section 5.3 and Table 2.
+server run on the complete network only. All methods use the same data and take the same number of
+lower steps. In addition, FedAvg+ tunes local models and pFedMe solves local problems; the record
+has the cost of each method. The reported measurement has the best validation accuracy, as in
+Terashita and Hara, 2023, section 5.3 and Table 2.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _pushed(plan: PersonalisationPlan, lr: float) -> SGP:
 
 
 def _hgp(plan: PersonalisationPlan, lr_lower: float, lr_upper: float) -> HGP:
-    """HGP as in section 5.3: Adam, and one sample for both products.
+    """Return HGP as in section 5.3, with Adam and one sample for both products.
 
     Curvature is not checked, because these networks are not convex.
     """
@@ -163,9 +163,9 @@ METHODS = {
 
 
 class MethodOutcome(NamedTuple):
-    """Result of one method on one network.
+    """The result of one method on one network.
 
-    The measurement with the best validation accuracy, and the cost of the whole run.
+    The result is the measurement with the best validation accuracy, and the cost of the whole run.
     """
 
     network: str
@@ -182,7 +182,7 @@ class MethodOutcome(NamedTuple):
 
 
 class _Best:
-    """Keeps the clients' test accuracies at the best measurement.
+    """A callback that keeps the clients' test accuracies at the best measurement.
 
     A measurement calls `across` with the values of all clients before callbacks receive its row.
     """
@@ -216,8 +216,8 @@ def personalise(
 ) -> list[MethodOutcome]:
     """Run all `methods` on all `networks`.
 
-    record: a folder. The record is written after every run. A record with the same settings is
-        resumed: its runs are not repeated.
+    record: a folder for the record, which is written after every run; a record with the same
+        settings is resumed, and its runs are not repeated.
     options: keywords of `solve`, e.g. batch_size and device.
     """
     for kind, names, known in (("method", methods, METHODS), ("network", networks, NETWORKS)):

@@ -12,9 +12,9 @@ from fedbilevel.studies.experiment import Experiment, Job
 
 
 def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]], folder: Path) -> list[Path]:
-    """Draw one picture of all rows per panel, and one of the clients' labels.
+    """Draw one picture of all rows per panel, and one picture of the clients' labels.
 
-    Returns the files; none without matplotlib.
+    Returns the files; the list is empty without matplotlib.
     """
     if not plots.available():
         return []
@@ -34,7 +34,7 @@ def draw(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]],
 
 
 def draw_panel(experiment: Experiment, panel: str, curves: Mapping[str, Sequence[Any]], path: Path) -> bool:
-    """Draw lines or points of all rows, in the order of the file. False if nothing was drawn."""
+    """Draw lines or points of all rows in the order of the file; return whether it drew any."""
     plot = experiment.content.get("plot")
     if plot is None or not plots.available():
         return False
@@ -61,7 +61,7 @@ def draw_panel(experiment: Experiment, panel: str, curves: Mapping[str, Sequence
 
 
 def _labels(job: Job) -> list[Any] | None:
-    """Training labels of every client in the first repetition, for tasks with labels."""
+    """Return the training labels of every client in the first repetition, for tasks with labels."""
     task = job.settings.get("task")
     if not isinstance(task, Mapping) or "name" not in task:
         return None

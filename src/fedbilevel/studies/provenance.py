@@ -13,9 +13,10 @@ import torch
 
 @functools.cache
 def commit() -> str:
-    """Commit of the source at the first call, with + if files were changed since.
+    """Return the commit of the source at the first call, with "+" if files have changed since.
 
-    $FEDBILEVEL_COMMIT replaces it, because a copy of the source may have no history or another one.
+    $FEDBILEVEL_COMMIT replaces it, because a copy of the source may have no history or another
+    history.
     """
     root = Path(__file__).resolve().parents[3]
     if os.environ.get("FEDBILEVEL_COMMIT") or not (root / ".git").exists():
@@ -28,7 +29,10 @@ def commit() -> str:
 
 
 def machine(device: str) -> str:
-    """Processor and number of cores, or the GPU: times are comparable on the same machine only."""
+    """Return the processor and the number of cores, or the GPU.
+
+    Times are comparable on the same machine only.
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

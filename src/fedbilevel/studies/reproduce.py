@@ -41,7 +41,7 @@ _DIGITS = 6
 
 
 class Figure(NamedTuple):
-    """A figure over the repetitions that have it: a target that was not reached has no cost."""
+    """A figure over the repetitions that have it; a target that was not reached has no cost."""
 
     mean: float
     deviation: float
@@ -55,7 +55,7 @@ def studies() -> list[str]:
 def reproduce(
     jobs: Sequence[Job], folder: Path, *, device: str = "cpu", processes: int = 1, say: Say = lambda _: None
 ) -> list[Any]:
-    """Run all jobs that have no results yet. Returns `results` of all jobs."""
+    """Run all jobs that have no results yet, and return `results` of all jobs."""
     known = studies()
     for job in jobs:
         if job.study not in known:
@@ -77,7 +77,7 @@ def _prefixed(say: Say, prefix: str) -> Say:
 
 
 def results(jobs: Iterable[Job], folder: Path) -> list[Any]:
-    """Pairs of a finished job and the content of its file."""
+    """Return pairs of a finished job and the content of its file."""
     return [(job, found) for job in jobs if (found := _done(folder, job)) is not None]
 
 
@@ -95,7 +95,10 @@ def _done(folder: Path, job: Job) -> dict[str, Any] | None:
 
 
 def _perform(job: Job, folder: Path, device: str, source: str, say: Say) -> None:
-    """Run one job. source: the commit at the start; it may change during a long job."""
+    """Run one job.
+
+    source: the commit at the start, because the commit may change during a long job.
+    """
     work, clock = folder / job.key, time.perf_counter()
     about = {"study": job.study, "settings": json.loads(json.dumps(job.settings))}
     begun = _begun(work / "job.json")
@@ -127,7 +130,7 @@ def _perform(job: Job, folder: Path, device: str, source: str, say: Say) -> None
 
 
 def _begun(note: Path) -> dict[str, Any] | None:
-    """The note of an interrupted job, if it can be resumed."""
+    """Return the note of an interrupted job, or None if the job cannot be resumed."""
     try:
         begun = json.loads(note.read_text())
     except (OSError, ValueError):
@@ -177,7 +180,7 @@ def _quietly(job: Job, folder: Path, device: str, source: str) -> str:
 
 
 def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, str], dict[str, Figure]]:
-    """Means over repetitions of every row of every panel.
+    """Return means over repetitions for every row of every panel.
 
     `repetitions` counts all repetitions, with or without a figure.
     """
@@ -195,9 +198,9 @@ def summary(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> dict[tuple[str, s
 
 
 def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
-    """Write results into the experiment's file; other rows and comments stay.
+    """Write results into the experiment's file; other rows and comments do not change.
 
-    Fewer repetitions than the recorded ones are refused.
+    Results with fewer repetitions than the recorded ones are refused.
     """
     document: Any = tomlkit.parse(experiment.path.read_text())
     by_place: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -246,7 +249,7 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
 
 
 def nested(document: Any, *names: str) -> Any:
-    """The table at `names` in an edited document; missing tables are added."""
+    """Return the table at `names` in an edited document, and add missing tables."""
     for name in names:
         if name not in document:
             document[name] = tomlkit.table(is_super_table=True)
@@ -268,7 +271,7 @@ def _curves(path: Path) -> dict[str, Any]:
 
 
 def _thinned(curve: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """At most _POINTS points, including the first and the last."""
+    """Return at most _POINTS points of a curve, including the first and the last."""
     if len(curve) <= _POINTS:
         return list(curve)
     return [curve[round(i * (len(curve) - 1) / (_POINTS - 1))] for i in range(_POINTS)]

@@ -85,7 +85,7 @@ def tune(
     seed: int = 0,
     say: Say = lambda _: None,
 ) -> Chosen:
-    """Run trials of one row in one panel. Trials with results in the folder are not repeated."""
+    """Run trials of one row in one panel; trials with results in the folder are not repeated."""
     plan, ranges = _plan(experiment), ranges_of(experiment, panel, row)
     if not ranges:
         raise ExperimentError(
@@ -125,7 +125,7 @@ def tune(
 
 
 def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
-    """Raise an error for a misspelt figure, which would look like one that no trial has."""
+    """Raise for a misspelt figure, which would look like a figure that no trial has."""
     given = {name for trial in trials for name in trial.figures if name != "diverged"} | {
         f"{name}_to_target" for name in COSTS
     }
@@ -135,7 +135,7 @@ def _check_figures(plan: Tree, trials: Sequence[Trial]) -> None:
 
 
 def ranges_of(experiment: Experiment, panel: str, row: str) -> dict[str, Any]:
-    """Ranges of the row, and ranges of all rows for settings that this row has."""
+    """Return the ranges of the row, and the ranges of all rows for settings that this row has."""
     plan, has = _plan(experiment), _dotted(experiment.settings(panel, row))
     return {
         **{name: values for name, values in plan.get("ranges", {}).items() if name in has},
@@ -144,7 +144,7 @@ def ranges_of(experiment: Experiment, panel: str, row: str) -> dict[str, Any]:
 
 
 def write(experiment: Experiment, chosen: Chosen) -> None:
-    """Write the chosen values and their figure to [tuned]. Comments stay."""
+    """Write the chosen values and their figure to [tuned], and keep comments."""
     document: Any = tomlkit.parse(experiment.path.read_text())
     plan = _plan(experiment)
     figure = plan.get("minimise", plan.get("maximise"))
@@ -160,7 +160,7 @@ def write(experiment: Experiment, chosen: Chosen) -> None:
 
 
 class _Grid:
-    """All combinations of the values, in the order of the lists."""
+    """A search over all combinations of the values, in the order of the lists."""
 
     def __init__(self, ranges: Mapping[str, list[Any]]) -> None:
         self.left: Iterator[tuple[Any, ...]] = itertools.product(*ranges.values())
@@ -170,11 +170,11 @@ class _Grid:
         return [dict(zip(self.names, values, strict=True)) for values in itertools.islice(self.left, number)]
 
     def tell(self, values: Mapping[str, Any], score: tuple[int, float, float]) -> None:
-        """Ignore the score: a grid does not depend on it."""
+        """Ignore the score, because a grid does not depend on it."""
 
 
 class _Optuna:
-    """Tree-structured Parzen estimator with a fixed seed.
+    """A search by a tree-structured Parzen estimator with a fixed seed.
 
     The same scores and the same number of processes give the same trials.
     """
@@ -273,9 +273,10 @@ def _plan(experiment: Experiment) -> Tree:
 
 
 def _score(plan: Tree, figures: Mapping[str, Figure], repetitions: int) -> tuple[int, float, float]:
-    """Score of a trial; lower is better.
+    """Return the score of a trial; lower is better.
 
-    Trials with the figure in every repetition come first. `otherwise` ranks the others and ties.
+    Trials with the figure in every repetition come first. `otherwise` ranks the other trials and
+    ties.
     """
     name, sign = (plan["minimise"], 1.0) if "minimise" in plan else (plan["maximise"], -1.0)
     got = figures[plan["otherwise"]].mean if plan.get("otherwise") in figures else -math.inf

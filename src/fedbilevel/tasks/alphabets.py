@@ -30,14 +30,14 @@ class Alphabets(NamedTuple):
     parts: tuple[int, int, int]  # alphabets for clients, validation and testing
 
     def look(self, character: int, places: np.ndarray) -> np.ndarray:
-        """Return turned images of a character as rows of pixels."""
+        """Return rotated images of a character as rows of pixels."""
         turned: np.ndarray = np.rot90(self.images[places], character % _TURNS, axes=(1, 2))
         return turned.reshape(len(places), -1)
 
     def deal(
         self, num_clients: int | None, per_client: int, rng: np.random.Generator
     ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-        """Return the characters of every client, and those for validation and for testing."""
+        """Return the characters of every client, of the validation part and of the test part."""
         num_train, num_validation, num_test = self.parts
         if len(self.members) != num_train + num_validation + num_test:
             raise ProblemError(
@@ -57,7 +57,7 @@ class Alphabets(NamedTuple):
         return own, validation, test
 
     def check_enough(self, owners: dict[str, np.ndarray], num_ways: int, num_shots: int, num_queries: int) -> None:
-        """Raise unless every owner has enough characters, and every character enough images."""
+        """Raise unless every owner has enough characters, and every character has enough images."""
         for owner, members in owners.items():
             if len(members) < num_ways:
                 raise ProblemError(
@@ -74,8 +74,10 @@ class Alphabets(NamedTuple):
     def episodes(
         self, members: np.ndarray, num: int, num_ways: int, num_images: int, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return images (episodes, images of a character, ways, pixels) and characters (episodes,
-        ways).
+        """Return the images and the characters of random episodes.
+
+        The images have the shape (episodes, images of a character, ways, pixels), the characters
+        have the shape (episodes, ways).
         """
         characters = np.stack([rng.choice(members, num_ways, replace=False) for _ in range(num)])
         looks = [
@@ -86,7 +88,10 @@ class Alphabets(NamedTuple):
 
 
 def digit_alphabets(rng: np.random.Generator) -> Alphabets:
-    """Return 20 random pairs of turned digits; random, because a nought looks like a turned nought."""
+    """Return 20 random pairs of rotated digits.
+
+    The pairs are random, because some digits, such as 0, look the same when they are rotated.
+    """
     pixels, labels = digits()
     pairs = rng.permutation(_TURNS * 10).reshape(-1, 2)
     places = [np.flatnonzero(labels == d) for d in range(10)]

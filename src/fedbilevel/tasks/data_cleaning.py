@@ -1,10 +1,11 @@
 """Data cleaning: find wrong labels without sharing data.
 
-Every client holds images with noisy labels and a few clean ones of a single class, so that none can
-clean its data alone. x_i holds one logit per training sample and never leaves its client; y is a
-classifier that all share:
+Every client holds images with noisy labels, and a few images of a single class with clean labels.
+So no client can clean its data alone. x_i holds one logit per training sample and never leaves its
+client. y is a classifier that all clients share:
 
-    g_i(x_i, y) = 1/n_i sum_j sigmoid(x_ij) CE(y; noisy_ij) + l2/2 |y|^2          f_i(y) = CE(y; clean_i)
+    g_i(x_i, y) = 1/n_i sum_j sigmoid(x_ij) CE(y; noisy_ij) + l2/2 |y|^2
+    f_i(y)      = CE(y; clean_i)
 
 A sample whose weight falls below one half is flagged as wrong.
 
@@ -13,20 +14,21 @@ the paper, does not: l2 cannot outweigh the negative curvature of a network, so 
 unique, H need not be positive definite and no method has its guarantee there. Second derivatives of
 ReLU are taken as zero.
 
-Labels: a share `noise` of the training labels is corrupted. `wrong` gives each of them another
-label, `uniform` any label, as the paper does; with c classes that is the true one in a share 1/c of
-the cases, and precision and recall count only labels that are really wrong. With `wrong` the true
-label is the rarest of all when noise is above 1 - 1/c: at 0.95 and ten classes an image has its
-true label with probability 0.05 and each wrong one with 0.106, so the labels say what an image is
-not, and training on them as they are does worse than guessing. With `uniform` the probabilities
-are 0.145 and 0.095.
+Labels: a share `noise` of the training labels is corrupted. `wrong` replaces each of these labels
+by another label. `uniform` replaces it by any label, as in the paper: with c classes, a share 1/c
+of the new labels is still right. Precision and recall count only labels that are really wrong. With
+`wrong` and noise above 1 - 1/c, the true label is the rarest label. At noise 0.95 and ten classes,
+an image has its true label with probability 0.05 and each wrong label with probability 0.106, so
+training on all labels does worse than guessing. With `uniform` the probabilities are 0.145 and
+0.095.
 
 Setting of Li, Huang, Huang (NeurIPS 2023), section 5.1 and appendix B.1, by default on embedded
-digits. The paper's: data=mnist, num_train=4500, num_clean=50, flip=uniform, noise 0.1, 0.4, 0.8 or
-0.95, model=mlp (widths are not given there), l2=0.001. Differences from it: the weighted loss is a
-mean over samples and weights pass through a sigmoid (the paper's are neither normalised nor
-bounded); by default the model is linear and a corrupted label always wrong; x is private, so the
-factor 1/m of a stacked x is absent (divide the paper's step of x by m).
+digits. Settings of the paper: data=mnist, num_train=4500, num_clean=50, flip=uniform, noise 0.1,
+0.4, 0.8 or 0.95, model=mlp (the paper does not state the widths), l2=0.001. Differences from the
+paper: the weighted loss is a mean over samples and weights pass through a sigmoid (the paper's
+weights are neither normalised nor bounded); by default the model is linear and a corrupted label is
+always wrong; x is private, so the factor 1/m of a stacked x is absent (divide the paper's step of x
+by m).
 """
 
 from __future__ import annotations
@@ -153,9 +155,7 @@ class DataCleaning(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the weights of clean and corrupted samples, the samples of the smallest weights,
-        and accuracies.
-        """
+        """Return weights of clean and corrupted samples, samples of least weight, and accuracy."""
         served = accuracies(problem, clients, result, role="test", right="right", of="tested")
         if result.x is None:  # weights never leave their site
             return served
@@ -196,7 +196,7 @@ class DataCleaning(Task):
         return [*(one for one in found if one is not None), *served]
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
-        """Return images, the positions of those not for testing, and the images for testing."""
+        """Return images, the positions of those that are not for testing, and the test images."""
         if self.data != "digits":
             train, test = train_and_test(self.data, rng, data_dir=self.data_dir)
             return train, np.arange(len(train)), test
@@ -218,7 +218,10 @@ class DataCleaning(Task):
         return np.sort(rng.choice(places, num, replace=False))
 
     def _start(self, dim: int, num_classes: int) -> dict[str, Tensor]:
-        """Return zeros where the lower level is convex; a network of zeros would never learn."""
+        """Return zeros for the convex linear model, and random weights for a network.
+
+        A network that starts from zeros would never learn.
+        """
         if self.model == "linear":
             return {"weight": torch.zeros(dim, num_classes), "bias": torch.zeros(num_classes)}
         hidden = self.num_hidden
@@ -227,7 +230,7 @@ class DataCleaning(Task):
 
 
 def _scores(y: Any, image: Tensor) -> Tensor:
-    """Return the scores of every class; the names in y tell the model."""
+    """Return the score of every class; the names of the tensors in y determine the model."""
     if "weight" in y:
         return image @ y["weight"] + y["bias"]
     for layer in ("hidden1", "hidden2"):
@@ -254,7 +257,7 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Divide sums over all clients; a mean of ratios per client would be another number."""
+    """Divide sums over all clients, because a mean of the clients' ratios is a different figure."""
     accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if "tested" in sums else {}
     if "tp" not in sums:
         return accuracy

@@ -4,7 +4,8 @@ x is the backbone, shared by all. Every client has `num_tasks` tasks, and y_i ho
 for each of them; heads stay at their client. A task is to distinguish N characters, with K images
 of each for training (the support) and Q others for validation (the queries):
 
-    g_i(x, y_i) = sum_t CE(x, y_it; support_it) + l2/2 |y_i|^2          f_i(x, y_i) = mean_t CE(x, y_it; queries_it)
+    g_i(x, y_i) = sum_t CE(x, y_it; support_it) + l2/2 |y_i|^2
+    f_i(x, y_i) = mean_t CE(x, y_it; queries_it)
 
 With a sum over t every head solves its own problem, whose curvature does not depend on the number
 of other tasks.
@@ -15,24 +16,24 @@ minibatches of f_y, H v and J v, which are independent, would seldom share a hea
 of the hypergradient would be mostly noise, and H would be num_tasks/batch_size times as large on
 the heads that were drawn.
 
-The backbone has convolutions of 3 x 3 in strides of two, each followed by a normalisation, a shift
-and an activation, and then the mean over positions: four convolutions for images of 28 x 28, two
-    for 8 x 8. The normalisation is that of a channel over the N images of a task in one sample, one
-    of each character (`norm=sample`), or that of an image by itself over all channels and positions
-    (`norm=image`). No statistics are kept, and minibatches remain means over samples. The last
-    layer
-has no shift, and none has a scale, which the next layer or the head can make up for: so the squared
-length of features is at most 16 in the mean over a sample, and the curvature of the lower level at
-most l2 + 17/2, whatever x is. With a shift there, too, long steps of x made y diverge.
+The backbone has 3 x 3 convolutions with stride two, each followed by a normalisation, a shift and
+an activation, and then the mean over positions. Images of 28 x 28 have four convolutions, images of
+8 x 8 have two. `norm=sample` normalises a channel over the N images of a task in one sample, one
+image of each character. `norm=image` normalises each image alone, over all channels and positions.
+No statistics are kept, and minibatches remain means over samples. The last layer has no shift. No
+layer has a scale, because the next layer or the head can learn it. So the mean squared length of
+features over a sample is at most 16, and the curvature of the lower level is at most l2 + 17/2 for
+every x. With a shift in the last layer, long steps of x made y diverge.
 
 Characters come from alphabets, and an alphabet belongs to one client, to validation or to testing.
 A character turned by 90, 180 or 270 degrees is another character. Held-out episodes with characters
 for validation and for testing are dealt to the clients for measurements only: the lower level is
 solved for a new head on the support, and this head answers the queries.
 
-    omniglot  50 alphabets, 33 for clients, 5 for validation, 12 for testing: 11 clients with three
-    each
-    digits    40 digits, turned or not, at random in 20 alphabets of two: 12, 3 and 5, and 4 clients
+    omniglot  50 alphabets: 33 for clients, 5 for validation, 12 for testing; 11 clients with three
+              alphabets each
+    digits    40 digits, rotated or not, at random in 20 alphabets of two: 12 for clients, 3 for
+              validation, 5 for testing; 4 clients with three alphabets each
 
 Setting of Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
 Local Lower Level Problems", NeurIPS 2023, section 5.2 and appendix B.2, with the network of Finn,
@@ -216,7 +217,10 @@ class FewShot(Task):
         )
 
     def _features(self, side: int, num_layers: int) -> Callable[[Any, Any], Tensor]:
-        """(x, batch) -> (samples, ..., ways, filters) for images (samples, ..., ways, pixels)."""
+        """Return the function (x, batch) -> features.
+
+        It maps images (samples, ..., ways, pixels) to features (samples, ..., ways, filters).
+        """
         activation = ACTIVATIONS[self.activation]
 
         def features(x: Any, batch: Any) -> Tensor:
@@ -231,8 +235,9 @@ class FewShot(Task):
         return features
 
     def _normalised(self, z: Tensor) -> Tensor:
-        """Normalise z (images, channels, height, width), in which the images of a sample are
-        adjacent.
+        """Normalise z (images, channels, height, width).
+
+        The images of a sample are adjacent in z.
         """
         together = z if self.norm == "image" else z.reshape(-1, self.num_ways, *z.shape[1:])
         axes = (1, 2, 3) if self.norm == "image" else (1, 3, 4)
@@ -240,7 +245,7 @@ class FewShot(Task):
         return (centred * (centred.square().mean(axes, keepdim=True) + 1e-5).rsqrt()).reshape(z.shape)
 
     def _adapted(self, name: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-        """Count right answers to the queries of held-out episodes, each by a head of its own."""
+        """Count right answers to the queries of held-out episodes, each by its own head."""
 
         def adapted(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
             # the last weight of a head is its bias
@@ -251,9 +256,10 @@ class FewShot(Task):
         return adapted
 
     def _head(self, support: Tensor) -> Tensor:
-        """Minimisers of the lower level for supports (episodes, shots * ways, d), by accelerated
-        gradient steps that are as long as is safe: the curvature is at most l2 plus half of the
-        mean squared length of a feature.
+        """Return the minimisers of the lower level for supports (episodes, shots * ways, d).
+
+        The method is accelerated gradient descent with the longest safe step: the curvature is at
+        most l2 plus half the mean squared length of a feature.
         """
         num = support.shape[1]
         truth = torch.eye(self.num_ways, dtype=support.dtype, device=support.device).repeat(self.num_shots, 1)
@@ -268,17 +274,20 @@ class FewShot(Task):
 
 
 def _logits(y: Any, batch: Any) -> Tensor:
-    """(samples, tasks, images, characters) of a client's own tasks; image n shows character n."""
+    """Return logits (samples, tasks, images, characters) of a client's own tasks.
+
+    Image n shows character n.
+    """
     return torch.einsum("rtnd,tcd->rtnc", batch["features"], y["head.weight"]) + y["head.bias"][:, None]
 
 
 def _losses(y: Any, batch: Any) -> Tensor:
-    """(samples, tasks); x enters through the features."""
+    """Return losses (samples, tasks), which depend on x through the features only."""
     return -_logits(y, batch).log_softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
 def _counted(name: str, logits: Tensor) -> dict[str, Tensor]:
-    """Count right answers and answers of every sample."""
+    """Count the right answers and all answers of every sample."""
     right = (logits.argmax(-1) == torch.arange(logits.shape[-1], device=logits.device)).flatten(1)
     return {f"{name}_right": right.sum(1), f"{name}_answers": torch.ones_like(right).sum(1)}
 

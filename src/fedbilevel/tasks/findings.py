@@ -6,7 +6,7 @@ Every finding has a `kind`, a `title` and a sentence `about` it:
     images      shape ([height, width] or [height, width, 3]), items: [{pixels, facts}]; pixels are
                 base64 of 8-bit grey or RGB, row by row, facts {name: number, word or flag}
     ranking     columns (names), rows (one number, word or flag per column), best first
-    by_client   values: {name: one number per client, or None where a client has none}
+    by_client   values: {name: one number per client, or None for a client without a number}
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def by_client(title: str, about: str, values: Mapping[str, Sequence[float | None
 
 
 def shape_of(num_pixels: int) -> tuple[int, ...] | None:
-    """Return the shape of a square image, grey or with three channels, or None where a sample is no
-    image.
+    """Return the shape of a square image, or None if a sample is not an image.
+
+    Images are grey or have three channels.
     """
     side, coloured = math.isqrt(num_pixels), math.isqrt(num_pixels // 3)
     if side * side == num_pixels and side > 1:
@@ -81,7 +82,7 @@ def shape_of(num_pixels: int) -> tuple[int, ...] | None:
 def images(title: str, about: str, pictures: np.ndarray, facts: Sequence[Mapping[str, Any]]) -> Finding | None:
     """Show rows of pixels or (height, width) images, all on one scale.
 
-    The scale is from 0 to 1, or from the smallest to the largest value where values lie outside.
+    The scale is from 0 to 1. If values lie outside, it is from the smallest to the largest value.
     """
     flat = np.asarray(pictures, np.float64).reshape(len(pictures), -1)
     shape = shape_of(flat.shape[1]) if len(flat) else None
@@ -107,7 +108,8 @@ def of_client(solution: Any, i: int) -> dict[str, Tensor]:
 def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: str) -> list[dict[str, float]]:
     """Return the problem's statistics of a role by client.
 
-    The list is empty where there are none, or where the solution never left the sites.
+    The list is empty if the role has no statistics, if a client has no such role, or if the
+    solution never left the sites.
     """
     if (
         result.x is None
@@ -127,7 +129,7 @@ def counted(problem: Problem, clients: Sequence[Holdings], result: Any, role: st
 
 
 def share(part: float, whole: float) -> float | None:
-    """Return a ratio, or None for a zero divisor: a file of findings holds no NaN."""
+    """Return a ratio, or None for a zero divisor, because a file of findings cannot hold NaN."""
     return part / whole if whole else None
 
 
@@ -141,9 +143,12 @@ def accuracies(
     of: str,
     name: str = "test_accuracy",
 ) -> list[Finding]:
-    """Return one finding, the share of right answers of every client, or none without statistics.
+    """Return a list with one finding, the share of right answers of every client.
 
-    right, of: names of the statistics that are divided.
+    The list is empty if the role has no statistics.
+
+    right: name of the statistic that is divided.
+    of: name of the statistic that is the divisor.
     """
     shares = [share(one[right], one[of]) for one in counted(problem, clients, result, role)]
     title = f"{name.replace('_', ' ').capitalize()} of every client"

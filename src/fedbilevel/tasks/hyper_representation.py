@@ -6,9 +6,9 @@ all clients:
     g_i(x, y) = CE(x, y; train_i) + l2/2 |y|^2          f_i(x, y) = CE(x, y; val_i)
 
 For a fixed x the lower level is logistic regression on the features that x makes of the images. It
-is strongly convex because the norm is squared. Only y moves there, so second derivatives never pass
-through an activation: the kinks of ReLU do no harm in H v, and J v differentiates the features
-    once. The library computes features once per x.
+is strongly convex because the norm is squared. Only y changes in the lower level, so second
+derivatives never pass through an activation: the kinks of ReLU do not affect H v, and J v
+differentiates the features once. The library computes features once per x.
 
     mlp   pixels - 200 - classes; on images of 28 x 28 the hidden layer has 157,000 parameters and
           the head of ten classes 2,010
@@ -20,9 +20,9 @@ CIFAR-10 the cnn is then LeNet-5 (6 and 16 channels, 120, 84, 10), of which Xiao
 last two layers in the lower level. That lower level is not convex: y*(x) is the minimum that is
 found.
 
-`pixels=standard` subtracts the mean and divides by the deviation of all training images that are
-used, one number per channel. They are computed across clients; between real sites that takes one
-more average of a few numbers.
+`pixels=standard` subtracts the mean of all used training images and divides by their standard
+deviation, one number of each per channel. Both are computed across clients; between real sites this
+takes one more average of a few numbers.
 
 Splits: `shards` sorts the training images by label and deals two shards to each client, so most
 clients have two to four labels; `iid` deals images at random. A random `val_share` of a client's
@@ -197,10 +197,10 @@ class HyperRepresentation(Task):
         )
 
     def _weights(self, num_pixels: int, num_classes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return initial hidden layers and head, uniform on +-1/sqrt(inputs of a unit).
+        """Return initial hidden layers and an initial head, uniform on +-1/sqrt(inputs of a unit).
 
-        The weights of the CNN's three hidden layers are sqrt(6) times larger: otherwise so little
-        of an image is left after them that learning hardly begins.
+        The weights of the CNN's three hidden layers are sqrt(6) times larger, because smaller
+        weights shrink the signal of an image so much that learning hardly starts.
         """
         if self.model == "mlp":
             hidden = self.num_hidden or _HIDDEN
@@ -245,7 +245,7 @@ class HyperRepresentation(Task):
         return linear(z, y["head.weight"], y["head.bias"])
 
     def _entropy(self, x: Any, y: Any, batch: Any) -> Tensor:
-        """Return the loss of each sample; x enters through the features."""
+        """Return the loss of each sample, which depends on x through the features only."""
         return cross_entropy(self._logits(y, batch), batch["label"], reduction="none")
 
     def _answers(self, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:

@@ -4,7 +4,8 @@ Class c has about imbalance_ratio^(-c/(C-1)) times as many training images as cl
 images are equally many of every class, and y is a classifier that all clients share. x = (delta,
 ell) holds two numbers per class, shared by all, which adjust logits z = z(y) in training only:
 
-    g_i(x, y) = CE(s * z + ell; train_i) + l2/2 |y|^2,   s_c = 2 sigmoid(delta_c)          f_i(y) = CE(z; val_i)
+    g_i(x, y) = CE(s * z + ell; train_i) + l2/2 |y|^2,   s_c = 2 sigmoid(delta_c)
+    f_i(y)    = CE(z; val_i)
 
 This is the vector-scaling loss: s_c multiplies and ell_c shifts the logit of class c. At the start
 x = 0, s = 1 and the loss is plain cross-entropy, so FedAvg with x at its start is ordinary
@@ -133,9 +134,7 @@ class Imbalance(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the accuracy of every class with its learned scale and shift, and that of every
-        client.
-        """
+        """Return accuracy, learned scale and shift of every class, and accuracies of clients."""
         found = counted(problem, clients, result, "test")
         if not found:
             return []
@@ -169,10 +168,10 @@ class Imbalance(Task):
         ]
 
     def _tail(self, pool: Images, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Choose n_c = n_0 ratio^(-c/(C-1)) training samples of class c that are not for
-        validation.
+        """Choose n_c = n_0 ratio^(-c/(C-1)) training samples of each class c.
 
-        n_0 is the largest that all classes allow.
+        Validation samples are excluded. n_0 is the largest number for which every class has enough
+        samples.
         """
         left = [np.setdiff1d(np.flatnonzero(pool.label == label), taken) for label in range(int(pool.label.max()) + 1)]
         falls = self.imbalance_ratio ** (-np.arange(len(left)) / max(1, len(left) - 1))
@@ -195,9 +194,9 @@ class Imbalance(Task):
         )
 
     def _weights(self, num_pixels: int, num_classes: int) -> dict[str, Tensor]:
-        """Return zeros for the linear classifier, and uniform weights for a hidden layer.
+        """Return zeros for the linear classifier, and uniform weights for a network.
 
-        With zeros all hidden units would stay equal.
+        With zeros, all hidden units would stay equal.
         """
         if self.model == "linear":
             return {"out.weight": torch.zeros(num_classes, num_pixels), "out.bias": torch.zeros(num_classes)}
@@ -233,8 +232,9 @@ def _tested(num_classes: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
 
 
 def _metrics(num_classes: int) -> Callable[[Any], dict[str, float]]:
-    """Divide right answers by samples per class, over all clients; skip classes without a test
-    sample.
+    """Return the function that divides right answers by samples, per class and over all clients.
+
+    Classes without a test sample are skipped.
     """
 
     def metrics(sums: Any) -> dict[str, float]:

@@ -3,7 +3,8 @@
 x_i holds one entry per training sample of client i, the mask of its loss, and starts at ones; y is
 a model that all share:
 
-    g_i(x_i, y) = 1/n_i sum_j x_ij loss_j(y) + l2/2 |y|^2          f_i(y) = mean validation loss of client i
+    g_i(x_i, y) = 1/n_i sum_j x_ij loss_j(y) + l2/2 |y|^2
+    f_i(y)      = mean validation loss of client i
 
 Removing instance j of client i sets x_ij to zero; the factor 1/n_i stays. To first order this
 changes sum_k f_k by minus the derivative by x_ij, so one hypergradient at x = 1 predicts all
@@ -52,7 +53,7 @@ _RANKED = 30  # instances that are listed of either kind
 
 
 class Layer(NamedTuple):
-    """A convolution without padding, ReLU, and perhaps 2 x 2 max pooling."""
+    """A convolution without padding, followed by ReLU and, optionally, 2 x 2 max pooling."""
 
     channels: int
     kernel: int
@@ -115,7 +116,7 @@ class Influence(Task):
     def suggests(self, name: str) -> dict[str, Any]:
         """Return settings for one prediction at a trained model, by the data and the model.
 
-        `suggestions` are for runs that change x.
+        `suggestions` holds the settings for runs that change x.
         """
         return {
             **self.suggestions(name),
@@ -156,9 +157,7 @@ class Influence(Task):
         )
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
-        """Return the instances with the smallest and largest masks: the smallest harm, the largest
-        help.
-        """
+        """Return the instances with the smallest masks (harmful) and the largest ones (helpful)."""
         served = accuracies(problem, clients, result, role="val", right="right", of="seen", name="val_accuracy")
         if result.x is None:
             return served
@@ -220,8 +219,9 @@ class Influence(Task):
         return {"right": right, "seen": torch.ones_like(right)}
 
     def _start(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return zeros where the model is convex, and a network uniform within 1 / sqrt(inputs of a
-        unit).
+        """Return zeros for a convex model, and random weights for a network.
+
+        The weights are uniform on +-1/sqrt(inputs of a unit).
         """
         if self.data == "mixture":
             return {"weight": torch.zeros(*shape), "bias": torch.zeros(1)}

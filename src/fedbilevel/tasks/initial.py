@@ -12,11 +12,12 @@ from torch import Tensor
 def uniform(
     shapes: Mapping[str, tuple[int, ...]], draw: torch.Generator, *, scale: float = 1.0, num_networks: int | None = None
 ) -> dict[str, Tensor]:
-    """Draw a weight and a bias per layer (outputs, inputs, ...), uniform on +-1/sqrt(inputs of a
-    unit).
+    """Draw a weight (outputs, inputs, ...) and a bias per layer.
+
+    The entries are uniform on +-1/sqrt(inputs of a unit).
 
     scale: factor of the weights.
-    num_networks: stack several networks along a first dimension.
+    num_networks: number of networks, which are stacked along a first dimension.
     """
     weights = {}
     for name, shape in shapes.items():

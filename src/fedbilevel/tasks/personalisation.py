@@ -9,7 +9,7 @@ client:
 
     mask      one network; its logits are multiplied, class by class, by softmax(lambda_i) (HGP-PL)
     ensemble  several networks; their logits are averaged with the weights softmax(lambda_i)
-    (HGP-MTL)
+              (HGP-MTL)
     mixture   several networks; their probabilities are averaged with the weights exp(lambda_i).
               In g_i the weights are not scaled, so that - d g_i / d lambda_im is the mean
               responsibility of network m (FedEM); in f_i and in predictions they sum to one
@@ -19,13 +19,12 @@ Roles: `train` and `val` are the same samples (the upper level has no data of it
 for early stopping, `test` for testing.
 
 Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
-Networks", section 5.3, appendix A.3 and Tables 2 and 5, by default on embedded digits. Choices
-that the paper leaves open: "outputs" of the networks of the ensemble are taken as logits; its
-    "variance" of the normalisation as the number that inputs are divided by, drawn from U[0, 1] and
-    raised to `least_spread` where it is smaller; hidden layers and convolutions are followed by
-    GELU, which resembles the usual ReLU and has the second derivatives that hypergradients need.
-    The accuracy of the bottom decile is the quantile 0.1 of the clients' test accuracies, linear
-    between neighbours in rank.
+Networks", section 5.3, appendix A.3 and Tables 2 and 5, by default on embedded digits. Choices that
+the paper leaves open: the "outputs" of the networks of the ensemble are taken as logits; the
+"variance" of the normalisation is taken as the divisor of the inputs, drawn from U[0, 1] and raised
+to `least_spread` if it is smaller; hidden layers and convolutions are followed by GELU, which
+resembles the usual ReLU and has the second derivatives that hypergradients need. The accuracy of
+the bottom decile is the quantile 0.1 of the clients' test accuracies, with linear interpolation.
 """
 
 from __future__ import annotations
@@ -170,8 +169,9 @@ class Personalisation(Task):
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
 
     def _images(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels of the whole
-        set.
+        """Return images (n, pixels) in [0, 1], labels from 0, and the number of labels overall.
+
+        The labels are counted before a share of the images is drawn.
         """
         if self.data == "digits":
             images, labels = digits()
@@ -187,7 +187,7 @@ class Personalisation(Task):
         return images[used] * scale, labels[used], len(names)
 
     def normalisation(self) -> list[tuple[float, float]]:
-        """Return the mean that each cluster subtracts from its inputs, and the divisor."""
+        """Return the mean and the divisor by which each cluster normalises its inputs."""
         rng = np.random.default_rng([self.data_seed, 1])
         return [
             (mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()
@@ -227,10 +227,10 @@ class Personalisation(Task):
         }
 
     def _score(self, network: Network, side: int, num_classes: int) -> Score:
-        """Return a function (x, y, batch) -> (samples, classes), of which the largest entry is the
-        prediction.
+        """Return the function (x, y, batch) -> scores (samples, classes).
 
-        For a mixture the entries are logarithms of probabilities.
+        The class with the largest score is the prediction. For a mixture, the scores are logarithms
+        of probabilities.
         """
         scale = num_classes if self.mask_scale == "classes" else 1
 
@@ -280,7 +280,7 @@ def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Ten
 
 
 def _metrics(sums: Any) -> dict[str, float]:
-    """Divide sums over all clients: means over clients weighted by their samples."""
+    """Divide sums over all clients: each client counts in proportion to its samples."""
     return {
         f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
         for role in ("test", "stop")

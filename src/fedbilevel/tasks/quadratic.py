@@ -174,7 +174,7 @@ class Quadratic(Task):
 
 
 class ClosedForm(NamedTuple):
-    """Plain numpy algebra on the clients' matrices, written without the library's derivatives."""
+    """Closed forms in plain numpy on the clients' matrices, without the library's derivatives."""
 
     stacked: dict[str, np.ndarray]  # name -> (n, ...)
     share: np.ndarray  # (n,) weights of the mean
@@ -185,7 +185,10 @@ class ClosedForm(NamedTuple):
         return np.tensordot(self.share, rows, axes=1)
 
     def lower_solution(self, x: np.ndarray) -> np.ndarray:
-        """y*(x): (d_y,), or (n, d_y) for a local lower level. x: (d_x,) or (n, d_x)."""
+        """Return y*(x) as (d_y,), or as (n, d_y) for a local lower level.
+
+        x: an array (d_x,) or (n, d_x).
+        """
         s, xs = self.stacked, np.broadcast_to(x, (len(self.share), self.stacked["B"].shape[2]))
         right = np.einsum("nij,nj->ni", s["B"], xs) + s["c"]
         return (
@@ -195,7 +198,7 @@ class ClosedForm(NamedTuple):
         )
 
     def system_solution(self, x: np.ndarray) -> np.ndarray:
-        """u*(x), like y*(x)."""
+        """Return u*(x) in the shape of y*(x)."""
         s, y = self.stacked, self.lower_solution(x)
         xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
         fy = (
@@ -210,7 +213,10 @@ class ClosedForm(NamedTuple):
         )
 
     def hypergradient(self, x: np.ndarray) -> np.ndarray:
-        """(d_x,), or rows f_x,i - J_i u for a private x. J_i = -B_i'."""
+        """Return the hypergradient (d_x,), or the rows f_x,i - J_i u for a private x.
+
+        J_i is -B_i'.
+        """
         s, u = self.stacked, np.broadcast_to(self.system_solution(x), self.stacked["c"].shape)
         xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
         y = np.broadcast_to(self.lower_solution(x), s["c"].shape)
@@ -223,7 +229,7 @@ class ClosedForm(NamedTuple):
         return blocks if self.private else self._mean(blocks)
 
     def solution(self) -> np.ndarray:
-        """x*: the hypergradient is affine in x."""
+        """Return x*, which solves a linear system because the hypergradient is affine in x."""
         shape = (len(self.share), self.stacked["B"].shape[2]) if self.private else (self.stacked["B"].shape[2],)
         size = int(np.prod(shape))
         constant = self.hypergradient(np.zeros(shape)).ravel()

@@ -1,9 +1,10 @@
 """Regularisation: tune the weight decay of every feature of a shared model on private data.
 
-y is a logistic model (weight and bias; the bias is regularised like the rest), x_i = lambda_i has
+y is a logistic model: a weight and a bias, which is regularised like the weight. x_i = lambda_i has
 one entry for each entry of y:
 
-    g_i(lambda_i, y) = BCE(y; train_i) + 1/2 y' diag(r(lambda_i)) y + l2/2 |y|^2            f_i(y) = BCE(y; val_i)
+    g_i(lambda_i, y) = BCE(y; train_i) + 1/2 y' diag(r(lambda_i)) y + l2/2 |y|^2
+    f_i(y)           = BCE(y; val_i)
 
 `parametrisation`: `exp` is r = exp(lambda), always positive; the curvature of the lower level grows
 with it, so the step of y must still suit the largest r. `linear` is r = lambda from 0 as the paper
@@ -155,9 +156,7 @@ class Regularisation(Task):
         return clients
 
     def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return `num_each` samples for every client, in random order, so that they can be split
-        further.
-        """
+        """Return `num_each` samples for every client, in random order for further splits."""
         if self.num_clients * num_each > num_samples:
             raise ProblemError(
                 f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a "
@@ -173,7 +172,10 @@ def _scores(y: Any, batch: Any) -> Tensor:
 
 
 def _losses(y: Any, batch: Any) -> Tensor:
-    """Binary cross-entropy of each sample; -log sigmoid(s) = softplus(s) - s without overflow."""
+    """Return the binary cross-entropy of each sample.
+
+    -log sigmoid(s) is computed as softplus(s) - s, which does not overflow.
+    """
     scores = _scores(y, batch)
     return softplus(scores) - batch["label"] * scores
 

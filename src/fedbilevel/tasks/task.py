@@ -25,14 +25,14 @@ _WORDS: dict[str, str] = {"float": "floating-point numbers", "int": "whole numbe
 
 
 class Sample(NamedTuple):
-    """Shape and type of one sample of a field."""
+    """Shape and type of one sample in a field."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def kind(self) -> str:
-        """float, int or bool: a run converts floating-point numbers to its own width."""
+        """Return "float", "int" or "bool"; a run converts floats to its own precision."""
         known = {"float": ("float", "bfloat"), "int": ("int", "uint"), "bool": ("bool",)}
         return next((kind for kind, starts in known.items() if self.dtype.startswith(starts)), self.dtype)
 
@@ -42,11 +42,10 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Shapes and types of one client's samples; they hold no values, so a server may know them.
+    """Shapes and types of one client's samples, without values, so that a server may know them.
 
     fields: role -> field -> (shape of one sample, name of its type).
-    num_classes: number of classes of the labels at all sites together, which the data of one site
-        may not show.
+    num_classes: number of classes over all sites; the data of one site may contain fewer.
     """
 
     fields: Mapping[str, Mapping[str, Sample]]
@@ -80,7 +79,7 @@ class Shapes:
         )
 
     def asdict(self) -> dict[str, Any]:
-        """Plain lists and dicts, for JSON."""
+        """Return plain lists and dicts for JSON."""
         fields = {
             role: {name: [list(shape), dtype] for name, (shape, dtype) in own.items()}
             for role, own in self.fields.items()
@@ -107,8 +106,9 @@ class Shapes:
     def sample(
         self, name: str, *roles: str, kinds: Sequence[Kind] = ("float",), ndim: int | None = None
     ) -> tuple[int, ...]:
-        """Return the shape of one sample of a field; it must be the same in all given roles that
-        have it.
+        """Return the shape of one sample in a field.
+
+        The shape must be the same in all given roles that have the field.
         """
         found = {f"{role}/{name}": self.fields[role][name] for role in roles if self.has(role, name)}
         where, first = next(iter(found.items()))
@@ -129,7 +129,7 @@ class Shapes:
         return first.shape
 
     def misfit(self, own: Shapes) -> str | None:
-        """Return why a problem for these shapes cannot use data of the shapes `own`, or None.
+        """Return why a problem for these shapes cannot use data with the shapes `own`, or None.
 
         Additional roles and fields are allowed.
         """
@@ -155,12 +155,12 @@ class Built(NamedTuple):
 class Task(Settings):
     """Settings that build a problem and its clients.
 
-    suggested: settings of algorithms that work on this task and replace defaults, for every
-        algorithm under "*" and for one under its name.
-    suggested_iterations: outer iterations, likewise.
+    suggested: settings that replace the defaults of algorithms on this task; the key is the name of
+        an algorithm, or "*" for all algorithms.
+    suggested_iterations: numbers of outer iterations, with the same keys.
     headline: the most important figures.
-    needs: the fields that a site's folder must hold, role -> field -> its meaning in a line.
-    measures: fields that only figures need; without them those figures are absent.
+    needs: the fields that a site's folder must hold, as role -> field -> meaning in one line.
+    measures: fields that only figures need; without these fields, the figures are absent.
     """
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -177,16 +177,14 @@ class Task(Settings):
         raise NotImplementedError
 
     def problem(self, shapes: Shapes) -> Problem:
-        """Return the problem for clients with samples of these shapes, the same at the server and
-        at every site.
-        """
+        """Return the problem for samples of these shapes; server and sites get the same."""
         raise ProblemError(
             f"the task {self.name()} makes its problem out of data, which a server does not have: give it a method "
             "problem(shapes)."
         )
 
     def check(self, shapes: Shapes) -> None:
-        """Raise unless all fields that this task needs are there."""
+        """Raise unless the shapes have all fields that this task needs."""
         for role, fields in self.needs.items():
             for name, meaning in fields.items():
                 if not shapes.has(role, name):
@@ -199,8 +197,9 @@ class Task(Settings):
                     )
 
     def repeated(self, r: int) -> Self:
-        """Return the task of repetition r: other data of the same kind, where the task has a
-        data_seed.
+        """Return the task of repetition r.
+
+        If the task has a data_seed, the repetition has other data of the same kind.
         """
         values = self.asdict()
         if "data_seed" not in values:
@@ -208,10 +207,9 @@ class Task(Settings):
         return dataclasses.replace(self, data_seed=values["data_seed"] + r)  # type: ignore[call-arg]
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
-        """Return what there is to show of a solution besides figures, in the forms of
-        tasks/findings.py.
+        """Return results of a solution besides figures, in the forms of tasks/findings.py.
 
-        result: has x and y, dicts of tensors, or one dict per client.
+        result: an object with x and y, each a dict of tensors or a list of one dict per client.
         """
         return []
 

@@ -18,12 +18,11 @@ CHOICES = (("libsvm/a9a.npz",), ("libsvm/a9a", "libsvm/a9a.t"), ("a9a", "a9a.t")
 
 
 def a9a(data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return training features (n, 123) as float32 and labels (n,) 0 or 1 as int64, then the test
-    part.
+    """Return features and labels of the training part, then of the test part.
 
-    The published files have 32,561 and 16,281 samples.
-
-    From `libsvm/a9a.npz` (X_train, y_train, X_test, y_test), or from LIBSVM's own text files.
+    Features (n, 123) are float32, labels (n,) are 0 or 1 as int64. The published parts have 32,561
+    and 16,281 samples. They are read from `libsvm/a9a.npz` (X_train, y_train, X_test, y_test), or
+    from LIBSVM's own text files.
     """
     places = find_one_of(*CHOICES, data_dir=data_dir)
     if len(places) == 1:

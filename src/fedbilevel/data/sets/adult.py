@@ -48,9 +48,9 @@ class Adult(NamedTuple):
 def adult(data_dir: str | Path | None = None) -> Adult:
     """Return the training and the test part as columns of numbers.
 
-    Numbers are standardised by the mean and the standard deviation of the training part. Every
-    other attribute has one column of 0 and 1 for each of its values in the training part, also for
-    "?" (unknown). A value that is only in the test part is 0 in all of them.
+    Numeric attributes are standardised by the mean and the standard deviation of the training part.
+    Every other attribute has one column of 0 and 1 for each of its values in the training part,
+    including "?" (unknown). A value that occurs only in the test part is 0 in all these columns.
     """
     (train, train_y), (test, test_y) = (_rows(place) for place in find_one_of(*CHOICES, data_dir=data_dir))
     names: list[str] = []
@@ -71,9 +71,9 @@ def adult(data_dir: str | Path | None = None) -> Adult:
 
 
 def _rows(place: Path) -> tuple[list[list[str | float]], np.ndarray]:
-    """Return the attributes of every person and the labels.
+    """Return the attributes and the label of every person.
 
-    The test file starts with a line of its own ("|1x3 ...") and ends its labels with dots.
+    The test file starts with a comment line ("|1x3 ...") and ends its labels with dots.
     """
     try:
         content = place.read_bytes()

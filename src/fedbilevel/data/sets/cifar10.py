@@ -43,11 +43,11 @@ def num_images(part: Part, data_dir: str | Path | None = None) -> int:
 def cifar10(
     part: Part, data_dir: str | Path | None = None, *, which: list[int] | np.ndarray | slice | None = None
 ) -> Cifar10:
-    """Decode one part, or only the images `which` of it (numbers, a mask or a slice).
+    """Decode one part, or only some of its images.
 
-    Decoding all images takes seconds.
+    Decoding all images takes seconds. In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`.
 
-    In the file, image i is `jpeg[offsets[i]:offsets[i + 1]]`.
+    which: numbers, a mask or a slice of the images to decode.
     """
     if find_spec("PIL") is None:
         raise DataError(

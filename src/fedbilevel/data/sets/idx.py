@@ -63,9 +63,9 @@ def images(
     """Read images (n, height, width) and labels (n,) of the training or the test part in `folder`.
 
     EMNIST files (`emnist-<split>-train-images-idx3-ubyte`) are searched first. They hold every
-    image with rows and columns exchanged; the result is upright, as for MNIST.
+    image with rows and columns exchanged; the returned images are upright, as for MNIST.
 
-    emnist: True for EMNIST files only, False for others only; a folder may hold both.
+    emnist: True for EMNIST files only, False for other files only; a folder may hold both.
     """
     mnist, theirs = _PARTS[kind]
     stems = [(f"emnist-{split}-{theirs}", True), (mnist, False)]
@@ -97,9 +97,10 @@ def images(
 
 
 def folder_of(name: str, data_dir: Path | str | None = None) -> Path:
-    """Return the folder of the files of "mnist", "emnist" or "fashion".
+    """Return the folder with the files of "mnist", "emnist" or "fashion".
 
-    It is `data_dir` or a folder in it; without `data_dir`, the folders of `locations` are searched.
+    The folder is `data_dir` or a folder in it. Without `data_dir`, the folders of `locations` are
+    searched.
     """
     roots = [Path(data_dir)] if data_dir else folders()
     pattern = "emnist-*-images-idx3-ubyte*" if name == "emnist" else "t*-images-idx3-ubyte*"
@@ -114,5 +115,5 @@ def folder_of(name: str, data_dir: Path | str | None = None) -> Path:
 
 
 def _there(path: Path) -> Path | None:
-    """Return `path` or `path` with .gz, whichever exists."""
+    """Return `path`, or `path` with .gz, whichever exists."""
     return next((found for found in (path, path.with_name(f"{path.name}.gz")) if found.is_file()), None)

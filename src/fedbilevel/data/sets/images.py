@@ -1,6 +1,4 @@
-"""Images with labels from 0, in a training and a test part: embedded digits, or files with both
-parts.
-"""
+"""Images with labels from 0, in a training and a test part, from embedded digits or from files."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class Images(NamedTuple):
     label: np.ndarray
 
     def __len__(self) -> int:
-        """Return the number of samples, not of fields."""
+        """Return the number of samples, not the number of fields."""
         return self.label.shape[0]
 
     def some(self, places: np.ndarray) -> Images:
@@ -43,7 +41,7 @@ def train_and_test(
 ) -> tuple[Images, Images]:
     """Return a random `share` of the training and the test part.
 
-    The test part of the digits is a random `test_share` of them; the other sets have their own.
+    The digits have no test part, so a random `test_share` of them becomes the test part.
     """
     if name == "cifar10":  # decoding is slow, so only used images are decoded
         used = [
@@ -63,8 +61,7 @@ def train_and_test(
 
 
 def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Images, Images]:
-    """Subtract the mean of the training part from both parts and divide by its deviation, per
-    channel.
+    """Standardise both parts per channel by the mean and the deviation of the training part.
 
     A constant channel is not divided.
     """
@@ -81,7 +78,7 @@ def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Im
 
 
 def _unit(images: np.ndarray) -> np.ndarray:
-    """Convert bytes to (n, pixels) in [0, 1]."""
+    """Convert bytes to pixels (n, pixels) in [0, 1]."""
     return (images.reshape(len(images), -1) * np.float32(1 / 255)).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""LIBSVM's text format: one sample per line, its label and then `feature:value` where not zero.
+"""LIBSVM's text format: a sample per line, with its label and `feature:value` for nonzero values.
 
 Features are counted from one.
 """
@@ -15,11 +15,10 @@ from fedbilevel.errors import DataError
 def read(
     place: str | Path, num_features: int, *, zero_based: bool = False, what: str = "LIBSVM text"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read dense features (n, num_features) as float32 and labels (n,) as float64; unpack .gz and
-    .bz2.
+    """Read dense features (n, num_features) as float32 and labels (n,) as float64.
 
-    The number of features is an argument, because a file may not name the last one, as in the test
-    part of a9a.
+    Files with .gz and .bz2 are unpacked. The number of features is an argument, because a file may
+    lack the last feature, as the test part of a9a does.
     """
     try:
         from sklearn.datasets import load_svmlight_file  # an extra, and slow to import

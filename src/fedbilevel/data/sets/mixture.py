@@ -54,8 +54,9 @@ def mixture(
     noise: float = 0.1,
     bug_compatible: bool = False,
 ) -> Mixture:
-    """Draw the data of all clients; `sizes` are the samples of a client by role: {"train": 100,
-    "val": 100}.
+    """Draw the data of all clients.
+
+    sizes: number of samples of a client by role, e.g. {"train": 100, "val": 100}.
     """
     theta = rng.uniform(-1, 1, (num_components, dim))
     bias = rng.uniform(-1, 1, num_components)
@@ -74,7 +75,7 @@ def mixture(
 
 
 def _overwritten(counts: np.ndarray) -> np.ndarray:
-    """Return the last rule that labels a sample when every rule starts at the first sample."""
+    """Return the last rule that labels each sample, if every rule starts at the first sample."""
     component = np.full(counts.sum(), -1)
     for k, count in enumerate(counts):
         component[:count] = k

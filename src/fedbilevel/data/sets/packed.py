@@ -1,4 +1,4 @@
-"""Arrays of an .npz file by their names, with one clear sentence for a file that cannot be read."""
+"""Named arrays of an .npz file, with a clear error for a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedbilevel.errors import DataError
 
 
 def read(place: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
-    """Read the arrays `names` of the file, in that order.
+    """Read the named arrays of a file, in the order of `names`.
 
     Nothing in the file is executed: arrays of Python objects are refused.
     """

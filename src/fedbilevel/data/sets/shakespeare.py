@@ -1,10 +1,10 @@
 """Plays of Shakespeare by role, for predicting the next character.
 
-A role is a natural client with a style of its own.
+A role is a natural client, because each role has its own style.
 
-In the text a speech is a line "ROLE:" at the start or after an empty line, and the lines up to the
-next empty one. Roles have their printed names: a misprint ("LADY  CAPULET") is a role of its own,
-and "First Citizen" of two plays is one role.
+In the text, a speech is a line "ROLE:" at the start or after an empty line, followed by all lines
+up to the next empty line. Roles have their printed names: a misprint ("LADY  CAPULET") is a
+separate role, and "First Citizen" of two plays is one role.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ def roles(text: str) -> dict[str, str]:
 
 
 def vocabulary(texts: dict[str, str]) -> str:
-    """Return every character of the texts once, in order: its position is its number."""
+    """Return the sorted characters of all texts; the position of a character is its number."""
     return "".join(sorted(set().union(*texts.values())))
 
 
 def samples(text: str, characters: str, length: int, step: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return contexts (n, length) and the next character of each (n,), as int64 numbers of
-    `characters`.
+    """Return contexts (n, length) and the next character of each context (n,).
 
-    A new context starts every `step` characters, and may span two speeches of a role. A text of
-    `length` characters or fewer has none.
+    Characters are int64 positions in `characters`. A new context starts every `step` characters,
+    and may span two speeches of a role. A text of at most `length` characters has no context.
     """
     if length < 1 or step < 1:
         raise DataError(f"length is {length} and step is {step}, expected both to be at least 1.")

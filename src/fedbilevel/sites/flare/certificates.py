@@ -1,9 +1,9 @@
-"""Certificates of kits: when they end, and how they are renewed for the same keys.
+"""Certificates of kits: their end dates, and their renewal for the same keys.
 
-A kit's private key is with its owner only. The authority keeps a copy of every certificate, which
-holds the public key, and renews that copy, so the file that travels to the owner is not secret.
-FLARE signs no files of such kits (there is no startup/signature.json), so nothing else has to
-change.
+Only the owner of a kit has the kit's private key. The authority keeps a copy of every certificate,
+which holds the public key, and renews that copy. The file that travels to the owner is therefore
+not secret. FLARE signs no files of such kits (there is no startup/signature.json), so nothing else
+has to change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOON = timedelta(days=30)
 
 
 def own(kit: Path) -> Path:
-    """The file with the certificate of the kit's owner."""
+    """Find the file with the certificate of the kit's owner."""
     found = [path for name in ("server.crt", "client.crt") if (path := kit / "startup" / name).is_file()]
     if not found:
         raise SettingError(f"{kit} holds no certificate in startup: name the folder of a kit.")
@@ -49,12 +49,13 @@ def read(path: Path) -> x509.Certificate:
 
 
 def ends(kit: Path) -> datetime:
-    """The time from which the kit is not accepted any more."""
+    """Return the time at which the kit expires: the earlier end of its own and the root
+    certificate."""
     return min(read(path).not_valid_after_utc for path in (own(kit), own(kit).with_name(ROOT)))
 
 
 def check(kit: Path) -> None:
-    """Raise where a certificate of the kit has ended."""
+    """Raise if a certificate of the kit has ended."""
     mine, root = own(kit), own(kit).with_name(ROOT)
     for path, remedy in ((root, _ANEW), (mine, _RENEW.format(_name(read(mine))))):
         if (end := read(path).not_valid_after_utc) <= datetime.now(UTC):
@@ -66,7 +67,7 @@ _RENEW = "ask the lead for `fedbilevel federation renew {}`, then use `fedbileve
 
 
 def notice(certificate: x509.Certificate) -> str | None:
-    """A sentence if the certificate has ended or ends soon, otherwise None."""
+    """Return a sentence if the certificate has ended or ends soon, otherwise None."""
     end, name, now = certificate.not_valid_after_utc, _name(certificate), datetime.now(UTC)
     if end - now > SOON:
         return None
@@ -75,8 +76,8 @@ def notice(certificate: x509.Certificate) -> str | None:
 
 
 def notices(kit: Path) -> list[str]:
-    """Sentences about the certificate of this kit, or about all kits if the authority's folder is
-    beside it."""
+    """Return sentences about the certificate of this kit, or about those of all kits if the
+    authority's folder is beside the kit."""
     paths = {path for path in (kit.resolve().parent / AUTHORITY / COPIES).glob("*.crt")} or {own(kit)}
     return [text for path in sorted(paths) if (text := notice(read(path)))]
 
@@ -98,7 +99,7 @@ def _is_issued_by(certificate: x509.Certificate, root: x509.Certificate) -> bool
 
 
 class Authority(NamedTuple):
-    """The folder kits/authority."""
+    """The authority of a federation, read from its folder beside the kits."""
 
     folder: Path
     root: x509.Certificate
@@ -125,8 +126,8 @@ class Authority(NamedTuple):
         return found
 
     def renewed(self, old: x509.Certificate) -> x509.Certificate:
-        """A certificate for the same owner, key and extensions, valid for another year or until the
-        root ends."""
+        """Make a certificate for the same owner, key and extensions, valid for another 360 days or
+        until the root certificate ends."""
         now = datetime.now(UTC)
         end = min(now + LIFE, self.root.not_valid_after_utc)
         if end <= old.not_valid_after_utc:
@@ -146,7 +147,7 @@ def keep(authority: Path, name: str, certificate: bytes) -> None:
 
 
 def _root(place: Path) -> tuple[x509.Certificate, RSAPrivateKey]:
-    """Certificate and key of the authority, as FLARE keeps them."""
+    """Read the certificate and key of the authority from FLARE's own file."""
     path = place / "state" / "cert.json"
     try:
         state = json.loads(path.read_text())
@@ -158,8 +159,8 @@ def _root(place: Path) -> tuple[x509.Certificate, RSAPrivateKey]:
 
 
 def root_days(place: Path) -> int:
-    """Days for which the authority's own certificate is valid. FLARE needs the same number at each
-    provision."""
+    """Return the number of days for which the authority's own certificate is valid. FLARE needs the
+    same number each time it makes kits."""
     if not (place / "state" / "cert.json").is_file():
         return ROOT_DAYS
     root, _ = _root(place)
@@ -167,7 +168,7 @@ def root_days(place: Path) -> int:
 
 
 def renew(kits: Path, names: Sequence[str], to: Path) -> dict[str, Path]:
-    """Write a new certificate for each of these kits, or for all if none is named. The files hold
+    """Write a new certificate for each named kit, or for all kits if none is named. The files hold
     no secret."""
     authority = Authority.of(kits)
     for name in names:
@@ -187,7 +188,8 @@ def renew(kits: Path, names: Sequence[str], to: Path) -> dict[str, Path]:
 
 
 def install(file: Path, kit: Path) -> datetime:
-    """Check a renewed certificate and put it into a kit; returns the time at which it ends."""
+    """Check a renewed certificate, put it into a kit, and return the time at which the certificate
+    ends."""
     path, new = own(kit), read(file)
     secret = path.with_suffix(".key")
     old, root = read(path), read(path.with_name(ROOT))

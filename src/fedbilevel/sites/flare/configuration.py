@@ -18,8 +18,8 @@ PLAN = "plan"  # the purpose of the lead's signature
 
 
 def packed(plan: dict[str, Any]) -> str:
-    """A plan as an argument in a job's configuration, without braces: FLARE would replace names in
-    them."""
+    """Encode a plan as an argument in a job's configuration. The text has no braces, because FLARE
+    would replace names in them."""
     return base64.urlsafe_b64encode(json.dumps(plan).encode()).decode()
 
 
@@ -28,13 +28,13 @@ def unpacked(plan: str) -> dict[str, Any]:
 
 
 def sealed(kit: Path, plan: str) -> str:
-    """The lead's signature of a packed plan, with the lead's certificate."""
+    """Sign a packed plan as the lead, and return the signature with the lead's certificate."""
     lead = Signer(kit)
     return ".".join(base64.urlsafe_b64encode(part).decode() for part in (lead.certificate, lead.sign(PLAN, plan)))
 
 
 def lead_of(kit: Path, plan: str, seal: str) -> str:
-    """The name of the lead who has signed a packed plan."""
+    """Return the name of the lead that signed a packed plan."""
     parts = seal.split(".")
     if len(parts) != 2:
         raise PolicyError(
@@ -50,9 +50,12 @@ def lead_of(kit: Path, plan: str, seal: str) -> str:
 
 
 def configurations(plan: dict[str, Any], seal: str, *, server: str = SERVER, client: str = CLIENT) -> dict[str, Any]:
-    """The configuration of a job at the server and at its sites, by file. It names installed
-    classes and holds no code.
-    seal: the lead's signature of the plan."""
+    """Return the configuration files of a job at the server and at its sites, by path. They name
+    installed classes and hold no code.
+
+    seal: the lead's signature of the plan.
+    server, client: names of the classes that run the job at the server and at a site.
+    """
     controller = {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, "sync_task_timeout": 120}
     executor: dict[str, Any] = {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}}
     executor["max_inbound_call_threads"] = 2  # the second thread answers pings while a phase runs

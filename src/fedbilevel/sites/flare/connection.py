@@ -46,7 +46,7 @@ def _opened(kit: Path, timeout: float = 10.0) -> Session:
 
 @contextlib.contextmanager
 def session(kit: Path, timeout: float = 10.0) -> Iterator[Session]:
-    """A session for one question. Raises where the server cannot be reached."""
+    """Open a session for one request. Raise an error if the server cannot be reached."""
     try:
         opened = _opened(kit, timeout)
     except TROUBLE as error:
@@ -67,8 +67,8 @@ def _close(opened: Session) -> None:
 
 
 class Link:
-    """A session that is opened again when it is lost: the server may be restarted while a run is
-    followed."""
+    """A session that opens again after the connection was lost, because the server may restart
+    while a run is followed."""
 
     def __init__(self, kit: Path, say: Callable[[str], None]) -> None:
         self._kit, self._say = kit, say
@@ -76,10 +76,10 @@ class Link:
         self._lost = False
 
     def ask(self, question: Callable[..., T], *arguments: Any, quietly: bool = False) -> T | None:
-        """The answer of `question(session, *arguments)`, or None where the server could not be
+        """Return the result of `question(session, *arguments)`, or None if the server could not be
         reached.
 
-        quietly: say nothing, because a site may be the reason.
+        quietly: whether to report no fault, because a site may be the reason for it.
         """
         try:
             if self._session is None:

@@ -1,5 +1,5 @@
-"""Following a run from the lead: a state machine that waits for sites, starts jobs and watches them
-until the end."""
+"""Following a run from the lead: a state machine that waits for sites, starts jobs, and watches
+them until the run ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRUITLESS = 3  # give up after so many jobs in a row without one outer iteration
 
 
 def watch(kit: Path, plan: dict[str, Any], say: Callable[[dict[str, Any]], None], **options: Any) -> str:
-    """Follow a run to its end. Returns `finished`, or `stopped` where a stop was requested."""
+    """Follow a run to its end. Return `finished`, or `stopped` if a stop was requested."""
     return Follow(kit, plan, say, **options).run()
 
 
@@ -54,15 +54,17 @@ def resume(kit: Path, run: str, say: Callable[[dict[str, Any]], None], **options
 
 
 class Follow:
-    """Follows a run through as many jobs as it needs. It waits for sites, or checks a job: `step`
-    does either once.
-
-    say: receives every line of progress. notice: receives a sentence for every fault.
+    """Follows a run through as many jobs as the run needs. Each `step` either waits for sites or
+    checks the current job, once.
 
     Another job resumes the run after a job that failed, that ended with its server, or that left
-    out a site of the plan. After `gather` seconds with a connected quorum it does not wait for more
-    sites. The run is given up if no job starts within `start_timeout` seconds in which the server
-    could have started one.
+    out a site of the plan.
+
+    say: function that receives every line of progress.
+    notice: function that receives a sentence for every fault.
+    gather: seconds after which a connected quorum does not wait for more sites.
+    start_timeout: seconds in which a job must start while the server could start one; after that
+        the run is given up.
     """
 
     def __init__(
@@ -98,14 +100,15 @@ class Follow:
         self._link.close()
 
     def step(self) -> str | None:
-        """Wait or check once; returns the outcome of the run, once it has one."""
+        """Wait or check once. Return the outcome of the run, or None while the run continues."""
         return self._begin() if self.current is None else self._look(self.current)
 
     # ---- without a job ------------------------------------------------------------------------------------------
 
     def _begin(self) -> str | None:
-        """Start the next job once all sites are connected, or a quorum for a while; a run that has
-        not begun needs all. A job that another follower started is followed instead."""
+        """Start the next job when all sites are connected, or when a quorum has been connected for
+        a while. A run that has not begun needs all sites. If another follower has started a job,
+        follow that job instead."""
         if self._entry.read().get("stop"):
             return "stopped"
         connected = self._link.ask(_connected, self._plan)
@@ -158,7 +161,7 @@ class Follow:
         return None
 
     def _tell(self, look: Look, now: Current) -> None:
-        """Pass on new progress, and why the run waits."""
+        """Report new progress, and the reason if the run waits."""
         if look.progress:  # the server's part has started; it may wait for an operator's approval now
             self._idle_since = None
         fresh = look.progress.get("count", 0) - now.seen
@@ -186,7 +189,7 @@ class Follow:
         return None
 
     def _is_over(self, look: Look, now: Current) -> bool:
-        """Whether the job has ended, so that another job must follow."""
+        """Check whether the job has ended, so that another job must follow."""
         now.server = now.server or look.server
         is_lost = not look.alive and look.status == "RUNNING"
         now.lost_since = (now.lost_since or time.monotonic()) if is_lost else None
@@ -196,8 +199,8 @@ class Follow:
         return look.status.startswith("FINISHED") or died or is_left
 
     def _count(self, look: Look, now: Current) -> None:
-        """Count a job; give up after too many, or after several in a row without one outer
-        iteration."""
+        """Count a job that ended. Give up after too many jobs, or after several in a row without
+        one outer iteration."""
         self._restarts, self._fruitless = self._restarts + 1, 0 if now.seen else self._fruitless + 1
         if look.progress.get("outcome") == "stopped":
             return
@@ -210,7 +213,7 @@ class Follow:
         self._notice(f"{fault}; starting another job.")
 
     def _check_start(self, look: Look, now: Current) -> None:
-        """Give up where the job does not start in time."""
+        """Give up if the job does not start in time."""
         if look.is_queued:
             self._excuse()
         elif self._is_late():
@@ -221,8 +224,8 @@ class Follow:
             self._give_up(f"{late}: see log.txt in the kits there, or leave a site out of `sites`.")
 
     def _take_in(self, look: Look, now: Current) -> None:
-        """Where a connected site is not part of the job, ask the job to stop for another one with
-        all sites."""
+        """Ask the job to stop if a connected site is not part of it, so that another job with all
+        sites follows."""
         is_running = look.progress.get("outcome", "running") == "running" and look.progress
         if not is_running or time.monotonic() - now.checked <= self._check_every:
             return
@@ -242,7 +245,8 @@ class Follow:
     # ---- the time for the start -----------------------------------------------------------------------------------
 
     def _excuse(self) -> None:
-        """Restart the clock: the server is away, or busy with other runs."""
+        """Restart the clock for the start of the run, because the server is unreachable or busy
+        with other runs."""
         if self._idle_since is not None:
             self._idle_since = time.monotonic()
 
@@ -293,8 +297,8 @@ class Look(NamedTuple):
 
 
 def _left_out(opened: Session, look: Look, job: str) -> list[str]:
-    """Sites of the plan that are connected but do not work on the job: restarted since, or too late
-    for its start."""
+    """List connected sites of the plan that do not work on the job, because they restarted or
+    connected too late for its start."""
     if not look.connected:
         return []
     replies = opened.get_client_job_status(look.connected) or []
@@ -312,7 +316,7 @@ def _connected(opened: Session, plan: dict[str, Any]) -> list[str]:
 
 
 def _fault(link: Link, look: Look, job: str) -> str:
-    """The reason why a job ended, and the site if the server knows it."""
+    """Describe why a job ended, and name the site at fault if the server knows it."""
     if not look.status.startswith("FINISHED"):
         return "the server was started anew and the job went down with it"
     if look.progress.get("outcome") == "interrupted":

@@ -1,17 +1,16 @@
-"""A guard for FLARE's processes of a kit. FLARE's own commands would let any participant run a
-shell at a site.
+"""A guard for the FLARE processes of a kit. Without it, FLARE's own commands would let any
+participant run a shell at a site.
 
 `Guard` is a component of `local/resources.json`. FLARE builds it in every process of a kit (the
-parent of a server or site, and the processes of their jobs) before that process opens a
-connection. From then on a message passes only if
+parent of a server or site, and the processes of their jobs) before that process opens a connection.
+After that, a message passes only if all of these conditions hold:
+- Its sender matches the certificate of its connection, which the server checks.
+- It does not go from one site to another.
+- Its channel and topic are needed in a run, and a run sends them from such a process.
 
-- its sender matches the certificate of its connection (checked at the server);
-- it does not go from one site to another;
-- a run needs its channel and topic, and the process that sent it sends them in a run.
-
-`Validator` checks a job's configuration before it is used: it must be the one that
-`jobs.job_folder` writes, with a plan that a lead has signed. A site trusts neither its server nor
-other sites here.
+`Validator` checks a job's configuration before FLARE uses it. The configuration must be the one
+that `jobs.job_folder` writes, with a plan that a lead has signed. For these checks a site trusts
+neither its server nor other sites.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ log = logging.getLogger(__name__)
 
 
 class Guard(FLComponent):  # type: ignore[misc]
-    """Filters the messages of every cell that this process makes from now on."""
+    """Filters the messages of every FLARE cell (a message endpoint) that this process creates from
+    now on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,16 +73,16 @@ class Guard(FLComponent):  # type: ignore[misc]
 
 
 class CellFilters:
-    """The filters of one cell. me: the name of the cell, as `north`, or `north.JOB` for a job's
-    process."""
+    """The filters of one FLARE cell. `me` is the name of the cell: `north`, or `north.JOB` for the
+    process of a job."""
 
     def __init__(self, cell: Any) -> None:
         self.me: str = cell.my_info.fqcn
         self._refused: Tally[tuple[str, ...]] = Tally(_MOST, ("others",))
 
     def passing(self, message: Message) -> Message | None:
-        """Check every message that this cell receives, for itself or for forwarding. None: it may
-        pass."""
+        """Check every message that this cell receives, for itself or to forward. Return None if the
+        message may pass, otherwise the refusal."""
         origin, destination = (
             str(message.get_header(key, "")) for key in (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION)
         )
@@ -95,8 +95,8 @@ class CellFilters:
         return self._answer(message, reason, known)
 
     def arriving(self, message: Message) -> Message | None:
-        """Check every request for this cell, including those that arrived in one message. None: it
-        may pass."""
+        """Check every request for this cell, including each of several requests in one message.
+        Return None if the request may pass, otherwise the refusal."""
         origin, (channel, topic, streamed) = str(message.get_header(MessageHeaderKey.ORIGIN, "")), _meant(message)
         if channel != CellChannel.CLIENT_MAIN or streamed:
             return self._answer(message, why_not_accepted(self.me, origin, channel, topic, streamed=streamed))
@@ -106,8 +106,10 @@ class CellFilters:
         return self._answer(message, why_not_commanded(self.me, origin, str(command), job))
 
     def _answer(self, message: Message, reason: str, sender: str = "") -> Message | None:
-        """Refuse with this reason, if there is one. sender: the sender's name, if known better than
-        from the message."""
+        """Return a refusal with this reason, or None if the reason is empty.
+
+        sender: the sender's name, if it is known more reliably than from the message.
+        """
         if not reason:
             return None
         keys = (MessageHeaderKey.ORIGIN, MessageHeaderKey.DESTINATION, MessageHeaderKey.CHANNEL, MessageHeaderKey.TOPIC)
@@ -127,7 +129,7 @@ class CellFilters:
 
 
 def refused_by(kit: Path) -> dict[str, int]:
-    """Number of messages that the processes of a kit have refused, by sender."""
+    """Count the messages that the processes of a kit have refused, by sender."""
     found: Counter[str] = Counter()
     times: dict[tuple[str, ...], int] = {}
     try:
@@ -144,7 +146,7 @@ def refused_by(kit: Path) -> dict[str, int]:
 
 
 def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None) -> str:
-    """Why a message may not pass; empty if it may."""
+    """Return the reason why a message may not pass, or an empty text if it may."""
     sender, receiver = origin.split(".")[0], destination.split(".")[0]
     if shown is not None and me == SERVER and "@" not in shown and sender != shown:
         return f"it comes from {printable(shown)}, and says that it comes from {printable(sender)}"
@@ -156,8 +158,11 @@ def why_not_forwarded(me: str, origin: str, destination: str, shown: str | None)
 
 
 def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
-    """Why a site's parent process refuses a command; empty if it obeys. job: FLARE uses it as the
-    name of a folder."""
+    """Return the reason why a site's parent process refuses a command, or an empty text if it
+    obeys.
+
+    job: id of a job, which FLARE uses as the name of a folder.
+    """
     if origin.split(".")[0] == me and command == _FROM_JOB:
         return ""
     if origin != SERVER:
@@ -170,8 +175,8 @@ def why_not_commanded(me: str, origin: str, command: str, job: str) -> str:
 
 
 def _meant(message: Message) -> tuple[str, str, bool]:
-    """Channel and topic of a request, and whether it is a stream, which carries them inside a
-    channel of its own."""
+    """Return the channel and topic of a request, and whether it is a stream. A stream has a channel
+    of its own and carries the actual channel and topic in other headers."""
     inner = message.get_header(StreamHeaderKey.CHANNEL)
     keys = (
         (StreamHeaderKey.CHANNEL, StreamHeaderKey.TOPIC)
@@ -183,7 +188,7 @@ def _meant(message: Message) -> tuple[str, str, bool]:
 
 
 def why_not_accepted(me: str, origin: str, channel: str, topic: str = "", *, streamed: bool = False) -> str:
-    """Why a request is refused; empty if it is answered."""
+    """Return the reason why a request is refused, or an empty text if it is accepted."""
     if streamed and channel == CellChannel.CLIENT_MAIN:
         return "commands to a site do not come as streams"
     home, sender = me.split(".")[0], origin.split(".")[0]
@@ -213,8 +218,8 @@ _NEVER = {
 
 
 class Validator(AppValidator):  # type: ignore[misc]
-    """Admits a job's configuration only as `jobs.job_folder` writes it. FLARE calls it before it
-    deploys a job."""
+    """Admits a job's configuration only in the form that `jobs.job_folder` writes. FLARE calls the
+    validator before it deploys a job."""
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         try:

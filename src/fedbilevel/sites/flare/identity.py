@@ -1,10 +1,9 @@
-"""Signatures by the keys of the startup kits, so that a site knows which party a message comes
-from.
+"""Signatures by the keys of the startup kits, so that a site knows which party sent a message.
 
-FLARE names the caller of a message by a routing header. A signature does not depend on that header:
-only the holder of the server's key can send requests to a site, only the holder of a site's key can
-answer for it, and only the lead can submit a plan. A signature covers its purpose, the job, the
-site and the content, so it cannot be used for another message.
+FLARE names the caller of a message by a routing header. A signature does not depend on that header.
+Only the holder of the server's key can send requests to a site, only the holder of a site's key can
+answer for the site, and only the lead can submit a plan. A signature covers its purpose, the job,
+the site and the content, so it cannot be used for another message.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ _PSS = padding.PSS(mgf=padding.MGF1(SHA256()), salt_length=32)
 
 
 def _covered(purpose: str, parts: tuple[bytes | str, ...]) -> bytes:
-    """Hash every part on its own, so that no two lists of parts give the same bytes."""
+    """Return the bytes that a signature covers. Every part has its own hash, so different lists of
+    parts never give the same bytes."""
     hashes = [hashlib.sha256(part.encode() if isinstance(part, str) else part).digest() for part in (purpose, *parts)]
     return b"fedbilevel" + b"".join(hashes)
 
 
 class Signer:
-    """The owner of a kit: server, site or lead."""
+    """Signs with the key of a kit's owner: the server, a site or the lead."""
 
     def __init__(self, kit: Path) -> None:
         startup = kit / "startup"
@@ -59,7 +59,7 @@ class Signer:
 
 
 class Party:
-    """A party whose certificate the federation's authority issued."""
+    """A party with a certificate from the federation's authority."""
 
     def __init__(self, certificate: bytes, root: Path) -> None:
         try:
@@ -96,5 +96,5 @@ def root_of(kit: Path) -> Path:
 
 
 def server_of(kit: Path) -> str:
-    """The name in the server's certificate, as a site's kit states it."""
+    """Return the name in the server's certificate, as a site's kit states it."""
     return str(json.loads((kit / "startup" / "fed_client.json").read_text())["servers"][0]["identity"])

@@ -39,9 +39,10 @@ class Handler(Protocol):
 
 
 class Client:
-    """The site in a job process. It answers only the server of its own job.
+    """The site in a job process, which answers only the server of its own job.
 
-    plan, seal: the submitted plan, and the lead's signature of it, from the job's configuration.
+    plan: the submitted plan, from the job's configuration.
+    seal: the lead's signature of the plan.
     """
 
     def __init__(self, plan: str = "", seal: str = "") -> None:
@@ -64,8 +65,8 @@ class Client:
 
     @collab.publish
     def handle(self, message: bytes, signature: bytes, certificate: bytes) -> dict[str, Any]:
-        """Answer the server. Of an unexpected error only the type leaves the site, because its text
-        may quote data."""
+        """Answer the server. For an unexpected error, only the type leaves the site, because the
+        message of the error may quote data."""
         try:
             kit, job = Path(collab.workspace.get_root_dir()), str(collab.fl_ctx.get_job_id())
             with self._lock:  # at the first message: FLARE allows a minute for initialisation, and data may take longer
@@ -92,8 +93,9 @@ class Client:
             return {"refusal": f"the site failed with {type(error).__name__}; its own log says more."}
 
     def _stranger(self, kit: Path, job: str, message: bytes, signature: bytes, certificate: bytes) -> str:
-        """Why a call is not from the server of this job; empty where it is. The name by FLARE is
-        checked first, but the signature decides: a routing header can be forged."""
+        """Return the reason why a call is not from the server of this job, or an empty text if it
+        is. FLARE's name for the caller is checked first, but the signature decides, because a
+        routing header can be forged."""
         if collab.caller != SERVER:
             return f"this site answers the server of the run only, and not {collab.caller}."
         if certificate:
@@ -108,7 +110,7 @@ class Client:
 
 
 def submitted(kit: Path, plan: str, seal: str, job: str) -> Submitted:
-    """The plan of a job, after a check of the lead's signature."""
+    """Check the lead's signature and return the plan of a job."""
     from fedbilevel.sites.consent import Submitted
     from fedbilevel.sites.plan import plan_digest
 
@@ -116,8 +118,8 @@ def submitted(kit: Path, plan: str, seal: str, job: str) -> Submitted:
 
 
 class Rejections(logging.Handler):
-    """Reports calls that FLARE itself refused, from other jobs and from strangers. FLARE only logs
-    them."""
+    """Reports calls from other jobs and from strangers that FLARE itself refused, because FLARE
+    only logs these calls."""
 
     _CALL = re.compile(r"rejected Collab call from (\S+): (.*)")
 
@@ -135,7 +137,7 @@ class Rejections(logging.Handler):
 
 
 class Server:
-    """Runs the plan, or resumes it after an earlier job of the same run."""
+    """Runs the plan at the server, or resumes it after an earlier job of the same run."""
 
     def __init__(self, plan: str, seal: str = "") -> None:
         self.plan, self.seal = plan, seal

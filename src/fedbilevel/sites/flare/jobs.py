@@ -1,4 +1,5 @@
-"""Runs and their jobs, as the lead handles them: submit a run, ask for its state, stop it."""
+"""Runs and their jobs, as the lead handles them: submitting a run, reading its state, and stopping
+it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from fedbilevel.sites.flare.transport import ASKED
 
 
 class RunEntry:
-    """The lead's own file about a run, in the lead's kit. FLARE lists a job that died with its
-    server as running forever."""
+    """The lead's own file about a run, in the lead's kit. The file is needed because FLARE lists a
+    job that died with its server as running forever."""
 
     def __init__(self, kit: Path, run: str) -> None:
         if not NAME.fullmatch(run):
@@ -48,7 +49,10 @@ class RunEntry:
 def job_folder(
     folder: Path, plan: dict[str, Any], *, seal: str, needed: int = 0, server: str = SERVER, client: str = CLIENT
 ) -> Path:
-    """Write a job. needed: number of sites that it needs to begin."""
+    """Write the folder of a job and return its path.
+
+    needed: number of sites that must be connected before the job begins; 0 stands for the quorum.
+    """
     place, sites = folder / plan["name"], list(plan["sites"])
     meta = {
         "name": plan["name"], "resource_spec": {}, "min_clients": needed or quorum(plan),
@@ -65,13 +69,14 @@ def quorum(plan: dict[str, Any]) -> int:
 
 
 def sites_needed(kit: Path, plan: dict[str, Any]) -> int:
-    """Number of sites that a job needs: a quorum for a run that has begun, all sites for a new run."""
+    """Return the number of sites that a job needs: a quorum for a run that has begun, all sites for
+    a new run."""
     entry = RunEntry(kit, plan["name"])
     return quorum(plan) if entry.path.is_file() and entry.read().get("begun") else len(plan["sites"])
 
 
 def check_free(kit: Path, plan: dict[str, Any]) -> None:
-    """Raise where the run is running already, or is finished."""
+    """Raise if the run is already running or finished."""
     with session(kit) as opened:
         if active_job(opened, kit, plan["name"]):
             ways = "`fedbilevel federation resume` follows it, `stop` ends it"
@@ -85,9 +90,9 @@ def check_free(kit: Path, plan: dict[str, Any]) -> None:
 
 
 def submit(kit: Path, plan: dict[str, Any], *, server: str = SERVER, client: str = CLIENT) -> str:
-    """Submit a run to the server; returns the id of its job.
+    """Submit a run to the server and return the id of its job.
 
-    server, client: the classes that run it, which must be installed and allowed there.
+    server, client: names of the classes that run the job; they must be installed and allowed there.
     """
     check_free(kit, plan)
     with session(kit) as opened:
@@ -107,7 +112,8 @@ def submit_job(opened: Session, kit: Path, plan: dict[str, Any], server: str, cl
 
 
 def active_job(opened: Session, kit: Path, run: str) -> str | None:
-    """The job of the run that the server works on or has queued."""
+    """Return the id of the run's job that the server runs or has queued, or None if there is no
+    such job."""
     entry = RunEntry(kit, run)
     jobs = entry.read()["jobs"] if entry.path.is_file() else []
     if not jobs:
@@ -121,7 +127,7 @@ def active_job(opened: Session, kit: Path, run: str) -> str | None:
 
 
 def progress_of(opened: Session, run: str) -> dict[str, Any]:
-    """The progress that the job of the run wrote last; empty before its first."""
+    """Read the last progress that a job of the run wrote, or {} before the first progress."""
     text = opened.cat_target("server", file=f"{RUNS}/{run}/{PROGRESS}")
     try:
         return json.loads(text)
@@ -130,8 +136,7 @@ def progress_of(opened: Session, run: str) -> dict[str, Any]:
 
 
 def status(kit: Path) -> dict[str, Any]:
-    """The server, the sites connected to it, and every run submitted with this kit, with its last
-    progress."""
+    """Return the connected sites, and every run submitted with this kit with its last progress."""
     with session(kit) as opened:
         info = opened.get_system_info()
         runs = {}

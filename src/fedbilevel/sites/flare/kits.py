@@ -64,7 +64,7 @@ def init(
     host: str = "localhost",
     port: int = PORT,
 ) -> None:
-    """Write a federation.toml to be edited."""
+    """Write a federation.toml for the user to edit."""
     if path.exists():
         raise SettingError(f"{path} exists: edit it, or give another name.")
     entries = "".join(SITE_TEMPLATE.format(name=site, org=re.sub(r"\W", "_", site)) for site in sites)
@@ -146,8 +146,8 @@ def _text(
 
 
 def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[str, Path]:
-    """Make the kits that are not in `out` yet, with one authority. Existing kits stay as they are.
-    All kits by name.
+    """Make the kits that `out` lacks, with one authority, and return the folders of all kits by
+    name. Existing kits stay unchanged.
 
     allow: further classes on the allow-list of every kit, for tests.
     """
@@ -183,7 +183,7 @@ def provision(toml: Path, out: Path, *, allow: list[str] | None = None) -> dict[
 
 
 def _issued(federation: FederationFile, toml: Path, out: Path) -> Path:
-    """Let FLARE make kits with new keys; returns their folder."""
+    """Let FLARE make kits with new keys, and return the folder of these kits."""
     authority = out / AUTHORITY
     project, content = (
         authority / "project.yml",
@@ -210,8 +210,8 @@ def _issued(federation: FederationFile, toml: Path, out: Path) -> Path:
 
 
 def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
-    """Make a kit beside its place and rename it at the end, so that an interruption leaves no part
-    of a kit."""
+    """Make a kit beside its final path and rename it at the end, so that an interruption leaves no
+    partial kit."""
     unfinished = kit.with_name(f".{kit.name}.unfinished")
     try:
         if unfinished.exists():
@@ -230,7 +230,7 @@ def _make(source: Path, kit: Path, kind: str, allow: list[str]) -> None:
 
 
 def check_whole(kit: Path, kind: str) -> None:
-    """Refuse a kit that an interrupted provision left incomplete."""
+    """Raise if a kit is incomplete, for example after an interrupted provision."""
     for name in FILES[kind]:
         if not _is_whole(kit / name):
             what = "cut off" if (kit / name).is_file() else "missing"
@@ -240,7 +240,7 @@ def check_whole(kit: Path, kind: str) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file that FLARE wrote is complete."""
+    """Check whether a file that FLARE wrote is complete."""
     if not path.is_file():
         return False
     text = path.read_text(errors="replace").rstrip()
@@ -278,5 +278,6 @@ def _project(federation: FederationFile, root_days: int) -> dict[str, Any]:
 
 
 def sites_of(kit: Path) -> list[str] | None:
-    """All sites of the federation, as the lead's kit knows them."""
+    """Return all sites of the federation from the lead's kit, or None if the kit has no list of
+    sites."""
     return json.loads((kit / SITES).read_text()) if (kit / SITES).is_file() else None

@@ -1,5 +1,5 @@
-"""A whole federation on this machine, over loopback, with the same kits and certificates as between
-organisations."""
+"""A whole federation on this machine, over loopback, with the same kind of kits and certificates as
+between organisations."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def free_port() -> int:
 
 
 class Loopback:
-    """Server and sites as supervised processes below `folder`; leaving the context leaves no
-    process behind.
+    """A server and sites as supervised processes below `folder`. No process remains after the
+    context ends.
 
-    auto_approve: plans run without an operator, for trials with data that are not confidential.
+    auto_approve: whether plans run without an operator, for trials with data that are not
+        confidential.
     """
 
     def __init__(
@@ -108,15 +109,15 @@ class Loopback:
         raise FedBilevelError(f"{late}: see log.txt and console.txt in {self.folder / 'kits'}.")
 
     def pids(self, name: str) -> dict[str, list[int]]:
-        """Processes of the server or a site: its parent process, and its job processes."""
+        """Return the ids of the server's or a site's processes, as `parent` and `job`."""
         found: dict[str, list[int]] = {"parent": [], "job": []}
         for pid, kind in processes.running(self.kits[name]).items():
             found["parent" if kind == "parent" else "job"].append(pid)
         return found
 
     def kill(self, name: str, which: str = "all", *, number: int = signal.SIGKILL) -> list[int]:
-        """Send a signal to the `job` processes, the `parent` or `all` processes of the server or a
-        site."""
+        """Send a signal to the `job` processes, the `parent` process or `all` processes of the
+        server or a site, and return their ids."""
         pids = [pid for kind, some in self.pids(name).items() if which in (kind, "all") for pid in some]
         for pid in pids:
             os.kill(pid, number)

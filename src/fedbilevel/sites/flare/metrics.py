@@ -1,9 +1,9 @@
 """Health and metrics of a server or a site over HTTP, for Prometheus and for service managers.
 
 GET /healthz answers 200 while the supervised process runs and its certificate is valid, otherwise
-503. GET /metrics answers figures in the text format 0.0.4, read from the kit's files at each
-request. Both need a Host header with a name of this endpoint, so that no foreign page can read them
-(DNS rebinding).
+503. GET /metrics returns figures in the text format 0.0.4, read from the kit's files at each
+request. Both requests need a Host header with a name of this endpoint, so that no foreign web page
+can read the figures (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FAMILIES = {
 
 
 def text(samples: list[Sample]) -> str:
-    """Samples in the text format of Prometheus, by family."""
+    """Write samples in the text format of Prometheus, grouped by family."""
     lines = []
     for name, (kind, help_text) in FAMILIES.items():
         found = [one for one in samples if one.name == name and math.isfinite(one.value)]
@@ -96,7 +96,7 @@ def _escaped(value: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file that a job writes; empty where it is missing or not JSON."""
+    """Read a file that a job writes, or return {} if the file is missing or not JSON."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -109,8 +109,10 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str], **labels: str) -> Iterator[Sample]:
-    """Samples of numbers. names: family by key of `values`. Other values, and integers too large,
-    are skipped."""
+    """Yield a sample for each number, and skip other values and integers that are too large.
+
+    names: the family of samples for each key of `values`.
+    """
     for key, family in names.items():
         if isinstance(value := values.get(key), int | float):
             with contextlib.suppress(OverflowError):
@@ -131,7 +133,7 @@ def of_process(supervised: Supervised) -> Iterator[Sample]:
 
 
 def of_runs(kit: Path) -> Iterator[Sample]:
-    """Samples at the server: every run, as its job wrote it last."""
+    """Yield samples at the server about every run, from the last progress that its job wrote."""
     for path in sorted((kit / RUNS).glob(f"*/{PROGRESS}")):
         run, progress = path.parent.name, _read(path)
         rows = progress.get("latest")
@@ -151,7 +153,8 @@ def of_runs(kit: Path) -> Iterator[Sample]:
 
 
 def of_site(kit: Path) -> Iterator[Sample]:
-    """Samples at a site: the state that its job wrote last, and how much has left in all."""
+    """Yield samples at a site: the last state that its job wrote, and totals of what has left the
+    site."""
     status = _read(kit / SITE / STATUS)
     yield from _one_of("site_state", STATES, status.get("state", "idle"))
     names = ("answers", "bytes", "rounds_run", "max_rounds", "iteration")
@@ -172,7 +175,8 @@ def samples_of(supervised: Supervised) -> list[Sample]:
 
 
 def fault(supervised: Supervised) -> str:
-    """Why the server or site is not healthy; empty if it is."""
+    """Return the reason why the server or site is not healthy, or an empty text if it is
+    healthy."""
     if supervised.pid is None:
         return f"{supervised.name} does not run"
     try:
@@ -183,7 +187,7 @@ def fault(supervised: Supervised) -> str:
 
 
 class Endpoint:
-    """Serves /healthz and /metrics in a thread until it is closed."""
+    """Serves /healthz and /metrics in a thread until `close` is called."""
 
     def __init__(self, supervised: Supervised, *, host: str = HOST, port: int = 0) -> None:
         try:
@@ -206,13 +210,14 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)  # HTTPServer asks the name service for this machine's name, which may take long
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keep it off the terminal: a client left before it had its answer."""
+        """Log a failed request instead of printing it, because usually a client disconnected before
+        its answer."""
         log.debug("a request of %s failed", client_address, exc_info=True)
 
 
 def _name_in(host: str | None) -> str | None:
-    """The name or address in a Host header, without the port, because a tunnel may have another
-    port."""
+    """Return the name or address in a Host header. The port is dropped, because a tunnel may use
+    another one."""
     try:
         return urlsplit(f"//{host or ''}").hostname
     except ValueError:
@@ -235,8 +240,8 @@ def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
                 self._answer(404, "there are /healthz and /metrics\n")
 
         def _is_for_us(self) -> bool:
-            """Whether the Host header is ours. With 0.0.0.0, the address that the client connected
-            to is ours."""
+            """Check whether the Host header names this endpoint. If the endpoint listens at
+            0.0.0.0, the address that the client connected to is accepted."""
             return _name_in(self.headers.get("Host")) in (*LOOPBACK, host.lower(), self.connection.getsockname()[0])
 
         def _answer(self, code: int, content: str) -> None:
@@ -248,6 +253,6 @@ def _handler(supervised: Supervised, host: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing: the terminal is for runs."""
+            """Print nothing, because the terminal shows the progress of runs."""
 
     return Handler

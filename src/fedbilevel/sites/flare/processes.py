@@ -1,4 +1,4 @@
-"""The server or a site of a kit as a supervised child process, which is restarted when it dies."""
+"""The server or site of a kit as a supervised child process, which is restarted when it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PARENT = ("server_train", "client_train")
 
 
 def command_of(kit: Path) -> list[str]:
-    """The command in the kit's own start script, with this Python."""
+    """Return the command in the kit's own start script, with this Python interpreter."""
     script = kit / "startup" / "sub_start.sh"
     if not script.is_file():
         missing = "there is no startup/sub_start.sh in it, so make it again with provision"
@@ -42,15 +42,17 @@ def command_of(kit: Path) -> list[str]:
 
 
 def name_of(kit: Path) -> str:
-    """The name by which the federation knows the kit's owner."""
+    """Return the name by which the federation knows the kit's owner."""
     named = [part.removeprefix("uid=") for part in command_of(kit) if part.startswith("uid=")]
     return named[0] if named else "server"
 
 
 def running(kit: Path) -> dict[int, str]:
-    """Processes of this kit by pid: `parent`, or the id of the job that a process works for.
+    """Return the processes of this kit by process id: `parent`, or the id of the job that a process
+    works for.
 
-    They have the kit's path as a whole argument, so that site-1 is not taken for site-10.
+    A process belongs to the kit if the kit's path is a whole argument of its command, so that
+    site-1 is not mistaken for site-10.
     """
     place, found = str(kit.resolve()), {}
     for process in psutil.process_iter():
@@ -71,8 +73,8 @@ def _kind(words: list[str]) -> str:
 
 
 def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
-    """End all processes of this kit. Job processes outlive a killed parent, and would interfere
-    with the next one's."""
+    """End all processes of this kit and return their ids. Job processes outlive a killed parent and
+    would interfere with those of the next parent."""
     processes = []
     for pid in running(kit):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -87,8 +89,8 @@ def clear(kit: Path, patience: float = PATIENCE) -> list[int]:
 
 
 class Supervised:
-    """The server or site of one kit: started, restarted when it dies, and stopped with all its job
-    processes."""
+    """The supervised process of a server or site: it restarts when it ends, and stops with all its
+    job processes."""
 
     def __init__(
         self,
@@ -168,11 +170,12 @@ class Supervised:
         return f"; it said: {lines[-1].strip()[:200]}" if lines else ""
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is stopped, or for these seconds; returns whether it is stopped."""
+        """Wait until the supervisor is stopped, or for this number of seconds, and return whether
+        it is stopped."""
         return self._stopping.wait(seconds)
 
     def ask_to_stop(self) -> None:
-        """Begin to stop, without waiting, so that several can stop at once."""
+        """Begin to stop without waiting, so that several processes can stop at the same time."""
         self._stopping.set()
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()

@@ -1,5 +1,5 @@
-"""Production settings of a kit: its processes run installed classes only, behind a guard, and its
-logs stay there."""
+"""Production settings of a kit: its processes run only installed classes, behind a guard, and its
+logs stay in the kit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BEAT_TIMEOUT = 30  # seconds without a heartbeat after which the server drops a 
 
 
 def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
-    """Write settings to local/, which is the organisation's own; startup/ is signed and stays as it
-    is."""
+    """Write the settings in local/, which belongs to the organisation. The signed folder startup/
+    stays unchanged."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": allow, "allow_log_streaming": False}
@@ -67,7 +67,7 @@ def write_settings(kit: Path, *, is_server: bool, allow: list[str]) -> None:
 
 
 def check_guarded(kit: Path) -> None:
-    """Refuse a kit without a guard, whose processes would obey FLARE's own commands."""
+    """Raise if a kit has no guard, because its processes would obey FLARE's own commands."""
     resources = json.loads((kit / "local" / "resources.json").read_text())
     if GUARD not in resources.get("components", []) or resources.get("app_validator") != VALIDATOR:
         fix = "make it anew with `provision`"
@@ -75,8 +75,11 @@ def check_guarded(kit: Path) -> None:
 
 
 def settle(kit: Path, place: Path | None = None) -> None:
-    """Keep a server's jobs in its kit, at its present or future `place`. FLARE's default is /tmp,
-    which two servers on a machine would share and a reboot empties."""
+    """Configure a server to keep its jobs in its kit. FLARE's default is /tmp, which two servers on
+    one machine would share and which a reboot empties.
+
+    place: the kit's future path, if it differs from `kit`.
+    """
     path = kit / "local" / "resources.json"
     if not (kit / "startup" / "fed_server.json").is_file() or not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""The file in which a job keeps the progress of its run, for the lead."""
+"""The file in which a job writes the progress of its run for the lead."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ KEPT = 20  # the last outer iterations that the file holds
 
 
 class ProgressFile:
-    """The last outer iterations of a job, and how it ended. The lead reads it during the job and
-    afterwards."""
+    """The last outer iterations of a job, and its outcome. The lead reads the file during the job
+    and afterwards."""
 
     def __init__(self, path: Path, job: str, sites: list[str]) -> None:
         self._path, self._lock = path, threading.Lock()

@@ -30,8 +30,8 @@ class Tidy:
     """Collects garbage after many bytes of messages.
 
     FLARE leaves every sent message in a cycle of references (TxTask and its StreamFuture). Only a
-    full collection frees it, and Python collects too seldom: without this, a site's process grew by
-    50 MB in 1000 rounds.
+    full collection frees such a message, and Python runs one too seldom: without this class, a
+    site's process grew by 50 MB in 1000 rounds.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Tidy:
 
 
 class FlareTransport:
-    """Sends to the sites of the running job. To be made in the thread in which FLARE runs the
-    server."""
+    """Sends messages to the sites of the running job. It must be created in the thread in which
+    FLARE runs the server."""
 
     def __init__(self) -> None:
         self._context = collab.context
@@ -66,7 +66,8 @@ class FlareTransport:
         return bool(self.stopping)
 
     def ask_to_stop(self, why: str) -> None:
-        """Stop after this outer iteration. A person's request is not overruled."""
+        """Request a stop after this outer iteration. A person's earlier request keeps its
+        reason."""
         if self.stopping != ASKED:
             self.stopping = why
 
@@ -91,7 +92,8 @@ class FlareTransport:
         return replies, failures
 
     def strangers(self) -> dict[str, dict[str, int]]:
-        """Senders that the guard of the server's own processes has refused since the last call."""
+        """Count the messages that the guard of the server's own processes has refused since the
+        last call, by sender."""
         found = refused_by(self._kit)
         new = {
             name: times - self._refused.get(name, 0)
@@ -121,7 +123,7 @@ class FlareTransport:
         return outcome
 
     def _checked(self, name: str, message: bytes, reply: Reply, answer: Mapping[str, Any]) -> Reply | Failure:
-        """Accept an answer only if its site has signed it, for this message."""
+        """Accept an answer only if its site has signed it for this message."""
         signature, certificate = answer.get("signature"), answer.get("certificate")
         if type(signature) is not bytes or type(certificate) is not bytes:
             return Failure(
@@ -144,7 +146,7 @@ class FlareTransport:
 
 
 def outcome_of(name: str, answer: Any, seconds: float) -> Reply | Failure:
-    """Read an answer. It comes from outside, so every part of it is checked."""
+    """Read an answer, and check every part of it, because it comes from outside."""
     if isinstance(answer, dict) and type(answer.get("content")) is bytes:
         return Reply(answer["content"], seconds)
     if isinstance(answer, dict) and isinstance(answer.get("refusal"), str):
@@ -157,8 +159,8 @@ def outcome_of(name: str, answer: Any, seconds: float) -> Reply | Failure:
 
 
 def failure_of(name: str, error: CollabCallError, seconds: float) -> Failure:
-    """A failure with a remote traceback comes from a site that answered. Any other failure is an
-    unreachable site."""
+    """Describe the failure of a call. A failure with a remote traceback comes from a site that
+    answered, and any other failure means that the site is unreachable."""
     if error.remote_traceback is not None:
         return Failure(False, f"{name} failed with {error.cause_type}; its own log says more.", seconds)
     if isinstance(error.cause, TimeoutError):

@@ -1,4 +1,4 @@
-"""Training instances that help or harm: the change of the validation loss when one is removed.
+"""Training instances that help or harm: the change of the validation loss by each removal.
 
 Each training sample has a mask entry (tasks/influence.py, or any problem whose private x_i weights
 the samples of client i, starting from ones). F(x) = sum_k f_k(y*(x)) is the validation loss summed
@@ -11,7 +11,7 @@ solver of oracle/hypergradient.py.
     predict     the change by each removal, from one hypergradient
     retrain     the change by some removals, from training again without the instance
     result      predictions beside actual changes, with scores
-    study       all of it, from a task
+    study       all of these steps, from a task
     record      influence.json and pictures
 
 Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed

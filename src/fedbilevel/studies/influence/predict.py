@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     """Predicted changes, with the accuracy and the cost of the prediction.
 
     changes: per client, the predicted change of sum_k f_k by removing each of its samples.
-    residual: |mean(H u - f_y)| / |mean f_y| over all data; None where u is not available.
+    residual: |mean(H u - f_y)| / |mean f_y| over all data, or None if u is not available.
     disagreement: distance of the peers' u from their mean, relative to the mean.
     cost: the ledger of the estimate, summed over clients.
     """
@@ -53,11 +53,14 @@ def influences(
     batch_size: BatchSize = None,
     **options: Any,
 ) -> Estimate:
-    """Predict every removal at the trained y, which is one vector or one row per client.
+    """Predict the effect of every removal at the trained y.
 
-    method: a solver of oracle/hypergradient.py, HGP with its settings, or a server algorithm that
-    has an `estimate`; or the name of one of these. network and averaging are for HGP; batch_size is
-    for HGP and server algorithms. options: dtype, device, strategy, chunk_size.
+    y: the trained model, one vector or one row per client.
+    method: a solver of oracle/hypergradient.py, HGP with its settings, a server algorithm that has
+        an `estimate`, or the name of one of these.
+    network, averaging: network and averages of HGP.
+    batch_size: samples per minibatch of HGP and server algorithms.
+    options: dtype, device, strategy and chunk_size.
     """
     check_scopes(problem)
     method = resolved(method)
@@ -77,7 +80,10 @@ def influences(
 
 
 def resolved(method: str | Algorithm) -> str | Algorithm:
-    """Name of a solver, or the algorithm; a name of an algorithm gives it with its defaults."""
+    """Return the name of a solver, or an algorithm.
+
+    The name of an algorithm gives the algorithm with its defaults.
+    """
     found = method if not isinstance(method, str) or method in SOLVERS else discovery.algorithm(method)()
     if isinstance(found, Algorithm) and not hasattr(found, "estimate"):
         known = [*SOLVERS, *(name for name, kind in discovery.algorithms().items() if hasattr(kind, "estimate"))]
@@ -93,7 +99,10 @@ def resolved(method: str | Algorithm) -> str | Algorithm:
 
 
 class _SummingPeers(PeerSimulation):
-    """Adds up the averages of u. HGP does not need the sum, but its u is eta times the sum."""
+    """A simulation of peers that sums the averages of u.
+
+    HGP itself does not need the sum, but the solution u is eta times the sum.
+    """
 
     total: Tensor | None = None
 
@@ -117,7 +126,10 @@ def _by_peers(method: HGP, problem: Problem, clients: Sequence[Holdings], y: Ten
 
 
 class _Undrawn(Simulation):
-    """Refuses estimates with a random number of terms: unbiased, but useless for one instance."""
+    """A simulation that refuses estimates with a random number of terms.
+
+    Such estimates are unbiased, but a single one does not predict the effect of an instance.
+    """
 
     def draw(self, purpose: str, high: int) -> int:
         raise SettingError(
@@ -133,7 +145,7 @@ def _by_server(method: Any, problem: Problem, clients: Sequence[Holdings], y: Te
 
 
 def residual(population: Population, x: Tensor, y: Tensor, u: Tensor) -> float:
-    """|mean(H u - f_y)| / |mean f_y| over all data."""
+    """Return |mean(H u - f_y)| / |mean f_y| over all data."""
     everyone = torch.arange(len(population))
     weights, oracle, data = population.weights(everyone), population.oracle, population.data
     fy = population.average(oracle.upper_grad_y(x, y, data.batch(everyone, "val")), weights)

@@ -18,7 +18,7 @@ from fedbilevel.tasks.task import Built
 
 
 def save(result: Study, built: Built, folder: Path, *, draw: bool) -> None:
-    """Write influence.json. For image data, write also the most harmful and helpful instances.
+    """Write influence.json and, for image data, the most harmful and helpful instances.
 
     draw: write pictures of predicted against actual changes, and of these instances.
     """
@@ -45,7 +45,7 @@ def save(result: Study, built: Built, folder: Path, *, draw: bool) -> None:
 
 
 def _findings(result: Study, built: Built) -> list[dict[str, Any]]:
-    """Images of the most harmful and helpful instances, for a report page."""
+    """Return images of the most harmful and helpful instances, for a report page."""
     found = []
     for kind, does, some in (("harmful", "lowers", result.harmful(12)), ("helpful", "raises", result.helpful(12))):
         if some:

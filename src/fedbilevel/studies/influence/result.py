@@ -19,10 +19,10 @@ PAPER = {  # R2 and F1 of Table 4, full batch
 
 
 class Scores(NamedTuple):
-    """Agreement of predicted with actual changes; None where a score is not defined.
+    """Agreement of predicted with actual changes; a score that is not defined is None.
 
-    f1: of finding the instances whose removal lowers the loss. It is not defined where there are
-    none, neither predicted nor actual.
+    f1: score of finding the instances whose removal lowers the loss; None if there are no such
+        instances, neither predicted nor actual.
     """
 
     r2: float | None
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
 
 def scores(predicted: Sequence[float], actual: Sequence[float]) -> Scores:
-    """Scores of a prediction.
+    """Return the scores of a prediction.
 
     r2 = 1 - SS_res / SS_tot is not the squared correlation: a prediction that is twice too large
     has a lower r2.
@@ -65,9 +65,10 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """Result of a study of influence.
+    """The result of a study of influence.
 
-    ranked: all instances, the largest |prediction| first. The first `num_removed` were removed.
+    ranked: all instances, with the largest |prediction| first; the first `num_removed` were
+        removed.
     """
 
     task: dict[str, Any]
@@ -86,11 +87,11 @@ class Study:
     seconds: dict[str, float]
 
     def harmful(self, num: int) -> list[Instance]:
-        """Instances whose removal lowers the loss: the most negative predictions first."""
+        """Return instances whose removal lowers the loss, the most negative predictions first."""
         return sorted((one for one in self.ranked if one.prediction < 0), key=lambda one: one.prediction)[:num]
 
     def helpful(self, num: int) -> list[Instance]:
-        """Instances whose removal raises the loss: the largest predictions first."""
+        """Return instances whose removal raises the loss, with the largest predictions first."""
         return sorted((one for one in self.ranked if one.prediction > 0), key=lambda one: -one.prediction)[:num]
 
     @property

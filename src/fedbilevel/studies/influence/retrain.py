@@ -1,7 +1,7 @@
 """Training, and training again without single instances.
 
-Where training is gradient push, all retrainings run side by side in one simulation. Every removal
-is an island: a copy of the clients with one mask entry at zero. No message passes between islands.
+With gradient push, all retrainings run side by side in one simulation. Every removal is an island:
+a copy of the clients with one mask entry at zero. No message passes between islands.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Place = tuple[int, int]  # client, sample
 class Training(Settings):
     """Training of y at a fixed x.
 
-    newton: y*(x) to machine precision, for convex lower levels. push: a fixed number of steps of
-    gradient push on the network, from the initial point.
+    The kind `newton` computes y*(x) to machine precision, for convex lower levels. The kind `push`
+    takes a fixed number of steps of gradient push on the network, from the initial point.
     """
 
     kind: Literal["newton", "push"] = setting(
@@ -89,7 +89,7 @@ def train(
 
 
 def _masked(x: Tensor, removals: Sequence[Place | None]) -> Tensor:
-    """Rows of all islands, one island after the other, each without its instance."""
+    """Return the rows of x of all islands in sequence, each without its instance."""
     n = len(x) // len(removals)
     x = x.clone()
     for island, place in enumerate(removals):
@@ -99,7 +99,10 @@ def _masked(x: Tensor, removals: Sequence[Place | None]) -> Tensor:
 
 
 class _IslandStream(Stream):
-    """Gives a client of an island the draws of the original client, hence the same minibatches."""
+    """A stream that gives each client of an island the draws of the original client.
+
+    So all islands use the same minibatches.
+    """
 
     def __init__(self, seed: int, num_clients: int) -> None:
         super().__init__(seed)
@@ -143,7 +146,7 @@ def _pushed(
 
 
 def _islands(links: Any, num: int, *, faulty: bool) -> AnyNetwork:
-    """Network of `num` copies of the clients, without links between copies."""
+    """Return a network of `num` copies of the clients, without links between copies."""
     if links.shares == "fastest" and num > 1:
         raise SettingError(
             "fastest-mixing shares of islands differ from those of one island, so retraining would differ from "
@@ -180,9 +183,11 @@ def retrain(
     at_once: int | None = None,
     **options: Any,
 ) -> Retrained:
-    """Compare each removal with training without removal in the same simulation.
+    """Return the changes of the loss by each removal, and their noise.
 
-    at_once: removals per simulation (default: as many as 1 GiB and 1000 peers hold).
+    A change is the difference from training without removal in the same simulation.
+
+    at_once: removals per simulation; by default as many as fit into 1 GiB and 1000 peers.
     """
     if training.kind == "newton":
         again = train(built, training, [None, *removals], start=base.y[0, 0], **options)
@@ -202,7 +207,7 @@ def _chunks(removals: Sequence[Place], size: int) -> Iterator[Sequence[Place]]:
 
 
 def _fitting(built: Built) -> int:
-    """Number of removals whose islands fit into one simulation."""
+    """Return the number of removals whose islands fit into one simulation."""
     values = (value for client in built.clients for role in client.values() for value in role.values())
     size = sum(torch.as_tensor(value).nbytes for value in values)
     return max(1, min(_COPIES // size, _PEERS // len(built.clients)) - 1)

@@ -29,7 +29,7 @@ from fedbilevel.tasks.task import Built
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """Settings of a study, complete: the task has suggested those that were not given."""
+    """All settings of a study, including those that the task suggests."""
 
     method: str | Algorithm
     training: Training
@@ -37,7 +37,7 @@ class _Settings:
     averaging: Averaging
 
     def shown(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of the parts that took part, for the record."""
+        """Return the settings of the parts that the study used, for the record."""
         method, between_peers = self.method, isinstance(self.method, PeerAlgorithm)
         return {
             "training": self.training.asdict(),
@@ -65,9 +65,11 @@ def study(
 ) -> Study:
     """Train, predict every removal from one hypergradient, and remove the largest predictions.
 
-    Omitted settings come from `task.suggests`. record: a new folder for influence.json and, with
-    draw, for pictures. options: seed, batch_size, device, strategy, chunk_size; they hold for
-    training, prediction and retraining.
+    The task suggests omitted settings (`task.suggests`).
+
+    record: a new folder for influence.json and, with `draw`, for pictures.
+    options: seed, batch_size, device, strategy and chunk_size of training, prediction and
+        retraining.
     """
     if num_removed < 0:
         raise SettingError(f"num_removed is {num_removed}, expected at least 0.")
@@ -137,7 +139,7 @@ def _suggested(kind: type[Any], task: Influence, name: str) -> Any:
 
 
 def _order(found: Estimate) -> list[tuple[float, int, int]]:
-    """Prediction, client and sample of every instance, the largest |prediction| first."""
+    """Return prediction, client and sample of every instance, the largest |prediction| first."""
     every = [(float(value), i, j) for i, row in enumerate(found.changes) for j, value in enumerate(row)]
     return sorted(every, key=lambda one: (-abs(one[0]), *one[1:]))
 
@@ -172,7 +174,7 @@ def _result(
 
 
 def _figures(built: Built, y: Tensor, options: Mapping[str, Any]) -> tuple[float, float]:
-    """Validation accuracy, and |mean g_y|."""
+    """Return the validation accuracy, and |mean g_y|."""
     population = Population(built.problem, built.clients, **options)
     everyone = torch.arange(len(population))
     with torch.no_grad():

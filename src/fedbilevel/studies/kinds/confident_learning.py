@@ -84,7 +84,7 @@ class ConfidentLearning(Settings):
 def run(
     row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
 ) -> RowOutcome:
-    """Run one repetition, which determines the data of the task and the folds.
+    """Run one repetition; its number determines the data of the task and the folds.
 
     `folder` and `device` are not used.
     """
@@ -143,7 +143,7 @@ def out_of_sample(
     seed: int,
     fitted: Callable[[np.ndarray, np.ndarray], LogisticRegression],
 ) -> np.ndarray:
-    """Class probabilities (n, classes) of every sample, from a model trained without its fold.
+    """Return class probabilities (n, classes) of samples, from models trained without their fold.
 
     The columns are in the order of the labels that occur.
     """
@@ -167,7 +167,7 @@ def out_of_sample(
 def label_issues(label: np.ndarray, probabilities: np.ndarray, filter_by: str = "prune_by_noise_rate") -> np.ndarray:
     """Flag labels by confident learning.
 
-    probabilities: one column for each label that occurs.
+    probabilities: class probabilities with one column for each label that occurs.
     """
     if find_spec("cleanlab") is None:
         raise FedBilevelError(
@@ -183,7 +183,7 @@ def label_issues(label: np.ndarray, probabilities: np.ndarray, filter_by: str = 
 def _fitted(
     image: np.ndarray, label: np.ndarray, l2: float, max_iterations: int, say: Callable[[str], None]
 ) -> LogisticRegression:
-    """The minimiser of mean CE + l2/2 |weights|^2.
+    """Return the minimiser of mean CE + l2/2 |weights|^2.
 
     scikit-learn minimises C times the sum of the losses plus half the squared norm.
     """
@@ -203,7 +203,7 @@ def _figures(
     flagged: np.ndarray,
     model: LogisticRegression,
 ) -> dict[str, float]:
-    """Figures by the task's statistics.
+    """Return the figures, computed by the task's statistics.
 
     A flagged sample has a negative logit. The model is the task's linear model; labels that do not
     occur have zero weights and a bias of minus infinity.

@@ -126,7 +126,7 @@ def run(
 
 
 def terms(num_terms: int) -> list[int]:
-    """Numbers of terms at the points of a curve: even on a logarithmic axis, from 1 to the last."""
+    """Return the numbers of terms of a curve, evenly spaced on a logarithmic axis."""
     return [int(m) for m in np.unique(np.rint(np.geomspace(1, num_terms, _POINTS)))]
 
 

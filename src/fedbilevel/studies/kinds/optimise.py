@@ -88,7 +88,7 @@ def run(
 
 
 class _End(NamedTuple):
-    """The end of a run: at the target or at a number of rounds."""
+    """The condition that ends a run: the target or a number of rounds."""
 
     row: Mapping[str, Any]
     target: Target | None

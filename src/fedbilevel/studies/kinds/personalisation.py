@@ -1,6 +1,6 @@
 """One method of personalisation on one network.
 
-The figures are mean and bottom-decile test accuracy where validation accuracy is best.
+The figures are mean and bottom-decile test accuracy at the best validation accuracy.
 
 task      settings of the task personalisation; repetition r uses its `repeated(r)`
 plan      settings shared by all methods (personalisation.PersonalisationPlan)
