@@ -440,7 +440,7 @@ def test_without_torchrun_it_says_what_to_type(monkeypatch, tmp_path):
     with pytest.raises(SettingError, match="engine is 'cluster', expected 'simulation' or 'distributed'"):
         group_of("cluster")  # type: ignore[arg-type]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SettingError, match="torchrun started several processes, and the engine 'simulation' is one"):
+    with pytest.raises(SettingError, match="torchrun started several processes, and the engine 'simulation' needs one"):
         CliRunner().invoke(
             cli,
             ["run", "quadratic", "-a", "fedbio", "--engine", "simulation", "--out", str(tmp_path / "r")],
