@@ -270,7 +270,7 @@ def test_a_frozen_rank_is_given_up_after_the_timeout_and_the_checkpoint_is_good(
     assert text == (
         "rank 2 of 3 no longer answers (no word within 1.5 s) in outer iteration 2; "
         f"the last checkpoint, of outer iteration 1, is in {place}: "
-        "go on with the same call and resume=True."
+        "resume with the same call and resume=True."
     )
     assert later == "a rank of 3 was lost before, so the others can exchange nothing any more: start all of them again."
     assert again == text
@@ -363,7 +363,7 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_a_checkpoint_to_go_on_f
     assert message.startswith("Error: rank 1 of 2 no longer answers (the connection is closed) in outer iteration ")
     assert message.endswith(
         f"; the last checkpoint, of outer iteration {reached}, is in run: "
-        "go on with torchrun --nproc-per-node 2 -m fedbilevel resume run."
+        "resume with torchrun --nproc-per-node 2 -m fedbilevel resume run."
     )
     assert "fedbilevel/engines" not in complaints  # no traceback of ours; torchrun has one of its own
     assert "fedbilevel/cli" not in complaints
