@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from fedbilevel.runs.callbacks import EarlyStopping
     from fedbilevel.runs.result import Progress, Result
     from fedbilevel.runs.solve import solve
-    from fedbilevel.runs.step_sizes import check_timescales, curvature, projection_radius, suggest_steps
+    from fedbilevel.runs.step_sizes import curvature, projection_radius, suggest_steps
     from fedbilevel.studies.compare import compare
+    from fedbilevel.studies.search import tune
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
     "checks.algorithm": ["check_algorithm"],
@@ -45,8 +46,9 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "runs.result": ["Progress", "Result"],
     "runs.solve": ["solve"],
     "report.page": ["write_report"],
-    "runs.step_sizes": ["check_timescales", "curvature", "projection_radius", "suggest_steps"],
+    "runs.step_sizes": ["curvature", "projection_radius", "suggest_steps"],
     "studies.compare": ["compare"],
+    "studies.search": ["tune"],
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -67,7 +69,6 @@ __all__ = [
     "check_engine",
     "check_hypergradient",
     "check_problem",
-    "check_timescales",
     "compare",
     "curvature",
     "projection_radius",
@@ -75,6 +76,7 @@ __all__ = [
     "solve",
     "suggest_steps",
     "tasks",
+    "tune",
     "write_report",
 ]
 

@@ -53,6 +53,7 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "query_accuracy": "Share of query samples of the few-shot tasks that are classified correctly. Higher is better.",
     "balanced_test_accuracy": "Mean over classes of the share of test samples classified correctly. Higher is better.",
     "rarest_test_accuracy": "Test accuracy on the rarest classes. Higher is better.",
+    "good_weight": "Sum of the learned weights of the sources that are like the target. Higher is better.",
     "test_accuracy_mean_client": "Mean over clients of the test accuracy of each client. Higher is better.",
     "test_accuracy_bottom_decile": "Test accuracy of the client below which a tenth of the clients lie.",
     "bottom_decile": "Test accuracy of the client below which a tenth of the clients lie.",

@@ -17,8 +17,16 @@ class ProblemError(FedBilevelError, ValueError):
     """The losses, the scopes or the clients' data do not fit together."""
 
 
+class ConvexityError(ProblemError):
+    """The lower level is not strongly convex at a point, so that y*(x) is not determined there."""
+
+
 class SettingError(FedBilevelError, ValueError):
     """A setting is outside its range."""
+
+
+class UnstableStepError(SettingError):
+    """A step size is above the range in which the algorithm is stable on this problem."""
 
 
 class UnknownNameError(FedBilevelError, LookupError):
@@ -53,8 +61,16 @@ class ScopeWarning(UserWarning):
     """An algorithm is biased for this kind of problem; the message names the bias."""
 
 
+class ProblemWarning(UserWarning):
+    """A problem can be solved, but its solution may be meaningless; the message says why."""
+
+
 class IgnoredWarning(UserWarning):
     """A run file sets a key that has no meaning for this kind of run."""
+
+
+class RecoveryWarning(UserWarning):
+    """A run went back to its best state, failed, or did not move x."""
 
 
 class NetworkError(FedBilevelError, ValueError):

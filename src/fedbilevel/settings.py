@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fedbilevel.errors import SettingError, UnknownNameError
 
@@ -36,6 +36,20 @@ def setting(
     return dataclasses.field(
         default=default, metadata={"help": help, "symbol": symbol, "above": above, "least": least, "most": most}
     )
+
+
+AUTO = "auto"
+
+if TYPE_CHECKING:
+    StepSize = Any  # algorithms multiply by a number: runs replace "auto" before the first outer iteration
+else:
+    StepSize = float | Literal["auto"]
+
+
+def step_size(default: float, help: str, *, symbol: str = "") -> Any:
+    """Return a dataclass field for a step size above 0, or "auto" for a step that the run measures."""
+    field = setting(default, help, symbol=symbol, above=0)
+    return dataclasses.field(default=default, metadata={**field.metadata, "step": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

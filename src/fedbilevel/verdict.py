@@ -8,16 +8,23 @@ from html import escape
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its name, whether it passed, and the figures behind it."""
+    """One check: its name, whether it passed, and the figures behind it.
+
+    ok: None if the check was not done.
+    """
 
     name: str
-    ok: bool
+    ok: bool | None
     text: str
+
+    @property
+    def result(self) -> str:
+        return {True: "ok", False: "FAIL", None: "--"}[self.ok]
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """All checks of one contract; `ok` is True if all passed, and printing shows a table."""
+    """All checks of one contract; `ok` is True if all were done and passed, and printing shows a table."""
 
     title: str
     checks: list[Check]
@@ -31,18 +38,22 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        num, failed = len(self.checks), sum(not check.ok for check in self.checks)
+        num, failed = len(self.checks), sum(check.ok is False for check in self.checks)
+        undone = sum(check.ok is None for check in self.checks)
         if num == 1:
-            return f"the check {'passed' if self.ok else 'failed'}"
-        return f"all {num} checks passed" if self.ok else f"{failed} of {num} checks failed"
+            return f"the check {'passed' if self.ok else 'failed' if failed else 'was not done'}"
+        if self.ok:
+            return f"all {num} checks passed"
+        first = f"{failed} of {num} checks failed" if failed else f"{num - undone} of {num} checks passed"
+        return f"{first}, {undone} not checked" if undone else first
 
     def __str__(self) -> str:
         width = max(len(check.name) for check in self.checks)
-        lines = [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:<{width}}  {check.text}" for check in self.checks]
+        lines = [f"  {check.result:<4}  {check.name:<{width}}  {check.text}" for check in self.checks]
         return "\n".join([self.title, *lines, f"Verdict: {self.verdict}."])
 
     def _repr_html_(self) -> str:
-        cells = ((check.name, "ok" if check.ok else "FAIL", check.text) for check in self.checks)
+        cells = ((check.name, check.result, check.text) for check in self.checks)
         rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
         head = "<tr><th>check</th><th>result</th><th>details</th></tr>"
         return f"<p>{escape(self.title)}: {self.verdict}.</p><table>{head}{rows}</table>"

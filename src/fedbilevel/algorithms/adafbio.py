@@ -65,8 +65,9 @@ from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.federation.probing import ADAPTIVE, Found
 from fedbilevel.problem.problem import Scopes
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 class Point(NamedTuple):
@@ -98,6 +99,24 @@ def directions(self: Any, clients: Clients, step: Step, point: Point) -> Estimat
 def eta(self: Any, t: int, num_clients: int) -> float:
     n = max(100, num_clients) if self.offset is None else self.offset
     return float(self.step_scale * (num_clients / (n + t)) ** (1 / 3))
+
+
+def scheduled_steps(self: Any, found: Found) -> dict[str, float]:
+    """Return plain steps divided by the first eta; adaptive steps are relative to the sizes of x and g_y.
+
+    The accumulator b starts at the share 1 - r of |g_y|, and grows to |g_y|: B is between the two.
+    """
+    first, lower = eta(self, 1, found.num_clients), found.between(self.num_local_steps)
+    upper = found.upper
+    if self.adaptive != "none":
+        slope = (1 - self.decay) ** 0.5 * found.gradient * found.width**0.5
+        upper, lower = ADAPTIVE * found.size * (1 + self.damping / max(found.h, 1e-30)), lower * (slope + self.damping)
+    shared = getattr(self, "hypergradient", "") == "shared-u"
+    return {
+        "lr_upper": upper / (first * self.num_local_steps),
+        "lr_lower": lower / first,
+        "lr_system": found.between(self.num_local_steps) / first if shared else found.lower,
+    }
 
 
 def check_steps(self: Any, num_clients: int) -> None:
@@ -218,10 +237,10 @@ def storm(self: Any, eta_t: float, est: Estimates, new: Estimates, before: Estim
 
 @dataclass(frozen=True, kw_only=True)
 class AdaFBiO(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x, before eta / (sqrt(a) + damping)", symbol="gamma", above=0)
-    lr_lower: float = setting(0.01, "step of y, before eta / (b + damping)", symbol="lambda", above=0)
-    lr_system: float = setting(
-        0.1, "step of the Neumann series, at most 1/L; with shared-u the step of u, before eta", symbol="theta", above=0
+    lr_upper: StepSize = step_size(0.01, "step of x, before eta / (sqrt(a) + damping)", symbol="gamma")
+    lr_lower: StepSize = step_size(0.01, "step of y, before eta / (b + damping)", symbol="lambda")
+    lr_system: StepSize = step_size(
+        0.1, "step of the Neumann series, at most 1/L; with shared-u the step of u, before eta", symbol="theta"
     )
     num_local_steps: int = setting(5, "local steps between rounds", symbol="q", least=1)
     num_terms: int = setting(10, "terms of the Neumann series; unused with shared-u", symbol="K", least=1)
@@ -251,6 +270,8 @@ class AdaFBiO(ServerAlgorithm):
         s: Variable | None
         a: Variable | None
         b: Variable | None
+
+    auto_steps = scheduled_steps
 
     def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
         return {} if self.hypergradient == "shared-u" else self.warns

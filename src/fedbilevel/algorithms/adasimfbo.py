@@ -47,8 +47,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.federation.algorithm import Federation, Kept, Variable, phase
+from fedbilevel.federation.algorithm import Federation, Kept, Variable, most_steps, phase
 from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.probing import ADAPTIVE, MOVE, Found
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
@@ -98,6 +99,23 @@ class AdaSimFBO(SimFBO):
         s_x: Variable
         s_y: Variable
         s_u: Variable
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        """Return steps by which every entry moves by a share of its usual size in one round.
+
+        The step of Adam is gamma q / (|q| + eps), where q is the sum over the local steps. Several
+        local steps are not longer than those of SimFBO.
+        """
+        tau, steps = most_steps(self.num_local_steps), super().auto_steps(found)
+        for name, move, q in (
+            ("lr_upper", ADAPTIVE * found.size, found.h),
+            ("lr_lower", MOVE * found.y, found.gradient),
+            ("lr_system", MOVE * found.u, found.residual),
+        ):
+            if move > 0 and q > 0:
+                adam = move * (1 + self.server_damping / (tau * q)) / getattr(self, f"server_{name}")
+                steps[name] = adam if tau == 1 else min(adam, steps[name])
+        return steps
 
     def init(self, fed: Federation) -> Any:
         moments = (fed.zeros(name) for name in ("u", "m_x", "m_y", "m_u", "s_x", "s_y", "s_u"))

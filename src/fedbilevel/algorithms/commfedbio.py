@@ -48,7 +48,7 @@ from torch import Tensor
 from fedbilevel.algorithms import fbo_aggitd, fedmbo
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Sparse, Variable, linear_phase, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 def top_k(rows: Tensor, k: int) -> Tensor:
@@ -69,9 +69,9 @@ def orthonormal_rows(seed: int, num: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CommFedBiO(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="eta", above=0)
-    lr_lower: float = setting(0.1, "step of y, divided among the local steps", symbol="gamma", above=0)
-    lr_system: float = setting(0.1, "step of u", symbol="tau", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="eta")
+    lr_lower: StepSize = step_size(0.1, "step of y, divided among the local steps", symbol="gamma")
+    lr_system: StepSize = step_size(0.1, "step of u", symbol="tau")
     num_lower_rounds: int = setting(1, "rounds of local SGD on y", symbol="E", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y", least=1)
     num_system_rounds: int = setting(5, "rounds on u, for top_k and none", symbol="R", least=0)
@@ -93,6 +93,8 @@ class CommFedBiO(ServerAlgorithm):
         x: Variable
         y: Tensor  # a local lower level is refused, so that y and u are at the server
         u: Tensor
+
+    auto_steps = fbo_aggitd.nested_steps
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

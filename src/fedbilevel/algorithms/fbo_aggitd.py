@@ -46,7 +46,18 @@ from torch import Tensor
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.federation.probing import NESTED, Found
+from fedbilevel.settings import StepSize, setting, step_size
+
+
+def nested_steps(self: Any, found: Found) -> dict[str, float]:
+    """Return step sizes of methods that divide the step of y among local steps, and solve before x moves."""
+    tau = getattr(self, "num_local_steps", 1)
+    return {
+        "lr_upper": NESTED * found.upper,
+        "lr_lower": (min(tau) if isinstance(tau, tuple) else tau) * found.between(tau),
+        "lr_system": found.averaged,
+    }
 
 
 @phase
@@ -75,9 +86,9 @@ def upper_steps(self: Any, clients: Clients, x: Tensor, y: Tensor, h: Tensor) ->
 
 @dataclass(frozen=True, kw_only=True)
 class FBOAggITD(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="alpha", above=0)
-    lr_lower: float = setting(0.003, "step of y", symbol="beta", above=0)
-    lr_system: float = setting(0.01, "step of the linear system; at most 1/L", symbol="lambda", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="alpha")
+    lr_lower: StepSize = step_size(0.003, "step of y", symbol="beta")
+    lr_system: StepSize = step_size(0.01, "step of the linear system; at most 1/L", symbol="lambda")
     num_lower_rounds: int = setting(5, "aggregated lower steps per outer iteration", symbol="N", least=0)
     num_local_steps: int | tuple[int, ...] = setting(1, "local steps on y and on x", symbol="tau", least=1)
     num_upper_steps: int | None = setting(
@@ -101,6 +112,8 @@ class FBOAggITD(ServerAlgorithm):
             raise SettingError(
                 "FBOAggITD: literal is the printed Algorithm 1, which samples Q: it needs estimator='sampled'."
             )
+
+    auto_steps = nested_steps
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

@@ -28,13 +28,15 @@ from torch import Tensor
 
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(ServerAlgorithm):
-    lr_lower: float = setting(0.1, "step of y", symbol="gamma", above=0)
+    lr_lower: StepSize = step_size(0.1, "step of y", symbol="gamma")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
+
+    learns_x = False
 
     class State(NamedTuple):
         x: Variable

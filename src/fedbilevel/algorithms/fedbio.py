@@ -41,7 +41,7 @@ from torch import Tensor
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 PURPOSES = {"independent": ("B_y", "B_f1", "B_f2", "B_g1", "B_g2"), "shared": ("B_g", "B_f", "B_f", "B_g", "B_g")}
 
@@ -60,9 +60,9 @@ def step_directions(
 
 @dataclass(frozen=True, kw_only=True)
 class FedBiO(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="eta", above=0)
-    lr_lower: float = setting(0.1, "step of y", symbol="gamma", above=0)
-    lr_system: float = setting(0.1, "step of u", symbol="tau", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="eta")
+    lr_lower: StepSize = step_size(0.1, "step of y", symbol="gamma")
+    lr_system: StepSize = step_size(0.1, "step of u", symbol="tau")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     radius: float | None = setting(
         None, "u is projected on the ball of this radius; at least max|f_y| / mu", symbol="r", above=0

@@ -47,7 +47,7 @@ from fedbilevel.algorithms import _local_neumann
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 REFUSES = {
     "global": "it solves a linear system with the Hessian of each client alone, and the mean of those "
@@ -71,9 +71,9 @@ def local_directions(
 
 @dataclass(frozen=True, kw_only=True)
 class FedBiOLocal(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="eta", above=0)
-    lr_lower: float = setting(0.1, "step of y", symbol="gamma", above=0)
-    lr_system: float = setting(0.1, "step of the Neumann series or of u; at most 1/L", symbol="tau", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="eta")
+    lr_lower: StepSize = step_size(0.1, "step of y", symbol="gamma")
+    lr_system: StepSize = step_size(0.1, "step of the Neumann series or of u; at most 1/L", symbol="tau")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="Q", least=0)
     u: Literal["neumann", "local"] = setting(

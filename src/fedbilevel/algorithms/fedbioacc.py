@@ -48,8 +48,9 @@ from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.federation.probing import Found
 from fedbilevel.oracle.hypergradient import project
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 Point = tuple[Tensor, ...]  # rows of x and y, and of u where there is one; likewise of nu, om, q
 
@@ -70,6 +71,16 @@ def longest(self: Any) -> int:
 
 def step_factor(self: Any, t: int) -> float:
     return self.delta / (self.offset + t) ** (1 / 3)
+
+
+def accelerated_steps(self: Any, found: Found) -> dict[str, float]:
+    """Return plain steps divided by the factor a of the first step."""
+    a, lower = step_factor(self, 1), found.between(self.num_local_steps)
+    return {
+        "lr_upper": found.upper / (a * longest(self)),
+        "lr_lower": lower / a,
+        "lr_system": found.lower if getattr(self, "u", "local") == "neumann" else lower / a,
+    }
 
 
 def named(names: tuple[str, str, str], rows: Point) -> dict[str, Tensor | None]:
@@ -141,9 +152,9 @@ def momenta(
 
 @dataclass(frozen=True, kw_only=True)
 class FedBiOAcc(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x, times a", symbol="eta", above=0)
-    lr_lower: float = setting(0.1, "step of y, times a", symbol="gamma", above=0)
-    lr_system: float = setting(0.1, "step of u, times a", symbol="tau", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x, times a", symbol="eta")
+    lr_lower: StepSize = step_size(0.1, "step of y, times a", symbol="gamma")
+    lr_system: StepSize = step_size(0.1, "step of u, times a", symbol="tau")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     delta: float = setting(30.0, "a = delta / (offset + t)^(1/3) scales every step", symbol="delta", above=0)
     offset: float = setting(1e4, "how late a begins to fall", symbol="u0", least=0)
@@ -171,6 +182,8 @@ class FedBiOAcc(ServerAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_momenta(self)
+
+    auto_steps = accelerated_steps
 
     def init(self, fed: Federation) -> State:
         (x, y), u = fed.initial(), fed.zeros("u")

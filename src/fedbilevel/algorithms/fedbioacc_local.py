@@ -40,14 +40,14 @@ from typing import Literal, NamedTuple
 
 from fedbilevel.algorithms import fedbio_local, fedbioacc
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedBiOAccLocal(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x, times a", symbol="eta", above=0)
-    lr_lower: float = setting(0.1, "step of y, times a", symbol="gamma", above=0)
-    lr_system: float = setting(0.1, "step of the Neumann series, at most 1/L; or of u, times a", symbol="tau", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x, times a", symbol="eta")
+    lr_lower: StepSize = step_size(0.1, "step of y, times a", symbol="gamma")
+    lr_system: StepSize = step_size(0.1, "step of the Neumann series, at most 1/L; or of u, times a", symbol="tau")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     num_factors: int = setting(5, "products H v of the Neumann series, which has one term more", symbol="Q", least=0)
     u: Literal["neumann", "local"] = setting(
@@ -80,6 +80,8 @@ class FedBiOAccLocal(ServerAlgorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         fedbioacc.check_momenta(self)
+
+    auto_steps = fedbioacc.accelerated_steps
 
     def init(self, fed: Federation) -> State:
         (x, y), u = fed.initial(), fed.zeros("u") if self.u == "local" else None

@@ -44,15 +44,16 @@ from torch import Tensor
 
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedEM(ServerAlgorithm):
-    lr_lower: float = setting(0.1, "step of the components y", symbol="gamma", above=0)
+    lr_lower: StepSize = step_size(0.1, "step of the components y", symbol="gamma")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     least_share: float = setting(1e-6, "least proportion of a component", above=0, most=0.1)
 
+    learns_x = False
     refuses = {
         "shared": "x holds the proportions in which each client mixes the components: use scopes with a private x"
     }

@@ -43,7 +43,8 @@ from torch import Tensor
 
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.federation.probing import SAMPLED, Found
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 def local_hypergradient(clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> Tensor:
@@ -63,9 +64,9 @@ def upper_step(self: Any, clients: Clients, x: Tensor, y: Tensor, p: Tensor) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class FedMBO(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="alpha", above=0)
-    lr_lower: float = setting(0.1, "step of y", symbol="beta", above=0)
-    lr_system: float = setting(0.1, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="alpha")
+    lr_lower: StepSize = step_size(0.1, "step of y", symbol="beta")
+    lr_system: StepSize = step_size(0.1, "step of the Neumann series; at most 1/L", symbol="lambda")
     num_lower_rounds: int = setting(5, "lower steps per outer iteration", symbol="T", least=0)
     num_terms: int = setting(5, "terms of the Neumann series", symbol="N", least=1)
 
@@ -75,6 +76,9 @@ class FedMBO(ServerAlgorithm):
     class State(NamedTuple):
         x: Variable
         y: Variable
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        return {"lr_upper": SAMPLED * found.upper, "lr_lower": found.averaged, "lr_system": found.lower}
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

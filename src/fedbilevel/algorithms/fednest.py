@@ -43,7 +43,8 @@ from torch import Tensor
 from fedbilevel.algorithms import fbo_aggitd
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, linear_phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.federation.probing import SAMPLED, Found
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @linear_phase
@@ -53,9 +54,9 @@ def lower_gradient(self: Any, clients: Clients, x: Tensor, y: Tensor) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class FedNest(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="alpha", above=0)
-    lr_lower: float = setting(0.01, "step of y", symbol="beta", above=0)
-    lr_system: float = setting(0.01, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="alpha")
+    lr_lower: StepSize = step_size(0.01, "step of y", symbol="beta")
+    lr_system: StepSize = step_size(0.01, "step of the Neumann series; at most 1/L", symbol="lambda")
     num_lower_rounds: int = setting(1, "FedInn calls per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
     num_upper_steps: int | None = setting(
@@ -71,6 +72,10 @@ class FedNest(ServerAlgorithm):
     class State(NamedTuple):
         x: Variable
         y: Variable
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        steps = fbo_aggitd.nested_steps(self, found)
+        return {**steps, "lr_upper": SAMPLED * found.upper, "lr_system": found.lower}
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

@@ -33,6 +33,7 @@ from torch import Tensor
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.federation.algorithm import phase
 from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.probing import Found
 from fedbilevel.settings import setting
 
 
@@ -41,6 +42,9 @@ class FedProx(FedAvg):
     prox_weight: float = setting(
         0.01, "weight of the squared distance to the point that was sent", symbol="mu", least=0
     )
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        return {"lr_lower": 1 / (1 / found.lower + self.prox_weight)}
 
     @phase
     def local_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:

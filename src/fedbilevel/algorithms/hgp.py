@@ -48,17 +48,18 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.sgp import Schedule, gradient_push
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import UnstableStepError
 from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
+from fedbilevel.federation.probing import ADAPTIVE, Found
 from fedbilevel.oracle.hypergradient import start_vector
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class HGP(PeerAlgorithm):
-    lr_upper: float = setting(0.1, "step of x", above=0)
-    lr_lower: float = setting(0.1, "step of y", above=0)
-    lr_system: float = setting(0.1, "step of u, at most 1/L", symbol="eta", above=0)
+    lr_upper: StepSize = step_size(0.1, "step of x")
+    lr_lower: StepSize = step_size(0.1, "step of y")
+    lr_system: StepSize = step_size(0.1, "step of u, at most 1/L", symbol="eta")
     num_terms: int = setting(10, "averages of u", symbol="M", least=1)
     num_lower_steps: int = setting(10, "steps of y per outer iteration", symbol="T", least=1)
     lower_schedule: Schedule = setting(
@@ -94,6 +95,10 @@ class HGP(PeerAlgorithm):
         @property
         def y(self) -> Tensor:
             return debiased(self.z, self.w)
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        upper = ADAPTIVE * found.size if self.optimiser == "adam" else found.upper
+        return {**super().auto_steps(found), "lr_upper": upper}
 
     def verbs(self) -> tuple[str, ...]:
         return ("mix", "push") if self.lower_solver == "push" else ("mix",)
@@ -189,7 +194,7 @@ class HGP(PeerAlgorithm):
         largest = torch.linalg.vector_norm(v, dim=1)
         if self.lr_system * float(largest.max()) > 1.001:  # so that the value printed below passes
             worst = int(largest.argmax())
-            raise SettingError(
+            raise UnstableStepError(
                 f"lr_system = {self.lr_system:g} is above the stable range: client {int(clients.ids[worst])} "
                 f"has curvature {float(largest[worst]):.4g}, so the "
                 f"largest allowed value is {1 / float(largest[worst]):.4g} (num_curvature_products=0 turns "

@@ -43,14 +43,15 @@ from torch import Tensor
 from fedbilevel.algorithms import _local_neumann, fbo_aggitd, fednest
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.federation.probing import Found
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LFedNest(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="alpha", above=0)
-    lr_lower: float = setting(0.01, "step of y", symbol="beta", above=0)
-    lr_system: float = setting(0.01, "step of the Neumann series; at most 1/L", symbol="lambda", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="alpha")
+    lr_lower: StepSize = step_size(0.01, "step of y", symbol="beta")
+    lr_system: StepSize = step_size(0.01, "step of the Neumann series; at most 1/L", symbol="lambda")
     num_lower_rounds: int = setting(1, "rounds of local steps on y per outer iteration", symbol="T", least=0)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps on y and on x", symbol="tau", least=1)
     num_upper_steps: int | None = setting(
@@ -67,6 +68,9 @@ class LFedNest(ServerAlgorithm):
     class State(NamedTuple):
         x: Variable
         y: Variable
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        return {**fbo_aggitd.nested_steps(self, found), "lr_system": found.lower}
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial())

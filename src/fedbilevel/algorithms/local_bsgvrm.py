@@ -40,14 +40,14 @@ from typing import Literal, NamedTuple
 
 from fedbilevel.algorithms import _local_neumann, adafbio
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalBSGVRM(ServerAlgorithm):
-    lr_upper: float = setting(0.1, "step of x, before eta", symbol="gamma", above=0)
-    lr_lower: float = setting(0.5, "step of y, before eta", symbol="lambda", above=0)
-    lr_system: float = setting(0.1, "step of the Neumann series; at most 1/L", symbol="theta", above=0)
+    lr_upper: StepSize = step_size(0.1, "step of x, before eta", symbol="gamma")
+    lr_lower: StepSize = step_size(0.5, "step of y, before eta", symbol="lambda")
+    lr_system: StepSize = step_size(0.1, "step of the Neumann series; at most 1/L", symbol="theta")
     num_local_steps: int = setting(5, "local steps between rounds", symbol="p", least=1)
     num_terms: int = setting(10, "terms of the Neumann series", symbol="K", least=1)
     hypergradient: Literal["local-neumann", "local-neumann-sum"] = setting(
@@ -69,6 +69,8 @@ class LocalBSGVRM(ServerAlgorithm):
         y: Variable
         w: Variable
         v: Variable
+
+    auto_steps = adafbio.scheduled_steps
 
     def init(self, fed: Federation) -> State:
         adafbio.check_steps(self, fed.num_clients)

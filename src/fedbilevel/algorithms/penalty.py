@@ -48,13 +48,13 @@ from torch import Tensor
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Penalty(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", symbol="eta", above=0)
-    lr_lower: float = setting(0.1, "step of z, and of y on (f + lam g) / (1 + lam)", symbol="gamma", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x", symbol="eta")
+    lr_lower: StepSize = step_size(0.1, "step of z, and of y on (f + lam g) / (1 + lam)", symbol="gamma")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     penalty: float = setting(
         10.0, "weight of the lower level at the start; the bias is of the order of its inverse", symbol="lam_0", above=0

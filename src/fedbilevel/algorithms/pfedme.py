@@ -42,14 +42,15 @@ from torch import Tensor
 
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.probing import Found
 from fedbilevel.problem.problem import Scopes
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(ServerAlgorithm):
-    lr_lower: float = setting(0.1, "step of the personal models theta", symbol="gamma", above=0)
-    lr_model: float = setting(0.1, "step of the common model w", symbol="eta", above=0)
+    lr_lower: StepSize = step_size(0.1, "step of the personal models theta", symbol="gamma")
+    lr_model: StepSize = step_size(0.1, "step of the common model w", symbol="eta")
     prox_weight: float = setting(1.0, "weight of the squared distance between theta and w", symbol="lambda", above=0)
     server_mix: float = setting(
         1.0, "how much of the mean of w replaces the old w; above 1 it steps beyond", symbol="beta", above=0
@@ -58,6 +59,7 @@ class PFedMe(ServerAlgorithm):
     num_prox_steps: int = setting(5, "gradient steps on theta per local round", symbol="K", least=1)
 
     decays = ("lr_model",)  # theta solves a problem of its own in every local round
+    learns_x = False
     lower_space = ("w", "theta")
 
     class State(NamedTuple):
@@ -67,6 +69,9 @@ class PFedMe(ServerAlgorithm):
 
     def kept_names(self, scopes: Scopes) -> set[str]:
         return {*super().kept_names(scopes), "theta"}
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        return {"lr_lower": 1 / (1 / found.lower + self.prox_weight), "lr_model": 1 / self.prox_weight}
 
     def init(self, fed: Federation) -> State:
         return self.State(fed.start("x"), fed.start("theta"), fed.start("w"))

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 Schedule = Literal["constant", "milestones"]
 
@@ -58,7 +58,7 @@ def gradient_push(
 
 @dataclass(frozen=True, kw_only=True)
 class SGP(PeerAlgorithm):
-    lr_lower: float = setting(0.1, "step of y", symbol="gamma", above=0)
+    lr_lower: StepSize = step_size(0.1, "step of y", symbol="gamma")
     num_lower_steps: int = setting(10, "steps of y, each with one push, per outer iteration", symbol="T", least=1)
     lower_schedule: Schedule = setting("constant", "of the lower steps within an outer iteration")
 
@@ -71,6 +71,7 @@ class SGP(PeerAlgorithm):
         def y(self) -> Tensor:
             return debiased(self.z, self.w)
 
+    learns_x = False
     lower_space = ("y", "z")
 
     def init(self, peers: Peers) -> State:

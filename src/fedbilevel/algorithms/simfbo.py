@@ -43,17 +43,18 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, most_steps, phase
 from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.federation.probing import Found
 from fedbilevel.oracle.hypergradient import project
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimFBO(ServerAlgorithm):
-    lr_upper: float = setting(0.01, "local step of x", symbol="eta_x", above=0)
-    lr_lower: float = setting(0.1, "local step of y", symbol="eta_y", above=0)
-    lr_system: float = setting(0.1, "local step of u", symbol="eta_u", above=0)
+    lr_upper: StepSize = step_size(0.01, "local step of x", symbol="eta_x")
+    lr_lower: StepSize = step_size(0.1, "local step of y", symbol="eta_y")
+    lr_system: StepSize = step_size(0.1, "local step of u", symbol="eta_u")
     server_lr_upper: float = setting(
         1.0, "the server's step of x as a multiple of the local one", symbol="gamma_x / eta_x", above=0
     )
@@ -78,6 +79,13 @@ class SimFBO(ServerAlgorithm):
         x: Variable
         y: Variable
         u: Variable
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        return {
+            "lr_upper": found.upper / (most_steps(self.num_local_steps) * self.server_lr_upper),
+            "lr_lower": found.between(self.num_local_steps) / max(1.0, self.server_lr_lower),
+            "lr_system": found.between(self.num_local_steps) / max(1.0, self.server_lr_system),
+        }
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), fed.zeros("u"))

@@ -49,8 +49,9 @@ from torch import Tensor
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
+from fedbilevel.federation.probing import Found
 from fedbilevel.oracle.hypergradient import project
-from fedbilevel.settings import setting
+from fedbilevel.settings import StepSize, setting, step_size
 
 Correction = Literal["none", "gradient_tracking", "exact_diffusion", "extra"]
 
@@ -87,9 +88,9 @@ RECURSIONS = {"none": none, "gradient_tracking": gradient_tracking, "exact_diffu
 
 @dataclass(frozen=True, kw_only=True)
 class Sparkle(PeerAlgorithm):
-    lr_upper: float = setting(0.01, "step of x", above=0)
-    lr_lower: float = setting(0.1, "step of y", above=0)
-    lr_system: float = setting(0.1, "step of u", above=0)
+    lr_upper: StepSize = step_size(0.01, "step of x")
+    lr_lower: StepSize = step_size(0.1, "step of y")
+    lr_system: StepSize = step_size(0.1, "step of u")
     correction: Correction = setting("gradient_tracking", "of y and u")
     correction_upper: Literal["same", "none", "gradient_tracking", "exact_diffusion", "extra"] = setting("same", "of x")
     exchange: Literal["gossip", "push"] = setting(
@@ -127,6 +128,10 @@ class Sparkle(PeerAlgorithm):
                 "exact_diffusion and extra need a doubly stochastic exchange: use gossip, or "
                 "gradient_tracking with push."
             )
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        """Return half of the plain steps, because the corrections lag behind by an exchange."""
+        return {name: step / 2 for name, step in super().auto_steps(found).items()}
 
     def verbs(self) -> tuple[str, ...]:
         return (self.exchange,)

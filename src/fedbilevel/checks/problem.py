@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from fedbilevel.checks.differences import compare, difference, inside
+from fedbilevel.checks.selection import selected
+from fedbilevel.oracle.dependence import dependence_faults
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.data_faults import data_faults
 from fedbilevel.problem.problem import Problem
 from fedbilevel.verdict import Check, Report
 
@@ -20,14 +23,18 @@ def check_problem(
     """Check the losses of a problem in float64, at a random point near the initial one.
 
     The derivatives are compared with finite differences, H must be symmetric, and padded entries of
-    a private x must not change a loss.
+    a private x must not change a loss. The levels must depend on each other, labels must not be
+    constant, and `train` and `val` must not be the same samples. The derivatives of a large problem
+    are checked on a random part of its clients and samples, and the report says which.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
     >>> fb.check_problem(*Quadratic().build(), show=False)
-    <Problem 'quadratic', 5 clients: all 6 checks passed>
+    <Problem 'quadratic', 5 clients: all 8 checks passed>
     """
-    population = Population(problem, clients, dtype=torch.float64)
+    whole = Population(problem, clients, dtype=torch.float64)
+    part, selection = selected(whole.data, clients, seed)
+    population = Population(problem, part, dtype=torch.float64) if selection else whole
     draw = torch.Generator().manual_seed(seed)
     real = inside(population)
     x = population.x0 + 0.1 * torch.randn(population.x0.shape, generator=draw, dtype=torch.float64) * real
@@ -39,7 +46,9 @@ def check_problem(
         if population.x_sizes is not None:
             checks.append(_padding(population, x, y))
         checks.append(_symmetry(population, x, y, dy, v))
-    return Report(f"Problem {problem.name!r}, {len(population)} clients", checks).shown(show)
+    checks += _meaning(whole, seed)
+    title = f"Problem {problem.name!r}, {selection or f'{len(whole)} clients'}"
+    return Report(title, checks).shown(show)
 
 
 def _derivatives(
@@ -86,3 +95,13 @@ def _symmetry(population: Population, x: Tensor, y: Tensor, dy: Tensor, v: Tenso
     _, hv = population.oracle.second_order(x, y, v, train)
     hd = population.oracle.hessian_product(x, y, dy, train)
     return compare("H symmetric", (hv * dy).sum(1), (hd * v).sum(1), 1e-8, "the transposed product")
+
+
+def _meaning(population: Population, seed: int) -> list[Check]:
+    """Check that the solution of the problem means something."""
+    levels = [fault.text for fault in dependence_faults(population, seed)]
+    data = data_faults(population.problem, population.data)
+    return [
+        Check("levels", not levels, "; ".join(levels) or "upper() depends on y, and y*(x) depends on x"),
+        Check("data", not data, "; ".join(data) or "no label is constant, and 'train' and 'val' differ"),
+    ]

@@ -11,6 +11,7 @@ from fedbilevel import discovery
 from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
 from fedbilevel.cli import terminal
 from fedbilevel.cli.flags import TaskCommand, chosen
+from fedbilevel.runs.choice import choose
 from fedbilevel.runs.step_sizes import suggest_steps
 
 
@@ -25,9 +26,16 @@ from fedbilevel.runs.step_sizes import suggest_steps
 @click.option(
     "--steps",
     is_flag=True,
-    help="also estimate curvatures and suggest safe steps for single-loop methods (slower)",
+    help="also suggest step sizes for the algorithm (default: fedbio), from measured curvatures (slower)",
 )
-def check_command(task: str, algorithm: str | None, steps: bool, **values: Any) -> None:
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="time for the hypergradient; what is not done by then is reported as not checked",
+)
+def check_command(task: str, algorithm: str | None, steps: bool, seconds: float, **values: Any) -> None:
     """Check the hypergradient of a TASK in float64.
 
     Compares every estimator with the exact value and with finite differences.
@@ -37,13 +45,18 @@ def check_command(task: str, algorithm: str | None, steps: bool, **values: Any) 
     reports = [check_problem(built.problem, built.clients, show=False)]
     estimators: list[Any] = ["cg", "neumann", "fixed_point"]
     if algorithm is not None:
+        algorithm = choose(algorithm, between_peers=False).name
         settings = chosen(discovery.algorithm(algorithm), values, kind.suggestions(algorithm))
         reports.append(check_algorithm(settings, show=False))
         estimators += [settings] if hasattr(settings, "estimate") else []
-    reports.append(check_hypergradient(built.problem, built.clients, estimators=estimators, show=False))
+    reports.append(
+        check_hypergradient(built.problem, built.clients, estimators=estimators, seconds=seconds, show=False)
+    )
     for one in reports:
         terminal.say(str(one))
     if steps:
-        found = ", ".join(f"{name} {value:.3g}" for name, value in suggest_steps(built.problem, built.clients).items())
-        terminal.say(f"Safe steps for single-loop methods, from the curvatures at the initial point: {found}.")
+        method = settings if algorithm is not None else "fedbio"
+        suggested = suggest_steps(built.problem, built.clients, method)
+        found = ", ".join(f"{name} {value:.3g}" for name, value in suggested.items())
+        terminal.say(f"Steps for {algorithm or 'fedbio'}, from the curvatures at the initial point: {found}.")
     sys.exit(0 if all(one.ok for one in reports) else 1)

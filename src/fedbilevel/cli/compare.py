@@ -15,6 +15,7 @@ from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.report import tables
+from fedbilevel.runs.choice import choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, keywords
 from fedbilevel.runs.result import Progress
 from fedbilevel.studies.compare import Target, compare
@@ -25,11 +26,16 @@ class CompareCommand(click.Command):
     """A command that accepts `--algorithms a b c`, which options of click do not support."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--algorithms" in args:
-            at = args.index("--algorithms") + 1
-            end = next((i for i in range(at, len(args)) if args[i].startswith("-")), len(args))
-            args = [*args[:at], ",".join(args[at:end]), *args[end:]]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, joined(args))
+
+
+def joined(args: list[str]) -> list[str]:
+    """Join the names after --algorithms by commas."""
+    if "--algorithms" not in args:
+        return args
+    at = args.index("--algorithms") + 1
+    end = next((i for i in range(at, len(args)) if args[i].startswith("-")), len(args))
+    return [*args[:at], ",".join(args[at:end]), *args[end:]]
 
 
 def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, dict[str, Any]]:
@@ -53,7 +59,7 @@ def _changes(changes: Sequence[str], owners: dict[str, type[Any]]) -> dict[str, 
     return found
 
 
-def _options(kind: type[Task], given: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
+def run_options(kind: type[Task], given: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
     """Return the options of all runs in the form of a run file."""
     network = chosen(Network, given.get("network", {}), kind.suggestions("network"))
     averaging = chosen(Averaging, given.get("averaging", {}), fitting(network, kind.suggestions("averaging")))
@@ -94,6 +100,7 @@ def compare_command(
     repetitions: int,
     num_rounds: int | None,
     changes: tuple[str, ...],
+    baseline: bool | None,
     **values: Any,
 ) -> None:
     """Compare algorithms on the same data with the same seeds.
@@ -101,13 +108,20 @@ def compare_command(
     Shows the rounds, megabytes, oracle calls and seconds to a target, and the final metrics.
     """
     kind = discovery.task(task)
-    names = list(dict.fromkeys(name for name in algorithms.split(",") if name))
-    methods = {name: discovery.algorithm(name) for name in names}
+    peers = any(one.partition(".")[0] in BETWEEN_PEERS for one in changes)
+    found = [choose(name, between_peers=peers) for name in algorithms.split(",") if name]
+    choices = {one.name: one for one in found}
+    methods = {name: discovery.algorithm(name) for name in choices}
     given = _changes(changes, {"task": kind, **BETWEEN_PEERS, **methods})
-    options = _options(kind, given, values)
-    settings = {name: chosen(method, given.get(name, {}), kind.suggestions(name)) for name, method in methods.items()}
+    options = run_options(kind, given, values)
+    for one in choices.values():
+        one.say()
+    settings = {
+        name: chosen(method, given.get(name, {}), {**kind.suggestions(name), **choices[name].settings})
+        for name, method in methods.items()
+    }
     asked = values["num_iterations"]
-    iterations = {name: asked if asked is not None else kind.iterations(name) for name in names}
+    iterations = {name: asked if asked is not None else kind.iterations(name) for name in methods}
     every = values["measure_every"]
     every = every if every is not None else max(1, min(iterations.values(), default=1) // 50)
     folder = values["out"] or terminal.new_folder(f"compare-{task}")
@@ -129,6 +143,7 @@ def compare_command(
                 record=folder,
                 progress=show,
                 measure_every=every,
+                baseline=baseline,
                 **{name: values[name] for name in ("residuals", "stationarity")},
                 **keywords(options),
             )

@@ -12,13 +12,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from fedbilevel import discovery
-from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
+from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.report import tables
+from fedbilevel.runs.choice import Choice, choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES
-from fedbilevel.runs.runfile import read_run_file
-from fedbilevel.settings import Settings, kinds
+from fedbilevel.runs.runfile import RunFile, read_run_file
+from fedbilevel.settings import AUTO, Settings, kinds
 
 
 def whole_numbers(text: str) -> int | tuple[int, ...]:
@@ -30,6 +31,16 @@ def whole_numbers(text: str) -> int | tuple[int, ...]:
             f"{text!r} is neither a whole number nor several separated by commas: give e.g. 3, or 1,2,3."
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def number_or_auto(text: str) -> float | str:
+    """Parse a step size: a number, or `auto` for a step that the run measures."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number: give e.g. 0.1, or auto to measure it.") from None
 
 
 class SettingOption(click.Option):
@@ -62,6 +73,8 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
         is_switch = kind is bool
         if typing.get_origin(kind) is Literal:
             type_: Any = click.Choice(typing.get_args(kind))
+        elif spec.metadata.get("step"):
+            type_ = number_or_auto
         elif len(choices) > 1:
             type_ = whole_numbers
         else:
@@ -70,7 +83,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
             [f"--{name}/--no-{name}" if is_switch else f"--{name}", flag_name(spec.name, prefix)],
             default=None,
             type=bool if is_switch else type_,
-            metavar="N|N,N,..." if type_ is whole_numbers else None,
+            metavar={whole_numbers: "N|N,N,...", number_or_auto: "FLOAT|auto"}.get(type_),
             help=f"{spec.metadata.get('help', '')}{symbol} ({default})",
         )
         option.section = section
@@ -106,6 +119,18 @@ def names_of(
     ]
 
 
+def jobs_option(what: str) -> Callable[[Any], Any]:
+    """Return the flag --jobs; `what` names the things that run in parallel."""
+    return click.option(
+        "--jobs",
+        "processes",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help=f"number of {what} in parallel, each in its own process",
+    )
+
+
 def value_of(flag: str, args: Sequence[str]) -> str | None:
     """Return the value of a flag in the arguments, before click parses them."""
     for i, arg in enumerate(args):
@@ -114,11 +139,6 @@ def value_of(flag: str, args: Sequence[str]) -> str | None:
         if arg.startswith(f"{flag}="):
             return arg.removeprefix(f"{flag}=")
     return None
-
-
-def algorithm_named(args: Sequence[str]) -> type[Algorithm] | None:
-    name = value_of("--algorithm", args) or value_of("-a", args)
-    return discovery.algorithm(name) if name is not None else None
 
 
 class TaskCommand(click.Command):
@@ -131,10 +151,11 @@ class TaskCommand(click.Command):
         ctx.meta["run_file"] = content = read_run_file(Path(file)) if file is not None else None
         named = names[0] if names else content.task if content is not None else None
         if named is not None:
-            task, found = discovery.task(named), algorithm_named(args)
-            if found is None and content is not None and content.algorithm is not None:
-                found = discovery.algorithm(content.algorithm)
-            theirs = flags(found, f"Algorithm {found.name()}", task.suggestions(found.name())) if found else []
+            task, choice = discovery.task(named), self._choice(args, content)
+            found = discovery.algorithm(choice.name) if choice is not None else None
+            ctx.meta["choice"] = choice
+            suggested = {**task.suggestions(choice.name), **choice.settings} if choice is not None else {}
+            theirs = flags(found, f"Algorithm {found.name()}", suggested) if found else []
             if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # `check` uses its own networks
                 theirs += [
                     option
@@ -143,6 +164,15 @@ class TaskCommand(click.Command):
                 ]
             ctx.meta["settings"] = [*flags(task, f"Task {task.name()}", {}), *theirs]
         return super().parse_args(ctx, args)
+
+    def _choice(self, args: Sequence[str], file: RunFile | None) -> Choice | None:
+        """Return the algorithm from flags, else from the file, else "auto" for a run."""
+        name = value_of("--algorithm", args) or value_of("-a", args)
+        if name is None and self.name == "run":
+            name = file.algorithm if file is not None and file.algorithm is not None else AUTO
+        flagged = any(arg.startswith(tuple(f"--{part}" for part in BETWEEN_PEERS)) for arg in args)
+        filed = file is not None and not BETWEEN_PEERS.keys().isdisjoint(file.options)
+        return choose(name, between_peers=flagged or filed) if name is not None else None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), *ctx.meta.get("settings", [])]
@@ -262,4 +292,14 @@ def with_looks(command: Callable[..., Any]) -> Callable[..., Any]:
         default=False,
         help="also measure the norm of the hypergradient (slow)",
     )
-    return exact(long(command))
+    return exact(long(with_baseline(command)))
+
+
+def with_baseline(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flag of the comparison with y trained at a fixed x."""
+    return click.option(
+        "--baseline/--no-baseline",
+        default=None,
+        help="also train y with x fixed at x0, and compare on data that no run used (default: if the task has test "
+        "data; with --baseline, a task without test data holds out a part of its validation data)",
+    )(command)

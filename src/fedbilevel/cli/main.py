@@ -25,8 +25,9 @@ from fedbilevel.cli.peer import peer
 from fedbilevel.cli.personalise import personalise_command
 from fedbilevel.cli.report import report as report_page
 from fedbilevel.cli.report import watch as watch_page
-from fedbilevel.cli.reproduce import reproduce_command, tune_command
+from fedbilevel.cli.reproduce import reproduce_command
 from fedbilevel.cli.run import demo_command, resume_command, run_command
+from fedbilevel.cli.tune import tune_command
 from fedbilevel.errors import FedBilevelError, RankLostError
 from fedbilevel.escapes import printable
 from fedbilevel.report import tables

@@ -152,7 +152,8 @@ def run_command(
         say=say_line,
         callbacks=[tell],
     )
-    again = "" if result.stopped == "finished" else ", and was stopped; the same command resumes it"
+    ends = {"stopped": ", and was stopped; the same command resumes it", "failed": f", and failed: {result.ending.why}"}
+    again = ends.get(result.ending.state, "").removesuffix(".")
     say(f"{entry.name} has done {result.iteration} outer iterations{again}. Its record is in {place}.")
 
 

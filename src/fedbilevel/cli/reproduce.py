@@ -1,4 +1,4 @@
-"""`fedbilevel reproduce` and `fedbilevel tune`: experiments of papers."""
+"""`fedbilevel reproduce`: experiments of papers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from fedbilevel.cli import terminal
+from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
 from fedbilevel.report import tables
 from fedbilevel.runs.options import torch_device
-from fedbilevel.studies import experiment, pictures, reproduce, tune
+from fedbilevel.studies import experiment, pictures, reproduce
 
 
 def _parts(text: str) -> list[str]:
@@ -34,14 +35,7 @@ def _parts(text: str) -> list[str]:
     default=None,
     help="number of repetitions (default: as in the experiment's file)",
 )
-@click.option(
-    "--jobs",
-    "processes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="number of runs in parallel, each in its own process",
-)
+@jobs_option("runs")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
 @click.option(
     "--out",
@@ -113,70 +107,3 @@ def reproduce_command(
     if keep:
         reproduce.record(chosen_one, found)
         terminal.say(f"Recorded in {chosen_one.path}")
-
-
-@click.command("tune")
-@click.argument("name")
-@click.option("--panels", default="", help="tune only these panels (comma-separated list)")
-@click.option(
-    "--rows",
-    default="",
-    help="tune only these rows (comma-separated list; default: the rows with ranges in [tune])",
-)
-@click.option(
-    "--jobs",
-    "processes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="number of trials in parallel, each in its own process",
-)
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
-@click.option("--seed", type=int, default=0, show_default=True, help="seed of the search over ranges")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="folder of the trials; trials that are in it are not repeated (default: runs/tune-NAME)",
-)
-@click.option(
-    "--write/--no-write",
-    "keep",
-    default=True,
-    show_default=True,
-    help="write the chosen values into the experiment's file",
-)
-def tune_command(
-    name: str, panels: str, rows: str, processes: int, device: str, seed: int, out: Path | None, keep: bool
-) -> None:
-    """Search settings of the experiment NAME, and write the best into its file.
-
-    The ranges of the search are in the [tune] table of the file.
-    """
-    torch_device(device)
-    chosen_one = experiment.read(name)
-    only, asked = chosen_one.content.get("tune", {}).get("panel"), _parts(panels)
-    if only and asked not in ([], [only]):
-        raise SettingError(f"[tune] searches in the panel {only!r} alone, for all panels: omit --panels.")
-    places = chosen_one.places(panels=[only] if only else asked, rows=_parts(rows))
-    places = places if rows else [place for place in places if tune.ranges_of(chosen_one, *place)]
-    if not places:
-        raise SettingError(f"{chosen_one.path} declares no ranges: add [tune.ranges] or [tune.rows.ROW].")
-    for panel, row in places:
-        with terminal.console.status("") as status:
-            say = status.update if terminal.console.is_terminal else lambda _: None
-            found = tune.tune(
-                chosen_one,
-                out or Path("runs") / f"tune-{chosen_one.name}",
-                panel=panel,
-                row=row,
-                device=device,
-                processes=processes,
-                seed=seed,
-                say=say,
-            )
-        terminal.console.print(tables.tuning(found, chosen_one))
-        if keep:
-            tune.write(chosen_one, found)
-    if keep:
-        terminal.say(f"Written into {chosen_one.path}")

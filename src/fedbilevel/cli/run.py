@@ -24,12 +24,13 @@ from fedbilevel.federation.network import Network
 from fedbilevel.report import tables
 from fedbilevel.report.page import write_report
 from fedbilevel.runs import logs
+from fedbilevel.runs.baseline import unseen_roles
+from fedbilevel.runs.choice import Choice
 from fedbilevel.runs.options import DEFAULTS, keywords, torch_device
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.runfile import PLAN, RunFile, written
 from fedbilevel.runs.solve import solve
-from fedbilevel.runs.step_sizes import check_timescales
 from fedbilevel.tasks.task import Task
 
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
@@ -77,7 +78,7 @@ def _group(engine: Any, device: str, timeout: float) -> Group:
     "--algorithm",
     "-a",
     default=None,
-    help="name of an algorithm (see: fedbilevel list)",
+    help="name of an algorithm (see: fedbilevel list; default: auto, which needs no settings)",
     shell_complete=names_of(discovery.algorithms),
 )
 @click.option(
@@ -93,11 +94,6 @@ def _group(engine: Any, device: str, timeout: float) -> Group:
     help="end at this number of communication rounds; may be combined with --num-iterations",
 )
 @with_looks
-@click.option(
-    "--check-steps",
-    is_flag=True,
-    help="estimate curvatures first and warn if lr_upper is too large relative to lr_lower and lr_system",
-)
 @_log_option("also write every measurement to this log in the folder of the record; may be repeated")
 @with_engine_options
 @with_run_options
@@ -107,26 +103,25 @@ def run_command(
     /,
     task: str | None,
     algorithm: str | None,
-    check_steps: bool,
     engine: str | None,
     timeout: float,
     log: tuple[str, ...],
+    baseline: bool | None,
     **values: Any,
 ) -> None:
     """Run an algorithm on a TASK. Name both and add --help to see their flags and symbols."""
     file: RunFile = ctx.meta["run_file"] or RunFile()
-    task, algorithm = task or file.task, algorithm or file.algorithm
-    if not task or not algorithm:
-        missing = "task, e.g. fedbilevel run data_cleaning" if not task else "algorithm, e.g. --algorithm fedbio"
+    task = task or file.task
+    if not task:
         raise SettingError(
-            f"there is no {missing}: name it, or give a file by --config FILE (fedbilevel list shows all names)."
+            "there is no task, e.g. fedbilevel run data_cleaning: name it, or give a file by --config FILE "
+            "(fedbilevel list shows all names)."
         )
-    kind, method = discovery.task(task), discovery.algorithm(algorithm)
+    choice: Choice = ctx.meta["choice"]
+    kind, method = discovery.task(task), discovery.algorithm(choice.name)
     chosen_task = chosen(kind, values, dict(file.task_settings) if task == file.task else {})
-    own = file.algorithm_settings if algorithm == file.algorithm else {}
-    settings = chosen(method, values, {**kind.suggestions(algorithm), **own})
-    if check_steps:
-        check_timescales(settings, *chosen_task.build(), show=False)
+    own = file.algorithm_settings if algorithm in (None, file.algorithm) else {}
+    settings = chosen(method, values, {**kind.suggestions(choice.name), **choice.settings, **own})
     in_file = {
         name: value
         for name, value in {**file.options, **file.plan}.items()
@@ -138,10 +133,15 @@ def run_command(
         options |= _between_peers(kind, values, file)
     plan = {name: given[name] for name in PLAN}
     if plan["num_iterations"] is None and plan["num_rounds"] is None:
-        plan["num_iterations"] = kind.iterations(algorithm)
+        plan["num_iterations"] = kind.iterations(choice.name)
     group = _group(engine, options["device"], timeout)
-    folder = Path(group.told(lambda: str(values["out"] or terminal.new_folder(f"{task}-{algorithm}"))))
-    _go(chosen_task, settings, plan, options, folder, group=group, timeout=timeout, log=log or file.log)
+    if group.rank == 0:
+        choice.say()
+    folder = Path(group.told(lambda: str(values["out"] or terminal.new_folder(f"{task}-{choice.name}"))))
+    _go(
+        chosen_task, settings, plan, options, folder, group=group, timeout=timeout, log=log or file.log,
+        baseline=baseline,
+    )  # fmt: skip
 
 
 def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> dict[str, Any]:
@@ -205,6 +205,7 @@ def resume_command(
         group=_group(engine, options["device"], timeout),
         timeout=timeout,
         log=log or tuple(config.get("log", ())),
+        baseline=config.get("baseline") is True,
     )
 
 
@@ -272,11 +273,14 @@ def _go(
     group: Group = Group(),
     timeout: float = distributed.TIMEOUT,
     log: Sequence[str] = (),
+    baseline: bool | None = False,
 ) -> Result:
     with group.together():
         followers = [logs.make(name, folder) for name in dict.fromkeys(log)]
         problem, clients = task.build()
         clients = group.only(clients)
+    if baseline is None:
+        baseline = group.size == 1 and algorithm.learns_x and bool(unseen_roles(problem))
     with terminal.Bar(algorithm.name(), task.headline) as callback:
         try:
             result = solve(
@@ -290,6 +294,7 @@ def _go(
                 **keywords(options),
                 engine=group.engine,
                 timeout=timeout,
+                baseline=baseline,
                 describe={
                     "task": task.name(),
                     "task_settings": task.asdict(),
@@ -320,9 +325,16 @@ def _say_end(task: Task, result: Result, folder: Path, quiet: bool) -> None:
         if not quiet:
             sys.exit(130)
     elif not quiet:
-        title = f"{task.name()}, {result.iteration} outer iterations"
+        end = "" if result.ending.state == "finished" else f", {result.ending.state}"
+        title = f"{task.name()}, {result.iteration} outer iterations{end}"
         terminal.console.print(tables.outcomes(title, {result.name: result.rows[-1]}, task.headline))
+        if result.baseline is not None:
+            sentence, costs = result.baseline.sentence, result.baseline.costs
+            spent = f"{costs['rounds']} rounds and {(costs['bytes_up'] + costs['bytes_down']) / 1e6:.3g} MB of its own"
+            terminal.say(f"{sentence[:1].upper()}{sentence[1:]}. The run with x fixed at x0 took {spent}.")
         terminal.say(f"Saved in {folder}")
+        if result.stopped == "failed":
+            sys.exit(1)
 
 
 def _rebuilt(kind: type[Any], stored: dict[str, Any]) -> Any:

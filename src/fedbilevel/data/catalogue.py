@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedbilevel.data.locations import find, find_one_of
-from fedbilevel.data.sets import a9a, adult, cifar10, hapt, idx, omniglot, shakespeare
+from fedbilevel.data.sets import a9a, adult, cifar10, hapt, idx, omniglot, shakespeare, w8a
 from fedbilevel.errors import UnknownNameError
 
 Where = Callable[[str | Path | None], list[Path]]
@@ -39,6 +39,7 @@ SETS: dict[str, Entry] = {
         "1,623 handwritten characters of 50 alphabets", lambda data_dir: find(omniglot.FILE, data_dir=data_dir)
     ),
     "shakespeare": Entry("plays by role", lambda data_dir: find(shakespeare.FILE, data_dir=data_dir)),
+    "w8a": Entry("web pages in 300 binary features", lambda data_dir: find_one_of(*w8a.CHOICES, data_dir=data_dir)),
 }
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -68,7 +69,7 @@ class _Addressed(Clients):
         raise NotCapturable("it draws integers of its own")
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
-        sizes = self.host.data.sizes[role][self.positions]
+        sizes = self.host.data_of(role).sizes[role][self.positions]
         if self.host.sampling == "epochs" and bool((sizes != sizes[0]).any()):
             raise NotCapturable("its clients take passes over unequal numbers of samples")
         return super().sample_indices(role, purpose, steps, width)
@@ -164,7 +165,8 @@ class Captures:
         """
         return tuple(
             (int(some.max()), bool((some == some[0]).all()))
-            for some in (sizes[positions] for sizes in self.host.data.sizes.values())
+            for data in (self.host.data, *self.host.parts.values())
+            for some in (sizes[positions] for sizes in data.sizes.values())
         )
 
     def _capture(self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None) -> _Captured:
@@ -179,11 +181,16 @@ class Captures:
         static, bill = None if shares is None else shares.clone(), Bill()
 
         def run(buys: Collection[str], *, frozen: bool, bill: Bill) -> tuple[Result, Mapping[str, int]]:
-            with host.data.addressed(positions, address[:k]), host.oracle.alone(buys, frozen=frozen) as asked:
+            with ExitStack() as stack:
+                for data in (host.data, *host.parts.values()):
+                    stack.enter_context(data.addressed(positions, address[:k]))
+                asked = stack.enter_context(host.oracle.alone(buys, frozen=frozen))
                 return method(_Addressed(host, positions, address, static, bill), **given), asked
 
         _, asked = run((), frozen=False, bill=Bill())
-        buys = [role for role, number in asked.items() if number >= int(host.data.sizes[role][positions].sum())]
+        buys = [
+            role for role, number in asked.items() if number >= int(host.data_of(role).sizes[role][positions].sum())
+        ]
         for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
             run(buys, frozen=False, bill=Bill())
 

@@ -61,6 +61,9 @@ class Engine(Protocol):
         algorithm: algorithm with the step sizes that a schedule has scaled.
         """
 
+    def adopt(self, algorithm: Algorithm) -> None:
+        """Use the algorithm with other step sizes from now on."""
+
     def check(self) -> None:
         """Raise if a value that was computed since `begin` is not finite."""
 
@@ -75,6 +78,14 @@ class Engine(Protocol):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
         """Restore the values that `state_dict` returned, and return the algorithm's state."""
+
+    def go_back(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        """Return to an earlier state of this run, with the ledger as it is now.
+
+        Return the state, or None if participants keep values that cannot go back.
+
+        tensors, plain: values that `state_dict` returned; costs may be missing.
+        """
 
     def bill(self) -> Ledger:
         """Return the ledger of all participants."""
@@ -93,3 +104,9 @@ class Engine(Protocol):
 
     def trees(self, value: Any, *, upper: bool) -> Any:
         """Return x or y in the user's structure, or None if it never left the clients."""
+
+
+def resent(tensors: Mapping[str, Tensor], ledger: Ledger) -> dict[str, Tensor]:
+    """Return an earlier state with the present costs, whose arrays clients must receive again."""
+    held = {name: torch.zeros_like(value) for name, value in tensors.items() if name.startswith("held.")}
+    return {**tensors, **held, **{f"ledger.{name}": value for name, value in ledger.state_dict().items()}}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.engines.engine import resent
 from fedbilevel.engines.roster import Hosting
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
@@ -160,9 +161,12 @@ class Peering(Hosting):
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
         if algorithm is not None:
-            self.algorithm = self.host.algorithm = algorithm
+            self.adopt(algorithm)
         self.iteration, self.call = iteration, 0
         self.host.scratch.clear()
+
+    def adopt(self, algorithm: Algorithm) -> None:
+        self.algorithm = self.host.algorithm = algorithm
 
     def collect(self, value: Tensor) -> Tensor:
         return value
@@ -212,6 +216,10 @@ class Peering(Hosting):
                 f"{', '.join(state_type._fields)}: resume with the version that wrote it."
             )
         return state_type(**values)
+
+    def go_back(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        now = resent(tensors, self.bill())
+        return self.load_state_dict(self.roster.group.told_tensors(lambda: now), plain, state_type)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 

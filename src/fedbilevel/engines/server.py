@@ -185,9 +185,12 @@ class Server:
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
         """Begin an outer iteration with a new cohort and the step sizes of `algorithm`."""
         if algorithm is not None:
-            self.algorithm = algorithm
+            self.adopt(algorithm)
         self.iteration, self.call, self._draws = iteration, 0, 0
         self._draw_cohort()
+
+    def adopt(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
 
     def client_of(self, row: int) -> int:
         """Return the number of the client of a row of the state, whose rows are ordered by number."""

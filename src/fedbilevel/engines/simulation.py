@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.cuda_graphs import Captures
+from fedbilevel.engines.engine import resent
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
@@ -125,11 +126,12 @@ class Simulation(Hosting, Server):
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
         """Begin an outer iteration and drop scratch values."""
-        if algorithm is not None:
-            self.host.algorithm = algorithm
         self.host.check()
         self.host.scratch.clear()
         super().begin(iteration, algorithm)
+
+    def adopt(self, algorithm: Algorithm) -> None:
+        self.algorithm = self.host.algorithm = algorithm
 
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Return losses and the problem's metrics over all data of all clients.
@@ -183,6 +185,10 @@ class Simulation(Hosting, Server):
                     name, *self.roster.restored(tensors[f"{label}.{name}"].to(self.host.device), written, upper=upper)
                 )
         return super().load_state_dict(tensors, plain, state_type)
+
+    def go_back(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        now = resent(tensors, self.bill())
+        return self.load_state_dict(self.group.told_tensors(lambda: now), plain, state_type)
 
     def _received(self, stored: Tensor) -> Tensor:
         return stored.to(self.host.device, copy=True)

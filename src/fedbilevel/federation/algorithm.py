@@ -11,33 +11,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from fedbilevel.errors import ScopeError, ScopeWarning, SettingError
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.phases import linear_phase as linear_phase
+from fedbilevel.federation.phases import phase as phase
+from fedbilevel.federation.probing import LOWER, UPPER, Found, Probing
 from fedbilevel.problem.problem import Scopes
-from fedbilevel.settings import Settings
+from fedbilevel.settings import AUTO, Settings
 
 LEVELS = {"global": "lower level", "local": "lower level", "shared": "upper variable", "private": "upper variable"}
-PhaseT = TypeVar("PhaseT", bound=Callable[..., Any])
-
-
-def phase(method: PhaseT) -> PhaseT:
-    """Mark `method(self, clients, **values) -> {name: rows or None}` as a phase for clients."""
-    method.__is_phase__ = True  # type: ignore[attr-defined]
-    return method
-
-
-def linear_phase(method: PhaseT) -> PhaseT:
-    """Mark a phase that stores nothing and is linear in the derivatives that it uses.
-
-    The mean of its results is then the same with every client's derivative or with their mean,
-    which is cheaper if all clients use one point.
-    """
-    method.__is_linear__ = True  # type: ignore[attr-defined]
-    return phase(method)
 
 
 class Kept:
@@ -156,6 +142,7 @@ class Algorithm(Settings):
     warns: by scope, the reason why the method is biased for such a problem.
     refuses: by scope, the reason why the method is meaningless for such a problem.
     needs_everyone: whether every client must answer every call, so that cohorts are refused.
+    learns_x: whether the method changes x, so that x must have an effect on the upper loss.
     lengths: by name, lengths of declared sequences that differ from the length of their space.
     """
 
@@ -165,6 +152,7 @@ class Algorithm(Settings):
     warns: ClassVar[Mapping[str, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     needs_everyone: ClassVar[bool] = False
+    learns_x: ClassVar[bool] = True
     lengths: ClassVar[Mapping[str, int]] = {}
 
     @classmethod
@@ -177,6 +165,34 @@ class Algorithm(Settings):
         return (
             self if factor == 1 else dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
         )
+
+    def held_share(self) -> float:
+        """Return the share of the validation samples that phases see in the role `held`."""
+        return 0.0
+
+    def auto_names(self) -> list[str]:
+        """Return the names of the step sizes that are to be measured."""
+        steps = [spec.name for spec in dataclasses.fields(self) if spec.metadata.get("step")]
+        return [name for name in steps if getattr(self, name) == AUTO]
+
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        """Return a value for every step size, from figures of the problem at its start.
+
+        Here, y and u take plain steps, and x takes one plain step in every local step. An algorithm
+        overrides this method if its settings have another meaning.
+        """
+        num = getattr(self, "num_local_steps", 1)
+        return {
+            "lr_upper": found.upper / most_steps(num),
+            "lr_lower": found.between(num),
+            "lr_system": found.between(num),
+        }
+
+    def space(self, name: str) -> str | None:
+        """Return the space of a sequence, "upper" or "lower", or None if it is not declared."""
+        if name in self.upper_space or name in UPPER:
+            return "upper"
+        return "lower" if name in self.lower_space or name in LOWER else None
 
     def scope_warnings(self, scopes: Scopes) -> Mapping[str, str]:
         """Return warnings by scope; an algorithm overrides this if a setting changes them."""
@@ -214,7 +230,7 @@ class Algorithm(Settings):
         raise NotImplementedError
 
 
-class ServerAlgorithm(Algorithm):
+class ServerAlgorithm(Probing, Algorithm):
     def init(self, fed: Federation) -> Any:
         """Return the state before the first outer iteration."""
         raise NotImplementedError
@@ -278,6 +294,9 @@ class PeerAlgorithm(Algorithm):
 
     uses: ClassVar[tuple[str, ...]] = ("push",)
 
+    def auto_steps(self, found: Found) -> dict[str, float]:
+        return {"lr_upper": found.upper, "lr_lower": found.lower, "lr_system": found.lower}
+
     def verbs(self) -> tuple[str, ...]:
         """Return the verbs that this algorithm uses; override this if a setting determines them."""
         return self.uses
@@ -308,6 +327,11 @@ class _At:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._peers, name)
+
+
+def most_steps(num: int | tuple[int, ...]) -> int:
+    """Return the largest number of local steps of a client."""
+    return max(num) if isinstance(num, tuple) else num
 
 
 def debiased(rows: Tensor, weights: Tensor) -> Tensor:

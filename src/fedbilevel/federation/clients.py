@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BatchSize = int | None | Mapping[str, int | None]
 Sampling = Literal["replacement", "epochs"]
+HELD = "held"  # the role of validation samples that an algorithm does not learn from
 OUTSIDE = "outside"  # the key, in a mapping of batch sizes, for batches outside local steps
 _CHUNK, _CHUNK_THERE = (
     16,
@@ -88,15 +89,16 @@ class _Schedule:
 
     def batch(self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None) -> Batch:
         clients = self.clients
+        data = clients.host.data_of(role)
         if size is None:
-            return clients.host.data.batch(clients.positions, role, None, active)
+            return data.batch(clients.positions, role, None, active)
         chunk = _CHUNK if clients.device.type == "cpu" else _CHUNK_THERE
         start = index - index % chunk
         key = (role, purpose, times)
         if key not in self._drawn or self._drawn[key][0] != start:
             steps = range(start, min(start + chunk, max(self.num, index + 1)))
             self._drawn[key] = (start, clients.sample_indices(role, purpose, steps, size * times))
-        return clients.host.data.batch(clients.positions, role, self._drawn[key][1][:, index - start], active)
+        return data.batch(clients.positions, role, self._drawn[key][1][:, index - start], active)
 
 
 class Bill:
@@ -118,7 +120,7 @@ class Bill:
         for column, number in self.calls.items():
             host.ledger.charge(column, ids, number)
         for role, number in self.whole.items():
-            host.ledger.charge("samples", ids, number * host.data.sizes[role][positions])
+            host.ledger.charge("samples", ids, number * host.data_of(role).sizes[role][positions])
 
 
 class Clients:
@@ -216,7 +218,7 @@ class Clients:
         """
         if self._ids_there is None:
             self._ids_there = self._ids.to(self.device)
-        data, stream, (iteration, call) = self.host.data, self.host.stream, self._when
+        data, stream, (iteration, call) = self.host.data_of(role), self.host.stream, self._when
         if self.host.sampling == "epochs":
             draw, sizes = stream.epochs, data.sizes[role][self.positions]
         else:
@@ -246,6 +248,11 @@ class Clients:
     def upper_grads(self, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self._charge(batch, "fx", "fy")
         return self.host.oracle.upper_grads(x, y, batch, shares=self.shares)
+
+    def upper_loss(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
+        """Return the upper loss of every client, (k, 1); an evaluation is charged by its samples."""
+        self._charge(batch)
+        return self.host.oracle.evaluate(self.host.problem.upper, x, y, batch)[:, None]
 
     def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "jvp")

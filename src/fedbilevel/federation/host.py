@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Sparse
-from fedbilevel.federation.clients import OUTSIDE, BatchSize, Bill, Clients, Sampling
+from fedbilevel.federation.clients import HELD, OUTSIDE, BatchSize, Bill, Clients, Sampling
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.store import Store
 from fedbilevel.oracle.population import Population
-from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.client_data import ClientData, Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.validation import reads_index
 
 
 class Host(Population):
@@ -49,17 +50,41 @@ class Host(Population):
         self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.ledger = Ledger(self.num_clients)
+        self.parts = self._parts(algorithm.held_share())
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
         self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
         self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
 
+    def _parts(self, share: float) -> dict[str, ClientData]:
+        """Divide the validation samples of every client into samples to fit x and held-out samples.
+
+        share: share of held-out samples; 0 divides nothing. A client with one or two samples uses
+            them for both, and so does every client if the upper loss reads the numbers of samples.
+        """
+        if not share:
+            return {}
+        sizes = self.data.sizes["val"].tolist()
+        if reads_index(self.problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0):
+            return {HELD: self.data.part("val", [torch.arange(size) for size in sizes], HELD)}
+        orders = [
+            self.stream.order("held", client, size, iteration=0)
+            for client, size in zip(self.ids.tolist(), sizes, strict=True)
+        ]
+        numbers = [min(size - 1, round(share * size)) for size in sizes]
+        return {
+            "val": self.data.part("val", [o[n:].sort()[0] for o, n in zip(orders, numbers, strict=True)], "val"),
+            HELD: self.data.part("val", [o[: n or None].sort()[0] for o, n in zip(orders, numbers, strict=True)], HELD),
+        }
+
+    def data_of(self, role: str) -> ClientData:
+        """Return the data that phases see in this role."""
+        return self.parts.get(role, self.data)
+
     def width(self, name: str) -> int:
-        algorithm = self.algorithm
-        if name in algorithm.upper_space:
-            return self.x0.shape[-1]
-        if name in algorithm.lower_space:
-            return len(self.y0)
-        raise KeyError(f"{algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
+        space = self.algorithm.space(name)
+        if space is not None:
+            return self.algorithm.lengths.get(name, self.x0.shape[-1] if space == "upper" else len(self.y0))
+        raise KeyError(f"{self.algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
 
     def run_phase(
         self,

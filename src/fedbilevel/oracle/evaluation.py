@@ -18,6 +18,7 @@ run, and rounds differently.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.derivatives import Build, FlatLoss
+from fedbilevel.oracle.plain_kernels import plain
 from fedbilevel.oracle.tracing import compiled, traced
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.contraction import contracted, mean, weighted
@@ -70,6 +72,8 @@ class Evaluation:
         self.choices: dict[str, str] = {}  # ways that were measured to be fastest, by derivative and shapes
         self.long, self.often = _LONG, dict.fromkeys(_OFTEN, 2) if compiles else dict(_OFTEN)
         self.frozen = self.compiles_now = False
+        self.tick: Callable[[], None] | None = None  # called before every evaluation; it may raise
+        self.plain_kernels: frozenset[str] = frozenset()  # layers whose fast kernel has no second derivative
 
     def flat(self, loss: Loss, *, padded: bool = True) -> FlatLoss:
         """Return a loss as a function of flat vectors.
@@ -83,7 +87,7 @@ class Evaluation:
             value = loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
             return value if contract is None else contract(value, fields["weight"])
 
-        return flat
+        return plain(flat, self.plain_kernels)
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
         """Return a function that reduces values per sample to one value.
@@ -170,7 +174,7 @@ class Plan:
     def _compare(self, traced: Any, fresh: Any) -> None:
         for one, other in zip(tree_flatten(traced)[0], tree_flatten(fresh)[0], strict=True):
             scale = float(other.detach().abs().max()) if other.numel() else 0.0
-            if not torch.allclose(one, other, rtol=1e-2, atol=1e-3 * scale, equal_nan=True):
+            if math.isfinite(scale) and not torch.allclose(one, other, rtol=1e-2, atol=1e-3 * scale, equal_nan=True):
                 raise ProblemError(
                     f"{self.name} was other than before at the same point: a loss may read nothing that changes "
                     "during a run but its arguments; give it as data or as part of x or y, or use strategy='loop'."

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.errors import ConvexityError, ProblemError, SettingError
 from fedbilevel.oracle.population import Population
 
 Product = Callable[[Tensor], Tensor]  # (r, d) -> (r, d), row by row
@@ -70,7 +70,7 @@ def solve_cg(
         count += 1
         curvature = (p * hp).sum(1, keepdim=True)
         if bool(((curvature <= 0) & (rr > goal)).any()):
-            raise ProblemError(
+            raise ConvexityError(
                 f"the lower level has curvature {float(curvature.min()):.3g} <= 0 along a direction, so it is not "
                 "strongly convex there: add a regulariser to the lower loss, "
                 "or use method='fixed_point' with few steps."

@@ -6,14 +6,12 @@ result has one row per client. `evaluation` describes the ways of evaluating k c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from fedbilevel.errors import ProblemError, SettingError
@@ -22,6 +20,7 @@ from fedbilevel.oracle.compiler import postpone
 from fedbilevel.oracle.derivatives import Build
 from fedbilevel.oracle.evaluation import BUDGET, Evaluation, Plan
 from fedbilevel.oracle.features import FeatureCache
+from fedbilevel.oracle.torch_errors import lacks_derivative, plainly
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.layout import Layout, one_row
 from fedbilevel.problem.problem import Fields, Problem
@@ -150,6 +149,8 @@ class Oracle(Evaluation):
     def _map(
         self, kind: Any, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None = None
     ) -> Any:
+        if self.tick is not None:
+            self.tick()
         k = len(batches[0])
         for v in vectors:
             if v.ndim == 2 and len(v) != k:
@@ -178,7 +179,15 @@ class Oracle(Evaluation):
                 kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())
             ):
                 self._plans[key] = plan  # the id of another function may be reused
-        return plan(vectors, batches, shares)
+        try:
+            return plan(vectors, batches, shares)
+        except RuntimeError as error:
+            if not lacks_derivative(error):
+                raise
+            raise ProblemError(
+                f"the derivative {name!r} of a loss cannot be computed ({plainly(error)}): write that operation of the "
+                "loss in other operations, or use an algorithm without second derivatives, such as 'penalty'."
+            ) from error
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
         """Return whether one derivative of the mean is enough.
@@ -204,31 +213,6 @@ class Oracle(Evaluation):
         budget = BUDGET if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory // 8
         fits = max(1, budget // (8 * (points + samples)))
         return None if fits >= k else fits
-
-    def settle(self, batch: Batch, x: Tensor, y: Tensor) -> None:
-        """Try vmap on a few samples.
-
-        A loss that branches on values or calls .item() cannot be batched.
-        """
-        if self.strategy == "loop" or len(batch) < 2:
-            return
-        try:
-            xs, ys = x.expand(len(batch), -1), y.expand(len(batch), -1)  # one point per client, as after local steps
-            vmap(derivatives.pull_both(self.flat(self.problem.upper), self.flat(self.problem.lower)))(
-                xs, ys, ys, dict(batch.fields)
-            )
-        except RuntimeError as error:
-            reason = str(error).split("\n", 1)[0].split(". ", 1)[0].rstrip(".")
-            if self.strategy == "vmap":
-                raise ProblemError(
-                    f"the lower loss cannot be evaluated for several clients at once ({reason}): use strategy='loop'."
-                ) from error
-            self.strategy = "loop"
-            warnings.warn(
-                f"the lower loss cannot be evaluated for several clients at once ({reason}), "
-                "so clients are evaluated one by one, which is slower",
-                stacklevel=2,
-            )
 
     def _no_rows(self, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch]) -> Any:
         """Return results without rows, for a process without a client in the cohort."""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.oracle import Oracle, Strategy
+from fedbilevel.oracle.trial import Few, settle
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
 from fedbilevel.problem.layout import Layout
 from fedbilevel.problem.problem import Problem
@@ -71,9 +72,7 @@ class Population:
         check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
         self.oracle = self._oracle(strategy, chunk_size)
         self._watcher: Oracle | None = None
-        two = self.data.positions[:2]
-        few = self.data.batch(two, "train", torch.zeros(len(two), 1, dtype=torch.int64, device=self.device))
-        self.oracle.settle(few, self.x0 if self.x0.ndim == 1 else self.x0[:2], self.y0)
+        settle(self.oracle, self._oracle, self._few())
 
     def __len__(self) -> int:
         return self.data.num_clients
@@ -87,6 +86,19 @@ class Population:
             strategy=strategy,
             chunk_size=chunk_size,
         )
+
+    def _few(self) -> Few:
+        """Return two samples of the first two clients in each role; a sample may occur twice."""
+
+        def few(role: str) -> tuple[Tensor, Batch]:
+            two = self.data.positions[self.data.sizes[role] > 0][:2]
+            index = torch.zeros(len(two), 2, dtype=torch.int64, device=self.device)
+            return self.x0 if self.x0.ndim == 1 else self.x0[two], self.data.batch(two, role, index)
+
+        tried = {role: function for role, function in self.problem.statistics.items() if self.data.sizes[role].any()}
+        statistics = [(role, function, *few(role)) for role, function in tried.items()]
+        x, train = few("train")
+        return Few(x, self.y0, train, few("val")[1], statistics)
 
     def _own_x(self, position: int) -> Tensor:
         """Return the initial x of one client without padding."""
@@ -209,8 +221,20 @@ class Population:
     @property
     def watcher(self) -> Oracle:
         """Separate oracle for measurements, so that measuring does not perturb the run."""
-        self._watcher = self._watcher or self._oracle("loop" if self.oracle.strategy == "loop" else "auto")
+        if self._watcher is None:
+            self._watcher = self._another()
         return self._watcher
+
+    def separate_oracle(self) -> Oracle:
+        """Return an oracle for a few evaluations, which leaves no trace in the run's own oracles."""
+        made = self._another()
+        made.long = float("inf")
+        return made
+
+    def _another(self) -> Oracle:
+        made = self._oracle("loop" if self.oracle.strategy == "loop" else "auto")
+        made.plain_kernels = self.oracle.plain_kernels
+        return made
 
     def portions(self, x: Points, y: Points) -> Iterator[Portion]:
         """Yield all clients at their own points, as many at a time as a measurement may copy."""

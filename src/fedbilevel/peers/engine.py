@@ -284,6 +284,9 @@ class Peer(Peering):
         algorithm: Any = self.algorithm
         return algorithm.regrouped(self, state)
 
+    def go_back(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> None:
+        """Return None, because the other peers do not go back."""
+
     def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
         return rows
 

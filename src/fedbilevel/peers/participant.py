@@ -183,6 +183,7 @@ def _run_group(
         begin_at=0 if resume else max(0, formation.iteration),
         describe=describe,
         callbacks=[_diary(book.path / DIARY, fed, fed.office.membership.names), *callbacks],
+        recover=False,
     )
 
 

@@ -71,6 +71,11 @@ class PeerPlan:
         if not isinstance(algorithm, PeerAlgorithm):
             known = ", ".join(name for name, kind in discovery.algorithms().items() if issubclass(kind, PeerAlgorithm))
             raise PlanError(f"{algorithm.name()} has a server, and peers have none: choose one of {known}.")
+        if algorithm.auto_names():
+            raise PlanError(
+                f"{algorithm.auto_names()[0]} of the plan is 'auto', but peers cannot measure one step for all: give a "
+                "number, e.g. one that fb.suggest_steps finds for a part of the data."
+            )
         return algorithm
 
     def keywords(self) -> dict[str, Any]:

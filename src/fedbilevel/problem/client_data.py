@@ -5,6 +5,7 @@ Batches are gathered by index; the stored data have no padding.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import ProblemError
+from fedbilevel.problem.holdings import Holdings as Holdings
+from fedbilevel.problem.holdings import check_clients, fields_of
 
-Holdings = Mapping[str, Mapping[str, Any]]  # one client: role -> field -> array with one row per sample
 REQUIRED = ("train", "val")
 RESERVED = ("index", "weight", "features")  # filled in by the library
 
@@ -88,14 +90,7 @@ class ClientData:
     def __init__(
         self, clients: Sequence[Holdings], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> None:
-        if not isinstance(clients, Sequence) or not all(
-            isinstance(one, Mapping) and all(isinstance(role, Mapping) for role in one.values()) for one in clients
-        ):
-            raise ProblemError(
-                "clients must be a sequence with one dict per client, {'train': {field: array, ...}, 'val': {...}}."
-            )
-        if not clients:
-            raise ProblemError("there are no clients: give a sequence with one entry per client.")
+        check_clients(clients)
         self.dtype, self.device = dtype, torch.device(device)
         self.num_clients = len(clients)
         # positions, sizes and counts stay on the host: reading them never waits for a device
@@ -111,12 +106,29 @@ class ClientData:
                     f"client 0 has no {role!r} data (it has {', '.join(map(repr, clients[0])) or 'none'}): every "
                     "client needs the roles 'train' and 'val'."
                 )
+        self._prepare()
+
+    def _prepare(self) -> None:
         self._whole: dict[str, tuple[Tensor, Batch]] = {}
         self._begin: dict[str, tuple[Tensor, Tensor]] = {}
         self._here: tuple[Tensor, Tensor] | None = None
         self.elsewhere = False  # whether only the device knows the clients at the positions
         self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
         self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
+
+    def part(self, role: str, picks: Sequence[Tensor], name: str) -> ClientData:
+        """Return copies of some samples of one role.
+
+        picks: numbers of the samples of each client.
+        name: role of the copies.
+        """
+        found = copy.copy(self)
+        flat = torch.cat([self.offsets[role][i].cpu() + own for i, own in enumerate(picks)]).to(self.device)
+        found.fields = {name: {field: rows.index_select(0, flat) for field, rows in self.fields[role].items()}}
+        found.sizes = {name: torch.tensor([len(own) for own in picks])}
+        found.offsets = {name: (found.sizes[name].cumsum(0) - found.sizes[name]).to(self.device)}
+        found._prepare()
+        return found
 
     def _join(self, role: str, clients: Sequence[Holdings]) -> None:
         parts: dict[str, list[Tensor]] = {}
@@ -127,7 +139,8 @@ class ClientData:
                     f"client {i} has the roles {sorted(map(str, client))}, client 0 has "
                     f"{sorted(map(str, clients[0]))}: every client needs the same roles."
                 )
-            fields = {name: self._tensor(value, role, name, i) for name, value in client[role].items()}
+            given = fields_of(client[role], f"{role!r} of client {i}")
+            fields = {name: self._tensor(value, role, name, i) for name, value in given.items()}
             lengths = {name: len(value) for name, value in fields.items()}
             if len(set(lengths.values())) > 1:
                 raise ProblemError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -50,6 +51,23 @@ def check_losses(
         if label == "lower":
             _check_dependence(value, start[1])
     return per_sample
+
+
+def reads_index(problem: Problem, data: ClientData, layout_x: Layout, layout_y: Layout, x: Tensor, y: Tensor) -> bool:
+    """Return whether the upper loss reads the numbers of its samples."""
+
+    class Watched(UserDict[str, Tensor]):  # its `get` and `items` use __getitem__
+        read = False
+
+        def __getitem__(self, name: str) -> Tensor:
+            self.read = self.read or name == "index"
+            return super().__getitem__(name)
+
+    tree = layout_x.unravel(x)
+    fields = Watched(with_features(problem, tree, _samples(data, "val", x.device)[0]))
+    with torch.no_grad():
+        problem.upper(tree, layout_y.unravel(y), fields)
+    return fields.read
 
 
 def _samples(data: ClientData, role: str, device: torch.device) -> tuple[Fields, Fields]:

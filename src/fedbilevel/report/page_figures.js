@@ -82,6 +82,7 @@ function cards() {
               .map((run) => failure(run)),
           ),
         ].map((text) => element("p", { class: "why" }, text)),
+        ...[...new Set(runs.flatMap((run) => run.notes ?? []))].map((text) => element("p", { class: "of" }, text)),
         element(
           "dl",
           {},

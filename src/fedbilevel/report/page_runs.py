@@ -14,6 +14,7 @@ from fedbilevel.report.record_files import (
     columns_of,
     damaged,
     empty_columns,
+    is_baseline,
     is_end,
     is_ledger,
     is_number,
@@ -30,6 +31,7 @@ UNRECORDED = "task not recorded"  # the task of a Result without a record
 PROBLEM = ("data", "x", "y", "scopes", "client_weights")  # besides the losses, these identify a problem without a task
 _OPTIONS = ("batch_size", "dtype", "sampling", "schedule", "cohort", "network", "averaging")
 _RESUMED = ("simulation", "distributed")  # engines of runs that `fedbilevel resume` can resume
+_STATES = {"finished": "finished", "converged": "finished", "failed": "failed"}
 _WRITTEN = ("config.json", "metrics.jsonl", "ledger.json")  # at the start, at every measurement, at every checkpoint
 
 
@@ -46,7 +48,9 @@ class Finished(Protocol):
     @property
     def iteration(self) -> int: ...
     @property
-    def stopped(self) -> str: ...
+    def ending(self) -> tuple[str, str]: ...
+    @property
+    def baseline(self) -> Any: ...
     @property
     def path(self) -> Path | None: ...
     @property
@@ -83,6 +87,7 @@ def run_of_folder(folder: Path, *, partial: bool) -> dict[str, Any]:
         "planned": {"iteration": length.get("num_iterations"), "rounds": length.get("num_rounds")},
         "state": _state(folder, rows, length, end),
         "end": {"iteration": end["iteration"], "why": end.get("why")} if end is not None else None,
+        "notes": _notes(end or {}, read_optional(folder / "baseline.json", dict, is_baseline, "a sentence")),
         "resumable": isinstance(config.get("task"), str) and config.get("engine", "simulation") in _RESUMED,
         "written": max((place.stat().st_mtime for name in _WRITTEN if (place := folder / name).exists()), default=None),
         "headline": [name for name in headline if isinstance(name, str)] if isinstance(headline, list) else [],
@@ -110,15 +115,15 @@ def _state(
 ) -> str:
     """Return the state of a run.
 
-    finished: the run has its planned length.
+    finished: the run has its planned length, or converged.
     stopped: the run ended earlier, and can be resumed.
     failed: an error ended the run.
     going: the run continues, or was killed.
 
     Killed runs and older records have no end.json; then other files determine the state.
     """
-    if end is not None and end["stopped"] in ("finished", "failed"):
-        return str(end["stopped"])
+    if end is not None and end["stopped"] in ("finished", "converged", "failed"):
+        return _STATES[end["stopped"]]
     limits = {"iteration": length.get("num_iterations"), "rounds": length.get("num_rounds")}  # whichever comes first
     if rows and any(
         is_number(limit) and is_number(rows[-1].get(name)) and rows[-1][name] >= limit for name, limit in limits.items()
@@ -130,6 +135,15 @@ def _state(
     if metrics.exists() and solution.exists():  # the solution is written at the end; a resumed run has newer metrics
         return "stopped" if solution.stat().st_mtime_ns >= metrics.stat().st_mtime_ns else "going"
     return "going"
+
+
+def _notes(end: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[str]:
+    """Return remarks on a run that did not fail: its convergence, its recovery, and its baseline."""
+    how, why = end.get("stopped"), end.get("why", "")
+    notes = [f"converged after outer iteration {end['iteration']}"] if how == "converged" else []
+    notes += [why] if why and how != "failed" else []
+    notes += [baseline["sentence"]] if baseline is not None else []
+    return [f"{note[:1].upper()}{note[1:].removesuffix('.')}." for note in notes]
 
 
 def _traits(config: Mapping[str, Any], identity: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +192,7 @@ _NO_RECORD: dict[str, Any] = {
     "client_names": [],
     "planned": {"iteration": None, "rounds": None},
     "resumable": False,
+    "notes": [],
     "headline": [],
     "ledger": None,
     "findings": None,
@@ -190,7 +205,7 @@ def run_of_result(result: Finished, number: int) -> dict[str, Any]:
 
     number: position of the Result among the given results.
     """
-    name = result.name or "run"
+    name, (how, why) = result.name or "run", result.ending
     ledger = {"totals": dict(result.ledger), "phases": getattr(result.ledger, "phases", {})}
     text = f"{name}: a result in memory. Run it with a record to keep its settings."
     return {
@@ -202,8 +217,12 @@ def run_of_result(result: Finished, number: int) -> dict[str, Any]:
         "seed": None,
         "data_seed": None,
         "num_clients": None,
-        "state": "finished" if result.stopped == "finished" else "stopped",
-        "end": {"iteration": result.iteration, "why": None},
+        "state": _STATES.get(how, "stopped"),
+        "end": {"iteration": result.iteration, "why": why or None},
+        "notes": _notes(
+            {"stopped": how, "iteration": result.iteration, "why": why},
+            None if result.baseline is None else {"sentence": result.baseline.sentence},
+        ),
         "columns": columns_of(result.rows),
         "empty": empty_columns(result.rows),
         "ledger": ledger if is_ledger(ledger) else None,

@@ -15,7 +15,7 @@ from typing import Any
 from fedbilevel.errors import ReportError
 
 STUDIES = {"comparison.json": "comparison", "influence.json": "influence", "personalisation.json": "personalisation"}
-ENDS = ("finished", "callback", "interrupted", "failed")  # a killed run writes no end.json
+ENDS = ("finished", "converged", "callback", "interrupted", "failed")  # a killed run writes no end.json
 
 
 def folder_of(path: Path) -> Path:
@@ -143,6 +143,10 @@ def empty_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def is_end(content: Mapping[str, Any]) -> bool:
     return content["stopped"] in ENDS and is_number(content["iteration"]) and isinstance(content.get("why", ""), str)
+
+
+def is_baseline(content: Mapping[str, Any]) -> bool:
+    return isinstance(content["sentence"], str)
 
 
 def is_ledger(content: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from fedbilevel.studies.experiment import Experiment
 from fedbilevel.studies.influence.result import PAPER, Instance, Study
 from fedbilevel.studies.reproduce import Figure
 from fedbilevel.studies.tune import Chosen
+from fedbilevel.studies.tuned import Tuned, listed
 
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
@@ -219,6 +220,26 @@ def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table
     for trial in sorted(chosen.trials, key=lambda trial: trial.score)[:num_listed]:
         figures = (figure(trial.figures.get(name)) for name in experiment.figures)
         table.add_row(*(str(trial.values[name]) for name in names), *figures)
+    return table
+
+
+def search(found: Tuned, task: str) -> Table:
+    """Show the best trial of each algorithm, and the budget of its search."""
+    title = f"{task}: {found.metric} after {found.num_rounds} rounds, best trials"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("algorithm")
+    for name in (found.metric.replace("_", " "), "trials", "pruned", "diverged", "rounds"):
+        table.add_column(name, justify="right")
+    table.add_column("settings")
+    for name, one in found.searches.items():
+        counts = (len(one.trials), one.count("pruned"), one.count("diverged"), one.rounds)
+        best = one.best
+        table.add_row(
+            name,
+            figure(best.value if best is not None else None),
+            *map(str, counts),
+            listed(best.settings) if best is not None else "every trial diverged",
+        )
     return table
 
 

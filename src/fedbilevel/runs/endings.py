@@ -15,8 +15,9 @@ from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, NonFiniteError, RankLostError
 from fedbilevel.runs.callbacks import Callback, Follower
 from fedbilevel.runs.record import Record
+from fedbilevel.runs.result import Ending
 
-STOPPED = ("finished", "callback", "interrupted")  # why a run ended; where ranks differ, the last reason counts
+STOPPED = ("", "callback", "interrupted")  # who stops a run; where ranks differ, the last one counts
 
 
 @contextmanager
@@ -25,11 +26,11 @@ def followed(
     record: Record | None,
     config: Mapping[str, Any],
     rows: list[dict[str, Any]],
-    when: Callable[[], tuple[str, int]],
+    when: Callable[[], tuple[Ending, int]],
 ) -> Iterator[None]:
     """Report the beginning and the end of a run to followers and the record, even after an error.
 
-    when: function that returns why the run ended, and after which outer iteration.
+    when: function that returns how the run ended, and after which outer iteration.
     """
     how = "failed"
 
@@ -58,8 +59,8 @@ def followed(
                 write(str(error) if isinstance(error, FedBilevelError) else f"{type(error).__name__}: {error}")
             raise
         else:
-            how = when()[0]
-            write()
+            how, why = when()[0]
+            write(why)
 
 
 @contextmanager

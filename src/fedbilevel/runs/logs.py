@@ -158,7 +158,11 @@ class MLflow(_Log):
     artifacts are written.
     """
 
-    STATUS = {"finished": "FINISHED", "callback": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+    STATUS = {
+        **dict.fromkeys(("finished", "converged", "callback"), "FINISHED"),
+        "interrupted": "KILLED",
+        "failed": "FAILED",
+    }
 
     def __init__(
         self,

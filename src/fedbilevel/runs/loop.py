@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,12 +15,14 @@ from torch import Tensor
 from fedbilevel.engines.engine import Engine
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
+from fedbilevel.federation.probing import resolved
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
 from fedbilevel.runs.pace import Pace, checked_pace
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.result import Progress, Result
+from fedbilevel.runs.recovery import LONGER, UNCHANGED, Recovery
+from fedbilevel.runs.result import Ending, Progress, Result
 from fedbilevel.runs.resume import check_same, identity_of, versions
 
 
@@ -31,6 +34,11 @@ class Loop:
         unknown.
     more_figures: functions of the state whose results are added to every measurement.
     run_file: the run as TOML text, stored in the record.
+    measure_steps: function that returns step sizes of "auto"; None: measure through the engine.
+    recover: return to the best state with halved steps when the run goes wrong, and end it if that
+        does not help; otherwise only the end of the run is judged.
+    raises: raise an error for a value that is not finite, instead of going back; between sites such
+        a value may be an attack, and the error names its site.
     """
 
     algorithm: Algorithm
@@ -43,12 +51,17 @@ class Loop:
     overview: Callable[[], dict[str, Any]] | None = None
     more_figures: Sequence[Callable[[Any], dict[str, float]]] = ()
     run_file: str | None = None
+    measure_steps: Callable[[], dict[str, float]] | None = None
+    recover: bool = True
+    raises: bool = False
 
+    steps: dict[str, float] = field(init=False, default_factory=dict)  # the values of "auto"
     state: Any = field(init=False)
     rows: list[dict[str, Any]] = field(init=False, default_factory=list)
     iteration: int = field(init=False, default=0)
     saved: int = field(init=False, default=0)  # the outer iteration of the last checkpoint
-    stopped: str = field(init=False, default="finished")
+    ending: Ending | None = field(init=False, default=None)  # None while the run continues
+    recovery: Recovery = field(init=False)
     _clock: float = field(init=False, default=0.0)  # the start of the run, without pauses and measurements
 
     def go(self, *, resume: bool = False, begin_at: int = 0) -> Result:
@@ -57,15 +70,15 @@ class Loop:
         begin_at: outer iterations that count as done, for a peer that joins a running group.
         """
         group, fed = self.fed.group, self.fed
+        self.recovery = Recovery(fed, acts=self.recover)
         seconds = self._restore() if resume and self.record is not None else self._start(begin_at)
         self.saved = self.iteration
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
-            self._measure()
+            self.recovery.add(self._measure(), self.state)
             self._save()
-        following = followed(
-            self.callbacks, self.record, self.config, self.rows, lambda: (self.stopped, self.iteration)
-        )
+        end = lambda: (self.ending or Ending(why=self.recovery.note()), self.iteration)
+        following = followed(self.callbacks, self.record, self.config, self.rows, end)
         with (
             interrupts(group) as interrupted,
             with_remains(lambda: (self.iteration, self.saved), self.record, self.config),
@@ -74,40 +87,90 @@ class Loop:
             due = self.pace.due()
             while self.iteration < self.pace.num_iterations and not self.pace.over(fed.ledger.rounds):
                 self._step(due, interrupted)
-                if self.stopped != "finished":
+                if self.ending is not None:
                     break
             fed.finish(self.state)
             x, y = fed.trees(self.state.x, upper=True), fed.trees(self.state.y, upper=False)
             if self.record is not None and group.rank == 0:
                 self.record.save_solution({**_named("x", x), **_named("y", y)})
             totals = fed.bill().totals()
+            if end()[0].state in ("finished", "converged"):
+                self.recovery.check_moved(x, self.iteration)
         path = self.record.path if self.record is not None else None
-        return Result(x, y, self.rows, totals, self.iteration, self.stopped, path, self.state, self.algorithm.name())
+        return Result(
+            x, y, self.rows, totals, self.iteration, end()[0], path, self.state, self.algorithm.name(), self.steps
+        )
 
     def _step(self, due: Callable[[int, int, int], bool], interrupted: Callable[[], bool]) -> None:
         """Do one outer iteration; then measure, call the callbacks and save, each if due."""
         fed, group, pace = self.fed, self.fed.group, self.pace
         before = fed.ledger.rounds
         self.iteration += 1
-        now = self.algorithm.scaled(self.schedule(self.iteration))
-        fed.begin(self.iteration, now)
-        with group.together():
-            with torch.no_grad():  # a loss may contain a frozen model of its own
-                self.state = now.round(fed, self.state)
-                fed.check()
-            _check_finite(fed, self.state, self.iteration)
+        self._iterate()
         last = self.iteration == pace.num_iterations or pace.over(fed.ledger.rounds)
-        row = self._measure() if last or due(self.iteration, before, fed.ledger.rounds) else None
+        is_due = due(self.iteration, before, fed.ledger.rounds)
+        row = self._measure() if self.ending is None and (last or is_due) else None
         progress = Progress(
             self.iteration, pace.num_iterations, fed.ledger.rounds, fed.ledger.megabytes, row, pace.num_rounds
         )
+        if row is not None:
+            self._judge(row, is_due, last)
         wishes = [callback(progress) for callback in self.callbacks] if group.rank == 0 else []
-        reason = 2 if interrupted() or fed.stop_asked() else 1 if any(wishes) else 0
-        self.stopped = STOPPED[group.largest(reason)]
-        if self.stopped == "callback" and row is None:  # not after Ctrl-C: a resumed run must have the same rows
-            self._measure()
-        if self.stopped != "finished" or last or self.iteration % pace.checkpoint_every == 0:
+        stopped = STOPPED[group.largest(2 if interrupted() or fed.stop_asked() else 1 if any(wishes) else 0)]
+        if stopped and self.ending is None:
+            self.ending = Ending(stopped, self.recovery.note())
+            if stopped == "callback" and row is None:  # not after Ctrl-C: a resumed run must have the same rows
+                self._measure()
+        if self.ending is not None or last or self.iteration % pace.checkpoint_every == 0:
             self._save()
+
+    def _iterate(self) -> None:
+        """Change the state by one outer iteration, or go back if a value is not finite."""
+        fed, recovery = self.fed, self.recovery
+        now = self.algorithm.scaled(recovery.factor * self.schedule(self.iteration))
+        recovery.begin()
+        try:
+            with fed.group.together():
+                fed.begin(self.iteration, now)
+                with torch.no_grad():  # a loss may contain a frozen model of its own
+                    self.state = now.round(fed, self.state)
+                    fed.check()
+                _check_finite(fed, self.state, self.iteration)
+        except NonFiniteError as error:
+            if self.raises or not self.recover:
+                raise
+            self._go_back(str(error).split(":", 1)[0], error)
+
+    def _judge(self, row: Mapping[str, Any], is_due: bool, last: bool) -> None:
+        """Go back or end the run, as the measurement demands.
+
+        A measurement that is taken only because the run ends must not change a resumed run.
+        """
+        recovery = self.recovery
+        wrong = recovery.add(row, self.state) if is_due else ""
+        if last and (wrong := wrong or recovery.health.wrong_at_end(row)):
+            self._fail(wrong)
+        elif wrong and self.recover:
+            self._go_back(wrong)
+        elif self.pace.until_converged and is_due and recovery.health.is_still():
+            if recovery.health.is_stalled():
+                self._fail(UNCHANGED, LONGER)
+            else:
+                self.ending = Ending("converged", recovery.note())
+
+    def _go_back(self, why: str, error: NonFiniteError | None = None) -> None:
+        state = self.recovery.attempt(why, self.algorithm.State)
+        if state is not None:
+            self.state = state
+        elif error is not None and self.recovery.iteration == 0:  # no measurement was better than the first
+            raise error
+        else:
+            self._fail(why)
+
+    def _fail(self, why: str, advice: str = "use shorter steps") -> None:
+        best = self.recovery.best(self.algorithm.State)
+        self.state = self.state if best is None else best
+        self.ending = Ending("failed", self.recovery.failed(why, advice))
 
     def _start(self, begin_at: int) -> float:
         record = self.record
@@ -119,9 +182,23 @@ class Loop:
             if self.run_file is not None:
                 record.write_run_file(self.run_file)
         self.fed.begin(0)
+        if self.algorithm.auto_names():
+            with torch.no_grad():
+                measure = self.measure_steps or (lambda: resolved(self.algorithm, self.fed))
+                self._adopt(measure())
         self.state = self.algorithm.init(self.fed)
         self.iteration = begin_at
         return 0.0
+
+    def _adopt(self, steps: Mapping[str, float]) -> None:
+        """Replace step sizes of "auto" by measured values, which the record then shows as well."""
+        self.steps = dict(steps)
+        self.algorithm = dataclasses.replace(self.algorithm, **steps)
+        self.fed.adopt(self.algorithm)
+        if steps:
+            self.config = {**self.config, "steps": self.steps}
+            if self.record is not None and self.fed.group.rank == 0:
+                self.record.write_config(self.config)
 
     def _restore(self) -> float:
         """Load the last checkpoint at the first rank and send it to the others.
@@ -145,13 +222,17 @@ class Loop:
             return {**about, "rows": record.cut_after(done)}
 
         about = group.told(read)
-        self.state = fed.load_state_dict(group.told_tensors(lambda: tensors), about["state"], self.algorithm.State)
+        told = group.told_tensors(lambda: tensors)
+        self.state = fed.load_state_dict(told, about["state"], self.algorithm.State)
         fed.ways.update(about.get("ways", {}))
         if group.rank == 0:
             record.write_config(self.config)
-            if self.run_file is not None:
-                record.write_run_file(self.run_file)
+        self._adopt(about.get("steps", {}))
+        if group.rank == 0 and self.run_file is not None:
+            record.write_run_file(self.run_file)
         self.rows, self.iteration = about["rows"], about["iteration"]
+        if "recovery" in about:
+            self.recovery.load_state_dict(told, about["recovery"], self.state)
         return float(about["seconds"])
 
     def _save(self) -> None:
@@ -159,16 +240,19 @@ class Loop:
         if self.record is not None:
             self.fed.commit()
             tensors, plain = self.fed.state_dict(self.state)
+            best, recovery = self.recovery.state_dict()
             about = {
                 "identity": self.config["identity"],
                 "iteration": self.iteration,
                 "seconds": now - self._clock,
                 "state": plain,
                 "ways": self.fed.ways,
+                "steps": self.steps,
+                "recovery": recovery,
             }
             bill = self.fed.bill()
             if self.fed.group.rank == 0:
-                self.record.save(tensors, about)
+                self.record.save({**tensors, **best}, about)
                 self.saved = self.iteration
                 self.record.write_ledger(bill.asdict())
             self.fed.group.meet()  # now all ranks know that the checkpoint exists
@@ -206,11 +290,16 @@ def run_between(
     begin_at: int = 0,
     callbacks: Sequence[Callback],
     describe: Mapping[str, Any],
+    recover: bool,
 ) -> Result:
-    """Run at a server without data, or at one peer, with a checkpoint per outer iteration."""
+    """Run at a server without data, or at one peer, with a checkpoint per outer iteration.
+
+    recover: go back when the run goes wrong; a peer alone cannot.
+    """
     pace = checked_pace(num_iterations, num_rounds, measure_every)
     config = configuration(fed, pace, schedule, engine=engine, describe=describe)
-    return Loop(algorithm, fed, record, config, pace, schedule, callbacks).go(resume=resume, begin_at=begin_at)
+    loop = Loop(algorithm, fed, record, config, pace, schedule, callbacks, recover=recover, raises=True)
+    return loop.go(resume=resume, begin_at=begin_at)
 
 
 def configuration(

@@ -10,6 +10,7 @@ from fedbilevel.errors import SettingError
 from fedbilevel.settings import whole_number
 
 MEASUREMENTS = 20  # about so many in a run, unless measure_every says otherwise
+MOST_ROUNDS = 500  # of a run without a given length
 
 
 class Pace(NamedTuple):
@@ -17,6 +18,7 @@ class Pace(NamedTuple):
 
     num_rounds: number of rounds that ends the run early, or None.
     measure_every: outer iterations between measurements, or None if rounds determine them.
+    until_converged: end the run when its figures no longer change, because no length was given.
     """
 
     num_iterations: int
@@ -26,6 +28,7 @@ class Pace(NamedTuple):
     num_rounds: int | None = None
     residuals: bool = False
     stationarity: bool = False
+    until_converged: bool = False
 
     def over(self, rounds: int) -> bool:
         """Return whether this number of rounds ends the run."""
@@ -65,11 +68,9 @@ def checked_pace(
     stationarity: bool = False,
 ) -> Pace:
     """Check the numbers and fill in the missing ones."""
-    if num_iterations is None and num_rounds is None:
-        raise SettingError(
-            "the length of the run is missing: give num_iterations (outer iterations) or num_rounds "
-            "(communication rounds)."
-        )
+    until_converged = num_iterations is None and num_rounds is None
+    if until_converged:
+        num_rounds = MOST_ROUNDS
     num_iterations, num_rounds, measure_every = (
         None if value is None else whole_number(label, value, least)
         for label, value, least in (
@@ -93,4 +94,13 @@ def checked_pace(
         num_iterations = num_rounds  # an outer iteration without a round counts as one, so that the run ends
     elif measure_every is None and num_rounds is None:
         measure_every = max(1, num_iterations // MEASUREMENTS)
-    return Pace(num_iterations, measure_every, measure_growth, checkpoint_every, num_rounds, residuals, stationarity)
+    return Pace(
+        num_iterations,
+        measure_every,
+        measure_growth,
+        checkpoint_every,
+        num_rounds,
+        residuals,
+        stationarity,
+        until_converged,
+    )

@@ -8,9 +8,11 @@
                               between peers, by sender and receiver
     clients.json              numbers of samples and labels of each client (omitted if unknown)
     run.toml                  the run as a file for `fedbilevel run --config` (command line only)
+    baseline.json             the comparison with y trained at a fixed x, if requested
     findings.json             the task's findings at the end (command line only)
-    end.json                  how the run ended (finished, callback, interrupted or failed), after
-                              which outer iteration, and why; missing if the process was killed
+    end.json                  how the run ended (finished, converged, callback, interrupted or
+                              failed), after which outer iteration, and why; missing if the process
+                              was killed
     solution.safetensors      x and y by their own names (written at the end)
 
 Each file is written under a temporary name and then renamed, so a crash leaves the old file intact.
@@ -152,6 +154,9 @@ class Record:
                 "use plain, finite numbers."
             ) from error
         write_whole(self.path / "findings.json", f"{text}\n".encode())
+
+    def write_baseline(self, content: Mapping[str, Any]) -> None:
+        write_whole(self.path / "baseline.json", (json.dumps(finite(content), allow_nan=False) + "\n").encode())
 
     def write_run_file(self, text: str) -> None:
         write_whole(self.path / "run.toml", text.encode())

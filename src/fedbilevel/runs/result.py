@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fedbilevel.columns import figures_of
 from fedbilevel.errors import UnknownNameError
 from fedbilevel.federation.ledger import Totals
+from fedbilevel.runs.baseline import Baseline
 
 
 class Progress(NamedTuple):
@@ -34,6 +35,27 @@ class Progress(NamedTuple):
         return min(1.0, max(self.iteration / max(1, self.num_iterations), by_rounds))
 
 
+class Ending(NamedTuple):
+    """The way in which a run ended.
+
+    how: "finished" (its length is reached), "converged" (its figures no longer change), "callback"
+        or "interrupted" (a callback or Ctrl-C stopped it), or "failed".
+    why: a remark; the reason of a failure, as one sentence.
+    """
+
+    how: str = "finished"
+    why: str = ""
+
+    @property
+    def state(self) -> str:
+        """Return finished, converged, stopped or failed."""
+        return "stopped" if self.how in ("callback", "interrupted") else self.how
+
+    def __str__(self) -> str:
+        by = {"callback": " by a callback", "interrupted": " by Ctrl-C"}.get(self.how, "")
+        return f"{self.state}{by}{': ' if self.why else ''}{self.why.removesuffix('.')}"
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a run.
@@ -42,6 +64,9 @@ class Result:
         per client.
     rows: the measurements, one dict each; `history` is the same as a table.
     ledger: the cost, summed over clients; `ledger.phases` has the cost by phase.
+    steps: the measured values of step sizes that were "auto".
+    ending: how the run ended, and why. A run that failed returns its best state.
+    baseline: comparison with y trained at a fixed x on data that no run used, if requested.
     """
 
     x: Any
@@ -49,10 +74,17 @@ class Result:
     rows: list[dict[str, Any]]
     ledger: Totals
     iteration: int
-    stopped: str  # "finished", "callback" or "interrupted"
+    ending: Ending = Ending()
     path: Path | None = None
     state: Any = None
     name: str = ""
+    steps: dict[str, float] = field(default_factory=dict)
+    baseline: Baseline | None = None
+
+    @property
+    def stopped(self) -> str:
+        """Return the first word of the ending, e.g. "finished" or "interrupted"."""
+        return self.ending.how
 
     @property
     def history(self) -> Any:
@@ -82,9 +114,10 @@ class Result:
     def __repr__(self) -> str:
         last = self.rows[-1] if self.rows else {}
         figures = ", ".join(f"{name} {last[name]:.4g}" for name in figures_of(last)[:3])
-        end = "" if self.stopped == "finished" else f" (stopped: {self.stopped})"
+        end = "" if self.ending == Ending() else f" ({self.ending})"
         cost = f"{self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB"
-        return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {cost}; {figures}>"
+        gain = "" if self.baseline is None else f"; {self.baseline.sentence}"
+        return f"<{self.name or 'run'}: {self.iteration} outer iterations{end}, {cost}; {figures}{gain}>"
 
     def _repr_html_(self) -> str:
         from fedbilevel import displays  # notebooks only

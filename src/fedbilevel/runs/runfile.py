@@ -14,7 +14,8 @@ from the command line writes its own file into its record, as run.toml.
     residuals = true             # also measure how far y and u are from solving their equations
     stationarity = false         # also measure the norm of the hypergradient (slow)
     [task]                       # name and settings; omitted settings have their defaults
-    [algorithm]                  # name and settings; the task suggests omitted settings
+    [algorithm]                  # name and settings; the task suggests omitted settings; without
+                                 # this table or with the name "auto", see runs/choice.py
     [options]                    # seed, fraction, batch_size, dtype, ...: see runs/options.py
     [options.network]            # links between peers
     [options.averaging]          # averages between peers
@@ -40,8 +41,9 @@ from fedbilevel.errors import IgnoredWarning, PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
 from fedbilevel.federation.clients import Sampling
 from fedbilevel.oracle.oracle import Strategy
+from fedbilevel.runs.choice import choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, keywords
-from fedbilevel.settings import check_plain, made
+from fedbilevel.settings import AUTO, check_plain, made
 from fedbilevel.tasks.task import Task
 
 Place = Literal["process", "sites", "peers"]
@@ -160,12 +162,14 @@ def read_run_file(path: Path) -> RunFile:
     where = str(path)
     content = used(read_toml(path), "process", where)
     task = _task(content["task"]["name"]) if "task" in content else None
-    algorithm = discovery.algorithm(content["algorithm"]["name"]) if "algorithm" in content else None
+    options = content.get("options", {})
+    between_peers = any(name in options for name in BETWEEN_PEERS)
+    called = content["algorithm"]["name"] if "algorithm" in content else None
+    algorithm = discovery.algorithm(choose(called, between_peers=between_peers).name) if called is not None else None
     own = {part: without_name(content.get(part, {})) for part in ("task", "algorithm")}
     for part, kind in (("task", task), ("algorithm", algorithm)):
         if kind is not None:
             made(kind, own[part])
-    options = content.get("options", {})
     check_options(keywords(options))
     if algorithm is not None and not issubclass(algorithm, PeerAlgorithm):
         for name in BETWEEN_PEERS:
@@ -178,9 +182,9 @@ def read_run_file(path: Path) -> RunFile:
         f"{part}_settings": {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         for part, values in own.items()
     }
-    names = [None if kind is None else kind.name() for kind in (task, algorithm)]
     plan = {name: content[name] for name in PLAN if name in content}
-    return RunFile(names[0], names[1], **tuples, plan=plan, options=options, log=tuple(content.get("log", ())))
+    named = None if task is None else task.name()
+    return RunFile(named, called, **tuples, plan=plan, options=options, log=tuple(content.get("log", ())))
 
 
 def _task(name: str) -> type[Task]:
@@ -246,10 +250,12 @@ def parts_of(content: Any, place: Place) -> dict[str, Any]:
     for name in content:
         if place not in KEYS[name].places:
             raise PlanError(f"the plan sets {name}, which {_CALLED[place]} does not use: leave it out.")
-    for name in ("task", "algorithm"):
+    for name in ("task", "algorithm") if place == "peers" else ("task",):  # peers cannot measure steps
         if content.get(name) is None:
             raise PlanError(f"the plan has no {name}: give one.")
-    task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(content["algorithm"]["name"])
+    named = content.get("algorithm") or {"name": AUTO}
+    choice = choose(named["name"], between_peers=place == "peers")
+    task, algorithm = discovery.task(content["task"]["name"]), discovery.algorithm(choice.name)
     name = content.get("name") or f"{task.name()}-{algorithm.name()}"
     if not NAME.fullmatch(name):
         raise PlanError(
@@ -264,7 +270,7 @@ def parts_of(content: Any, place: Place) -> dict[str, Any]:
             raise PlanError(f"the plan sets {key}, which is each participant's own choice: leave it out.")
     if content["task"].get("data_dir"):  # "" says that a task needs no folder
         raise PlanError("the plan sets data_dir, but each participant chooses where its data are: leave it out.")
-    settings = made(algorithm, {**suggested, **without_name(content["algorithm"])})
+    settings = made(algorithm, {**suggested, **choice.settings, **without_name(named)})
     return {
         "name": name,
         "num_iterations": _iterations(content, task, algorithm),

@@ -26,18 +26,22 @@ from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import check_kind
+from fedbilevel.runs.baseline import Point, compared, plain_run, with_unseen
 from fedbilevel.runs.callbacks import Callback, Follower
+from fedbilevel.runs.choice import choose
+from fedbilevel.runs.faults import warn_of_faults
 from fedbilevel.runs.loop import Loop, configuration
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.pace import checked_pace
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
+from fedbilevel.runs.step_sizes import measured_steps
 
 
 def solve(  # one explicit keyword per option, so that help() and editors show them all
     problem: Problem,
     clients: Sequence[Holdings],
-    algorithm: Algorithm | str,
+    algorithm: Algorithm | str = "auto",
     *,
     num_rounds: int | None = None,
     num_iterations: int | None = None,
@@ -56,6 +60,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     resume: bool = False,
     checkpoint_every: int = 10,
     callbacks: Sequence[Callback] = (),
+    recover: bool = True,
+    baseline: bool = False,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     strategy: Strategy = "auto",
@@ -70,10 +76,13 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 ) -> Result:
     """Minimise the upper loss over x, with y at the minimum of the lower loss, across all clients.
 
-    algorithm: a name (`fedbilevel list` shows all), with its settings as further keywords, such as
-        lr_upper=0.1; or an instance, such as FedBiO(lr_upper=0.1).
+    algorithm: "auto" chooses one without step sizes to tune and prints its choice: `self_tuned`, or
+        `hgp` if network or averaging is given. Otherwise a name (`fedbilevel list` shows all), with
+        its settings as further keywords, such as lr_upper=0.1; or an instance, such as
+        FedBiO(lr_upper=0.1). A step size of "auto" is measured in a few rounds before the first
+        outer iteration; `Result.steps` has its value.
 
-    Length; at least one of the two is required.
+    Length; without both, the run ends when its figures no longer change, or after 500 rounds.
         num_rounds: end at the first outer iteration that reaches this number of rounds.
         num_iterations: end after this number of outer iterations.
 
@@ -103,6 +112,17 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         describe: further entries of the recorded configuration, as plain JSON values.
         run_file: the run as TOML text, kept in the record.
 
+    Failures.
+        recover: when a loss or a residual grows far beyond its best value, or a value is not finite,
+            return to the best state with halved steps, with a warning, at most three times; then end
+            as failed with the best state. False: raise an error at the first non-finite value.
+
+    Comparison.
+        baseline: also train y with x fixed at x0 for as many rounds, and compare both solutions on
+            data that no run used (`Result.baseline`): by metrics of roles other than train and val
+            or, without such roles, by the upper loss on a quarter of the samples in val, which is
+            then held out of both runs.
+
     Computing.
         device, dtype: "cpu", "cuda" or "cuda:1", and the type of x and y.
         strategy, chunk_size: how clients are evaluated together; by default, a measurement decides.
@@ -128,9 +148,13 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> data = [{"a": a, "b": a @ torch.tensor([1.0 + i, -1.0])} for i in range(3)]
     >>> clients = [{"train": one, "val": one} for one in data]
-    >>> fb.solve(problem, clients, "fedbio", num_rounds=50, lr_upper=0.5, lr_lower=0.2, lr_system=0.2)
-    <fedbio: 50 outer iterations, 50 rounds, 0.0072 MB; upper_loss 0..., lower_loss 0..., lower_gradient ...>
+    >>> fb.solve(problem, clients, num_rounds=50)
+    <self_tuned: 49 outer iterations, 50 rounds, 0.00894 MB; upper_loss 1..., lower_loss 1..., lower_gradient ...>
     """
+    choice = None
+    if isinstance(algorithm, str):
+        choice = choose(algorithm, between_peers=network is not None or averaging is not None)
+        algorithm, settings = choice.name, {**choice.settings, **settings}
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
     _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops)
@@ -139,18 +163,34 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     )
     if resume and record is None:
         raise SettingError("resume needs a record: give the folder of the run to resume.")
+    for label, flag in (("recover", recover), ("baseline", baseline)):
+        if not isinstance(flag, bool):
+            raise SettingError(f"{label} is {flag!r}, expected True or False.")
+    if baseline and engine != "simulation":
+        raise SettingError(
+            f"baseline=True needs all clients in one process, and the engine is {engine!r}: leave baseline out, or "
+            "use the engine 'simulation'."
+        )
+    if baseline:
+        clients, describe = with_unseen(problem, clients, seed), {**(describe or {}), "baseline": True}
     for warning in chosen.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
     place = torch_device(device)
     group = group_of(engine, place, timeout)
+    if choice is not None and group.rank == 0:
+        choice.say()
     with group.together():
+        options = {
+            "seed": seed, "batch_size": batch_size, "sampling": sampling, "dtype": dtype, "group": group,
+            "device": group.device(place), "strategy": strategy, "chunk_size": chunk_size, "ids": ids,
+        }  # fmt: skip
         fed = simulate(
-            chosen, problem, clients, seed=seed, cohort=cohort, network=network, averaging=averaging,
-            batch_size=batch_size, sampling=sampling, dtype=dtype, group=group, device=group.device(place),
-            strategy=strategy, chunk_size=chunk_size, drops=drops, ids=ids,
-        )  # fmt: skip
+            chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops, **options
+        )
+        if group.size == 1:
+            warn_of_faults(fed.host, chosen.learns_x)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
-        return Loop(
+        result = Loop(
             chosen,
             fed,
             Record(record) if record is not None else None,
@@ -161,7 +201,41 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
             overview=fed.overview,
             more_figures=[one for one, on in ((fed.residuals, residuals), (fed.stationarity, stationarity)) if on],
             run_file=run_file,
+            measure_steps=(lambda: _without_server(chosen, problem, clients, options))
+            if isinstance(chosen, PeerAlgorithm)
+            else None,
+            recover=recover,
         ).go(resume=resume)
+    if not baseline or not chosen.learns_x or result.stopped in ("failed", "interrupted") or result.iteration == 0:
+        return result
+    own = {"cohort": cohort} if isinstance(chosen, ServerAlgorithm) else {}
+    return _with_baseline(
+        result, problem, clients, chosen, seed=seed, batch_size=batch_size, sampling=sampling, schedule=schedule,
+        device=device, dtype=dtype, strategy=strategy, chunk_size=chunk_size, drops=drops, ids=ids, **own,
+    )  # fmt: skip
+
+
+def _with_baseline(
+    result: Result, problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm, **options: Any
+) -> Result:
+    """Add the comparison with the plain run of as many rounds."""
+    rounds = result.ledger["rounds"] if isinstance(algorithm, ServerAlgorithm) else result.iteration
+    own = {**options, "num_rounds": rounds, "measure_every": max(1, rounds // 4), "residuals": False}
+    plain = solve(problem, clients, plain_run(), **own)
+    learned, fixed = (Point(one.x, one.y) for one in (result, plain))
+    chosen = {name: options[name] for name in ("seed", "dtype")}
+    found = compared(problem, clients, learned, fixed, plain.ledger, **chosen)
+    if result.path is not None:
+        Record(result.path).write_baseline(found.asdict())
+    return dataclasses.replace(result, baseline=found)
+
+
+def _without_server(
+    chosen: Algorithm, problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return step sizes of "auto" for peers, measured as with a server: a simulation has all data."""
+    steps = chosen.auto_steps(measured_steps(problem, clients, **options))
+    return {name: steps[name] for name in chosen.auto_names()}
 
 
 _OPTIONS = [name for name, one in inspect.signature(solve).parameters.items() if one.kind is one.KEYWORD_ONLY]

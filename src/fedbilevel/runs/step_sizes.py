@@ -1,33 +1,46 @@
-"""Step sizes: curvatures, suggested steps, and the two-timescale check of the upper step."""
+"""Step sizes from measurements of a problem: curvatures, a radius for u, and suggested steps."""
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedbilevel import discovery
+from fedbilevel.engines import simulate
 from fedbilevel.engines.simulation import Simulation
+from fedbilevel.errors import ProblemError
 from fedbilevel.federation.algorithm import Algorithm, Federation, ServerAlgorithm, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.oracle.hypergradient import hypergradient, largest_curvature, lower_solution, start_vector
+from fedbilevel.federation.probing import Found, lanczos, measured
+from fedbilevel.oracle.hypergradient import lower_solution
+from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
-from fedbilevel.verdict import Check, Report
+
+_NORM = 16
+_DAMPED = 0.02  # of the largest eigenvalue: curvature that is left where it is negative
+_EVALUATIONS = 120  # of a measurement, in evaluations of all directions of all clients
+_TRIAL = 64  # samples
 
 
 class Curvature(NamedTuple):
     """Extreme eigenvalues of the lower level's Hessians, and the cost of finding them.
 
-    largest: the largest eigenvalue of any client's Hessian. A step of 0.8 / largest is safe for
-        local steps; a step from the mean Hessian is not safe if one client's Hessian is larger.
-    smallest: the smallest eigenvalue of the mean Hessian, or of any client for a local lower level.
-    flattest: the smallest eigenvalue of any client, at least 1e-8 of the client's largest.
+    largest: the largest absolute eigenvalue of any client's Hessian. A step of 0.8 / largest is
+        safe for local steps.
+    smallest: the smallest eigenvalue of the mean Hessian, or of any client for a local lower level;
+        negative for a lower level that is not convex.
+    flattest: the smallest eigenvalue of any client, at least 1e-8 of the largest. If it is
+        negative, the value with damping, which is 0.02 of the largest.
 
     Extremes over clients are 16-norms of the clients' values, so that only sums leave the clients.
     They are conservative by a factor of at most num_clients^(1/16).
@@ -39,53 +52,38 @@ class Curvature(NamedTuple):
     ledger: dict[str, int]
 
 
-_NORM = 16
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Probe(ServerAlgorithm):
-    """Power iteration across clients, as an `Algorithm` so that the ledger counts its cost."""
+class Probe(ServerAlgorithm):
+    """Measurements of a problem without an algorithm, whose cost the ledger counts."""
 
-    num_products: int = setting(30, "products H v per eigenvalue", least=1)
+    num_products: int = setting(30, "products H v per client", least=1)
 
     lower_space = ("y", "v")
 
-    def extremes(self, fed: Federation, x: Any, y: Any) -> tuple[float, float]:
-        """Return the largest and the smallest eigenvalue over all clients."""
-        largest, flattest = (fed.num_clients * fed.mean(self.ends, x=x, y=y).ends).pow(1 / _NORM).tolist()
-        return largest, 1 / flattest
+    def extremes(self, fed: Federation, x: Any, y: Any) -> tuple[float, float, float]:
+        """Return the largest |eigenvalue|, the smallest positive and the size of the most negative one."""
+        powers = fed.num_clients * fed.mean(self.ends, x=x, y=y).ends
+        largest, flattest, negative = powers.pow(1 / _NORM).tolist()
+        return largest, 1 / flattest, negative
 
     @phase
     def ends(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Return each client's largest and inverse smallest eigenvalue, to the power 16.
-
-        The extreme client dominates the sum of these powers.
-        """
-        batch, start = clients.batch("train", "curvature"), clients.rows(start_vector(y))
-        v = start
-        for _ in range(self.num_products):
-            v = clients.hessian_product(x, y, _unit(v), batch)
-        largest = torch.linalg.vector_norm(v, dim=1, keepdim=True)
-        v = start
-        for _ in range(self.num_products):
-            v = largest * _unit(v) - clients.hessian_product(x, y, _unit(v), batch)
-        smallest = torch.maximum(largest - torch.linalg.vector_norm(v, dim=1, keepdim=True), 1e-8 * largest)
-        return {"ends": torch.cat([largest, 1 / smallest], dim=1).pow(_NORM)}
+        """Return each client's extreme eigenvalues, to the power 16: the extreme client dominates the sum."""
+        batch = clients.batch("train", "curvature")
+        low, high = lanczos(lambda v: clients.hessian_product(x, y, v, batch), clients.rows(y), self.num_products)
+        largest = torch.maximum(high, -low)
+        flattest = torch.maximum(low, 1e-8 * largest)
+        return {"ends": torch.stack([largest, 1 / flattest, (-low).clamp(min=0)], dim=1).pow(_NORM)}
 
     @phase
-    def shifted(self, clients: Clients, x: Tensor, y: Tensor, v: Tensor, shift: float) -> dict[str, Tensor]:
-        return {"v": shift * clients.rows(v) - clients.hessian_product(x, y, v, clients.batch("train", "curvature"))}
-
-
-def _unit(v: Tensor) -> Tensor:
-    """Return v / |v|, or 0 for v = 0, which occurs for s I - H if H = s I."""
-    return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny)
+    def product(self, clients: Clients, x: Tensor, y: Tensor, v: Tensor) -> dict[str, Tensor]:
+        return {"v": clients.hessian_product(x, y, v, clients.batch("train", "curvature"))}
 
 
 def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: int = 30) -> Curvature:
     """Return L and mu of the lower level at the initial point, and the cost of finding them.
 
-    The method is power iteration across clients in float64.
+    The method is the Lanczos iteration in float64, at every client and across clients.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -95,16 +93,16 @@ def curvature(problem: Problem, clients: Sequence[Holdings], *, num_products: in
     >>> found.ledger["rounds"]
     31
     """
-    probe = _Probe(num_products=num_products)
+    probe = Probe(num_products=num_products)
     fed = Simulation(probe, problem, clients, dtype=torch.float64)
     x, y = fed.initial()
-    largest, flattest = probe.extremes(fed, x, y)
-    smallest = flattest
+    largest, flattest, negative = probe.extremes(fed, x, y)
+    if negative > 1e-6 * largest:
+        flattest = _DAMPED * largest
+    smallest = -negative if negative > 1e-6 * largest else flattest
     if problem.scopes.lower == "global":
-        v = start_vector(fed.host.y0)
-        for _ in range(num_products):  # lambda_max(s I - H) = s - lambda_min(H)
-            v = fed.mean(probe.shifted, x=x, y=y, v=_unit(v), shift=largest).v
-        smallest = max(largest - float(torch.linalg.vector_norm(v)), 1e-8 * largest)
+        low, _ = lanczos(lambda v: fed.mean(probe.product, x=x, y=y, v=v[0]).v[None], fed.host.y0[None], num_products)
+        smallest = float(low) if float(low) < -1e-6 * largest else max(float(low), 1e-8 * largest)
     return Curvature(largest, smallest, flattest, fed.ledger.totals())
 
 
@@ -112,7 +110,8 @@ def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
     """Return the radius of the ball onto which algorithms project u.
 
     The radius is 2 max_i |f_y,i| / min_i mu_i at y*(x0). The factor 2 allows for the change of x
-    during the run. The computation needs the data of all clients.
+    during the run. If the lower level is not convex, f_y is taken at y0 and mu is 0.02 of the
+    largest curvature. The computation needs the data of all clients.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
@@ -123,90 +122,99 @@ def projection_radius(problem: Problem, clients: Sequence[Holdings]) -> float:
     2
     """
     population = Population(problem, clients, dtype=torch.float64)
-    y = lower_solution(population, population.x0)
+    try:
+        y = lower_solution(population, population.x0)
+    except ProblemError:  # not strongly convex
+        y = population.y0
     f_y = population.oracle.upper_grad_y(population.x0, y, population.data.batch(torch.arange(len(population)), "val"))
     return 2 * float(torch.linalg.vector_norm(f_y, dim=1).max()) / curvature(problem, clients).flattest
 
 
-def upper_curvature(
-    problem: Problem, clients: Sequence[Holdings], *, num_products: int = 10, step: float = 1e-4
-) -> float:
-    """Return L_Phi, the curvature of Phi at the initial point.
+def suggest_steps(
+    problem: Problem,
+    clients: Sequence[Holdings],
+    algorithm: Algorithm | str = "fedbio",
+    *,
+    seconds: float = 10.0,
+    strategy: Strategy = "auto",
+    device: torch.device | str = "cpu",
+) -> dict[str, float]:
+    """Suggest the step sizes of an algorithm, from measurements at the initial point.
 
-    The method is power iteration on differences of the exact hypergradient. It needs the data of
-    all clients.
-    """
-    population = Population(problem, clients, dtype=torch.float64)
-    x = population.x0
-    y = lower_solution(population, x)
-    here = hypergradient(population, x, y).value
+    The steps are those of `lr_upper="auto"` and so on, which a run measures itself. A warning says
+    if the lower level is not convex there.
 
-    def product(v: Tensor) -> Tensor:
-        near = x + step * v.view_as(x)
-        there = hypergradient(population, near, lower_solution(population, near, y)).value
-        return ((there - here) / step).reshape(1, -1)
-
-    return largest_curvature(product, here.reshape(1, -1), num_products=num_products)[0]
-
-
-def slow_enough(step: float, found: Curvature, problem: Problem, clients: Sequence[Holdings]) -> float:
-    """Return the longest upper step that passes the two-timescale check: 0.5 * step * mu / L_Phi.
-
-    step: the shorter of the lower and the system step.
-    """
-    return 0.5 * step * found.smallest / upper_curvature(problem, clients)
-
-
-def suggest_steps(problem: Problem, clients: Sequence[Holdings]) -> dict[str, float]:
-    """Suggest step sizes for single-loop methods, from the curvatures at the initial point.
-
-    The lower and system steps are 0.8 / L. The upper step is the longest that passes
-    `check_timescales`. 0.8 / L exceeds the bounds of the papers' theory (1/(2L), 1/(6L)), but is
-    stable on heterogeneous quadratics.
+    algorithm: a name, or an algorithm with settings, such as FedBiO(num_local_steps=1).
+    seconds: time for the measurement; if all samples would take longer, it uses minibatches.
 
     >>> import fedbilevel as fb
     >>> from fedbilevel.tasks.quadratic import Quadratic
-    >>> steps = fb.suggest_steps(*Quadratic().build())
+    >>> steps = fb.suggest_steps(*Quadratic().build(), "fedbio")
     >>> {name: f"{step:.2g}" for name, step in steps.items()}
-    {'lr_lower': '0.18', 'lr_system': '0.18', 'lr_upper': '0.043'}
+    {'lr_upper': '0.0049', 'lr_lower': '0.19', 'lr_system': '0.19'}
     """
-    found = curvature(problem, clients)
-    lr = 0.8 / found.largest
-    return {"lr_lower": lr, "lr_system": lr, "lr_upper": slow_enough(lr, found, problem, clients)}
+    chosen = discovery.algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+    options: dict[str, Any] = {"strategy": strategy, "device": device}
+    size = _samples_within(seconds, problem, clients, options)
+    found = measured_steps(problem, clients, batch_size=size, dtype=torch.float64, **options)
+    if found.negative > 1e-3 * found.curvature:
+        warnings.warn(
+            f"the lower level is not convex near its start: its curvature is between {-found.negative:.3g} and "
+            f"{found.curvature:.3g}. The steps follow the larger size; set radius to bound u",
+            stacklevel=2,
+        )
+    return {name: step for name, step in chosen.auto_steps(found).items() if hasattr(chosen, name)}
 
 
-def check_timescales(
-    algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], *, show: bool = True
-) -> Report:
-    """Check that lr_upper * L_Phi <= 0.5 * min(lr_lower, lr_system) * mu, and warn if it is not.
+def measured_steps(problem: Problem, clients: Sequence[Holdings], **options: Any) -> Found:
+    """Measure a problem in a simulation with a server, for an algorithm of any kind."""
+    fed: Any = simulate(Probe(), problem, clients, **options)
+    fed.begin(0)
+    with torch.no_grad():
+        return measured(fed.algorithm, _Shown(fed) if sys.stderr.isatty() else fed, upper=True)
 
-    The condition is sufficient for stability of single-loop methods, but not necessary. An
-    algorithm without these settings passes.
 
-    >>> import fedbilevel as fb
-    >>> from fedbilevel.algorithms.fedbio import FedBiO
-    >>> from fedbilevel.tasks.quadratic import Quadratic
-    >>> problem, clients = Quadratic().build()
-    >>> steps = fb.suggest_steps(problem, clients)
-    >>> fb.check_timescales(FedBiO(**steps), problem, clients, show=False)
-    <Steps of 'fedbio': the check passed>
+def _samples_within(
+    seconds: float, problem: Problem, clients: Sequence[Holdings], options: dict[str, Any]
+) -> int | None:
+    """Return the number of samples per minibatch that keeps a measurement within its time.
+
+    None stands for all samples.
     """
-    check = _timescales(algorithm, problem, clients)
-    if not check.ok:
-        warnings.warn(check.text, stacklevel=2)
-    return Report(f"Steps of {algorithm.name()!r}", [check]).shown(show)
+    population = Population(problem, clients, dtype=torch.float64, **options)
+    everybody, sizes = torch.arange(len(population)), population.data.sizes
+    most = max(int(sizes[role].max()) for role in ("train", "val"))
+    num = min(most, _TRIAL)
+    index = torch.zeros(len(population), num, dtype=torch.int64, device=population.device)
+    train, val = (population.data.batch(everybody, role, index) for role in ("train", "val"))
+    y = population.y0.expand(len(population), -1)
+
+    def evaluate() -> None:
+        population.oracle.directions(population.x0, y, y, gy=train, fx=val, fy=val, ju=train, hu=train)
+
+    with torch.no_grad():
+        evaluate()  # the first evaluation is slower
+        each = _seconds(evaluate) / num
+    fits = int(seconds / (_EVALUATIONS * each))
+    return None if fits >= most else max(1, fits)
 
 
-def _timescales(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> Check:
-    name = "two timescales"
-    lower = [getattr(algorithm, step) for step in ("lr_lower", "lr_system") if hasattr(algorithm, step)]
-    if not hasattr(algorithm, "lr_upper") or not lower:
-        return Check(name, True, "has no lr_upper to compare with lr_lower and lr_system")
-    bound = slow_enough(min(lower), curvature(problem, clients), problem, clients)
-    if algorithm.lr_upper <= bound:
-        return Check(name, True, f"lr_upper = {algorithm.lr_upper:g}; the bound is {bound:.3g}")
-    text = (
-        f"lr_upper = {algorithm.lr_upper:g} may be too large relative to lr_lower and lr_system: the two-timescale "
-        f"check allows up to {bound:.3g} here; reduce it, or increase the lower steps, if the run is unstable"
-    )
-    return Check(name, False, text)
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+class _Shown:
+    """A federation that shows every round of a measurement on a terminal."""
+
+    def __init__(self, fed: Any) -> None:
+        self._fed = fed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fed, name)
+
+    def mean(self, phase: Callable[..., Any], /, **broadcast: Any) -> Any:
+        found = self._fed.mean(phase, **broadcast)
+        print(f"\rmeasuring step sizes: round {self._fed.ledger.rounds} \r", end="", file=sys.stderr, flush=True)
+        return found

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.engines.engine import resent
 from fedbilevel.engines.server import Answers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Value
@@ -83,10 +84,9 @@ class Sites(SiteServer):
         return self._placed(name, "zeros", lambda: torch.zeros(self.width(name), dtype=self.dtype))
 
     def width(self, name: str) -> int:
-        if name in self.algorithm.upper_space:
-            return len(self.x0)
-        if name in self.algorithm.lower_space:
-            return len(self.y0)
+        space = self.algorithm.space(name)
+        if space is not None:
+            return self.algorithm.lengths.get(name, len(self.x0 if space == "upper" else self.y0))
         raise KeyError(f"{self.algorithm.name()} declares {name!r} neither in upper_space nor in lower_space.")
 
     def _placed(self, name: str, how: str, value: Callable[[], Tensor]) -> Any:
@@ -278,3 +278,10 @@ class Sites(SiteServer):
             self._held.forget(place)  # processes at the sites are new
         self.back_to_versions(self._here())
         return state
+
+    def go_back(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        """Return to an earlier state of the server, or return None if a site keeps values of its
+        own, which have no earlier version."""
+        if self.kept_names or self.changed or any(version is not None for version in self.versions):
+            return None
+        return super().load_state_dict(resent(tensors, self.ledger), plain, state_type)

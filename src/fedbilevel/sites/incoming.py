@@ -16,7 +16,9 @@ from fedbilevel._version import __version__
 from fedbilevel.errors import WireError
 from fedbilevel.federation.algorithm import ServerAlgorithm
 from fedbilevel.federation.host import Host
+from fedbilevel.federation.probing import PHASES
 from fedbilevel.sites.order import Order
+from fedbilevel.sites.policy import Policy
 
 
 class Incoming:
@@ -27,8 +29,11 @@ class Incoming:
     numbers: numbers of this site's clients among all clients.
     """
 
-    def __init__(self, algorithm: ServerAlgorithm, host: Host, numbers: list[int], order: Order) -> None:
-        self.algorithm, self.host, self.numbers, self.order = algorithm, host, numbers, order
+    def __init__(
+        self, algorithm: ServerAlgorithm, host: Host, numbers: list[int], order: Order, policy: Policy
+    ) -> None:
+        self.algorithm, self.host, self.numbers, self.order, self.policy = algorithm, host, numbers, order, policy
+        self._auto = algorithm.auto_names()
         self.kept_names = algorithm.kept_names(host.problem.scopes)
         self.computed: set[str] = set()  # kept names that a phase has written since a version was loaded
         self._all = torch.arange(len(numbers))  # rows of the clients
@@ -45,6 +50,8 @@ class Incoming:
             raise WireError(
                 f"{self.algorithm.name()} of fedbilevel {__version__} at this site has no phase named {phase!r:.40}."
             )
+        if phase in PHASES and not self._auto:
+            raise WireError(f"a message asks for {phase}, but the plan has no step size of 'auto' to measure.")
         return method
 
     def check_arguments(self, phase: str, method: Callable[..., Any], values: Mapping[str, Any]) -> None:
@@ -60,15 +67,28 @@ class Incoming:
             given = ", ".join(values) or "nothing"
             raise WireError(f"phase {phase} of this site takes {', '.join(wanted)}, but the message has {given:.100}.")
 
-    def scaled(self, scaled: Mapping[str, Any]) -> ServerAlgorithm:
-        """Return the algorithm with the step sizes of a schedule."""
-        wrong = [name for name, value in scaled.items() if name not in self.algorithm.decays or not _finite(value)]
+    def scaled(self, phase: str, scaled: Mapping[str, Any]) -> ServerAlgorithm:
+        """Return the algorithm with the step sizes of a schedule, and with those that were measured.
+
+        A schedule may only shorten a step of the plan. A step that is "auto" in the plan may have
+        any value that the site's policy allows.
+        """
+        lacking = [name for name in self._auto if name not in scaled]
+        if lacking and phase not in PHASES:
+            raise WireError(f"a message does not say the step {lacking[0]}, which the plan leaves to a measurement.")
+        may_change = (*self.algorithm.decays, *self._auto)
+        wrong = [name for name, value in scaled.items() if name not in may_change or not _finite(value)]
         if wrong:
             raise WireError(
                 f"a message changes {wrong[0]!r:.40}, but a schedule may only scale {', '.join(self.algorithm.decays)}."
             )
+        for name in self._auto:
+            if name in scaled:
+                self.policy.check_setting(name, scaled[name])
         longer = [
-            name for name, value in scaled.items() if not 0 <= value <= (1 + 1e-9) * getattr(self.algorithm, name)
+            name
+            for name, value in scaled.items()
+            if not 0 <= value <= (math.inf if name in self._auto else (1 + 1e-9) * getattr(self.algorithm, name))
         ]
         if longer:
             raise WireError(
@@ -149,7 +169,7 @@ class Incoming:
 
     def _checked(self, name: str, array: Tensor) -> Tensor:
         try:
-            width = self.algorithm.lengths.get(name, self.host.width(name))
+            width = self.host.width(name)
         except KeyError:
             raise WireError(
                 f"a message brings an array named {name:.40}, which {self.algorithm.name()} does not declare."

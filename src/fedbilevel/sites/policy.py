@@ -105,18 +105,21 @@ class Policy:
                 known = ", ".join(allowed) or "none"
                 raise PolicyError(f"this site's policy does not allow {asked}: its line {line!r} allows {known}.")
         for name, value in _numbers(plan):
-            low, high = self.range_of(name)
-            if not low <= value <= high:
-                raise PolicyError(
-                    f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] "
-                    f"allows {low:g} to {high:g}."
-                )
+            self.check_setting(name, value)
         for size in _batch_sizes(plan):
             if size < self.min_batch:
                 raise PolicyError(
                     f"this site's policy does not allow batches of {size} samples: its line 'min_batch' asks for "
                     f"at least {self.min_batch}."
                 )
+
+    def check_setting(self, name: str, value: float) -> None:
+        low, high = self.range_of(name)
+        if not low <= value <= high:
+            raise PolicyError(
+                f"this site's policy does not allow {name} = {value}: its line {name!r} in [policy.settings] "
+                f"allows {low:g} to {high:g}."
+            )
 
     def range_of(self, name: str) -> Range:
         """Find the range of a setting. The site's own line takes precedence over a default, and an

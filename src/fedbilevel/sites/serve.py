@@ -73,9 +73,12 @@ def _attempt(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Rec
         resume=resume,
         callbacks=[diary.add],
         describe={"plan": plan.asdict(), "max_weight": most},
+        recover=True,
     )
     if result.stopped == "interrupted":
         return "stopped"
+    if result.stopped == "failed":
+        raise FedBilevelError(fed.suspects.blame(result.iteration) or result.ending.why)
     if fed.without_solution:
         named = ", ".join(fed.without_solution)
         fix = "resume the run when all sites are there"

@@ -70,7 +70,7 @@ class Session:
         data = "".join(digest(self.host.data, row).hex() for row in self.all.tolist())  # stays here
         self.versions = Versions(self.folder, self.plan.name, data, self.host.device)
         self.order = Order(self.folder, plan_digest(self.plan.asdict()), self.plan.num_iterations, self.policy)
-        self.incoming = Incoming(self.algorithm, self.host, self.numbers, self.order)
+        self.incoming = Incoming(self.algorithm, self.host, self.numbers, self.order, self.policy)
         self.rounds = 0  # phases and measurements since this process joined
         self.ran = False  # whether the current message led to a computation
         self.iteration = -1
@@ -129,7 +129,7 @@ class Session:
         if not isinstance(iteration, int) or not isinstance(call, int):
             raise WireError("a message about a phase does not say in which outer iteration and call.")
         self.order.check(iteration, call)
-        scaled = self.incoming.scaled(header.get("scaled") or {})
+        scaled = self.incoming.scaled(phase, header.get("scaled") or {})
         rows = self.incoming.rows(header.get("clients"))
         values = self.incoming.values(header, arrays, rows)
         self.incoming.check_arguments(phase, method, values)

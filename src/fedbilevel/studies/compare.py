@@ -20,6 +20,8 @@ from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import AnyNetwork
+from fedbilevel.runs.baseline import unseen_roles
+from fedbilevel.runs.choice import choose
 from fedbilevel.runs.record import finite, make_folder, write_whole
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.resume import versions
@@ -27,6 +29,7 @@ from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.tasks.task import Built, Task
 
+FIXED = "x fixed at x0"  # name of the baseline
 COSTS = ("rounds", "megabytes", "gradients", "products", "seconds")
 
 
@@ -129,12 +132,14 @@ def compare(  # one explicit keyword per option, so that help() and editors show
     cohort: Cohort = Cohort(),
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
+    baseline: bool | None = None,
     **options: Any,
 ) -> Comparison:
     """Run several algorithms on the same data with the same seeds.
 
     algorithms: a list of names, for which the task suggests the settings; or a dict from names to
-        algorithms with their settings.
+        algorithms with their settings. "auto" is the algorithm that `solve` would choose, and the
+        outcome has its name.
     num_iterations: outer iterations, one number for all or one per name; by default, the task
         suggests them.
     num_rounds: end every run at the first outer iteration that reaches this number of rounds.
@@ -143,6 +148,9 @@ def compare(  # one explicit keyword per option, so that help() and editors show
     record: a folder, in which comparison.json is written after every run.
     cohort: cohort of algorithms with a server.
     network, averaging: network and averages of algorithms between peers.
+    baseline: also train y with x fixed at x0, once per repetition, as the outcome "x fixed at x0";
+        by default, if the task has test data and FedAvg is not one of the algorithms. The run is
+        FedAvg with the task's settings and as many rounds as the longest of the others.
     options: further keywords of `solve`.
 
     A run that diverges is recorded as diverged and has not reached the target.
@@ -155,9 +163,10 @@ def compare(  # one explicit keyword per option, so that help() and editors show
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Quadratic(num_clients=5).")
-    algorithms = _algorithms(algorithms, task)
+    methods = named(algorithms, task, between_peers=network is not None or averaging is not None)
+    _check_algorithms(methods)
     repetitions, seed = whole_number("repetitions", repetitions, 1), whole_number("seed", seed)
-    iterations = _iterations(num_iterations, algorithms, task, num_rounds)
+    iterations = _iterations(num_iterations, methods, task, num_rounds)
     target = Target.parse(target) if isinstance(target, str) else target
     if not isinstance(target, Target | None):
         raise SettingError(f"target is {target!r:.80}, expected METRIC=VALUE, e.g. 'test_accuracy=0.94', or a Target.")
@@ -175,17 +184,38 @@ def compare(  # one explicit keyword per option, so that help() and editors show
         "options": {name: str(value) for name, value in shown.items()},
         "versions": versions(),
     }
-    book = _Book(_folder(record), task, target, list(algorithms), about)
+    if baseline not in (None, True, False):
+        raise SettingError(f"baseline is {baseline!r:.80}, expected True, False or None.")
+    book = _Book(_folder(record), task, target, [*methods, FIXED], about)
     for r in range(repetitions):
         built = task.repeated(r).build()
-        for name, algorithm in algorithms.items():
+        for name, algorithm in methods.items():
             peers = isinstance(algorithm, PeerAlgorithm)
             where = {"network": network, "averaging": averaging} if peers else {"cohort": cohort}
             given = {"num_iterations": iterations[name], "num_rounds": num_rounds, "seed": seed + r, **where, **options}
             tell = None if progress is None else functools.partial(progress, name, r)
             rows, diverged = _one(built, algorithm, target, tell, given)
             book.add(name, r, algorithm, rows, diverged)
+        if baseline or (baseline is None and "fedavg" not in methods and unseen_roles(built.problem)):
+            _add_baseline(book, r, built, target, progress, {"seed": seed + r, "cohort": cohort, **options})
     return book.comparison()
+
+
+def _add_baseline(
+    book: _Book,
+    r: int,
+    built: Built,
+    target: Target | None,
+    progress: Callable[[str, int, Progress], None] | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Run FedAvg with x fixed at x0, for as many rounds as the longest run of the repetition."""
+    [plain] = named(["fedavg"], book.task).values()
+    rounds = max((one["rows"][-1]["rounds"] for one in book.runs if one["repetition"] == r and one["rows"]), default=0)
+    if rounds:
+        tell = None if progress is None else functools.partial(progress, FIXED, r)
+        rows, diverged = _one(built, plain, target, tell, {"num_rounds": rounds, **options})
+        book.add(FIXED, r, plain, rows, diverged)
 
 
 def _one(
@@ -212,7 +242,7 @@ def _one(
         return rows, str(error)
     if result.stopped == "interrupted":
         raise KeyboardInterrupt  # an incomplete run is not a result; earlier runs are on disk
-    return list(result.rows), None
+    return list(result.rows), result.ending.why if result.stopped == "failed" else None
 
 
 def _folder(record: Path | str | None) -> Path | None:
@@ -253,17 +283,19 @@ class _Book:
             write_whole(self.folder / "comparison.json", text.encode())
 
 
-def _algorithms(given: Any, task: Task) -> dict[str, Algorithm]:
-    """Check the algorithms; for names without settings, use the settings that the task suggests."""
-    if isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(name, str) for name in given):
-        kinds = {name: discovery.algorithm(name) for name in given}
-        fields = {name: {spec.name for spec in dataclasses.fields(kind)} for name, kind in kinds.items()}
-        given = {
-            name: kind(**{key: value for key, value in task.suggestions(name).items() if key in fields[name]})
-            for name, kind in kinds.items()
-        }
-    _check_algorithms(given)
-    return dict(given)
+def named(given: Any, task: Any, *, between_peers: bool = False) -> Any:
+    """Replace a list of names by algorithms with the settings that the task, if it is one, suggests."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(name, str) for name in given):
+        return given
+    found: dict[str, Algorithm] = {}
+    for name in given:
+        choice = choose(name, between_peers=between_peers)
+        choice.say()
+        kind = discovery.algorithm(choice.name)
+        suggested = task.suggestions(choice.name) if isinstance(task, Task) else {}
+        own = {key: value for key, value in suggested.items() if key in kind.__dataclass_fields__}
+        found[choice.name] = kind(**{**own, **choice.settings})
+    return found
 
 
 def _check_algorithms(algorithms: Any) -> None:

@@ -285,6 +285,7 @@ def _run(
         measure_every=every,
         seed=seed,
         callbacks=[kept],
+        recover=False,  # reported figures are those of the given steps
         **where,
     )
     best = stop.best

@@ -60,12 +60,13 @@ _SUSPICIOUS = 24  # images that are shown
 @dataclass(frozen=True, kw_only=True)
 class DataCleaning(Task):
     num_clients: int = setting(10, "clients; client i has clean samples of class i mod 10 only", symbol="M", least=1)
-    data: Literal["digits", "mnist", "fashion"] = setting(
-        "digits", "images; all but the embedded digits are read from idx files"
+    data: Literal["digits", "mnist", "fashion", "cifar10"] = setting(
+        "digits", "images; all but the embedded digits are read from files"
     )
     data_dir: str | None = setting(
-        None, "folder of the idx files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of the files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
+    share: float = setting(1.0, "share of all images that is used, if they are read from files", above=0, most=1)
     noise: float = setting(0.4, "share of training labels that are corrupted", symbol="rho", least=0, most=1)
     flip: Literal["wrong", "uniform"] = setting(
         "wrong", "a corrupted label is a wrong one, or any label, also the true one, as in the paper"
@@ -198,7 +199,7 @@ class DataCleaning(Task):
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
         """Return images, the positions of those that are not for testing, and the test images."""
         if self.data != "digits":
-            train, test = train_and_test(self.data, rng, data_dir=self.data_dir)
+            train, test = train_and_test(self.data, rng, share=self.share, data_dir=self.data_dir)
             return train, np.arange(len(train)), test
         images = Images(*digits())
         testing, rest = np.split(rng.permutation(len(images)), [round(self.test_share * len(images))])

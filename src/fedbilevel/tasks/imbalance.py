@@ -50,17 +50,20 @@ from fedbilevel.tasks.task import Built, Shapes, Task
 @dataclass(frozen=True, kw_only=True)
 class Imbalance(Task):
     num_clients: int = setting(10, "clients", symbol="m", least=1)
-    data: Literal["digits", "mnist", "fashion"] = setting(
-        "digits", "images; all but the embedded digits are read from idx files"
+    data: Literal["digits", "mnist", "fashion", "hapt"] = setting(
+        "digits", "images, or windows of movements (hapt); all but the embedded digits are read from files"
     )
     data_dir: str | None = setting(
-        None, "folder of the idx files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+        None, "folder of the files; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
     )
     share: float = setting(
         1.0, "share of all images from which training, validation and test images are taken", above=0, most=1
     )
     test_share: float = setting(
-        0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9
+        0.25,
+        "share of the digits, or of the people of hapt, kept for testing; other sets have a test part",
+        above=0,
+        most=0.9,
     )
     imbalance_ratio: float = setting(
         20.0, "training images of the commonest class for each one of the rarest", symbol="rho", least=1

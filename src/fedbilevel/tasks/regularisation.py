@@ -19,8 +19,10 @@ matters to y. An error measured at equal lambda cannot tell an estimate of a cli
 one of the average; for that use distinct lambda_i under `exp`, or the task data_cleaning.
 
 Data: `mixture` as in the paper (3 clients, 100 training and 100 validation samples each; see
-data/mixture.py), or `a9a`, of whose training part every client gets its own samples at random
-(i.i.d., without replacement), and likewise test samples of its test part.
+data/mixture.py). Of the training part of `a9a`, every client gets its own samples at random
+(i.i.d., without replacement), and likewise test samples of the test part. `w8a` has no test part,
+so a random quarter of it becomes the test part. In `adult`, the clients are the most common work
+classes (private, self-employed, local government, ...), and each has people of its own class.
 
 Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
 Networks", eq. (11) and appendix A.1. Differences from it: l2 keeps the lower level strongly convex
@@ -39,7 +41,9 @@ from torch.nn.functional import softplus
 
 from fedbilevel.data.partition import iid
 from fedbilevel.data.sets.a9a import a9a
+from fedbilevel.data.sets.adult import adult
 from fedbilevel.data.sets.mixture import mixture
+from fedbilevel.data.sets.w8a import w8a
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
@@ -50,10 +54,10 @@ Clients = list[dict[str, dict[str, np.ndarray]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Regularisation(Task):
-    data: Literal["mixture", "a9a"] = setting(
-        "mixture", "synthetic mixture of linear rules, or census data that must be on disk"
+    data: Literal["mixture", "a9a", "w8a", "adult"] = setting(
+        "mixture", "synthetic mixture of linear rules; or census data (a9a, adult) or web pages (w8a) on disk"
     )
-    num_clients: int = setting(3, "clients", symbol="n", least=1)
+    num_clients: int = setting(3, "clients; of adult, its most common work classes, at most 9", symbol="n", least=1)
     num_train: int = setting(100, "training samples per client", least=1)
     num_val: int = setting(100, "validation samples per client", least=1)
     num_test: int = setting(1000, "test samples per client", least=1)
@@ -74,7 +78,9 @@ class Regularisation(Task):
         False, "labels of the mixture as the published generator makes them, many of them 0 by mistake"
     )
     data_seed: int = setting(0, "seed of the data or of the split", least=0)
-    data_dir: str = setting("", "folder with libsvm/a9a.npz (by default the usual places are searched)")
+    data_dir: str = setting(
+        "", "folder with libsvm/a9a.npz, libsvm/w8a.npz or adult (by default the usual places are searched)"
+    )
 
     # The curvature of the lower level is about 0.4 on the mixture and 2 on a9a at the start, and grows with exp(lambda)
     # during a run.
@@ -92,7 +98,8 @@ class Regularisation(Task):
 
     def build(self) -> Built:
         rng = np.random.default_rng(self.data_seed)
-        clients = self._mixture(rng) if self.data == "mixture" else self._census(rng)
+        made = {"mixture": self._mixture, "adult": self._work_classes}.get(self.data, self._at_random)
+        clients = made(rng)
         return Built(self.problem(Shapes.of(clients[0], num_classes=2)), clients)
 
     def problem(self, shapes: Shapes) -> Problem:
@@ -137,30 +144,58 @@ class Regularisation(Task):
             for client in drawn.clients
         ]
 
-    def _census(self, rng: np.random.Generator) -> Clients:
-        train_x, train_y, test_x, test_y = a9a(self.data_dir or None)
+    def _at_random(self, rng: np.random.Generator) -> Clients:
+        if self.data == "a9a":
+            train_x, train_y, test_x, test_y = a9a(self.data_dir or None)
+        else:
+            x, y = w8a(self.data_dir or None)
+            order, num_test = rng.permutation(len(y)), len(y) // 4
+            train_x, train_y = x[order[num_test:]], y[order[num_test:]]
+            test_x, test_y = x[order[:num_test]], y[order[:num_test]]
         own, testing = (
             self._parts(len(train_y), self.num_train + self.num_val, rng),
             self._parts(len(test_y), self.num_test, rng),
         )
+        pairs = zip(own, testing, strict=True)
+        return [self._roles((train_x, train_y), mine, (test_x, test_y), test) for mine, test in pairs]
+
+    def _work_classes(self, rng: np.random.Generator) -> Clients:
+        found = adult(self.data_dir or None)
+        columns = [i for i, name in enumerate(found.names) if name.startswith("workclass=")]
+        counts = found.train_x[:, columns].sum(0)
         clients = []
-        for mine, test in zip(own, testing, strict=True):
-            train, val = mine[: self.num_train], mine[self.num_train :]
+        for column in np.array(columns)[np.argsort(-counts, kind="stable")][: self.num_clients]:
+            mine, test = (rng.permutation(np.flatnonzero(x[:, column])) for x in (found.train_x, found.test_x))
+            if len(mine) < self.num_train + self.num_val or len(test) < 1 or len(columns) < self.num_clients:
+                raise ProblemError(
+                    f"{found.names[column]} is one of {len(columns)} work classes and has {len(mine)} people for "
+                    f"training and validation, but {self.num_clients} clients with {self.num_train + self.num_val} "
+                    "samples each were requested: use fewer clients or fewer samples per client."
+                )
             clients.append(
-                {
-                    "train": {"input": train_x[train], "label": train_y[train]},
-                    "val": {"input": train_x[val], "label": train_y[val]},
-                    "test": {"input": test_x[test], "label": test_y[test]},
-                }
+                self._roles((found.train_x, found.train_y), mine, (found.test_x, found.test_y), test[: self.num_test])
             )
         return clients
+
+    def _roles(
+        self,
+        known: tuple[np.ndarray, np.ndarray],
+        mine: np.ndarray,
+        held_out: tuple[np.ndarray, np.ndarray],
+        test: np.ndarray,
+    ) -> dict[str, dict[str, np.ndarray]]:
+        places = {"train": mine[: self.num_train], "val": mine[self.num_train :][: self.num_val]}
+        return {
+            **{role: {"input": known[0][own], "label": known[1][own]} for role, own in places.items()},
+            "test": {"input": held_out[0][test], "label": held_out[1][test]},
+        }
 
     def _parts(self, num_samples: int, num_each: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Return `num_each` samples for every client, in random order for further splits."""
         if self.num_clients * num_each > num_samples:
             raise ProblemError(
-                f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, a9a "
-                f"has {num_samples}: "
+                f"{self.num_clients} clients with {num_each} samples each need {self.num_clients * num_each}, "
+                f"{self.data} has {num_samples}: "
                 "use fewer clients or fewer samples per client."
             )
         order = rng.permutation(num_samples)[: self.num_clients * num_each]

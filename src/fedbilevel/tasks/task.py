@@ -156,7 +156,7 @@ class Task(Settings):
     """Settings that build a problem and its clients.
 
     suggested: settings that replace the defaults of algorithms on this task; the key is the name of
-        an algorithm, or "*" for all algorithms.
+        an algorithm, or "*" for all algorithms but self_tuned.
     suggested_iterations: numbers of outer iterations, with the same keys.
     headline: the most important figures.
     needs: the fields that a site's folder must hold, as role -> field -> meaning in one line.
@@ -215,7 +215,9 @@ class Task(Settings):
 
     @classmethod
     def suggestions(cls, algorithm: str) -> dict[str, Any]:
-        return {**cls.suggested.get("*", {}), **cls.suggested.get(algorithm, {})}
+        """Return suggested settings; those of "*" are not for a method that measures its own."""
+        shared = cls.suggested.get("*", {}) if algorithm != "self_tuned" else {}
+        return {**shared, **cls.suggested.get(algorithm, {})}
 
     @classmethod
     def iterations(cls, algorithm: str) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 
 from fedbilevel.data.locations import find_one_of
 from fedbilevel.data.sets import libsvm, packed
-from fedbilevel.errors import DataError
 
 NUM_FEATURES = 123
 CHOICES = (("libsvm/a9a.npz",), ("libsvm/a9a", "libsvm/a9a.t"), ("a9a", "a9a.t"))
@@ -29,17 +28,8 @@ def a9a(data_dir: str | Path | None = None) -> tuple[np.ndarray, np.ndarray, np.
         arrays = packed.read(places[0], ("X_train", "y_train", "X_test", "y_test"), "a9a")
     else:
         arrays = [array for place in places for array in libsvm.read(place, NUM_FEATURES, what="a9a")]
-    for x, y in (arrays[:2], arrays[2:]):
-        if x.shape != (len(y), NUM_FEATURES) or not np.isin(y, (-1, 1)).all():
-            raise DataError(
-                f"{' and '.join(map(str, places))} hold features of shape {x.shape} and labels "
-                f"{np.unique(y)[:5].tolist()}, expected {NUM_FEATURES} features "
-                "and labels -1 and 1: get the file anew, or delete it."
-            )
     train_x, train_y, test_x, test_y = arrays
     return (
-        train_x.astype(np.float32),
-        (train_y > 0).astype(np.int64),
-        test_x.astype(np.float32),
-        (test_y > 0).astype(np.int64),
+        *libsvm.two_classes(places, train_x, train_y, NUM_FEATURES),
+        *libsvm.two_classes(places, test_x, test_y, NUM_FEATURES),
     )

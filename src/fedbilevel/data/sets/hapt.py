@@ -47,3 +47,13 @@ def hapt(data_dir: str | Path | None = None) -> Hapt:
     return Hapt(
         x.astype(np.float32), label.astype(np.int64), subject.astype(np.int64), channels.tolist(), names.tolist()
     )
+
+
+def summaries(x: np.ndarray) -> np.ndarray:
+    """Return five numbers per channel of each window (n, time, channels), 30 numbers in all.
+
+    The numbers are the mean, the standard deviation, the smallest and the largest value, and the
+    mean absolute change between neighbouring samples.
+    """
+    parts = (x.mean(1), x.std(1), x.min(1), x.max(1), np.abs(np.diff(x, axis=1)).mean(1))
+    return np.concatenate(parts, axis=1, dtype=np.float32)

@@ -1,4 +1,7 @@
-"""Images with labels from 0, in a training and a test part, from embedded digits or from files."""
+"""Images with labels from 0, in a training and a test part, from embedded digits or from files.
+
+The windows of HAPT are offered in the same form, as rows of 30 numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 from fedbilevel.data.sets import idx
 from fedbilevel.data.sets.cifar10 import cifar10, num_images
 from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.hapt import hapt, summaries
 
 NUM_CHANNELS = {"cifar10": 3}  # of sets with more than one
 
@@ -32,7 +36,7 @@ class Images(NamedTuple):
 
 
 def train_and_test(
-    name: Literal["digits", "mnist", "fashion", "cifar10"],
+    name: Literal["digits", "mnist", "fashion", "cifar10", "hapt"],
     rng: np.random.Generator,
     *,
     share: float = 1.0,
@@ -41,14 +45,18 @@ def train_and_test(
 ) -> tuple[Images, Images]:
     """Return a random `share` of the training and the test part.
 
-    The digits have no test part, so a random `test_share` of them becomes the test part.
+    The digits have no test part, so a random `test_share` of them becomes the test part. Of HAPT,
+    the windows of a random `test_share` of the people are the test part, because windows of one
+    person overlap. Its columns are standardised by the training part.
     """
     if name == "cifar10":  # decoding is slow, so only used images are decoded
         used = [
             cifar10(part, data_dir, which=_some(num_images(part, data_dir), share, rng)) for part in ("train", "test")
         ]
         return Images(_unit(used[0].images), used[0].label), Images(_unit(used[1].images), used[1].label)
-    if name == "digits":
+    if name == "hapt":
+        parts = _by_person(rng, test_share, data_dir)
+    elif name == "digits":
         images, labels = digits()
         order, num_test = rng.permutation(len(labels)), round(test_share * len(labels))
         parts = [(images[places], labels[places]) for places in (order[num_test:], order[:num_test])]
@@ -75,6 +83,17 @@ def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Im
         for part in (train, test)
     ]
     return Images(scaled[0], train.label), Images(scaled[1], test.label)
+
+
+def _by_person(
+    rng: np.random.Generator, test_share: float, data_dir: Path | str | None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    found = hapt(data_dir)
+    people = rng.permutation(np.unique(found.subject))
+    testing = np.isin(found.subject, people[: max(1, round(test_share * len(people)))])
+    rows = summaries(found.x)
+    scaled = (rows - rows[~testing].mean(0)) / np.maximum(rows[~testing].std(0), 1e-6)
+    return [(scaled[part], found.label[part]) for part in (~testing, testing)]
 
 
 def _unit(images: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ Features are counted from one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +35,16 @@ def read(
             f"{place} cannot be read as {what} with {num_features} features ({error}): get the file anew, or delete it."
         ) from error
     return x.toarray(), np.asarray(y, np.float64)
+
+
+def two_classes(
+    places: Sequence[Path], x: np.ndarray, y: np.ndarray, num_features: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return features as float32, and the labels -1 and 1 as 0 and 1 (int64)."""
+    if x.shape != (len(y), num_features) or not np.isin(y, (-1, 1)).all():
+        raise DataError(
+            f"{' and '.join(map(str, places))} hold features of shape {x.shape} and labels "
+            f"{np.unique(y)[:5].tolist()}, expected {num_features} features "
+            "and labels -1 and 1: get the file anew, or delete it."
+        )
+    return x.astype(np.float32), (y > 0).astype(np.int64)

@@ -76,12 +76,13 @@ def run(
                 record=folder,
                 resume=book.checkpoint.exists(),
                 callbacks=[watch],
+                recover=False,  # recorded figures are those of the given steps
                 **{"checkpoint_every": max(10, iterations // 10), **pace},
                 **options,
             )
             if result.stopped == "interrupted":
                 raise KeyboardInterrupt  # an incomplete run is not a result; its checkpoint is on disk
-            rows = result.rows
+            rows, diverged = result.rows, result.stopped == "failed"
         except NonFiniteError:
             rows, diverged = book.rows(), True
     return _outcome(rows, target, diverged)

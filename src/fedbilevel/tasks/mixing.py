@@ -1,0 +1,257 @@
+"""Mixing: learn how much each source of text counts for one small language model.
+
+Text comes from several sources of different quality. Every client holds text of all sources, and a
+little text of the target distribution, by which the model is judged. x holds one logit per source,
+shared by all; y is a network that predicts the next character from the characters before it:
+
+    g_i(x, y) = sum_s w_s CE(y; source_is) + l2/2 |y|^2,   w = softmax(x)
+    f_i(x, y) = CE(y; target_i) + kl * KL(w || uniform)
+
+Every client has equally many samples of each source, so the uniform weights at the start x = 0 give
+plain training on all text. A lower level with little weight on good sources may still look good on
+a few target samples; the KL term keeps weights on several good sources, because one good source
+alone gives a worse model than all of them.
+
+The network has an embedding of each character, a hidden layer with GELU on the embeddings of the
+context, and a linear layer. Its lower level is not convex: y*(x) is the minimum that is found. A
+good start matters: with an untrained y and long steps of x, all weight may fall on a bad source.
+
+Data: in `chains`, characters follow a random Markov chain, which is also the target. The first
+`num_good` sources come from the same chain, and all others from chains of their own. In
+`shakespeare`, the good sources are the longest roles, and the target is the text of all other
+roles. A bad source is the text of a role, corrupted in one of four ways: with its characters in
+random order, backwards, with half of its characters replaced by random ones, or with its first line
+repeated over and over.
+
+Figures: test_loss is the cross-entropy per character of target text, and good_weight the sum of the
+weights of the good sources.
+
+Compare the reweighting of domains in Xie et al., "DoReMi", NeurIPS 2023, and Fan et al., "DoGE",
+ICML 2024. Choices of this project: the bilevel form, the corruptions and the size of the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, gelu, linear, log_softmax, softmax
+
+from fedbilevel.data.sets.shakespeare import samples, shakespeare, vocabulary
+from fedbilevel.errors import ProblemError
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
+from fedbilevel.settings import setting
+from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
+from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.task import Built, Shapes, Task
+
+_SYMBOLS = "abcdefghijkl"  # of the chains
+_CORRUPTIONS = ("shuffled", "backwards", "half random", "repeated line")
+
+
+class _Texts(NamedTuple):
+    """Texts of the sources and of the target, and the characters of which they consist."""
+
+    sources: Sequence[str]
+    target: str
+    characters: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing(Task):
+    data: Literal["chains", "shakespeare"] = setting(
+        "chains", "synthetic Markov chains, or plays of Shakespeare by role, which must be on disk"
+    )
+    data_dir: str | None = setting(
+        None, "folder of the file; None: $FEDBILEVEL_DATA, or shared/data beside the checkout"
+    )
+    num_clients: int = setting(4, "clients", symbol="m", least=1)
+    num_good: int = setting(3, "sources like the target", least=1)
+    num_bad: int = setting(5, "sources unlike the target, or corrupted", least=0)
+    num_train: int = setting(50, "training samples of every source at each client", least=1)
+    num_val: int = setting(50, "validation samples of the target at each client", least=1)
+    num_test: int = setting(250, "test samples of the target at each client", least=1)
+    context: int = setting(3, "characters from which the next one is predicted", least=1)
+    num_embedding: int = setting(8, "numbers per character of the embedding", least=1)
+    num_hidden: int = setting(32, "units of the hidden layer", least=1)
+    l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
+    kl: float = setting(0.01, "weight of the divergence from uniform weights in the upper level", least=0)
+    data_seed: int = setting(0, "seed of the texts, of the split and of the initial weights", least=0)
+
+    suggested = {
+        "*": {"lr_lower": 0.5, "lr_system": 0.3, "lr_upper": 1.0, "num_local_steps": 1},
+        "fedavg": {"num_local_steps": 5},
+        "fbo_aggitd": {"lr_upper": 5.0, "num_lower_rounds": 5},
+        "fednest": {"lr_upper": 5.0, "num_lower_rounds": 3, "num_terms": 5},
+        "lfednest": {"num_lower_rounds": 3},
+    }
+    suggested_iterations = {"*": 200, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    headline = ("test_loss", "good_weight")
+    needs = {
+        "train": {
+            "context": "numbers of the characters before, one row per sample",
+            "label": "number of the next character from 0",
+            "source": "number of its source from 0",
+        },
+        "val": {"context": "as in train, of the target", "label": "number of the next character"},
+    }
+    measures = {"test": {"context": "as in val", "label": "number of the next character: for test_loss"}}
+
+    def build(self) -> Built:
+        rng = np.random.default_rng([self.data_seed, 0])
+        texts = self._chains(rng) if self.data == "chains" else self._plays(rng)
+        dealt = [self._dealt(text, texts.characters, {"train": self.num_train}, rng) for text in texts.sources]
+        target = self._dealt(texts.target, texts.characters, {"val": self.num_val, "test": self.num_test}, rng)
+        clients: list[Holdings] = []
+        for i in range(self.num_clients):
+            train = {name: np.concatenate([own[i]["train"][name] for own in dealt]) for name in ("context", "label")}
+            train["source"] = np.repeat(np.arange(len(dealt)), self.num_train)
+            clients.append({"train": train, **target[i]})
+        return Built(self.problem(Shapes.of(clients[0], len(texts.characters))), clients)
+
+    def problem(self, shapes: Shapes) -> Problem:
+        self.check(shapes)
+        shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
+        shapes.sample("source", "train", kinds=("int",), ndim=0)
+        (context,) = shapes.sample("context", "train", "val", "test", kinds=("int",), ndim=1)
+        num_sources, tested = self.num_good + self.num_bad, shapes.has("test", "context", "label")
+        return Problem(
+            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
+            lower=lambda x, y, batch: (
+                num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch)
+                + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+            ),
+            x0={"logit": torch.zeros(num_sources)},
+            y0=self._weights(context, shapes.classes()),
+            statistics={"test": _tested(self.num_good)} if tested else {},
+            metrics=_metrics if tested else lambda sums: {},
+            name="mixing",
+        )
+
+    def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
+        """Return the learned weight of every source, and the test loss of every client."""
+        found = counted(problem, clients, result, "test")
+        served = [
+            by_client(
+                "Test loss of every client",
+                "On the target text that the client itself holds.",
+                {"test_loss": [share(one["loss"], one["tested"]) for one in found]},
+            )
+        ]
+        if not isinstance(result.x, Mapping):  # every peer has its own x, or x never left the sites
+            return served if found else []
+        weights = softmax(of_client(result.x, 0)["logit"].double(), 0).tolist()
+        rows = [[source, "good" if source < self.num_good else "bad", weight] for source, weight in enumerate(weights)]
+        about = f"Weights sum to one and start at {1 / len(weights):.3g} each."
+        table = ranking("Sources", about, ("source", "kind", "weight"), sorted(rows, key=lambda row: -row[2]))
+        return [table, *(served if found else [])]
+
+    def _chains(self, rng: np.random.Generator) -> _Texts:
+        """Return the texts of the good chain and of one bad chain per bad source."""
+        good, num = _chain(rng), self.num_clients * self.num_train + self.context
+        rest = self.num_clients * (self.num_val + self.num_test) + self.context
+        chains = [good] * self.num_good + [_chain(rng) for _ in range(self.num_bad)]
+        return _Texts([_walk(chain, num, rng) for chain in chains], _walk(good, rest, rng), _SYMBOLS)
+
+    def _plays(self, rng: np.random.Generator) -> _Texts:
+        roles = shakespeare(self.data_dir)
+        longest = sorted(roles, key=lambda role: -len(roles[role]))[: self.num_good + self.num_bad]
+        characters = vocabulary(roles)
+        sources = [
+            roles[role]
+            if place < self.num_good
+            else _corrupted(roles[role], _CORRUPTIONS[(place - self.num_good) % len(_CORRUPTIONS)], characters, rng)
+            for place, role in enumerate(longest)
+        ]
+        return _Texts(sources, "".join(roles[role] for role in roles if role not in longest), characters)
+
+    def _dealt(
+        self, text: str, characters: str, sizes: Mapping[str, int], rng: np.random.Generator
+    ) -> list[dict[str, dict[str, np.ndarray]]]:
+        """Return samples of a text for every client and role; no sample is dealt twice."""
+        contexts, labels = samples(text, characters, self.context)
+        need = self.num_clients * sum(sizes.values())
+        if len(labels) < need:
+            raise ProblemError(
+                f"a text has {len(labels)} samples, but {need} are needed for {self.num_clients} clients: use fewer "
+                "clients, sources or samples per client."
+            )
+        chosen = rng.permutation(len(labels))[:need].reshape(self.num_clients, -1)
+        cuts = np.cumsum(list(sizes.values()))[:-1]
+        return [
+            {
+                role: {"context": contexts[places], "label": labels[places]}
+                for role, places in zip(sizes, np.split(own, cuts), strict=True)
+            }
+            for own in chosen
+        ]
+
+    def _weights(self, context: int, num_characters: int) -> dict[str, Tensor]:
+        """Return initial weights, uniform on +-1/sqrt(inputs of a unit), with a unit embedding."""
+        draw = torch.Generator().manual_seed(self.data_seed)
+        layers = {"hidden": (self.num_hidden, context * self.num_embedding), "out": (num_characters, self.num_hidden)}
+        embedding = torch.randn(num_characters, self.num_embedding, generator=draw)
+        return {"embedding": embedding, **uniform(layers, draw)}
+
+
+def _logits(y: Any, batch: Any) -> Tensor:
+    z = y["embedding"][batch["context"]].flatten(1)
+    z = gelu(linear(z, y["hidden.weight"], y["hidden.bias"]))
+    return linear(z, y["out.weight"], y["out.bias"])
+
+
+def _entropy(y: Any, batch: Any) -> Tensor:
+    return cross_entropy(_logits(y, batch), batch["label"], reduction="none")
+
+
+def _divergence(logit: Tensor) -> Tensor:
+    """Return KL(softmax(logit) || uniform)."""
+    log_weights = log_softmax(logit, 0)
+    return (log_weights.exp() * (log_weights + math.log(len(logit)))).sum()
+
+
+def _tested(num_good: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+    def tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+        losses = _entropy(y, batch)
+        good = softmax(x["logit"], 0)[:num_good].sum()
+        return {"loss": losses, "good": good * torch.ones_like(losses), "tested": torch.ones_like(losses)}
+
+    return tested
+
+
+def _metrics(sums: Any) -> dict[str, float]:
+    """Divide sums over all clients."""
+    return {"test_loss": sums["loss"] / sums["tested"], "good_weight": sums["good"] / sums["tested"]}
+
+
+def _chain(rng: np.random.Generator) -> np.ndarray:
+    """Return transition probabilities (symbols, symbols), of which a few are large in each row."""
+    return rng.dirichlet(np.full(len(_SYMBOLS), 0.2), len(_SYMBOLS)) * 0.95 + 0.05 / len(_SYMBOLS)
+
+
+def _walk(chain: np.ndarray, length: int, rng: np.random.Generator) -> str:
+    steps, draws = chain.cumsum(1), rng.random(length)
+    places = [0]
+    for draw in draws[1:]:
+        places.append(min(int(np.searchsorted(steps[places[-1]], draw)), len(_SYMBOLS) - 1))
+    return "".join(_SYMBOLS[place] for place in places)
+
+
+def _corrupted(text: str, how: str, characters: str, rng: np.random.Generator) -> str:
+    letters = np.array(list(text))
+    if how == "shuffled":
+        return "".join(rng.permutation(letters))
+    if how == "backwards":
+        return text[::-1]
+    if how == "half random":
+        hit = rng.random(len(letters)) < 0.5
+        letters[hit] = rng.choice(np.array(list(characters)), hit.sum())
+        return "".join(letters)
+    line = text.split("\n", 1)[0] + "\n"
+    return (line * (len(text) // len(line) + 1))[: len(text)]
