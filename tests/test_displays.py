@@ -8,7 +8,7 @@ import torch
 import fedbilevel as fb
 from fedbilevel import discovery
 from fedbilevel.federation.ledger import Ledger, Totals
-from fedbilevel.runs.result import Result
+from fedbilevel.runs.result import Ending, Result
 from fedbilevel.tasks.quadratic import Quadratic
 from support.browser.records import HOSTILE
 
@@ -78,7 +78,7 @@ def test_a_result_shows_its_last_figures_and_its_costs(solved):
 
 
 def test_a_result_without_measurements_has_a_display():
-    assert "0 outer iterations" in shown(Result({}, {}, [], Totals({"rounds": 0}), 0, "interrupted")).text
+    assert "0 outer iterations" in shown(Result({}, {}, [], Totals({"rounds": 0}), 0, Ending("interrupted"))).text
 
 
 def test_a_ledger_shows_every_cost_by_phase():
@@ -126,7 +126,7 @@ def test_hostile_names_are_escaped_in_every_display():
         name=HOSTILE,
     )
     totals = Totals({"rounds": 1, "bytes_up": 1, "bytes_down": 1, "gy": 2}, {HOSTILE: {"gy": 2}})
-    result = Result({}, {}, [{HOSTILE: 1.0, "iteration": 0}], totals, 1, HOSTILE, name=HOSTILE)
+    result = Result({}, {}, [{HOSTILE: 1.0, "iteration": 0}], totals, 1, Ending(HOSTILE, HOSTILE), name=HOSTILE)
     for one in (problem, totals, result):
         text = one._repr_html_()
         assert HOSTILE in shown(one).text

@@ -88,6 +88,7 @@ def test_run_resume_and_the_record(tmp_path):
         (["run", "quadratic", "-a", "fedbio", "--lr-uper", "1"], "--lr-upper"),
         (["run", "quadratic", "-a", "fedbio", "--lr-upper", "-1"], "lr_upper is -1.0, expected a value greater than 0"),
         (["run", "quadratic", "-a", "fedbio", "--num-local-steps", "a,b"], "neither a whole number nor several"),
+        (["run", "quadratic", "-a", "fedbio", "--lr-upper", "fast"], "'fast' is not a number: give e.g. 0.1, or auto"),
         (
             ["run", "quadratic", "-a", "fedbio", "--num-local-steps", "1,2", "--num-iterations", "1"],
             "2 numbers of local steps for 5 clients",

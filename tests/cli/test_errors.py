@@ -167,7 +167,10 @@ def test_modules_that_are_none():
     ("clients", "sentence"),
     [
         (None, "clients must be a sequence with one dict per client"),
-        ([{"train": 3}], "clients must be a sequence with one dict per client"),
+        ([3], "clients must be a sequence with one dict per client"),
+        ([{"train": 3}], r"'train' of client 0 is of type int, expected a dict \{field: array\}, a table, or a list"),
+        ({"train": {"a": [1.0]}}, r"clients is the dict of a single client with the roles 'train'.*: give \[client\]"),
+        ({"north": {"train": {}}}, r"clients is a dict with the names 'north'.*: give list\(clients.values\(\)\)"),
         (
             [{"train": {"a": ["x"]}, "val": {"a": ["y"]}}],
             r"client 0 has train/a that is no array of numbers \(can't convert .*str_\): give one row",
@@ -301,7 +304,6 @@ LOOKS = {
     "suggest_steps": fb.suggest_steps,
     "curvature": fb.curvature,
     "projection_radius": fb.projection_radius,
-    "check_timescales": lambda *given: fb.check_timescales(FedBiO(), *given),
     "run": lambda *given: fb.solve(*given, "fedbio", residuals=False, num_iterations=1),
     "solve": lambda *given: fb.solve(*given, "hgp", num_iterations=1),
 }
@@ -346,6 +348,7 @@ def test_steps_that_are_too_long_for_the_server(tmp_path):
             residuals=False,
             num_iterations=3,
             record=tmp_path / "r",
+            recover=False,
         )
 
 
@@ -489,6 +492,14 @@ def test_files_of_a_record_that_are_not_what_they_should_be(tmp_path):
         ("reproduce hgp-table2 --panels none", "There is no panel of hgp-table2 named 'none'"),
         ("tune tuned.toml --panels two", "[tune] searches in the panel 'one' alone, for all panels: omit --panels"),
         ("tune bare.toml", "declares no ranges: add [tune.ranges]"),
+        ("tune bare.toml --num-trials 3", "--num-trials has no meaning for the experiment bare.toml: omit it"),
+        ("tune quadratic --rows a --algorithms fedbio", "--rows has no meaning for the task quadratic: omit it"),
+        ("tune quadratic", "there are no algorithms to tune on quadratic: name some, e.g. --algorithms fedbio"),
+        ("tune quadratik", "There is no task or experiment named 'quadratik'. Did you mean 'quadratic'?"),
+        (
+            "tune quadratic --algorithms fedbio --range simfbo.lr_upper=1:2",
+            "--range got 'simfbo.lr_upper=1:2', expected SETTING=LOW:HIGH or NAME.SETTING=LOW:HIGH with a NAME among",
+        ),
     ],
 )
 def test_commands(tmp_path, monkeypatch, words, sentence):

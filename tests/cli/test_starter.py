@@ -109,7 +109,7 @@ def test_its_run_runs_under_its_name(found, project, tmp_path):
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["task"] == "soil_moisture"
-    assert config["identity"]["settings"]["lr_upper"] == 2.0
+    assert config["identity"]["algorithm"] == "self_tuned"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["iteration"] == 3
     assert "test_error" in rows[-1]
@@ -120,10 +120,7 @@ def test_what_it_writes_are_values_that_exist(found, project):
     kind = found
     written = tomllib.loads((project / "run.toml").read_text())
     assert set(written["task"]) <= {"name", *kind.__dataclass_fields__}
-    assert set(written["algorithm"]) <= {
-        "name",
-        *discovery.algorithm(written["algorithm"]["name"]).__dataclass_fields__,
-    }
+    assert "algorithm" not in written
     assert set(kind.suggested) - {"*"} <= set(discovery.algorithms())
     for name in ("fedbio", "fbo_aggitd", "fednest", "fedavg"):
         fields = discovery.algorithm(name).__dataclass_fields__

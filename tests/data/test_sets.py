@@ -14,9 +14,11 @@ from fedbilevel.data import catalogue
 from fedbilevel.data.partition import by_id
 from fedbilevel.data.sets import cifar10, libsvm
 from fedbilevel.data.sets.adult import ATTRIBUTES, NUMERIC, adult
-from fedbilevel.data.sets.hapt import hapt
+from fedbilevel.data.sets.hapt import hapt, summaries
+from fedbilevel.data.sets.images import train_and_test
 from fedbilevel.data.sets.omniglot import omniglot
 from fedbilevel.data.sets.shakespeare import roles, samples, shakespeare, vocabulary
+from fedbilevel.data.sets.w8a import w8a
 from fedbilevel.errors import DataError
 
 
@@ -44,6 +46,7 @@ def put(folder, name, content):
         (lambda folder: cifar10.cifar10("train", folder), "cifar10", r"cifar10/cifar10_jpeg\.npz"),
         (hapt, "hapt", r"hapt/hapt_windows\.npz"),
         (shakespeare, "shakespeare", r"shakespeare/tinyshakespeare\.txt"),
+        (w8a, "w8a", r"libsvm/w8a\.npz or libsvm/w8a or w8a"),
         (
             adult,
             "adult",
@@ -286,6 +289,24 @@ def test_other_arrays_are_not_hapt(alone, arrays, says):
     assert says in str(error.value)
 
 
+def test_summaries_of_windows_are_five_numbers_per_channel():
+    x = np.array([[[0.0, 5.0], [2.0, 5.0], [1.0, 5.0]]], np.float32)
+    assert summaries(x).tolist() == [pytest.approx([1, 5, np.sqrt(2 / 3), 0, 0, 5, 2, 5, 1.5, 0])]
+
+
+def test_no_person_of_hapt_is_in_both_parts(alone):
+    rng = np.random.default_rng(0)
+    subject = np.repeat(np.arange(1, 9), 5)
+    x = (subject[:, None, None] + 0.01 * rng.standard_normal((40, 4, 2))).astype(np.float16)
+    arrays = {"x": x, "y": np.arange(40) % 2, "subject": subject}
+    put(alone, "hapt/hapt_windows.npz", {**tiny_hapt(), **arrays})
+    train, test = train_and_test("hapt", rng, test_share=0.25, data_dir=alone)
+    assert (len(train), len(test), train.image.shape[1]) == (30, 10, 10)
+    assert np.abs(train.image.mean(0)).max() < 1e-5
+    first = lambda part: set((part.image[:, 0] * 10).round().tolist())  # the mean tells people apart
+    assert first(train).isdisjoint(first(test))
+
+
 def test_hapt_as_published():
     published("hapt")
     data = hapt()
@@ -493,3 +514,33 @@ def test_libsvm_text_without_scikit_learn_is_refused_with_what_to_install(tmp_pa
 def test_a_missing_libsvm_file_is_refused(tmp_path):
     with pytest.raises(DataError, match="none cannot be read as LIBSVM text"):
         libsvm.read(tmp_path / "none", 6)
+
+
+# ---- w8a -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_w8a_has_features_and_labels(alone, packed):
+    x = np.zeros((3, 300), np.uint8)
+    x[[0, 1, 2, 2], [0, 4, 4, 299]] = 1
+    if packed:
+        put(alone, "libsvm/w8a.npz", {"X_train": x, "y_train": np.array([-1, 1, -1], np.int8)})
+    else:
+        put(alone, "libsvm/w8a", b"-1 1:1\n+1 5:1\n-1 5:1 300:1\n")
+    features, labels = w8a(alone)
+    assert (features.dtype, labels.dtype) == (np.float32, np.int64)
+    assert np.array_equal(features, x)
+    assert labels.tolist() == [0, 1, 0]
+
+
+def test_other_arrays_are_not_w8a(alone):
+    put(alone, "libsvm/w8a.npz", {"X_train": np.zeros((2, 123)), "y_train": np.ones(2)})
+    with pytest.raises(DataError, match=r"features of shape \(2, 123\) .* expected 300 features"):
+        w8a(alone)
+
+
+def test_w8a_as_published():
+    published("w8a")
+    features, labels = w8a()
+    assert features.shape == (49749, 300)
+    assert int(labels.sum()) == 1479

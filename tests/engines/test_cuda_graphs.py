@@ -36,6 +36,7 @@ ALONE = (
     "fedbioacc_local",
     "distbioacc",
     "local_bsgvrm",
+    "self_tuned",
 )  # steps or memory depend on the outer iteration
 
 

@@ -271,7 +271,7 @@ def test_a_value_is_a_module_where_a_module_was_given_and_a_dict_elsewhere():
 
     def loss(x, head, batch):
         seen["loss"] = (type(x), type(head))
-        return (head(batch["a"])[:, 0] - batch["b"]) ** 2 + (x["s"] ** 2).sum() + squares(head.parameters)
+        return (head(batch["a"])[:, 0] - batch["b"]) ** 2 + (x["s"] ** 2).sum() * squares(head.parameters)
 
     def diagnostics(x, y):
         seen["diagnostics"] = (type(x), type(y))

@@ -407,7 +407,8 @@ def test_statistics_that_are_not_defined_away_from_the_start_are_tried_there_alo
             raise ValueError("only at the start")
         return answers(x, y, batch)
 
-    Population(problem("per sample", statistics={"test": near}, metrics=METRICS), clients())
+    with pytest.warns(UserWarning, match="the statistics of 'test' .* one after another"):
+        Population(problem("per sample", statistics={"test": near}, metrics=METRICS), clients())
 
 
 def test_a_role_without_samples_at_any_client_has_no_statistics():

@@ -25,6 +25,7 @@ from fedbilevel.tasks.few_shot import FewShot
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.imbalance import Imbalance
 from fedbilevel.tasks.influence import Influence
+from fedbilevel.tasks.mixing import Mixing
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation
@@ -50,6 +51,7 @@ TASKS = {
     ),
     "imbalance": (Imbalance(num_clients=3), 10),
     "imbalance mlp": (Imbalance(num_clients=3, model="mlp", num_hidden=4, data_seed=1), 10),
+    "mixing": (Mixing(num_clients=3, num_train=5, num_val=6, num_test=7, num_hidden=4), 12),
     "regularisation": (Regularisation(num_test=20), 2),
     "regularisation shared": (Regularisation(num_test=20, upper="shared", parametrisation="linear", start=0.2), 2),
     "personalisation": (Personalisation(num_clients=4, share=0.2), 10),

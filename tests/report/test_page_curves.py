@@ -192,7 +192,7 @@ def test_seeds_and_places_of_data_do_not_make_another_task(tmp_path):
 def test_results_are_shown_by_their_record_or_from_memory(tmp_path):
     folder = write_run(tmp_path / "run")
     totals = Totals({"rounds": 35}, {"lower": {"rounds": 35, "gy": 3}})
-    make = lambda path: Result({}, {}, rows_of(2), totals, 25, "finished", path, name="simfbo")
+    make = lambda path: Result({}, {}, rows_of(2), totals, 25, path=path, name="simfbo")
     page = write_report([make(folder), make(None), folder], tmp_path / "page.html")
     assert page == tmp_path / "page.html"
     found = page_data.read([make(folder), make(None), make(None), folder])

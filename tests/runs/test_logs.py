@@ -262,7 +262,7 @@ def test_second_ctrl_c_and_divergence_close_the_log(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "a", Watched(tmp_path / "a.jsonl"), callbacks=[StopAt(3, twice)])
     with pytest.raises(NonFiniteError, match="too long"):
-        go(tmp_path / "b", Watched(tmp_path / "b.jsonl"), lr_upper=1e200, num_iterations=9)
+        go(tmp_path / "b", Watched(tmp_path / "b.jsonl"), lr_upper=1e200, num_iterations=9, recover=False)
     assert how == ["interrupted", "failed"]
     assert [json.loads(line)["iteration"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [0, 2]
 

@@ -171,6 +171,7 @@ def test_non_finite_values_name_iteration_phase_and_client_and_keep_the_last_goo
             num_iterations=200,
             record=tmp_path / "run",
             checkpoint_every=1,
+            recover=False,
         )
     tensors, about = Record(tmp_path / "run").load()
     assert about["iteration"] >= 1
@@ -472,6 +473,7 @@ def test_peers_that_explode_name_the_client_and_the_last_good_checkpoint(tmp_pat
             num_iterations=50,
             record=tmp_path / "run",
             checkpoint_every=1,
+            recover=False,
         )
     tensors, _ = Record(tmp_path / "run").load()
     assert bool(torch.isfinite(tensors["state.z"]).all())
@@ -665,7 +667,7 @@ def test_a_record_says_how_its_run_ended_until_it_is_gone_on_with(tmp_path):
     )
     assert end("b") == {"stopped": "callback", "iteration": 2}
     with pytest.raises(NonFiniteError) as caught:
-        solve(*built, FedBiO(lr_lower=1e30), residuals=False, num_iterations=50, record=tmp_path / "c")
+        solve(*built, FedBiO(lr_lower=1e30), residuals=False, num_iterations=50, record=tmp_path / "c", recover=False)
     assert end("c")["stopped"] == "failed"
     assert str(caught.value).startswith(end("c")["why"].removesuffix("."))
     assert "checkpoint" not in end("c")["why"]
@@ -820,8 +822,8 @@ def test_solve_takes_settings_and_options_by_name(cleaning):
         solve(problem, clients, "fedbio", num_round=3)
     with pytest.raises(SettingError, match="lr_upper would change an algorithm that already has its settings"):
         solve(problem, clients, FedBiO(), num_iterations=3, lr_upper=1.0)
-    with pytest.raises(SettingError, match="the length of the run is missing"):
-        solve(problem, clients, "fedbio")
+    with pytest.raises(SettingError, match="recover is 3, expected True or False"):
+        solve(problem, clients, "fedbio", recover=3)
     with pytest.raises(SettingError, match="or an algorithm with its settings"):
         solve(problem, clients, 3, num_rounds=1)
 

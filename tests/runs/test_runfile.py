@@ -230,8 +230,6 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_named(tmp_path):
     invoke("run", "--config", tmp_path / "none" / "run.toml", "--out", tmp_path / "none again")
     with pytest.raises(FedBilevelError, match="there is no task"):
         invoke("run")
-    with pytest.raises(FedBilevelError, match="there is no algorithm"):
-        invoke("run", "quadratic")
 
 
 # ---- one dialect ---------------------------------------------------------------------------------
@@ -292,4 +290,18 @@ def test_a_message_may_not_contain_what_its_receiver_does_not_use(place):
 def test_a_plan_without_a_task_or_an_algorithm_is_refused(missing):
     plan = {"task": {"name": "quadratic"}, "algorithm": {"name": "fedbio"}}
     with pytest.raises(PlanError, match=f"the plan has no {missing}: give one"):
-        parts_of({**plan, missing: None}, "sites")
+        parts_of({**plan, missing: None}, "peers")
+
+
+def test_a_step_of_auto_is_kept_as_a_word_by_flags_files_and_a_resumed_run(tmp_path):
+    run = ["run", "quadratic", "-a", "fedbio", "--num-iterations", "1", "--lr-upper", "auto", "--lr-lower", "0.1"]
+    assert CliRunner().invoke(cli, [*run, "--out", str(tmp_path / "one")]).exit_code == 0
+    file = tmp_path / "one" / "run.toml"
+    assert 'lr_upper = "auto"' in file.read_text()
+    again = ["run", "--config", str(file), "--out", str(tmp_path / "two")]
+    assert CliRunner().invoke(cli, again).exit_code == 0
+    one, two = (Record(tmp_path / name).read_config() for name in ("one", "two"))
+    assert one["steps"] == two["steps"]
+    assert one["identity"]["settings"]["lr_upper"] == "auto"
+    assert CliRunner().invoke(cli, ["resume", str(tmp_path / "one"), "--num-iterations", "2"]).exit_code == 0
+    assert Record(tmp_path / "one").read_config()["steps"] == one["steps"]

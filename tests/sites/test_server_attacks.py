@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedbilevel.cli.federation import line
-from fedbilevel.errors import FedBilevelError, PlanError
+from fedbilevel.errors import FedBilevelError, PlanError, RecoveryWarning
 from fedbilevel.sites.outliers import OutlierWatch
 from support.sites.loopback import Loopback
 
@@ -76,10 +76,11 @@ def pushing(header, arrays):
 @pytest.mark.slow
 def test_attack_on_an_honest_site_by_small_answers_does_not_have_it_left_out(tmp_path):
     federation = Loopback(tmp_path)
-    assert (
+    with (
+        pytest.warns(RecoveryWarning, match="the run failed: upper_loss rose to"),
+        pytest.raises(FedBilevelError, match="site-1"),
+    ):
         federation.serve(cleaning(federation, num_iterations=8, exclude_outliers=True), at("phase", pushing))
-        == "finished"
-    )
     diary = federation.diary()
     assert all(line["missing"] == {} for line in diary)
     assert all("site-1" in line["flagged"] for line in diary[1:])
@@ -175,12 +176,12 @@ def test_attack_by_a_measurement_that_is_not_finite_is_named_and_does_not_count(
 def test_measurements_of_a_diverged_model_are_reported_unchanged(tmp_path):
     federation = Loopback(tmp_path)
     spoil = lambda header, arrays: (header, [torch.cat([arrays[0][:, :1] * float("inf"), arrays[0][:, 1:]], dim=1)])
-    assert (
-        federation.serve(
-            federation.plan({"name": "fedavg"}), lambda name, header: spoil if header["kind"] == "measure" else None
-        )
-        == "finished"
-    )
+    ours = federation.plan({"name": "fedavg"})
+    with (
+        pytest.warns(RecoveryWarning, match="the run failed: upper_loss is not finite"),
+        pytest.raises(FedBilevelError, match=r"^upper_loss is not finite: use shorter steps"),  # names no site
+    ):
+        federation.serve(ours, lambda name, header: spoil if header["kind"] == "measure" else None)
     assert all(one["missing"] == one["flagged"] == {} for one in federation.diary())
     assert not any(torch.isfinite(torch.tensor(row["upper_loss"])) for row in federation.record.rows())
 
@@ -195,10 +196,11 @@ def test_attack_by_a_huge_measured_loss_is_flagged(tmp_path):
         ),
     )
     ours = federation.plan({"name": "fedavg"}, quorum=2)
-    assert (
-        federation.serve(ours, lambda name, header: boast(name, header) if header.get("iteration") == 2 else None)
-        == "finished"
-    )
+    with pytest.warns(RecoveryWarning, match=r"went back to its state of outer iteration 0 .* [(]1 of 3 times"):
+        ending = federation.serve(
+            ours, lambda name, header: boast(name, header) if header.get("iteration") == 2 else None
+        )
+    assert ending == "finished"
     assert [set(one["flagged"]) for one in federation.diary()] == [set(), {"site-1"}, set(), set()]
     assert "has an upper loss of norm 1e+300, the others at most" in federation.diary()[1]["flagged"]["site-1"]
     assert all(one["missing"] == {} for one in federation.diary())

@@ -28,6 +28,7 @@ SETTINGS = {
     "clustered_fl": {"tolerance_mean": 10.0, "tolerance_max": 1e-6},
     "commfedbio": {"num_kept": 2},
 }
+EQUAL_STEPS = ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm", "self_tuned")
 
 
 def fits(name: str, scopes: Scopes) -> bool:
@@ -81,17 +82,16 @@ def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tm
     settings = {"name": name, **fewer(discovery.algorithm(name)), **SETTINGS.get(name, {})}
     if "num_local_steps" in settings:
         steps = [2, 1, 3, 1, 2][: sum(hosts) or 3]
-        settings["num_local_steps"] = (
-            steps if name not in ("fedbioacc", "fedbioacc_local", "adafbio", "local_bsgvrm") else 3
-        )
+        settings["num_local_steps"] = 3 if name in EQUAL_STEPS else steps
+    num_iterations = 9 if name == "self_tuned" else 3  # x waits for y, and a diagonal is measured in the eighth
     federation = Loopback(tmp_path, hosts=hosts)
     task = quadratic(scopes, client_weights="by_samples", cross=0.2, num_clients=sum(hosts) or 3)
-    plan = federation.plan(settings, task, options=options, num_iterations=3)
+    plan = federation.plan(settings, task, options=options, num_iterations=num_iterations)
     assert federation.serve(plan) == "finished"
     result, wanted = simulated(plan, tmp_path / "simulated")
     found, about = federation.record.load()
     assert {part: far for part, far in differences(found, wanted).items() if far} == {}
-    assert about["iteration"] == 3
+    assert about["iteration"] == num_iterations
     assert int(found["ledger.rounds"]) > 0 or (
         scopes.lower == "local" and name in ("fedavg", "fedavg_plus", "fedprox", "pfedme")
     )  # nothing travels
@@ -776,3 +776,28 @@ def test_scopes_are_checked_before_anything_is_computed(tmp_path):
 def test_memory_is_used_by_the_example_with_faults():
     """Rolling back would mean nothing if nothing were kept."""
     assert AdaFBiO().kept_names(Scopes(upper="private"))
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.RecoveryWarning")
+def test_diverging_run_between_sites_goes_back_as_the_simulator_does(tmp_path):
+    """FedBiO leaves nothing at the sites, so going back concerns the server only."""
+    federation = Loopback(tmp_path)
+    settings = {"name": "fedbio", "lr_upper": 0.1, "lr_lower": 1.5, "lr_system": 0.3}
+    options = {"dtype": "float64", "strategy": "loop"}
+    plan = federation.plan(settings, quadratic(), options=options, num_iterations=20, measure_every=1)
+    assert federation.serve(plan) == "finished"
+    _, wanted = simulated(plan, tmp_path / "simulated")
+    found, about = federation.record.load()
+    assert about["recovery"]["times"] > 0
+    state = [name for name in found if name.startswith("state.")]
+    assert all(torch.equal(found[name], wanted[name]) for name in state)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.RecoveryWarning")
+def test_diverging_run_whose_sites_keep_values_fails_with_the_reason(tmp_path):
+    federation = Loopback(tmp_path)
+    settings = {"name": "fedbio", "lr_upper": 0.1, "lr_lower": 1.5, "lr_system": 0.3}
+    plan = federation.plan(settings, quadratic(Scopes(upper="private")), num_iterations=20, measure_every=1)
+    with pytest.raises(FedBilevelError, match=r"loss rose to .*: use shorter steps\."):
+        federation.serve(plan)
+    assert (tmp_path / federation.record.path / "end.json").exists()

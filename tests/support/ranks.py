@@ -42,7 +42,7 @@ from fedbilevel.cli.main import main
 from fedbilevel.cli.terminal import complaints, console
 from fedbilevel.engines import distributed, simulate
 from fedbilevel.engines.contract import check_engine
-from fedbilevel.errors import FedBilevelError, RankLostError, ScopeWarning
+from fedbilevel.errors import FedBilevelError, RankLostError, RecoveryWarning, ScopeWarning
 from fedbilevel.federation.algorithm import Cohort, phase
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
@@ -91,6 +91,12 @@ def cleaning() -> Built:
     return built._replace(clients=ragged)
 
 
+def begun(built: Built) -> Built:
+    """Return a problem whose y starts away from zero."""
+    y0 = {name: 0.01 * torch.arange(leaf.numel()).cos().view(leaf.shape) for name, leaf in built.problem.y0.items()}
+    return built._replace(problem=dataclasses.replace(built.problem, y0=y0))
+
+
 def some_missing(iteration: int, call: int) -> set[int]:
     return {(iteration + call) % NUM, 0}
 
@@ -99,6 +105,11 @@ NOISY = {"batch_size": 2, "seed": 5}
 SHUFFLED = {"ids": (3, 0, 6, 1, 5, 2, 4)}
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "fedbio": (FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)), with_figures, NOISY),
+    "auto": (
+        FedBiO(lr_upper="auto", lr_lower="auto", lr_system="auto", num_local_steps=2),
+        lambda: quadratic(upper="private"),
+        {**NOISY, "cohort": Cohort(0.6)},
+    ),
     "fbo_aggitd": (
         FBOAggITD(lr_lower=0.1, lr_system=0.1, num_lower_rounds=2, num_local_steps=2, estimator="sampled"),
         lambda: quadratic(client_weights="by_samples"),
@@ -115,6 +126,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         FBOAggITD(lr_upper=20.0, lr_lower=0.5, lr_system=0.5, num_lower_rounds=2, num_local_steps=2),
         cleaning,
         {**NOISY, **SHUFFLED, "cohort": Cohort(0.5)},
+    ),
+    "returning": (  # diverges at once, so that it goes back twice and then fails
+        FBOAggITD(lr_upper=20.0, lr_lower=1e7, lr_system=0.5, num_lower_rounds=2, num_local_steps=2),
+        lambda: begun(cleaning()),
+        {**NOISY, **SHUFFLED, "cohort": Cohort(0.5), "measure_every": 1},
     ),
     "fednest": (
         FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2),
@@ -177,13 +193,15 @@ def compared(size: int) -> list[tuple[str, str, dict[str, Any]]]:
 def go(name: str, kind: dict[str, Any], num_iterations: int, **options: Any) -> Any:
     algorithm, build, given = CASES[name]
     looks = {"measure_every": 2, "residuals": True, "stationarity": name in SOLVED}
-    return solve(
-        *build(),
-        algorithm,
-        num_iterations=num_iterations,
-        checkpoint_every=2,
-        **{**looks, **given, **kind, **options},
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecoveryWarning)
+        return solve(
+            *build(),
+            algorithm,
+            num_iterations=num_iterations,
+            checkpoint_every=2,
+            **{**looks, **given, **kind, **options},
+        )
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------------------------
@@ -221,7 +239,15 @@ def failing(what: Any) -> list[str]:
 
 def spoilt(how: str, **options: Any) -> list[str]:
     return failing(
-        lambda: solve(*quadratic(), Spoilt(how=how), residuals=False, num_iterations=4, checkpoint_every=1, **options)
+        lambda: solve(
+            *quadratic(),
+            Spoilt(how=how),
+            residuals=False,
+            num_iterations=4,
+            checkpoint_every=1,
+            recover=False,
+            **options,
+        )
     )
 
 

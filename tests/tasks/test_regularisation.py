@@ -15,6 +15,7 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.cli.flags import chosen
 from fedbilevel.data import locations
 from fedbilevel.data.sets.a9a import CHOICES, a9a
+from fedbilevel.data.sets.adult import adult
 from fedbilevel.data.sets.mixture import mixture
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import DataError, ProblemError, SettingError
@@ -278,6 +279,45 @@ def test_census_samples_go_to_one_client_and_one_role_each_with_their_labels(cen
     assert all(1 <= place <= 40 and (place - 1) % 2 == label for place, label in own)
     assert all(60 <= place < 72 and (place - 60) % 2 == label for place, label in tested)
     assert not np.array_equal(clients[0]["train"]["input"], task.repeated(1).build().clients[0]["train"]["input"])
+
+
+def test_a_quarter_of_w8a_is_for_testing_and_no_sample_is_used_twice(tmp_path):
+    rows = "".join(f"{'+1' if i % 2 else '-1'} {i + 1}:1\n" for i in range(40))
+    (tmp_path / "w8a").write_text(rows)
+    task = Regularisation(data="w8a", data_dir=str(tmp_path), num_clients=2, num_train=10, num_val=5, num_test=5)
+    used = [
+        (int(x.argmax()), int(label))
+        for client in task.build().clients
+        for fields in client.values()
+        for x, label in zip(fields["input"], fields["label"], strict=True)
+    ]
+    assert len(set(used)) == 40
+    assert all(place % 2 == label for place, label in used)
+    with pytest.raises(ProblemError, match="need 12, w8a has 10: use fewer"):
+        Regularisation(data="w8a", data_dir=str(tmp_path), num_clients=2, num_train=10, num_val=5, num_test=6).build()
+
+
+def test_clients_of_adult_are_its_most_common_work_classes(tmp_path):
+    kinds = ["Private"] * 12 + ["State-gov"] * 8 + ["?"] * 3
+    line = "{age}, {kind}, 77516, Bachelors, 13, Divorced, Sales, Wife, White, Female, 0, 0, 40, Cuba, {label}\n"
+    (tmp_path / "adult").mkdir()
+    for name, end in (("adult.data", ""), ("adult.test", ".")):
+        rows = [
+            line.format(age=20 + i, kind=kind, label=("<=50K", ">50K")[i % 2] + end) for i, kind in enumerate(kinds)
+        ]
+        (tmp_path / "adult" / name).write_text("".join(rows))
+    sizes = {"data_dir": str(tmp_path), "num_train": 5, "num_val": 3, "num_test": 9}
+    clients = Regularisation(data="adult", num_clients=2, **sizes).build().clients
+    names = adult(tmp_path).names
+    for client, kind, num_test in zip(clients, ("Private", "State-gov"), (9, 8), strict=True):
+        assert [len(client[role]["label"]) for role in ("train", "val", "test")] == [5, 3, num_test]
+        assert all((fields["input"][:, names.index(f"workclass={kind}")] == 1).all() for fields in client.values())
+        ages = np.concatenate([client[role]["input"][:, 0] for role in ("train", "val")])
+        assert len(set(ages.tolist())) == 8
+    with pytest.raises(ProblemError, match=r"workclass=\? is one of 3 work classes and has 3 people .*: use fewer"):
+        Regularisation(data="adult", num_clients=3, **sizes).build()
+    with pytest.raises(ProblemError, match=r"3 work classes .* but 4 clients with 2 samples each were requested"):
+        Regularisation(data="adult", num_clients=4, **{**sizes, "num_train": 1, "num_val": 1}).build()
 
 
 def test_census_splits_are_not_sorted_before_they_are_cut(census):

@@ -1,0 +1,105 @@
+"""Self-tuned against closed forms; its cost, its resumption, and its wait for y."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_simfbo import SCOPES, SMALL, scopes
+
+from fedbilevel.algorithms.self_tuned import SelfTuned
+from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.federation.clients import HELD
+from fedbilevel.tasks.quadratic import Quadratic
+from support.numeric.yardstick import check_continues, drive, relative
+
+
+@pytest.mark.slow
+@scopes
+def test_reaches_the_closed_form_solution(lower: str, upper: str) -> None:
+    task = Quadratic(**SMALL, cross=0.3, lower=lower, upper=upper)  # type: ignore[arg-type]
+    closed = task.closed_form()
+    fed, state = drive(SelfTuned(holdout=0), task.build(), 600)
+    x = closed.solution()
+    assert relative(fed.collect(state.x), x) < 1e-8
+    assert relative(fed.collect(state.y), closed.lower_solution(x)) < 1e-8
+    assert relative(fed.collect(state.u), closed.system_solution(x)) < 1e-8
+
+
+@scopes
+def test_resume_is_bit_identical(lower: str, upper: str) -> None:
+    """With minibatches and a cohort, so that clients join late."""
+    task = Quadratic(num_clients=4, dim_upper=2, dim_lower=3, lower=lower, upper=upper)  # type: ignore[arg-type]
+    check_continues(SelfTuned(num_local_steps=2), task.build())
+
+
+@pytest.mark.parametrize(("lower", "upper"), SCOPES)
+def test_ledger(lower: str, upper: str) -> None:
+    num, dx, dy = 16, 2, 3
+    built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
+    fed, _ = drive(SelfTuned(), built, num)
+    vectors, numbers = 8 + 2, 3  # rays in 1..6, 9 and 10, diagonals in 8 and 16; u'Hu in 7, 11 and 15
+    up, down = num, 0  # the held-out loss
+    if upper == "shared":
+        up, down = up + num * dx, down + num * dx
+    else:
+        up += 4 * num  # figures for the next length
+    if lower == "global":
+        up += num * 2 * dy + vectors * dy + numbers + 2 * dy + 1
+        down += num * 2 * dy + vectors * dy  # x0 and y0 travel once, before the first outer iteration
+    else:
+        up += 2 * num  # lags
+    columns, steps = fed.ledger.columns, num if lower == "global" else 5 * num
+    assert fed.ledger.rounds == num + (lower == "global")
+    assert columns["floats_up"].tolist() == [up] * 3
+    assert columns["floats_down"].tolist() == [down] * 3
+    assert columns["hvp"].tolist() == [17 + steps + 8 + 2 * 2 + numbers] * 3
+    for name in ("gy", "fx", "fy", "jvp"):
+        assert columns[name].tolist() == [steps] * 3
+
+
+def test_a_client_that_joins_late_pays_for_its_own_preparation() -> None:
+    built = Quadratic(**SMALL, lower="local").build()
+    drops = lambda iteration, call: {1} if iteration < 3 else ()
+    fed, state = drive(SelfTuned(num_local_steps=1), built, 5, drops=drops)
+    assert fed.ledger.columns["hvp"].tolist() == [17 + 10, 17 + 6, 17 + 10]  # a step and a ray per outer iteration
+    assert bool((fed.collect(state.diagonal) > 0).all())
+    assert bool((fed.collect(state.controls)[:, 0] > 0).all())
+
+
+@scopes
+def test_without_learning_x_only_y_is_trained_and_sent(lower: str, upper: str) -> None:
+    task = Quadratic(**SMALL, lower=lower, upper=upper)  # type: ignore[arg-type]
+    fed, state = drive(SelfTuned(learn_x=False), task.build(), 150)
+    x = fed.collect(state.x)
+    assert float(x.abs().max()) == 0.0
+    assert relative(fed.collect(state.y), task.closed_form().lower_solution(x.numpy())) < 1e-6
+    assert int(fed.ledger.columns["fy"].sum()) == 0
+
+
+def test_x_waits_for_y() -> None:
+    built = Quadratic(**SMALL).build()
+    first = next(t for t in range(1, 12) if float(drive(SelfTuned(), built, t)[1].z_x.abs().max()) > 0)
+    _, state = drive(SelfTuned(), built, first - 1)
+    assert first > 2
+    assert state.numbers[0] == 1  # the pace found y warmed up one outer iteration earlier
+
+
+@pytest.mark.slow
+def test_holdout_solves_the_problem_of_the_other_samples() -> None:
+    task = Quadratic(**SMALL, num_samples=6)
+    built = task.build()
+    held, a = drive(SelfTuned(holdout=0.3), built, 400)
+    fit = held.host.parts["val"]
+    assert held.host.parts[HELD].sizes[HELD].tolist() == [2, 2, 2]
+    rows = [fit.batch(torch.tensor([i]), "val").row(0, "DtRr") for i in range(3)]
+    val = [{name: value.numpy() for name, value in own.items()} for own in rows]
+    some = [{"train": client["train"], "val": own} for client, own in zip(built.clients, val, strict=True)]
+    _, b = drive(SelfTuned(holdout=0), built._replace(clients=some), 400)
+    assert relative(a.z_x, b.z_x) < 1e-3
+    assert relative(b.z_x, task.closed_form().solution()) > 1e-2
+
+
+def test_minibatches_and_cohorts_stay_near_the_solution() -> None:
+    task = Quadratic(**SMALL)
+    _, state = drive(SelfTuned(holdout=0), task.build(), 150, batch_size=2, cohort=Cohort(0.67))
+    assert relative(state.x, task.closed_form().solution()) < 0.7

@@ -1,0 +1,201 @@
+"""The comparison of a run with y trained at a fixed x."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fedbilevel import Problem, Scopes, compare, solve
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.algorithms.sparkle import Sparkle
+from fedbilevel.errors import SettingError
+from fedbilevel.report import page_data
+from fedbilevel.runs.baseline import Baseline, Point, compared, plain_run
+from fedbilevel.studies.compare import FIXED
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.quadratic import Quadratic
+
+STEPS = FedBiO(lr_upper=0.05, lr_lower=0.2, lr_system=0.2, num_local_steps=1)
+
+
+def shifted(shift, *, num=40, tested=False, seed=0, relevant=1.0):
+    """Return a problem whose validation targets are those of training plus a shift.
+
+    y is a mean, and x is added to the training targets, so that x = shift is the solution:
+    y*(x) = a + relevant * x with the mean a of the training targets.
+    """
+    draw = np.random.default_rng(seed)
+    error = lambda x, y, batch: (batch["b"] - y["m"]) ** 2
+    mean_error = {
+        "statistics": {"test": lambda x, y, batch: {"error": error(x, y, batch), "n": torch.ones_like(batch["b"])}},
+        "metrics": lambda sums: {"test_error": sums["error"] / sums["n"]},
+    }
+    problem = Problem(
+        upper=error,
+        lower=lambda x, y, batch: (batch["b"] + relevant * x["c"] - y["m"]) ** 2,
+        x0={"c": torch.tensor(0.0)},
+        y0={"m": torch.tensor(0.0)},
+        **(mean_error if tested else {}),
+    )
+    make = lambda by: {"b": (by + draw.normal(size=num)).astype(np.float32)}
+    roles = {"train": 1.0, "val": 1.0 + shift, **({"test": 1.0 + shift} if tested else {})}
+    return problem, [{role: make(by) for role, by in roles.items()} for _ in range(3)]
+
+
+def test_learning_a_shift_changes_the_test_error_by_its_closed_form():
+    """The error at x0 exceeds the variance by the square of the shift."""
+    problem, clients = shifted(2.0, tested=True, num=400)
+    result = solve(problem, clients, STEPS, num_iterations=150, baseline=True)
+    found = result.baseline
+    assert found.figure == "test_error"
+    assert found.fixed == pytest.approx(1.0 + 2.0**2, rel=0.1)
+    assert found.learned == pytest.approx(1.0, rel=0.1)
+    assert found.difference == pytest.approx(100 * (found.learned - found.fixed) / found.fixed)
+    assert found.low < found.difference < found.high < 0
+    assert found.helped
+    assert found.sentence.startswith("learning x changed test_error by -8")
+    assert found.sentence in repr(result)
+    assert found.sentence[1:] in result._repr_html_()
+
+
+@pytest.mark.parametrize("tested", [True, False])
+def test_x_that_starts_at_its_optimum_does_not_help(tested):
+    problem, clients = shifted(0.0, tested=tested, num=400)
+    found = solve(problem, clients, STEPS, num_iterations=60, baseline=True).baseline
+    assert found.figure == ("test_error" if tested else "held_out_loss")
+    assert found.learned == pytest.approx(found.fixed, rel=0.05)
+    assert not found.helped
+    assert found.sentence.startswith("learning x did not help")
+
+
+def test_costs_of_the_plain_run_are_apart(tmp_path):
+    problem, clients = shifted(1.0, tested=True)
+    alone = solve(problem, clients, STEPS, num_iterations=20)
+    both = solve(problem, clients, STEPS, num_iterations=20, baseline=True, record=tmp_path / "run")
+    assert both.ledger == alone.ledger
+    assert torch.equal(both.x["c"], alone.x["c"])
+    plain = solve(problem, clients, plain_run(), num_rounds=20)
+    assert both.baseline.costs == dict(plain.ledger)
+    stored = json.loads((tmp_path / "run" / "baseline.json").read_text())
+    assert stored["sentence"] == both.baseline.sentence
+    assert stored["costs"]["rounds"] == 20
+    [run] = page_data.read([tmp_path / "run"])["runs"]
+    assert run["notes"] == [f"L{both.baseline.sentence[1:]}."]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["baseline"] is True
+
+
+def test_baseline_of_an_algorithm_that_leaves_x_fixed_is_skipped():
+    problem, clients = shifted(1.0, tested=True)
+    assert solve(problem, clients, FedAvg(), num_iterations=5, baseline=True).baseline is None
+
+
+@pytest.mark.slow
+def test_cleaning_noisy_labels_helps():
+    built = DataCleaning(noise=0.4).build()
+    method = FedBiO(**{"lr_upper": 100.0, "lr_lower": 0.5, "lr_system": 0.5, **DataCleaning.suggestions("fedbio")})
+    found = solve(*built, method, num_iterations=400, measure_every=100, baseline=True).baseline
+    assert (found.figure, found.unit) == ("test_accuracy", "points")
+    assert found.helped
+
+
+def test_interval_of_the_bootstrap_covers_the_true_difference():
+    """With y = 1 against y = 0, the difference of the means of b * y is the mean of b."""
+    problem = Problem(
+        upper=lambda x, y, batch: batch["b"] * y["m"],
+        lower=lambda x, y, batch: (batch["b"] - y["m"]) ** 2,
+        x0={"c": torch.zeros(())},
+        y0={"m": torch.zeros(())},
+        statistics={"test": lambda x, y, batch: {"v": batch["b"] * y["m"], "n": torch.ones_like(batch["b"])}},
+        metrics=lambda sums: {"test_value": sums["v"] / sums["n"]},
+    )
+    x, means = {"c": torch.zeros(())}, (0.5, -0.2, 1.0)
+    covered = []
+    for seed in range(150):
+        draw = np.random.default_rng(seed)
+        some = {role: {"b": np.zeros(1, dtype=np.float32)} for role in ("train", "val")}
+        clients = [{**some, "test": {"b": draw.normal(mean, 1 + i, 60)}} for i, mean in enumerate(means)]
+        points = [Point(x, {"m": torch.tensor(value)}) for value in (1.0, 0.0)]
+        found = compared(problem, clients, *points, {}, seed=seed, dtype=torch.float64)
+        assert found.difference == pytest.approx(np.mean([one["test"]["b"].mean() for one in clients]))
+        covered.append(found.low <= np.mean(means) <= found.high)
+    assert 0.88 <= np.mean(covered) <= 0.99  # 95 %, within 3.5 standard errors
+    again = compared(problem, clients, *points, {}, seed=149, dtype=torch.float64)
+    assert again == found
+
+
+def test_statistics_without_values_per_sample_are_resampled_by_client():
+    problem, clients = shifted(1.0, tested=True)
+    each = problem.statistics["test"]
+    summed = {"test": lambda x, y, batch: {name: value.sum() for name, value in each(x, y, batch).items()}}
+    by_client = Problem(
+        upper=problem.upper, lower=problem.lower, x0=problem.x0, y0=problem.y0, statistics=summed,
+        metrics=problem.metrics,
+    )  # fmt: skip
+    points = [Point({"c": torch.zeros(())}, {"m": torch.tensor(value)}) for value in (2.0, 1.0)]
+    one, other = (compared(some, clients, *points, {}, seed=0, dtype=torch.float64) for some in (problem, by_client))
+    assert (one.learned, one.fixed) == pytest.approx((other.learned, other.fixed))
+    assert (one.low, one.high) != (other.low, other.high)
+
+
+def test_private_x_local_y_and_peers_are_compared_too():
+    private = DataCleaning(num_clients=3, num_clean=5).build()
+    options = {"num_iterations": 5, "baseline": True}
+    assert solve(*private, "fedbio", **options).baseline.figure == "test_accuracy"
+    built = Quadratic(num_clients=3).build()
+    local = Problem(
+        upper=built.problem.upper, lower=built.problem.lower, x0=built.problem.x0, y0=built.problem.y0,
+        scopes=Scopes(lower="local"),
+    )  # fmt: skip
+    assert solve(local, built.clients, "fedbio_local", **options).baseline.figure == "held_out_loss"
+    assert solve(*built, Sparkle(), **options).baseline.costs["rounds"] == 5
+
+
+def test_sentences_have_units_and_signs():
+    make = lambda name, unit, low, high: Baseline(name, 0.913, 0.901, 1.2, low, high, unit, {})
+    assert make("test_accuracy", "points", 0.4, 2.0).sentence == (
+        "learning x changed test_accuracy by +1.2 points (0.4 to 2)"
+    )
+    assert make("test_accuracy", "points", -0.4, 2.0).sentence == (
+        "learning x did not help: test_accuracy 0.913 with it, 0.901 without (difference +1.2 points, -0.4 to 2)"
+    )
+    assert not make("test_loss", "%", 0.4, 2.0).helped  # a loss that rises
+
+
+def test_baselines_that_cannot_be_made_are_refused_in_one_sentence():
+    problem, clients = shifted(1.0, num=1)
+    with pytest.raises(SettingError, match="baseline=True needs data that the run does not use"):
+        solve(problem, clients, STEPS, num_iterations=1, baseline=True)
+    with pytest.raises(SettingError, match="baseline=True needs all clients in one process"):
+        solve(problem, clients, STEPS, num_iterations=1, baseline=True, engine="distributed")
+    with pytest.raises(SettingError, match="baseline is 'yes', expected True or False"):
+        solve(problem, clients, STEPS, num_iterations=1, baseline="yes")
+    with pytest.raises(SettingError, match="baseline is 'yes', expected True, False or None"):
+        compare(Quadratic(), ["fedbio"], num_rounds=1, baseline="yes")
+    problem, clients = shifted(1.0, tested=True)
+    silent = Problem(
+        upper=problem.upper, lower=problem.lower, x0=problem.x0, y0=problem.y0, statistics=problem.statistics
+    )
+    with pytest.raises(SettingError, match=r"metrics\(\) returned none"):
+        solve(silent, clients, STEPS, num_iterations=2, baseline=True)
+
+
+def test_comparison_has_one_baseline_per_repetition_as_a_row():
+    task = DataCleaning(num_clients=3, num_clean=5)
+    found = compare(task, ["fedbio", "fednest"], num_rounds=6, repetitions=2)
+    assert [(one.name, one.num_runs) for one in found.outcomes] == [("fedbio", 2), ("fednest", 2), (FIXED, 2)]
+    longest = max(one.total["rounds"].mean for one in found.outcomes[:2])
+    assert found.outcomes[2].total["rounds"].mean == longest
+    assert [one.name for one in compare(task, ["fedbio"], num_rounds=2, repetitions=1, baseline=False).outcomes] == [
+        "fedbio"
+    ]
+    names = [one.name for one in compare(task, ["fedbio", "fedavg"], num_rounds=2, repetitions=1).outcomes]
+    assert names == ["fedbio", "fedavg"]  # FedAvg is the plain run
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.RecoveryWarning")
+def test_comparison_counts_a_failed_run_as_diverged():
+    wild = {"wild": FedBiO(lr_upper=50.0, lr_lower=50.0, lr_system=50.0)}
+    [outcome] = compare(Quadratic(), wild, num_rounds=60, repetitions=1).outcomes
+    assert outcome.num_diverged == 1
