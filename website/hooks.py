@@ -104,11 +104,11 @@ def _results(text: str, folder: Path) -> tuple[str, list[str]]:
 def api_page() -> str:
     """List every public name in groups; names without a group are at the end."""
     groups = {
-        "Run": ["solve", "compare", "write_report", "Result"],
+        "Run": ["solve", "compare", "tune", "write_report", "Result"],
         "Problems": ["Problem", "Scopes"],
         "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
-        "Step sizes": ["suggest_steps", "check_timescales", "curvature", "projection_radius"],
+        "Step sizes": ["suggest_steps", "curvature", "projection_radius"],
     }
     known = {name for names in groups.values() for name in names}
     groups["More"] = [name for name in fedbilevel.__all__ if name not in known and name != "FedBilevelError"]

@@ -47,6 +47,6 @@ def picture() -> Picture:
             far = order.index(other) - order.index(one)
             bend = middle + (0 if far == 1 else 12 * far)  # an arc passes the folders between
             p.line([(middle, height[one]), (bend, (height[one] + height[other]) / 2), (middle, height[other])], "blue")
-        for name in steps.nodes:
+        for name in sorted(steps.nodes, key=height.__getitem__):
             p.dot(middle, height[name], colour="blue")
     return p
