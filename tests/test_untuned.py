@@ -138,27 +138,27 @@ def test_the_table_compares_with_the_best_rival_and_counts_runs_that_diverged(tm
 
 
 def test_the_command_tunes_runs_and_writes_the_table_and_repeats_nothing(tmp_path, capsys):
-    given = ["--pairs", "quadratic-bend", "--ours", "simfbo", "--rivals", "fedbio", "--trials", "2", "--seeds", "1"]
+    given = ["--pairs", "quadratic", "--ours", "simfbo", "--rivals", "fedbio", "--trials", "2", "--seeds", "1"]
     given += ["--folder", str(tmp_path / "runs"), "--save", str(tmp_path / "out")]
     command.main([*given, "--minutes", "0"])
     assert "3 jobs are left: repeat the command to continue." in capsys.readouterr().out
     command.main(given)
     said = capsys.readouterr().out
-    assert "quadratic-bend, fedbio, search: done" in said
+    assert "quadratic, fedbio, search: done" in said
     content = json.loads((tmp_path / "out" / "results.json").read_text())
     assert content["summary"]["pairs"] == 1
-    assert content["pairs"]["quadratic-bend"]["methods"]["fedbio"]["trials"] == 2
+    assert content["pairs"]["quadratic"]["methods"]["fedbio"]["trials"] == 2
     assert (tmp_path / "out" / "RESULTS.md").read_text().startswith("# Without tuning\n")
     command.main([*given, "--stage", "final"])
     assert "done" not in capsys.readouterr().out
 
 
 def test_a_job_that_fails_is_named_and_ends_the_command_with_an_error(tmp_path, capsys):
-    given = ["--pairs", "quadratic-bend", "--ours", "no_such_algorithm", "--rivals", "", "--seeds", "1"]
+    given = ["--pairs", "quadratic", "--ours", "no_such_algorithm", "--rivals", "", "--seeds", "1"]
     with pytest.raises(SystemExit, match="1 jobs failed"):
         command.main([*given, "--stage", "final", "--folder", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "quadratic-bend, no_such_algorithm, seed 0: Traceback" in said
+    assert "quadratic, no_such_algorithm, seed 20: Traceback" in said
     assert "There is no algorithm named 'no_such_algorithm'" in said
 
 

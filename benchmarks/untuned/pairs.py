@@ -142,7 +142,7 @@ PAIRS: dict[str, Pair] = {
         "weights of roles and of corrupted texts, a network below",
         maximise=False,
     ),
-    "quadratic-bend": Pair(
-        Quadratic(bend=0.5, heterogeneity=1.0), "upper_loss", 200, "closed form known, curvature varies", maximise=False
+    "quadratic": Pair(
+        Quadratic(heterogeneity=1.0), "exact_upper_loss", 200, "clients that differ, closed form known", maximise=False
     ),
 }

@@ -28,7 +28,7 @@ from fedbilevel.errors import NonFiniteError
 from fedbilevel.oracle.population import Population
 from fedbilevel.runs.result import Progress
 
-TUNING_SEED = 100  # reported runs have seeds from 0 on
+TUNING_SEED = 100  # reported runs have other seeds
 NUM_WHOLE = 10  # trials of a search that are never pruned
 DIVERGED = 10.0  # a run diverged if its upper loss ends above this multiple of its start
 

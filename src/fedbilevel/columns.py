@@ -45,6 +45,7 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "(with a local lower level: root mean squares over clients).",
     "lower_gradient": "|mean g_y|: the distance of y from y*(x), measured by the gradient. Zero at y*(x).",
     "distance": "Distance to the known solution. Lower is better.",
+    "exact_upper_loss": "Upper loss at x and the exact solution of the lower level. Lower is better.",
     "disagreement": "Largest relative distance of a peer's y from the mean over peers.",
     "test_accuracy": "Share of test samples that are classified correctly. Higher is better.",
     "train_accuracy": "Share of training samples that are classified correctly. Higher is better.",

@@ -137,6 +137,16 @@ def test_measured_figures_are_those_of_the_closed_form():
     figures = fed.measure(torch.tensor(x), torch.tensor(closed.lower_solution(x)))
     assert figures["hypergradient_norm"] == pytest.approx(np.linalg.norm(closed.hypergradient(x)), rel=1e-12)
     assert figures["distance"] == pytest.approx(np.linalg.norm(x - closed.solution()), rel=1e-12)
+    assert figures["exact_upper_loss"] == pytest.approx(figures["upper_loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("lower", ["global", "local"])
+def test_the_hypergradient_is_the_gradient_of_the_objective(lower):
+    task = Quadratic(cross=0.7, lower=lower)
+    closed, x = task.closed_form(), point(task)
+    units = 1e-4 * np.eye(len(x))
+    found = [(closed.objective(x + unit) - closed.objective(x - unit)) / 2e-4 for unit in units]
+    np.testing.assert_allclose(found, closed.hypergradient(x), rtol=1e-7)
 
 
 # ---- data cleaning ---------------------------------------------------------------------------------------------------

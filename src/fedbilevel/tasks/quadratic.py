@@ -165,7 +165,9 @@ class Quadratic(Task):
         ]
         # t enters f through D (y - t): its mean over samples must be taken of D t and t'D t
         for client, mean in zip(self.clients(), means, strict=True):
-            mean["Dt"] = np.einsum("sij,sj->i", client["val"]["D"], client["val"]["t"]) / len(client["val"]["t"])
+            d, t = client["val"]["D"], client["val"]["t"]
+            mean["Dt"] = np.einsum("sij,sj->i", d, t) / len(t)
+            mean["tDt"] = np.einsum("sij,si,sj->", d, t, t) / len(t)
         sizes = np.array([len(client["train"]["c"]) for client in self.clients()], float)
         share = sizes / sizes.sum() if self.client_weights == "by_samples" else np.full(len(means), 1 / len(means))
         stacked = {name: np.stack([mean[name] for mean in means]) for name in means[0]}
@@ -228,6 +230,15 @@ class ClosedForm(NamedTuple):
         )
         return blocks if self.private else self._mean(blocks)
 
+    def objective(self, x: np.ndarray) -> float:
+        """Return the upper loss at x and y*(x)."""
+        s, ys = self.stacked, np.broadcast_to(self.lower_solution(x), self.stacked["c"].shape)
+        xs = np.broadcast_to(x, (len(self.share), s["B"].shape[2]))
+        product = lambda matrix, left, right: np.einsum("nij,ni,nj->n", matrix, left, right)
+        of_y = 0.5 * product(s["D"], ys, ys) - (s["Dt"] * ys).sum(1) + 0.5 * s["tDt"]
+        of_x = 0.5 * product(s["R"], xs, xs) - (s["r"] * xs).sum(1)
+        return float(self._mean(of_y + of_x + product(s["E"], ys, xs)))
+
     def solution(self) -> np.ndarray:
         """Return x*, which solves a linear system because the hypergradient is affine in x."""
         shape = (len(self.share), self.stacked["B"].shape[2]) if self.private else (self.stacked["B"].shape[2],)
@@ -241,6 +252,7 @@ class ClosedForm(NamedTuple):
         return {
             "hypergradient_norm": float(np.linalg.norm(self.hypergradient(point))),
             "distance": float(np.linalg.norm(point - self.solution())),
+            "exact_upper_loss": self.objective(point),
         }
 
 
