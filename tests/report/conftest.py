@@ -78,7 +78,12 @@ def downloads(tmp_path):
             folder.mkdir()
             page.browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
             page.press(selector)
-            finished = lambda: [place for place in folder.iterdir() if place.suffix in (".png", ".svg", ".csv")]
+            # a file appears empty under its own name before its content replaces it
+            finished = lambda: [
+                place
+                for place in folder.iterdir()
+                if place.suffix in (".png", ".svg", ".csv") and place.stat().st_size > 0
+            ]
             page.until_here(finished)
             return finished()[0]
 
