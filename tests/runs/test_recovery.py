@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from fedbilevel import Cohort, solve
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
+from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.errors import NonFiniteError, RecoveryWarning
 from fedbilevel.federation.schedule import Schedule
@@ -205,3 +208,40 @@ def test_x_that_did_not_move_is_reported_unless_the_algorithm_leaves_it_fixed(qu
     with pytest.warns(RecoveryWarning, match=r"x moved by .* in 30 outer iterations: use a longer lr_upper"):
         solve(*quadratic, FedBiO(lr_upper=1e-12, lr_lower=0.1, lr_system=0.1), num_iterations=30)
     assert str(solve(*quadratic, FedAvg(), num_iterations=30).ending) == "finished"
+
+
+def test_self_tuned_run_says_that_its_x_stands_still_without_naming_a_step_it_does_not_have(quadratic):
+    options = {"num_iterations": 30, "pace": 1e-12}
+    with pytest.warns(RecoveryWarning) as told:
+        solve(*quadratic, "self_tuned", **options)
+    [text] = [str(one.message) for one in told if issubclass(one.category, RecoveryWarning)]
+    assert re.fullmatch(
+        r"self_tuned: x moved by .* in 30 outer iterations: use more rounds, unless the start is a solution\.", text
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecoveryWarning)
+        solve(*quadratic, "self_tuned", learn_x=False, **options)
+
+
+class Overflowing(SelfTuned):
+    """An algorithm without step settings whose arithmetic at the server leaves the range of a float."""
+
+    @classmethod
+    def name(cls):
+        return "self_tuned"
+
+    def round(self, fed, state):
+        if fed.iteration > 20:
+            math.exp(1e6)
+        return super().round(fed, state)
+
+
+@QUIET
+def test_number_at_the_server_that_overflows_fails_the_run_with_advice_that_fits_the_algorithm(cleaning):
+    with pytest.warns(RecoveryWarning, match="3 of 3 times"):
+        result = solve(*cleaning, Overflowing(), num_iterations=60)
+    assert result.ending.state == "failed"
+    assert result.ending.why.startswith("a number at the server is out of range in outer iteration 24; the result is")
+    assert result.ending.why.endswith(": look for the cause with fb.check_problem.")
+    with pytest.raises(NonFiniteError, match="out of range in outer iteration 21: the upper loss may have no lower"):
+        solve(*cleaning, Overflowing(), num_iterations=60, recover=False)

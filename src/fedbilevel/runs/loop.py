@@ -21,7 +21,7 @@ from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
 from fedbilevel.runs.pace import Pace, checked_pace
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.recovery import LONGER, UNCHANGED, Recovery
+from fedbilevel.runs.recovery import UNCHANGED, Recovery
 from fedbilevel.runs.result import Ending, Progress, Result
 from fedbilevel.runs.resume import check_same, identity_of, versions
 
@@ -136,10 +136,11 @@ class Loop:
                     self.state = now.round(fed, self.state)
                     fed.check()
                 _check_finite(fed, self.state, self.iteration)
-        except NonFiniteError as error:
+        except (NonFiniteError, OverflowError) as error:
+            found = error if isinstance(error, NonFiniteError) else _overflow(self.iteration)
             if self.raises or not self.recover:
-                raise
-            self._go_back(str(error).split(":", 1)[0], error)
+                raise found from error
+            self._go_back(str(found).split(":", 1)[0], found)
 
     def _judge(self, row: Mapping[str, Any], is_due: bool, last: bool) -> None:
         """Go back or end the run, as the measurement demands.
@@ -154,7 +155,7 @@ class Loop:
             self._go_back(wrong)
         elif self.pace.until_converged and is_due and recovery.health.is_still():
             if recovery.health.is_stalled():
-                self._fail(UNCHANGED, LONGER)
+                self._fail(UNCHANGED, recovery.longer)
             else:
                 self.ending = Ending("converged", recovery.note())
 
@@ -167,10 +168,10 @@ class Loop:
         else:
             self._fail(why)
 
-    def _fail(self, why: str, advice: str = "use shorter steps") -> None:
+    def _fail(self, why: str, advice: str = "") -> None:
         best = self.recovery.best(self.algorithm.State)
         self.state = self.state if best is None else best
-        self.ending = Ending("failed", self.recovery.failed(why, advice))
+        self.ending = Ending("failed", self.recovery.failed(why, advice or self.recovery.shorter))
 
     def _start(self, begin_at: int) -> float:
         record = self.record
@@ -325,6 +326,14 @@ def configuration(
         "ranks": fed.group.size,
         **(describe or {}),
     }
+
+
+def _overflow(iteration: int) -> NonFiniteError:
+    """Return the error for a Python number that left its range; tensors become infinite instead."""
+    return NonFiniteError(
+        f"a number at the server is out of range in outer iteration {iteration}: the upper loss may have no lower "
+        "bound, or the steps are too long."
+    )
 
 
 def _check_finite(fed: Engine, state: Any, iteration: int) -> None:
