@@ -1,5 +1,6 @@
 """The comparison of a run with y trained at a fixed x."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,9 +11,10 @@ from fedbilevel import Problem, Scopes, compare, solve
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.sparkle import Sparkle
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.problem.draws import Stream
 from fedbilevel.report import page_data
-from fedbilevel.runs.baseline import Baseline, Point, compared, plain_run
+from fedbilevel.runs.baseline import Baseline, Point, compared, plain_run, with_unseen
 from fedbilevel.studies.compare import FIXED
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
@@ -161,6 +163,43 @@ def test_sentences_have_units_and_signs():
         "learning x did not help: test_accuracy 0.913 with it, 0.901 without (difference +1.2 points, -0.4 to 2)"
     )
     assert not make("test_loss", "%", 0.4, 2.0).helped  # a loss that rises
+
+
+def test_held_out_samples_follow_the_seed_and_the_number_of_a_client_like_all_draws():
+    """The part is that of `Stream.divided`, which the engine uses for its own validation samples."""
+    problem, clients = shifted(1.0, num=10)
+    apart = with_unseen(problem, clients, seed=3, ids=[2, 0, 1])
+    for client, found, number in zip(clients, apart, [2, 0, 1], strict=True):
+        kept, out = Stream(3).divided("held_out", number, 10, 0.25)
+        assert np.array_equal(found["val"]["b"], client["val"]["b"][kept.numpy()])
+        assert np.array_equal(found["held_out"]["b"], client["val"]["b"][out.numpy()])
+
+
+def test_tables_are_divided_for_a_baseline():
+    pandas = pytest.importorskip("pandas")
+    problem, clients = shifted(1.0)
+    tables = [{role: pandas.DataFrame(fields) for role, fields in client.items()} for client in clients]
+    one, other = (solve(problem, some, STEPS, num_iterations=5, baseline=True).baseline for some in (clients, tables))
+    assert one == other
+
+
+def test_baseline_without_test_data_is_refused_where_the_upper_loss_reads_numbers_of_samples():
+    problem, clients = shifted(1.0)
+    numbered = dataclasses.replace(
+        problem, upper=lambda x, y, batch: problem.upper(x, y, batch) * (1 + batch["index"] % 2)
+    )
+    with pytest.raises(SettingError, match=r"baseline=True holds a quarter .* but upper\(\) reads batch\['index'\]"):
+        solve(numbered, clients, STEPS, num_iterations=1, baseline=True)
+    problem, clients = shifted(1.0, tested=True)
+    numbered = dataclasses.replace(problem, upper=numbered.upper)
+    assert solve(numbered, clients, STEPS, num_iterations=1, baseline=True).baseline is not None
+
+
+def test_clients_of_a_wrong_kind_are_refused_as_without_a_baseline():
+    problem, clients = shifted(1.0)
+    for wrong in (None, clients[0], [None], {"a": clients[0]}):
+        with pytest.raises(ProblemError, match="clients"):
+            solve(problem, wrong, STEPS, num_iterations=1, baseline=True)
 
 
 def test_baselines_that_cannot_be_made_are_refused_in_one_sentence():

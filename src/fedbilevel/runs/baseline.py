@@ -20,7 +20,10 @@ from fedbilevel import discovery
 from fedbilevel.columns import falls, rises
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm
+from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import REQUIRED, ClientData, Holdings
+from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.holdings import check_clients, fields_of
 from fedbilevel.problem.problem import Problem, with_features
 
 HELD_OUT = "held_out"  # role of validation samples that no run sees
@@ -78,12 +81,17 @@ def unseen_roles(problem: Problem) -> list[str]:
     return [role for role in problem.statistics if role not in REQUIRED]
 
 
-def with_unseen(problem: Problem, clients: Sequence[Holdings], seed: int) -> Sequence[Holdings]:
+def with_unseen(
+    problem: Problem, clients: Sequence[Holdings], seed: int, ids: Sequence[int] | None = None
+) -> Sequence[Holdings]:
     """Return clients with data that no run uses: a part of `val`, if there are no such data yet."""
+    check_clients(clients)
     if unseen_roles(problem):
         return clients
-    apart = [_apart(client, seed, i) for i, client in enumerate(clients)]
-    if not any(len(value) for client in apart for value in client.get(HELD_OUT, {}).values()):
+    stream = Stream(seed)
+    numbers = dict(enumerate(range(len(clients)) if ids is None else ids))
+    apart = [_apart(client, stream, i, numbers.get(i, i)) for i, client in enumerate(clients)]
+    if not any(len(value) for client in apart for value in client[HELD_OUT].values()):
         raise SettingError(
             "baseline=True needs data that the run does not use, but the problem has no statistics of a role such as "
             "'test' and no client has two samples in 'val': add test data, or leave baseline out."
@@ -91,19 +99,26 @@ def with_unseen(problem: Problem, clients: Sequence[Holdings], seed: int) -> Seq
     return apart
 
 
-def _apart(client: Holdings, seed: int, number: int) -> Holdings:
+def check_unseen(population: Population) -> None:
+    """Raise if the samples that were held out cannot be missed, because they have numbers."""
+    if not unseen_roles(population.problem) and population.reads_index():
+        raise SettingError(
+            "baseline=True holds a quarter of the samples in 'val' out of the run, but upper() reads batch['index'], "
+            "so that every sample counts: add test data with statistics, or leave baseline out."
+        )
+
+
+def _apart(client: Holdings, stream: Stream, place: int, number: int) -> Holdings:
     """Move a part of the validation samples of one client to the held-out role."""
-    fields = client.get("val", {})
+    fields = fields_of(client.get("val", {}), f"'val' of client {place}")
     size = min((len(value) for value in fields.values()), default=0)
-    num = int(size * _SHARE) or (1 if size > 1 else 0)
-    order = np.random.default_rng([seed, number]).permutation(size)
-    out, kept = np.sort(order[:num]), np.sort(order[num:])
+    kept, out = stream.divided(HELD_OUT, number, size, _SHARE, least=1)
     part = lambda rows: {name: _taken(value, rows) for name, value in fields.items()}
     return {**client, "val": part(kept), HELD_OUT: part(out)}
 
 
-def _taken(value: Any, rows: np.ndarray[Any, Any]) -> Any:
-    return value[torch.from_numpy(rows).to(value.device)] if isinstance(value, Tensor) else np.asarray(value)[rows]
+def _taken(value: Any, rows: Tensor) -> Any:
+    return value[rows.to(value.device)] if isinstance(value, Tensor) else np.asarray(value)[rows.numpy()]
 
 
 class Point(NamedTuple):

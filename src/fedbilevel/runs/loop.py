@@ -21,7 +21,7 @@ from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
 from fedbilevel.runs.pace import Pace, checked_pace
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.recovery import UNCHANGED, Recovery
+from fedbilevel.runs.recovery import UNCHANGED, Recovery, check_finite, out_of_range
 from fedbilevel.runs.result import Ending, Progress, Result
 from fedbilevel.runs.resume import check_same, identity_of, versions
 
@@ -75,7 +75,8 @@ class Loop:
         self.saved = self.iteration
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
-            self.recovery.add(self._measure(), self.state)
+            if first := self.fed.judged(self._measure()):
+                self.recovery.add(first, self.state)
             self._save()
         end = lambda: (self.ending or Ending(why=self.recovery.note()), self.iteration)
         following = followed(self.callbacks, self.record, self.config, self.rows, end)
@@ -135,9 +136,9 @@ class Loop:
                 with torch.no_grad():  # a loss may contain a frozen model of its own
                     self.state = now.round(fed, self.state)
                     fed.check()
-                _check_finite(fed, self.state, self.iteration)
+                check_finite(fed, self.state, self.iteration)
         except (NonFiniteError, OverflowError) as error:
-            found = error if isinstance(error, NonFiniteError) else _overflow(self.iteration)
+            found = error if isinstance(error, NonFiniteError) else out_of_range(self.iteration)
             if self.raises or not self.recover:
                 raise found from error
             self._go_back(str(found).split(":", 1)[0], found)
@@ -147,7 +148,9 @@ class Loop:
 
         A measurement that is taken only because the run ends must not change a resumed run.
         """
-        recovery = self.recovery
+        recovery, row = self.recovery, self.fed.judged(row)
+        if not row:
+            return
         wrong = recovery.add(row, self.state) if is_due else ""
         if last and (wrong := wrong or recovery.health.wrong_at_end(row)):
             self._fail(wrong)
@@ -326,26 +329,6 @@ def configuration(
         "ranks": fed.group.size,
         **(describe or {}),
     }
-
-
-def _overflow(iteration: int) -> NonFiniteError:
-    """Return the error for a Python number that left its range; tensors become infinite instead."""
-    return NonFiniteError(
-        f"a number at the server is out of range in outer iteration {iteration}: the upper loss may have no lower "
-        "bound, or the steps are too long."
-    )
-
-
-def _check_finite(fed: Engine, state: Any, iteration: int) -> None:
-    for name, value in state._asdict().items():
-        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            whose = "the server's"
-            if value.ndim > 1:
-                whose = f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
-            raise NonFiniteError(
-                f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; "
-                "lower the step sizes."
-            )
 
 
 def _named(prefix: str, value: Any) -> dict[str, Tensor]:

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedbilevel.engines.engine import Engine
-from fedbilevel.errors import RecoveryWarning
+from fedbilevel.errors import NonFiniteError, RecoveryWarning
 from fedbilevel.runs.health import SHORT, Health
 
 ATTEMPTS = 3
@@ -143,6 +144,27 @@ class Recovery:
     def _tell(self, text: str) -> None:
         if self.fed.group.rank == 0:
             warnings.warn(RecoveryWarning(f"{self.fed.algorithm.name()}: {text}"), stacklevel=4)
+
+
+def out_of_range(iteration: int) -> NonFiniteError:
+    """Return the error for a Python number that left its range; tensors become infinite instead."""
+    return NonFiniteError(
+        f"a number at the server is out of range in outer iteration {iteration}: the upper loss may have no lower "
+        "bound, or the steps are too long."
+    )
+
+
+def check_finite(fed: Engine, state: Any, iteration: int) -> None:
+    """Raise an error that names the owner of a value that is not finite."""
+    for name, value in state._asdict().items():
+        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
+            whose = "the server's"
+            if value.ndim > 1:
+                whose = f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
+            raise NonFiniteError(
+                f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; "
+                "lower the step sizes."
+            )
 
 
 def _vector(value: Any) -> Tensor | None:

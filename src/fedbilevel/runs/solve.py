@@ -26,7 +26,7 @@ from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import check_kind
-from fedbilevel.runs.baseline import Point, compared, plain_run, with_unseen
+from fedbilevel.runs.baseline import Point, check_unseen, compared, plain_run, with_unseen
 from fedbilevel.runs.callbacks import Callback, Follower
 from fedbilevel.runs.choice import choose
 from fedbilevel.runs.faults import warn_of_faults
@@ -172,7 +172,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
             "use the engine 'simulation'."
         )
     if baseline:
-        clients, describe = with_unseen(problem, clients, seed), {**(describe or {}), "baseline": True}
+        clients, describe = with_unseen(problem, clients, seed, ids), {**(describe or {}), "baseline": True}
     for warning in chosen.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
     place = torch_device(device)
@@ -187,6 +187,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         fed = simulate(
             chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops, **options
         )
+        if baseline:
+            check_unseen(fed.host)
         if group.size == 1:
             warn_of_faults(fed.host, chosen.learns_x)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
