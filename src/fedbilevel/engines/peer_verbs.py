@@ -168,9 +168,6 @@ class Peering(Hosting):
     def adopt(self, algorithm: Algorithm) -> None:
         self.algorithm = self.host.algorithm = algorithm
 
-    def judged(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return row
-
     def collect(self, value: Tensor) -> Tensor:
         return value
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbilevel.engines.engine import Engine
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
-from fedbilevel.federation.probing import resolved
+from fedbilevel.federation.auto_steps import resolved
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
