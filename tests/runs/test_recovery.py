@@ -149,9 +149,19 @@ def test_non_finite_value_is_answered_by_going_back(quadratic):
 
 
 @QUIET
-def test_value_that_stays_non_finite_from_the_start_is_an_error(quadratic):
-    with pytest.warns(RecoveryWarning, match="3 of 3 times"), pytest.raises(NonFiniteError, match="client"):
-        solve(*quadratic, FedBiO(lr_lower=1e300), num_iterations=50)
+@pytest.mark.parametrize("lr", [1e3, 1e300])
+def test_value_that_stays_non_finite_from_the_start_fails_the_run_at_its_start(quadratic, lr):
+    with pytest.warns(RecoveryWarning, match="3 of 3 times"):
+        result = solve(*quadratic, FedBiO(lr_lower=lr), num_iterations=50, measure_every=25)
+    assert result.ending.state == "failed"
+    assert re.fullmatch(
+        r"client \d returned a value of '.' that is not finite in phase 'local_steps' of outer iteration \d+; the result "
+        r"is the best state, of outer iteration 0 after 3 returns to it with halved steps: use shorter steps\.",
+        result.ending.why,
+    )
+    assert torch.equal(flat(result), flat(solve(*quadratic, FedBiO(), num_iterations=0)))
+    with pytest.raises(NonFiniteError, match="client"):
+        solve(*quadratic, FedBiO(lr_lower=lr), num_iterations=50, recover=False)
 
 
 @QUIET

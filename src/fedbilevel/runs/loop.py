@@ -141,7 +141,7 @@ class Loop:
             found = error if isinstance(error, NonFiniteError) else out_of_range(self.iteration)
             if self.raises or not self.recover:
                 raise found from error
-            self._go_back(str(found).split(":", 1)[0], found)
+            self._go_back(str(found).split(":", 1)[0])
 
     def _judge(self, row: Mapping[str, Any], is_due: bool, last: bool) -> None:
         """Go back or end the run, as the measurement demands.
@@ -162,12 +162,10 @@ class Loop:
             else:
                 self.ending = Ending("converged", recovery.note())
 
-    def _go_back(self, why: str, error: NonFiniteError | None = None) -> None:
+    def _go_back(self, why: str) -> None:
         state = self.recovery.attempt(why, self.algorithm.State)
         if state is not None:
             self.state = state
-        elif error is not None and self.recovery.iteration == 0:  # no measurement was better than the first
-            raise error
         else:
             self._fail(why)
 
