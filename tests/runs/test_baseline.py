@@ -127,6 +127,31 @@ def test_interval_of_the_bootstrap_covers_the_true_difference():
     assert again == found
 
 
+@pytest.mark.parametrize(("num_clients", "num"), [(30, 1), (10, 3)])
+def test_interval_of_many_clients_with_few_samples_is_as_wide_as_that_of_one_client_with_all(num_clients, num):
+    """Resampling within clients of one sample would give an interval without any width."""
+    problem, _ = shifted(1.0, tested=True)
+    values = np.random.default_rng(0).normal(size=num_clients * num).astype(np.float32)
+    some = {role: {"b": np.zeros(1, dtype=np.float32)} for role in ("train", "val")}
+    points = [Point({"c": torch.zeros(())}, {"m": torch.tensor(value)}) for value in (1.0, 0.0)]
+    widths = []
+    for parts in (np.split(values, num_clients), [values]):
+        clients = [{**some, "test": {"b": part}} for part in parts]
+        found = compared(problem, clients, *points, {}, seed=0, dtype=torch.float64)
+        widths.append(found.high - found.low)
+    assert widths[0] == pytest.approx(widths[1], rel=0.1)
+
+
+def test_one_value_has_no_interval_and_does_not_show_that_x_helped():
+    problem, clients = shifted(2.0, tested=True)
+    one = [{**clients[0], "test": {"b": clients[0]["test"]["b"][:1]}}]
+    points = [Point({"c": torch.zeros(())}, {"m": torch.tensor(value)}) for value in (3.0, 1.0)]
+    found = compared(problem, one, *points, {}, seed=0, dtype=torch.float64)
+    assert (found.low, found.high) == (-np.inf, np.inf)
+    assert not found.helped
+    assert found.sentence.endswith(", -inf to inf)")
+
+
 def test_statistics_without_values_per_sample_are_resampled_by_client():
     problem, clients = shifted(1.0, tested=True)
     each = problem.statistics["test"]

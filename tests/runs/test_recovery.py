@@ -155,8 +155,9 @@ def test_value_that_stays_non_finite_from_the_start_fails_the_run_at_its_start(q
         result = solve(*quadratic, FedBiO(lr_lower=lr), num_iterations=50, measure_every=25)
     assert result.ending.state == "failed"
     assert re.fullmatch(
-        r"client \d returned a value of '.' that is not finite in phase 'local_steps' of outer iteration \d+; the result "
-        r"is the best state, of outer iteration 0 after 3 returns to it with halved steps: use shorter steps\.",
+        r"client \d returned a value of '.' that is not finite in phase 'local_steps' of outer iteration \d+; "
+        r"the result is the best state, of outer iteration 0 after 3 returns to it with halved steps: "
+        r"use shorter steps\.",
         result.ending.why,
     )
     assert torch.equal(flat(result), flat(solve(*quadratic, FedBiO(), num_iterations=0)))

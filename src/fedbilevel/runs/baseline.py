@@ -2,7 +2,8 @@
 
 The plain run trains y with x fixed at x0, for as many rounds as the run. Both solutions are judged
 by the problem's metrics of roles other than train and val or, without such roles, by the upper loss
-on a quarter of the validation samples, which neither run sees.
+on a quarter of the validation samples, which neither run sees. Samples are resampled within their
+client, and those of clients with few samples together.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fedbilevel.problem.problem import Problem, with_features
 HELD_OUT = "held_out"  # role of validation samples that no run sees
 _SHARE = 0.25  # of the validation samples of each client
 _REPLICATES = 1000
+_SMALL = 10  # rows of a client below which it is resampled together with other small clients
 _CELLS = 10**7  # entries of a matrix of bootstrap counts that are held at once
 
 
@@ -151,6 +153,8 @@ def compared(
     change, unit = _change(name, figures[1][name])
     differences = [change(one[name], other[name]) for one, other in zip(*samples, strict=True)]
     low, high = np.nanpercentile(differences, [2.5, 97.5]).tolist()
+    if sum(evaluation.groups) == 1:  # one row has no spread
+        low, high = -math.inf, math.inf
     with_x, without = figures[0][name], figures[1][name]
     return Baseline(name, with_x, without, change(with_x, without), low, high, unit, dict(costs))
 
@@ -202,8 +206,11 @@ class _Evaluation:
             found = (self._of_client(role, i, point) for i in range(self.data.num_clients))
             parts = [part for part in found if part]
             self.names = [*dict.fromkeys([*self.names, *(name for part in parts for name in part)])]
-            alone = all(len(value) == 1 for part in parts for value in part.values())
-            sizes += [len(parts)] if alone else [len(next(iter(part.values()))) for part in parts]
+            length = lambda part: len(next(iter(part.values())))
+            parts.sort(key=lambda part: length(part) < _SMALL)  # small clients last; a group of one has no spread
+            large = [length(part) for part in parts if length(part) >= _SMALL]
+            small = sum(map(length, parts)) - sum(large)
+            sizes += [*large, *([small] if small else [])]
             rows += parts
         self.groups = sizes
         return np.concatenate(
