@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import signal
+import warnings
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from fedbilevel.algorithms.sparkle import Sparkle
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem.draws import Stream
 from fedbilevel.report import page_data
+from fedbilevel.runs import baseline
 from fedbilevel.runs.baseline import Baseline, Point, compared, plain_run, with_unseen
 from fedbilevel.studies.compare import FIXED
 from fedbilevel.tasks.data_cleaning import DataCleaning
@@ -198,6 +201,38 @@ def test_held_out_samples_follow_the_seed_and_the_number_of_a_client_like_all_dr
         kept, out = Stream(3).divided("held_out", number, 10, 0.25)
         assert np.array_equal(found["val"]["b"], client["val"]["b"][kept.numpy()])
         assert np.array_equal(found["held_out"]["b"], client["val"]["b"][out.numpy()])
+
+
+def test_warnings_of_a_problem_are_given_once_in_a_run_with_a_baseline():
+    problem, clients = shifted(1.0)
+    branching = dataclasses.replace(
+        problem, lower=lambda x, y, batch: problem.lower(x, y, batch) * (2.0 if y["m"] > 1e9 else 1.0)
+    )
+    same = [{"train": client["train"], "val": client["train"]} for client in clients]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert solve(branching, same, STEPS, num_iterations=5, baseline=True).baseline is not None
+    assert sum("cannot be evaluated for several clients" in str(one.message) for one in told) == 1
+    assert len({str(one.message) for one in told}) == len(told)
+
+
+def test_interrupted_plain_run_is_not_compared(monkeypatch):
+    problem, clients = shifted(1.0, tested=True)
+    plain = baseline.plain_run()
+
+    class Interrupted(type(plain)):
+        @classmethod
+        def name(cls):
+            return "self_tuned"
+
+        def round(self, fed, state):
+            signal.raise_signal(signal.SIGINT)
+            return super().round(fed, state)
+
+    monkeypatch.setattr("fedbilevel.runs.solve.plain_run", lambda: Interrupted(**plain.asdict()))
+    result = solve(problem, clients, STEPS, num_iterations=5, baseline=True)
+    assert result.iteration == 5
+    assert result.baseline is None
 
 
 def test_tables_are_divided_for_a_baseline():

@@ -1,5 +1,6 @@
 """Runs that diverge go back to their best state with halved steps, or end as failed."""
 
+import dataclasses
 import json
 import math
 import re
@@ -161,6 +162,7 @@ def test_value_that_stays_non_finite_from_the_start_fails_the_run_at_its_start(q
         result.ending.why,
     )
     assert torch.equal(flat(result), flat(solve(*quadratic, FedBiO(), num_iterations=0)))
+    assert result.final["upper_loss"] == result.rows[0]["upper_loss"]
     with pytest.raises(NonFiniteError, match="client"):
         solve(*quadratic, FedBiO(lr_lower=lr), num_iterations=50, recover=False)
 
@@ -171,6 +173,23 @@ def test_diverging_peers_in_one_process_go_back(quadratic):
     with pytest.warns(RecoveryWarning, match="went back"):
         result = solve(*quadratic, method, num_iterations=60, measure_every=2)
     assert result.rows[-1]["lower_loss"] < 10 * abs(result.rows[0]["upper_loss"])
+
+
+@QUIET
+def test_failed_run_shows_the_figures_of_the_state_that_it_returns_and_all_costs(quadratic):
+    method = FedBiO(lr_upper=50.0, lr_lower=50.0, lr_system=50.0)
+    with pytest.warns(RecoveryWarning, match="the run failed"):
+        result = solve(*quadratic, method, num_iterations=60, measure_every=1)
+    assert result.ending.state == "failed"
+    assert result.rows[-1]["upper_loss"] > 1e3
+    again = solve(dataclasses.replace(quadratic.problem, x0=result.x, y0=result.y), quadratic.clients, num_iterations=0)
+    assert result.final["upper_loss"] == pytest.approx(again.rows[0]["upper_loss"])
+    assert result.final["rounds"] == result.ledger["rounds"]
+    assert f"upper_loss {result.final['upper_loss']:.4g}" in repr(result)
+    assert "best state" in result._repr_html_()
+    assert "last measurement" not in result._repr_html_()
+    fine = solve(*quadratic, FedBiO(), num_iterations=3)
+    assert fine.final == fine.rows[-1]
 
 
 def test_without_recovery_a_diverged_run_still_ends_as_failed(quadratic):

@@ -61,6 +61,7 @@ class Loop:
     iteration: int = field(init=False, default=0)
     saved: int = field(init=False, default=0)  # the outer iteration of the last checkpoint
     ending: Ending | None = field(init=False, default=None)  # None while the run continues
+    returned: int | None = field(init=False, default=None)  # the outer iteration of the best state, if it is the result
     recovery: Recovery = field(init=False)
     _clock: float = field(init=False, default=0.0)  # the start of the run, without pauses and measurements
 
@@ -99,8 +100,9 @@ class Loop:
                 self.recovery.check_moved(x, self.iteration)
         path = self.record.path if self.record is not None else None
         return Result(
-            x, y, self.rows, totals, self.iteration, end()[0], path, self.state, self.algorithm.name(), self.steps
-        )
+            x, y, self.rows, totals, self.iteration, end()[0], path, self.state, self.algorithm.name(), self.steps,
+            returned=self.returned,
+        )  # fmt: skip
 
     def _step(self, due: Callable[[int, int, int], bool], interrupted: Callable[[], bool]) -> None:
         """Do one outer iteration; then measure, call the callbacks and save, each if due."""
@@ -171,7 +173,8 @@ class Loop:
 
     def _fail(self, why: str, advice: str = "") -> None:
         best = self.recovery.best(self.algorithm.State)
-        self.state = self.state if best is None else best
+        if best is not None:
+            self.state, self.returned = best, self.recovery.iteration
         self.ending = Ending("failed", self.recovery.failed(why, advice or self.recovery.shorter))
 
     def _start(self, begin_at: int) -> float:

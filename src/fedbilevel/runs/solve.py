@@ -16,7 +16,7 @@ from fedbilevel import discovery
 from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
 from fedbilevel.engines.ranks import EngineName
-from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.errors import ProblemWarning, SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import BatchSize, Sampling
@@ -220,10 +220,15 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 def _with_baseline(
     result: Result, problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm, **options: Any
 ) -> Result:
-    """Add the comparison with the plain run of as many rounds."""
+    """Add the comparison with the plain run of as many rounds; Ctrl-C skips it."""
     rounds = result.ledger["rounds"] if isinstance(algorithm, ServerAlgorithm) else result.iteration
     own = {**options, "num_rounds": rounds, "measure_every": max(1, rounds // 4), "residuals": False}
-    plain = solve(problem, clients, plain_run(), **own)
+    with warnings.catch_warnings():  # the run has already warned of them
+        warnings.simplefilter("ignore", ProblemWarning)
+        warnings.filterwarnings("ignore", ".* cannot be evaluated for several clients at once")
+        plain = solve(problem, clients, plain_run(), **own)
+    if plain.stopped == "interrupted":
+        return result
     learned, fixed = (Point(one.x, one.y) for one in (result, plain))
     chosen = {name: options[name] for name in ("seed", "dtype")}
     found = compared(problem, clients, learned, fixed, plain.ledger, **chosen)
