@@ -143,13 +143,11 @@ def value_of(flag: str, args: Sequence[str]) -> str | None:
 
 def _explain(flag: str, choice: Choice | None) -> None:
     """Raise a sentence for a setting that other algorithms have, but not the choice of "auto"."""
-    setting = flag.removeprefix("--").replace("-", "_")
-    owners = [name for name, kind in discovery.algorithms().items() if setting in kind.__dataclass_fields__]
-    if choice is not None and choice.reason and owners:
-        example = "fedbio" if "fedbio" in owners else owners[0]
+    other = choice.other_owner(flag.removeprefix("--").replace("-", "_")) if choice is not None else ""
+    if choice is not None and other:
         raise click.UsageError(
             f"{choice.name}, which auto chose, has no setting {flag}: leave it out, or name an algorithm that has it, "
-            f"e.g. --algorithm {example}."
+            f"e.g. --algorithm {other}."
         )
 
 

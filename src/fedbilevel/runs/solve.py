@@ -154,6 +154,12 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     choice = None
     if isinstance(algorithm, str):
         choice = choose(algorithm, between_peers=network is not None or averaging is not None)
+        for name in settings:
+            if other := choice.other_owner(name):
+                raise SettingError(
+                    f"{choice.name}, which auto chose, has no setting {name!r}: leave it out, or name an algorithm "
+                    f"that has it, e.g. solve(problem, clients, {other!r}, {name}=...)."
+                )
         algorithm, settings = choice.name, {**choice.settings, **settings}
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
