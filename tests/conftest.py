@@ -38,4 +38,5 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDBILEVEL_DATA", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(locations, "CHECKOUT", tmp_path / "none")
+    monkeypatch.setattr(locations, "SYSTEM", tmp_path / "none")
     return tmp_path

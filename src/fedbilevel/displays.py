@@ -41,12 +41,13 @@ def problem(one: Any) -> str:
 
 def result(one: Any) -> str:
     """Show the first and last value of every figure of a Result, and its costs."""
-    first, last = (one.rows[0], one.rows[-1]) if one.rows else ({}, {})
+    first, last = (one.rows[0], one.final) if one.rows else ({}, {})
     rows = [(_term(name), _number(first.get(name)), _number(last.get(name))) for name in figures_of(last)]
     title = f"{one.name or 'run'}: {one.iteration} outer iterations, {one.ending}"
     seconds = f"Time: {_number(last['seconds'])} s. " if "seconds" in last else ""
     where = f"Record: {one.path}" if one.path is not None else "No record."
-    figures = _table("Figures", ("figure", "first measurement", "last measurement"), rows)
+    second = "last measurement" if one.returned is None else "best state"
+    figures = _table("Figures", ("figure", "first measurement", second), rows)
     gain = "" if one.baseline is None else f"{one.baseline.sentence[:1].upper()}{one.baseline.sentence[1:]}. "
     return _block(title, figures + _costs(one.ledger, one.ledger.phases), gain + seconds + where)
 

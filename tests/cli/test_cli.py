@@ -156,6 +156,12 @@ def test_run_resume_and_the_record(tmp_path):
             "hgp runs between peers without a server and does not use cohort",
         ),
         (["run", "quadratic", "-a", "fedbio", "--network", "ring"], "No such option"),
+        (["run", "quadratic", "--lr-uper", "1"], "No such option"),
+        (
+            ["run", "quadratic", "--lr-upper", "1"],
+            "self_tuned, which auto chose, has no setting --lr-upper: leave it out, or name an algorithm that has it, "
+            "e.g. --algorithm fedbio.",
+        ),
     ],
 )
 def test_user_errors_get_one_sentence_and_no_traceback(tmp_path, monkeypatch, capsys, args, sentence):

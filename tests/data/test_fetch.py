@@ -43,6 +43,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(locations, "CHECKOUT", tmp_path / "none")
+    monkeypatch.setattr(locations, "SYSTEM", tmp_path / "none")
     monkeypatch.setenv("no_proxy", "*")
     return tmp_path / "data"
 

@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 
+from fedbilevel.data import catalogue, locations
 from fedbilevel.data.sets import idx
 from fedbilevel.errors import DataError
 
@@ -136,6 +137,22 @@ def test_a_set_is_searched_in_the_given_folder_and_otherwise_in_that_of_the_envi
             match=f"no files of {name} were found under {place}: put its idx files into a folder named {name} there",
         ):
             idx.folder_of(name, place)
+
+
+def test_fashion_is_found_in_the_folder_of_the_debian_package_which_the_error_names(alone, monkeypatch):
+    with pytest.raises(DataError, match="install Debian's package dataset-fashion-mnist, or name the folder"):
+        catalogue.where("fashion")
+    with pytest.raises(DataError) as error:
+        catalogue.where("mnist")
+    assert "Debian" not in str(error.value)
+    packages = alone / "datasets"
+    place = packages / "fashion-mnist"
+    place.mkdir(parents=True)
+    write(place, "train", PIXELS, [1, 2, 3, 4])
+    monkeypatch.setattr(locations, "SYSTEM", packages)
+    assert catalogue.where("fashion") == [place]
+    with pytest.raises(DataError, match=f"under {alone / 'other'}: "):  # a folder that was named is the only one
+        catalogue.where("fashion", alone / "other")
 
 
 def test_a_folder_with_both_sets_gives_the_requested_one(tmp_path):

@@ -17,6 +17,7 @@ def four(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
     (checkout / "pyproject.toml").touch()
     monkeypatch.setattr(locations, "CHECKOUT", checkout)
+    monkeypatch.setattr(locations, "SYSTEM", tmp_path / "system")  # does not exist yet
     monkeypatch.setenv("FEDBILEVEL_DATA", str(order[1]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return order
@@ -59,6 +60,16 @@ def test_shared_data_count_only_beside_a_checkout_and_only_if_they_exist(four):
     (locations.CHECKOUT / "pyproject.toml").touch()
     four[3].rmdir()
     assert locations.folders(four[0]) == four[:3]
+
+
+def test_data_packages_of_the_system_are_searched_last_if_there_are_any(four, tmp_path):
+    packages = tmp_path / "system"
+    packages.mkdir()
+    assert locations.folders(four[0]) == [*four, packages]
+    place = put(packages, "a")
+    assert locations.find("a", data_dir=four[0]) == [place]
+    nearer = put(four[3], "a")
+    assert locations.find("a", data_dir=four[0]) == [nearer]
 
 
 def test_without_variables_the_cache_is_in_the_home_folder(four, tmp_path, monkeypatch):

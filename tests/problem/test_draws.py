@@ -261,3 +261,17 @@ def test_all_orders_of_three_are_equally_likely():
 def test_an_address_that_does_not_fit_is_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+@pytest.mark.parametrize(("num", "share", "least", "size"), [
+    (10, 0.25, 0, 2), (11, 0.25, 0, 3), (2, 0.25, 0, 0), (2, 0.25, 1, 1), (1, 0.9, 1, 0), (0, 0.5, 1, 0),
+    (3, 0.9, 0, 2),
+])  # fmt: skip
+def test_division_leaves_every_number_in_one_part_and_one_number_in_the_first(num, share, least, size):
+    main, part = Stream(1).divided("held", 4, num, share, least=least)
+    assert len(part) == size
+    assert sorted([*main.tolist(), *part.tolist()]) == list(range(num))
+    assert main.tolist() == sorted(main.tolist())
+    assert part.tolist() == sorted(part.tolist())
+    if num == 11:
+        assert any(not torch.equal(part, Stream(1).divided("held", client, num, share)[1]) for client in range(3))

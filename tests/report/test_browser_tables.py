@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from fedbilevel.report import write_report
-from fedbilevel.studies.compare import costs
+from fedbilevel.studies.comparison import costs
 from support.browser.pages import NEEDS_BROWSER, cells, traces
 from support.browser.records import (
     CLIENTS,

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fedbilevel.report import write_report
-from fedbilevel.studies.compare import Target, costs
+from fedbilevel.studies.comparison import Target, costs
 from support.browser.pages import COSTS, NEEDS_BROWSER, cells, spread
 from support.browser.records import (
     rows_of,

@@ -12,7 +12,7 @@ from fedbilevel.errors import ReportError
 from fedbilevel.federation.ledger import Totals
 from fedbilevel.report import page_data, write_report
 from fedbilevel.runs.result import Result
-from fedbilevel.studies.compare import Target
+from fedbilevel.studies.comparison import Target
 from fedbilevel.tasks.quadratic import Quadratic
 from support.browser.records import (
     CLIENTS,

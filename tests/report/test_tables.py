@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from fedbilevel.report import tables
-from fedbilevel.studies.compare import AlgorithmOutcome, Comparison, Spread, Target
+from fedbilevel.studies.comparison import AlgorithmOutcome, Comparison, Spread, Target
 
 ROW = {
     "iteration": 3,

@@ -1,6 +1,9 @@
 """The comparison of a run with y trained at a fixed x."""
 
+import dataclasses
 import json
+import signal
+import warnings
 
 import numpy as np
 import pytest
@@ -10,9 +13,11 @@ from fedbilevel import Problem, Scopes, compare, solve
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.sparkle import Sparkle
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.problem.draws import Stream
 from fedbilevel.report import page_data
-from fedbilevel.runs.baseline import Baseline, Point, compared, plain_run
+from fedbilevel.runs import baseline
+from fedbilevel.runs.baseline import Baseline, Point, compared, plain_run, with_unseen
 from fedbilevel.studies.compare import FIXED
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.quadratic import Quadratic
@@ -125,6 +130,31 @@ def test_interval_of_the_bootstrap_covers_the_true_difference():
     assert again == found
 
 
+@pytest.mark.parametrize(("num_clients", "num"), [(30, 1), (10, 3)])
+def test_interval_of_many_clients_with_few_samples_is_as_wide_as_that_of_one_client_with_all(num_clients, num):
+    """Resampling within clients of one sample would give an interval without any width."""
+    problem, _ = shifted(1.0, tested=True)
+    values = np.random.default_rng(0).normal(size=num_clients * num).astype(np.float32)
+    some = {role: {"b": np.zeros(1, dtype=np.float32)} for role in ("train", "val")}
+    points = [Point({"c": torch.zeros(())}, {"m": torch.tensor(value)}) for value in (1.0, 0.0)]
+    widths = []
+    for parts in (np.split(values, num_clients), [values]):
+        clients = [{**some, "test": {"b": part}} for part in parts]
+        found = compared(problem, clients, *points, {}, seed=0, dtype=torch.float64)
+        widths.append(found.high - found.low)
+    assert widths[0] == pytest.approx(widths[1], rel=0.1)
+
+
+def test_one_value_has_no_interval_and_does_not_show_that_x_helped():
+    problem, clients = shifted(2.0, tested=True)
+    one = [{**clients[0], "test": {"b": clients[0]["test"]["b"][:1]}}]
+    points = [Point({"c": torch.zeros(())}, {"m": torch.tensor(value)}) for value in (3.0, 1.0)]
+    found = compared(problem, one, *points, {}, seed=0, dtype=torch.float64)
+    assert (found.low, found.high) == (-np.inf, np.inf)
+    assert not found.helped
+    assert found.sentence.endswith(", -inf to inf)")
+
+
 def test_statistics_without_values_per_sample_are_resampled_by_client():
     problem, clients = shifted(1.0, tested=True)
     each = problem.statistics["test"]
@@ -161,6 +191,75 @@ def test_sentences_have_units_and_signs():
         "learning x did not help: test_accuracy 0.913 with it, 0.901 without (difference +1.2 points, -0.4 to 2)"
     )
     assert not make("test_loss", "%", 0.4, 2.0).helped  # a loss that rises
+
+
+def test_held_out_samples_follow_the_seed_and_the_number_of_a_client_like_all_draws():
+    """The part is that of `Stream.divided`, which the engine uses for its own validation samples."""
+    problem, clients = shifted(1.0, num=10)
+    apart = with_unseen(problem, clients, seed=3, ids=[2, 0, 1])
+    for client, found, number in zip(clients, apart, [2, 0, 1], strict=True):
+        kept, out = Stream(3).divided("held_out", number, 10, 0.25)
+        assert np.array_equal(found["val"]["b"], client["val"]["b"][kept.numpy()])
+        assert np.array_equal(found["held_out"]["b"], client["val"]["b"][out.numpy()])
+
+
+def test_warnings_of_a_problem_are_given_once_in_a_run_with_a_baseline():
+    problem, clients = shifted(1.0)
+    branching = dataclasses.replace(
+        problem, lower=lambda x, y, batch: problem.lower(x, y, batch) * (2.0 if y["m"] > 1e9 else 1.0)
+    )
+    same = [{"train": client["train"], "val": client["train"]} for client in clients]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert solve(branching, same, STEPS, num_iterations=5, baseline=True).baseline is not None
+    assert sum("cannot be evaluated for several clients" in str(one.message) for one in told) == 1
+    assert len({str(one.message) for one in told}) == len(told)
+
+
+def test_interrupted_plain_run_is_not_compared(monkeypatch):
+    problem, clients = shifted(1.0, tested=True)
+    plain = baseline.plain_run()
+
+    class Interrupted(type(plain)):
+        @classmethod
+        def name(cls):
+            return "self_tuned"
+
+        def round(self, fed, state):
+            signal.raise_signal(signal.SIGINT)
+            return super().round(fed, state)
+
+    monkeypatch.setattr("fedbilevel.runs.solve.plain_run", lambda: Interrupted(**plain.asdict()))
+    result = solve(problem, clients, STEPS, num_iterations=5, baseline=True)
+    assert result.iteration == 5
+    assert result.baseline is None
+
+
+def test_tables_are_divided_for_a_baseline():
+    pandas = pytest.importorskip("pandas")
+    problem, clients = shifted(1.0)
+    tables = [{role: pandas.DataFrame(fields) for role, fields in client.items()} for client in clients]
+    one, other = (solve(problem, some, STEPS, num_iterations=5, baseline=True).baseline for some in (clients, tables))
+    assert one == other
+
+
+def test_baseline_without_test_data_is_refused_where_the_upper_loss_reads_numbers_of_samples():
+    problem, clients = shifted(1.0)
+    numbered = dataclasses.replace(
+        problem, upper=lambda x, y, batch: problem.upper(x, y, batch) * (1 + batch["index"] % 2)
+    )
+    with pytest.raises(SettingError, match=r"baseline=True holds a quarter .* but upper\(\) reads batch\['index'\]"):
+        solve(numbered, clients, STEPS, num_iterations=1, baseline=True)
+    problem, clients = shifted(1.0, tested=True)
+    numbered = dataclasses.replace(problem, upper=numbered.upper)
+    assert solve(numbered, clients, STEPS, num_iterations=1, baseline=True).baseline is not None
+
+
+def test_clients_of_a_wrong_kind_are_refused_as_without_a_baseline():
+    problem, clients = shifted(1.0)
+    for wrong in (None, clients[0], [None], {"a": clients[0]}):
+        with pytest.raises(ProblemError, match="clients"):
+            solve(problem, wrong, STEPS, num_iterations=1, baseline=True)
 
 
 def test_baselines_that_cannot_be_made_are_refused_in_one_sentence():

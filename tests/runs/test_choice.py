@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import fedbilevel as fb
 from fedbilevel.cli.main import cli
-from fedbilevel.errors import PlanError
+from fedbilevel.errors import PlanError, SettingError, UnknownNameError
 from fedbilevel.federation.network import Network
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.runfile import parts_of
@@ -30,6 +30,17 @@ def test_settings_beside_auto_go_to_the_chosen_algorithm():
     problem, clients = TASK.build()
     fixed = fb.solve(problem, clients, num_rounds=5, learn_x=False)
     assert all(torch.equal(fixed.x[name], problem.x0[name]) for name in fixed.x)
+
+
+def test_a_setting_that_only_other_algorithms_have_is_refused_with_the_name_of_one():
+    with pytest.raises(
+        SettingError, match=r"self_tuned, which auto chose, has no setting 'lr_upper': .* 'fedbio', lr_"
+    ):
+        fb.solve(*TASK.build(), lr_upper=0.1)
+    with pytest.raises(UnknownNameError, match="There is no option of solve"):
+        fb.solve(*TASK.build(), nothing=0.1)
+    with pytest.raises(UnknownNameError, match="setting of self_tuned named 'lr_upper'"):  # the user named it
+        fb.solve(*TASK.build(), "self_tuned", lr_upper=0.1)
 
 
 def test_a_network_chooses_hgp_with_measured_steps(capsys):

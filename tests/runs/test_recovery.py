@@ -1,7 +1,10 @@
 """Runs that diverge go back to their best state with halved steps, or end as failed."""
 
+import dataclasses
 import json
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from fedbilevel import Cohort, solve
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
+from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.algorithms.sgp import SGP
 from fedbilevel.errors import NonFiniteError, RecoveryWarning
 from fedbilevel.federation.schedule import Schedule
@@ -146,9 +150,21 @@ def test_non_finite_value_is_answered_by_going_back(quadratic):
 
 
 @QUIET
-def test_value_that_stays_non_finite_from_the_start_is_an_error(quadratic):
-    with pytest.warns(RecoveryWarning, match="3 of 3 times"), pytest.raises(NonFiniteError, match="client"):
-        solve(*quadratic, FedBiO(lr_lower=1e300), num_iterations=50)
+@pytest.mark.parametrize("lr", [1e3, 1e300])
+def test_value_that_stays_non_finite_from_the_start_fails_the_run_at_its_start(quadratic, lr):
+    with pytest.warns(RecoveryWarning, match="3 of 3 times"):
+        result = solve(*quadratic, FedBiO(lr_lower=lr), num_iterations=50, measure_every=25)
+    assert result.ending.state == "failed"
+    assert re.fullmatch(
+        r"client \d returned a value of '.' that is not finite in phase 'local_steps' of outer iteration \d+; "
+        r"the result is the best state, of outer iteration 0 after 3 returns to it with halved steps: "
+        r"use shorter steps\.",
+        result.ending.why,
+    )
+    assert torch.equal(flat(result), flat(solve(*quadratic, FedBiO(), num_iterations=0)))
+    assert result.final["upper_loss"] == result.rows[0]["upper_loss"]
+    with pytest.raises(NonFiniteError, match="client"):
+        solve(*quadratic, FedBiO(lr_lower=lr), num_iterations=50, recover=False)
 
 
 @QUIET
@@ -157,6 +173,23 @@ def test_diverging_peers_in_one_process_go_back(quadratic):
     with pytest.warns(RecoveryWarning, match="went back"):
         result = solve(*quadratic, method, num_iterations=60, measure_every=2)
     assert result.rows[-1]["lower_loss"] < 10 * abs(result.rows[0]["upper_loss"])
+
+
+@QUIET
+def test_failed_run_shows_the_figures_of_the_state_that_it_returns_and_all_costs(quadratic):
+    method = FedBiO(lr_upper=50.0, lr_lower=50.0, lr_system=50.0)
+    with pytest.warns(RecoveryWarning, match="the run failed"):
+        result = solve(*quadratic, method, num_iterations=60, measure_every=1)
+    assert result.ending.state == "failed"
+    assert result.rows[-1]["upper_loss"] > 1e3
+    again = solve(dataclasses.replace(quadratic.problem, x0=result.x, y0=result.y), quadratic.clients, num_iterations=0)
+    assert result.final["upper_loss"] == pytest.approx(again.rows[0]["upper_loss"])
+    assert result.final["rounds"] == result.ledger["rounds"]
+    assert f"upper_loss {result.final['upper_loss']:.4g}" in repr(result)
+    assert "best state" in result._repr_html_()
+    assert "last measurement" not in result._repr_html_()
+    fine = solve(*quadratic, FedBiO(), num_iterations=3)
+    assert fine.final == fine.rows[-1]
 
 
 def test_without_recovery_a_diverged_run_still_ends_as_failed(quadratic):
@@ -205,3 +238,40 @@ def test_x_that_did_not_move_is_reported_unless_the_algorithm_leaves_it_fixed(qu
     with pytest.warns(RecoveryWarning, match=r"x moved by .* in 30 outer iterations: use a longer lr_upper"):
         solve(*quadratic, FedBiO(lr_upper=1e-12, lr_lower=0.1, lr_system=0.1), num_iterations=30)
     assert str(solve(*quadratic, FedAvg(), num_iterations=30).ending) == "finished"
+
+
+def test_self_tuned_run_says_that_its_x_stands_still_without_naming_a_step_it_does_not_have(quadratic):
+    options = {"num_iterations": 30, "pace": 1e-12}
+    with pytest.warns(RecoveryWarning) as told:
+        solve(*quadratic, "self_tuned", **options)
+    [text] = [str(one.message) for one in told if issubclass(one.category, RecoveryWarning)]
+    assert re.fullmatch(
+        r"self_tuned: x moved by .* in 30 outer iterations: use more rounds, unless the start is a solution\.", text
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecoveryWarning)
+        solve(*quadratic, "self_tuned", learn_x=False, **options)
+
+
+class Overflowing(SelfTuned):
+    """An algorithm without step settings whose arithmetic at the server leaves the range of a float."""
+
+    @classmethod
+    def name(cls):
+        return "self_tuned"
+
+    def round(self, fed, state):
+        if fed.iteration > 20:
+            math.exp(1e6)
+        return super().round(fed, state)
+
+
+@QUIET
+def test_number_at_the_server_that_overflows_fails_the_run_with_advice_that_fits_the_algorithm(cleaning):
+    with pytest.warns(RecoveryWarning, match="3 of 3 times"):
+        result = solve(*cleaning, Overflowing(), num_iterations=60)
+    assert result.ending.state == "failed"
+    assert result.ending.why.startswith("a number at the server is out of range in outer iteration 24; the result is")
+    assert result.ending.why.endswith(": look for the cause with fb.check_problem.")
+    with pytest.raises(NonFiniteError, match="out of range in outer iteration 21: the upper loss may have no lower"):
+        solve(*cleaning, Overflowing(), num_iterations=60, recover=False)

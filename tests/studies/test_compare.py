@@ -9,7 +9,8 @@ import torch
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.errors import SettingError
-from fedbilevel.studies.compare import Spread, Target, compare, costs
+from fedbilevel.studies.compare import compare
+from fedbilevel.studies.comparison import Spread, Target, costs
 from fedbilevel.tasks.quadratic import Quadratic
 
 

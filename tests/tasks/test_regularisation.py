@@ -350,6 +350,7 @@ def test_census_data_that_are_nowhere_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDBILEVEL_DATA", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(locations, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(locations, "SYSTEM", tmp_path)
     with pytest.raises(DataError, match="put them under"):
         Regularisation(data="a9a").build()
 

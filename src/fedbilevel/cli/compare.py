@@ -18,7 +18,8 @@ from fedbilevel.report import tables
 from fedbilevel.runs.choice import choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, keywords
 from fedbilevel.runs.result import Progress
-from fedbilevel.studies.compare import Target, compare
+from fedbilevel.studies.compare import compare
+from fedbilevel.studies.comparison import Target
 from fedbilevel.tasks.task import Task
 
 

@@ -141,6 +141,16 @@ def value_of(flag: str, args: Sequence[str]) -> str | None:
     return None
 
 
+def _explain(flag: str, choice: Choice | None) -> None:
+    """Raise a sentence for a setting that other algorithms have, but not the choice of "auto"."""
+    other = choice.other_owner(flag.removeprefix("--").replace("-", "_")) if choice is not None else ""
+    if choice is not None and other:
+        raise click.UsageError(
+            f"{choice.name}, which auto chose, has no setting {flag}: leave it out, or name an algorithm that has it, "
+            f"e.g. --algorithm {other}."
+        )
+
+
 class TaskCommand(click.Command):
     """A command that reads the names of the task and the algorithm first, then adds their flags."""
 
@@ -163,7 +173,11 @@ class TaskCommand(click.Command):
                     for option in flags(kind, name.capitalize(), task.suggestions(name), name)
                 ]
             ctx.meta["settings"] = [*flags(task, f"Task {task.name()}", {}), *theirs]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            _explain(error.option_name, ctx.meta.get("choice"))
+            raise
 
     def _choice(self, args: Sequence[str], file: RunFile | None) -> Choice | None:
         """Return the algorithm from flags, else from the file, else "auto" for a run."""

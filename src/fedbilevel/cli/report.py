@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from fedbilevel.cli.terminal import say, say_line
-from fedbilevel.studies.compare import Target
+from fedbilevel.studies.comparison import Target
 
 
 @click.command("report")

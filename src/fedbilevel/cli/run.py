@@ -250,7 +250,7 @@ def demo_command(seed: int, out: Path | None) -> None:
         if outcomes[name].stopped == "interrupted":
             sys.exit(130)
     title = "Label cleaning on embedded digits"
-    rows = {name: result.rows[-1] for name, result in outcomes.items()}
+    rows = {name: result.final for name, result in outcomes.items()}
     terminal.console.print(tables.outcomes(title, rows, task.headline))
     plain = rows.pop("fedavg")
     terminal.console.print(tables.cleaning_sentence(plain, rows))
@@ -327,7 +327,7 @@ def _say_end(task: Task, result: Result, folder: Path, quiet: bool) -> None:
     elif not quiet:
         end = "" if result.ending.state == "finished" else f", {result.ending.state}"
         title = f"{task.name()}, {result.iteration} outer iterations{end}"
-        terminal.console.print(tables.outcomes(title, {result.name: result.rows[-1]}, task.headline))
+        terminal.console.print(tables.outcomes(title, {result.name: result.final}, task.headline))
         if result.baseline is not None:
             sentence, costs = result.baseline.sentence, result.baseline.costs
             spent = f"{costs['rounds']} rounds and {(costs['bytes_up'] + costs['bytes_down']) / 1e6:.3g} MB of its own"

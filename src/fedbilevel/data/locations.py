@@ -9,19 +9,22 @@ from pathlib import Path
 from fedbilevel.errors import DataError
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+SYSTEM = Path("/usr/share/datasets")  # packages of Debian, e.g. dataset-fashion-mnist
 
 
 def folders(data_dir: str | Path | None = None) -> list[Path]:
     """Return the folders in the order of the search.
 
-    The order is the caller's folder, $FEDBILEVEL_DATA, the user's cache, and shared/data beside a
-    checkout.
+    The order is the caller's folder, $FEDBILEVEL_DATA, the user's cache, shared/data beside a
+    checkout, and the folder of data packages of the system.
     """
     named = [place for place in (data_dir, os.environ.get("FEDBILEVEL_DATA")) if place]
     found = [*map(Path, named), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fedbilevel"]
     shared = CHECKOUT.parent / "shared" / "data"
     if (CHECKOUT / "pyproject.toml").is_file() and shared.is_dir():  # an installed package has no checkout
         found.append(shared)
+    if SYSTEM.is_dir():
+        found.append(SYSTEM)
     return list(dict.fromkeys(place.expanduser() for place in found))
 
 

@@ -70,6 +70,12 @@ class Engine(Protocol):
     def measure(self, x: Any, y: Any) -> dict[str, float]:
         """Return losses and metrics over all clients, without a charge."""
 
+    def judged(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the last measurement without the values of suspect participants.
+
+        An empty one means that the run must not be judged by this measurement.
+        """
+
     def commit(self) -> None:
         """Let every participant save its own state, which the next checkpoint relies on."""
 

@@ -7,7 +7,6 @@ organisations is here.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.engines.held import Held
 from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
@@ -295,60 +295,6 @@ class Server:
         self.ledger.charge_message("down", self.ids[lacks], value.shape[-1], value.element_size())
         held[lacks] = True
         return lacks
-
-
-class Held:
-    """The server's arrays that each client holds, so that an array is sent to each client once.
-
-    Every array has its own number.
-    """
-
-    def __init__(self, num_clients: int) -> None:
-        self.num_clients = num_clients
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
-        self._count = 0
-
-    def mask(self, array: Tensor) -> Tensor:
-        """Return (n,) flags of the clients that hold the array, by place, for changes in place.
-
-        An array that was modified in place counts as new.
-        """
-        return self._entry(array)[2]
-
-    def number(self, array: Tensor) -> int:
-        return self._entry(array)[3]
-
-    def at(self, place: int) -> list[int]:
-        """Return the numbers of the live arrays that the client at this place holds."""
-        return sorted(number for _, _, mask, number in self._known.values() if mask[place])
-
-    def forget(self, place: int) -> None:
-        """Record that the client at this place no longer holds any array."""
-        for _, _, mask, _ in self._known.values():
-            mask[place] = False
-
-    def _entry(self, array: Tensor) -> tuple[weakref.ref[Tensor], int, Tensor, int]:
-        key = id(array)
-        known = self._known.get(key)
-        if known is None or known[0]() is not array or known[1] != array._version:
-            self._count += 1
-            known = (
-                weakref.ref(array, self._dropped(key)),
-                array._version,
-                torch.zeros(self.num_clients, dtype=torch.bool),
-                self._count,
-            )
-            self._known[key] = known
-        return known
-
-    def _dropped(self, key: int) -> Callable[[Any], None]:
-        def forget(dead: Any) -> None:
-            if (
-                key in self._known and self._known[key][0] is dead
-            ):  # the number may have been given to a new array meanwhile
-                del self._known[key]
-
-        return forget
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> list[str]:

@@ -17,7 +17,6 @@ from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import ClientData, Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.problem import Problem
-from fedbilevel.problem.validation import reads_index
 
 
 class Host(Population):
@@ -64,16 +63,15 @@ class Host(Population):
         if not share:
             return {}
         sizes = self.data.sizes["val"].tolist()
-        if reads_index(self.problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0):
+        if self.reads_index():
             return {HELD: self.data.part("val", [torch.arange(size) for size in sizes], HELD)}
-        orders = [
-            self.stream.order("held", client, size, iteration=0)
+        parts = [
+            self.stream.divided("held", client, size, share)
             for client, size in zip(self.ids.tolist(), sizes, strict=True)
         ]
-        numbers = [min(size - 1, round(share * size)) for size in sizes]
         return {
-            "val": self.data.part("val", [o[n:].sort()[0] for o, n in zip(orders, numbers, strict=True)], "val"),
-            HELD: self.data.part("val", [o[: n or None].sort()[0] for o, n in zip(orders, numbers, strict=True)], HELD),
+            "val": self.data.part("val", [fitted for fitted, _ in parts], "val"),
+            HELD: self.data.part("val", [held if len(held) else fitted for fitted, held in parts], HELD),
         }
 
     def data_of(self, role: str) -> ClientData:

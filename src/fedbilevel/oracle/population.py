@@ -20,7 +20,7 @@ from fedbilevel.oracle.trial import Few, settle
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
 from fedbilevel.problem.layout import Layout
 from fedbilevel.problem.problem import Problem
-from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures
+from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures, reads_index
 
 # one vector, one row per client, or a function from positions to their rows
 Points = Tensor | Callable[[Tensor], Tensor]
@@ -103,6 +103,10 @@ class Population:
     def _own_x(self, position: int) -> Tensor:
         """Return the initial x of one client without padding."""
         return self.x0 if self.x_sizes is None else self.x0[position, : int(self.x_sizes[position])]
+
+    def reads_index(self) -> bool:
+        """Return whether the upper loss reads the numbers of its samples."""
+        return reads_index(self.problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0)
 
     def _initial_x(self) -> tuple[Layout, Tensor]:
         """Return x0 as a shared vector, or as private rows padded with zeros to equal length."""

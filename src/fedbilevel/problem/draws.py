@@ -171,6 +171,16 @@ class Stream:
         near = (keys <= keys.kthvalue(first).values).nonzero()[:, 0]  # one more than requested where the last is tied
         return near[keys[near].argsort(stable=True)[:first]]
 
+    def divided(self, purpose: str, client: int, num: int, share: float, *, least: int = 0) -> tuple[Tensor, Tensor]:
+        """Divide range(num) at random; return the main part and the part of a given share, sorted.
+
+        share: size of the second part, as a share of num; the first part keeps at least one number.
+        least: smallest size of the second part, where num allows it.
+        """
+        size = max(0, min(num - 1, max(least, round(share * num))))
+        order = self.order(purpose, client, num, iteration=0)
+        return order[size:].sort()[0], order[:size].sort()[0]
+
 
 def _keys(words: Tensor) -> Tensor:
     """Join pairs of words into 63-bit numbers."""

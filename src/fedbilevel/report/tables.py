@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fedbilevel.escapes import printable
 from fedbilevel.peers.collect import Removal
-from fedbilevel.studies.compare import Comparison, Spread
+from fedbilevel.studies.comparison import Comparison, Spread
 from fedbilevel.studies.experiment import Experiment
 from fedbilevel.studies.influence.result import PAPER, Instance, Study
 from fedbilevel.studies.reproduce import Figure

@@ -2,7 +2,8 @@
 
 The plain run trains y with x fixed at x0, for as many rounds as the run. Both solutions are judged
 by the problem's metrics of roles other than train and val or, without such roles, by the upper loss
-on a quarter of the validation samples, which neither run sees.
+on a quarter of the validation samples, which neither run sees. Samples are resampled within their
+client, and those of clients with few samples together.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from fedbilevel import discovery
 from fedbilevel.columns import falls, rises
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm
+from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import REQUIRED, ClientData, Holdings
+from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.holdings import check_clients, fields_of
 from fedbilevel.problem.problem import Problem, with_features
 
 HELD_OUT = "held_out"  # role of validation samples that no run sees
 _SHARE = 0.25  # of the validation samples of each client
 _REPLICATES = 1000
+_SMALL = 10  # rows of a client below which it is resampled together with other small clients
 _CELLS = 10**7  # entries of a matrix of bootstrap counts that are held at once
 
 
@@ -78,12 +83,17 @@ def unseen_roles(problem: Problem) -> list[str]:
     return [role for role in problem.statistics if role not in REQUIRED]
 
 
-def with_unseen(problem: Problem, clients: Sequence[Holdings], seed: int) -> Sequence[Holdings]:
+def with_unseen(
+    problem: Problem, clients: Sequence[Holdings], seed: int, ids: Sequence[int] | None = None
+) -> Sequence[Holdings]:
     """Return clients with data that no run uses: a part of `val`, if there are no such data yet."""
+    check_clients(clients)
     if unseen_roles(problem):
         return clients
-    apart = [_apart(client, seed, i) for i, client in enumerate(clients)]
-    if not any(len(value) for client in apart for value in client.get(HELD_OUT, {}).values()):
+    stream = Stream(seed)
+    numbers = dict(enumerate(range(len(clients)) if ids is None else ids))
+    apart = [_apart(client, stream, i, numbers.get(i, i)) for i, client in enumerate(clients)]
+    if not any(len(value) for client in apart for value in client[HELD_OUT].values()):
         raise SettingError(
             "baseline=True needs data that the run does not use, but the problem has no statistics of a role such as "
             "'test' and no client has two samples in 'val': add test data, or leave baseline out."
@@ -91,19 +101,26 @@ def with_unseen(problem: Problem, clients: Sequence[Holdings], seed: int) -> Seq
     return apart
 
 
-def _apart(client: Holdings, seed: int, number: int) -> Holdings:
+def check_unseen(population: Population) -> None:
+    """Raise if the samples that were held out cannot be missed, because they have numbers."""
+    if not unseen_roles(population.problem) and population.reads_index():
+        raise SettingError(
+            "baseline=True holds a quarter of the samples in 'val' out of the run, but upper() reads batch['index'], "
+            "so that every sample counts: add test data with statistics, or leave baseline out."
+        )
+
+
+def _apart(client: Holdings, stream: Stream, place: int, number: int) -> Holdings:
     """Move a part of the validation samples of one client to the held-out role."""
-    fields = client.get("val", {})
+    fields = fields_of(client.get("val", {}), f"'val' of client {place}")
     size = min((len(value) for value in fields.values()), default=0)
-    num = int(size * _SHARE) or (1 if size > 1 else 0)
-    order = np.random.default_rng([seed, number]).permutation(size)
-    out, kept = np.sort(order[:num]), np.sort(order[num:])
+    kept, out = stream.divided(HELD_OUT, number, size, _SHARE, least=1)
     part = lambda rows: {name: _taken(value, rows) for name, value in fields.items()}
     return {**client, "val": part(kept), HELD_OUT: part(out)}
 
 
-def _taken(value: Any, rows: np.ndarray[Any, Any]) -> Any:
-    return value[torch.from_numpy(rows).to(value.device)] if isinstance(value, Tensor) else np.asarray(value)[rows]
+def _taken(value: Any, rows: Tensor) -> Any:
+    return value[rows.to(value.device)] if isinstance(value, Tensor) else np.asarray(value)[rows.numpy()]
 
 
 class Point(NamedTuple):
@@ -136,6 +153,8 @@ def compared(
     change, unit = _change(name, figures[1][name])
     differences = [change(one[name], other[name]) for one, other in zip(*samples, strict=True)]
     low, high = np.nanpercentile(differences, [2.5, 97.5]).tolist()
+    if sum(evaluation.groups) == 1:  # one row has no spread
+        low, high = -math.inf, math.inf
     with_x, without = figures[0][name], figures[1][name]
     return Baseline(name, with_x, without, change(with_x, without), low, high, unit, dict(costs))
 
@@ -187,8 +206,11 @@ class _Evaluation:
             found = (self._of_client(role, i, point) for i in range(self.data.num_clients))
             parts = [part for part in found if part]
             self.names = [*dict.fromkeys([*self.names, *(name for part in parts for name in part)])]
-            alone = all(len(value) == 1 for part in parts for value in part.values())
-            sizes += [len(parts)] if alone else [len(next(iter(part.values()))) for part in parts]
+            length = lambda part: len(next(iter(part.values())))
+            parts.sort(key=lambda part: length(part) < _SMALL)  # small clients last; a group of one has no spread
+            large = [length(part) for part in parts if length(part) >= _SMALL]
+            small = sum(map(length, parts)) - sum(large)
+            sizes += [*large, *([small] if small else [])]
             rows += parts
         self.groups = sizes
         return np.concatenate(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fedbilevel import discovery
 from fedbilevel.settings import AUTO
 
 
@@ -20,6 +21,13 @@ class Choice(NamedTuple):
         """Print a choice of "auto" in one line; a name that the user gave is not printed."""
         if self.reason:
             print(f"auto: {self.name}, because {self.reason}", file=sys.stderr)
+
+    def other_owner(self, setting: str) -> str:
+        """Return an algorithm with a setting that the choice of "auto" lacks, or an empty name."""
+        owners = [name for name, kind in discovery.algorithms().items() if setting in kind.__dataclass_fields__]
+        if not self.reason or self.name in owners or not owners:
+            return ""
+        return "fedbio" if "fedbio" in owners else owners[0]
 
 
 def choose(name: str, *, between_peers: bool) -> Choice:

@@ -15,13 +15,13 @@ from torch import Tensor
 from fedbilevel.engines.engine import Engine
 from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
-from fedbilevel.federation.probing import resolved
+from fedbilevel.federation.auto_steps import resolved
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
 from fedbilevel.runs.pace import Pace, checked_pace
 from fedbilevel.runs.record import Record
-from fedbilevel.runs.recovery import LONGER, UNCHANGED, Recovery
+from fedbilevel.runs.recovery import UNCHANGED, Recovery, check_finite, out_of_range
 from fedbilevel.runs.result import Ending, Progress, Result
 from fedbilevel.runs.resume import check_same, identity_of, versions
 
@@ -61,6 +61,7 @@ class Loop:
     iteration: int = field(init=False, default=0)
     saved: int = field(init=False, default=0)  # the outer iteration of the last checkpoint
     ending: Ending | None = field(init=False, default=None)  # None while the run continues
+    returned: int | None = field(init=False, default=None)  # the outer iteration of the best state, if it is the result
     recovery: Recovery = field(init=False)
     _clock: float = field(init=False, default=0.0)  # the start of the run, without pauses and measurements
 
@@ -75,7 +76,8 @@ class Loop:
         self.saved = self.iteration
         self._clock = time.perf_counter() - seconds
         if self.iteration == begin_at and not self.rows:
-            self.recovery.add(self._measure(), self.state)
+            if first := self.fed.judged(self._measure()):
+                self.recovery.add(first, self.state)
             self._save()
         end = lambda: (self.ending or Ending(why=self.recovery.note()), self.iteration)
         following = followed(self.callbacks, self.record, self.config, self.rows, end)
@@ -98,8 +100,9 @@ class Loop:
                 self.recovery.check_moved(x, self.iteration)
         path = self.record.path if self.record is not None else None
         return Result(
-            x, y, self.rows, totals, self.iteration, end()[0], path, self.state, self.algorithm.name(), self.steps
-        )
+            x, y, self.rows, totals, self.iteration, end()[0], path, self.state, self.algorithm.name(), self.steps,
+            returned=self.returned,
+        )  # fmt: skip
 
     def _step(self, due: Callable[[int, int, int], bool], interrupted: Callable[[], bool]) -> None:
         """Do one outer iteration; then measure, call the callbacks and save, each if due."""
@@ -135,18 +138,21 @@ class Loop:
                 with torch.no_grad():  # a loss may contain a frozen model of its own
                     self.state = now.round(fed, self.state)
                     fed.check()
-                _check_finite(fed, self.state, self.iteration)
-        except NonFiniteError as error:
+                check_finite(fed, self.state, self.iteration)
+        except (NonFiniteError, OverflowError) as error:
+            found = error if isinstance(error, NonFiniteError) else out_of_range(self.iteration)
             if self.raises or not self.recover:
-                raise
-            self._go_back(str(error).split(":", 1)[0], error)
+                raise found from error
+            self._go_back(str(found).split(":", 1)[0])
 
     def _judge(self, row: Mapping[str, Any], is_due: bool, last: bool) -> None:
         """Go back or end the run, as the measurement demands.
 
         A measurement that is taken only because the run ends must not change a resumed run.
         """
-        recovery = self.recovery
+        recovery, row = self.recovery, self.fed.judged(row)
+        if not row:
+            return
         wrong = recovery.add(row, self.state) if is_due else ""
         if last and (wrong := wrong or recovery.health.wrong_at_end(row)):
             self._fail(wrong)
@@ -154,23 +160,22 @@ class Loop:
             self._go_back(wrong)
         elif self.pace.until_converged and is_due and recovery.health.is_still():
             if recovery.health.is_stalled():
-                self._fail(UNCHANGED, LONGER)
+                self._fail(UNCHANGED, recovery.longer)
             else:
                 self.ending = Ending("converged", recovery.note())
 
-    def _go_back(self, why: str, error: NonFiniteError | None = None) -> None:
+    def _go_back(self, why: str) -> None:
         state = self.recovery.attempt(why, self.algorithm.State)
         if state is not None:
             self.state = state
-        elif error is not None and self.recovery.iteration == 0:  # no measurement was better than the first
-            raise error
         else:
             self._fail(why)
 
-    def _fail(self, why: str, advice: str = "use shorter steps") -> None:
+    def _fail(self, why: str, advice: str = "") -> None:
         best = self.recovery.best(self.algorithm.State)
-        self.state = self.state if best is None else best
-        self.ending = Ending("failed", self.recovery.failed(why, advice))
+        if best is not None:
+            self.state, self.returned = best, self.recovery.iteration
+        self.ending = Ending("failed", self.recovery.failed(why, advice or self.recovery.shorter))
 
     def _start(self, begin_at: int) -> float:
         record = self.record
@@ -325,18 +330,6 @@ def configuration(
         "ranks": fed.group.size,
         **(describe or {}),
     }
-
-
-def _check_finite(fed: Engine, state: Any, iteration: int) -> None:
-    for name, value in state._asdict().items():
-        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
-            whose = "the server's"
-            if value.ndim > 1:
-                whose = f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
-            raise NonFiniteError(
-                f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; "
-                "lower the step sizes."
-            )
 
 
 def _named(prefix: str, value: Any) -> dict[str, Tensor]:

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedbilevel.engines.engine import Engine
-from fedbilevel.errors import RecoveryWarning
+from fedbilevel.errors import NonFiniteError, RecoveryWarning
 from fedbilevel.runs.health import SHORT, Health
 
 ATTEMPTS = 3
-UNCHANGED, LONGER = "the figures hardly changed since the start", "use longer steps, unless the start is a solution"
+UNCHANGED = "the figures hardly changed since the start"
 _PREFIX = "best."  # tensors of the best state in a checkpoint
 _MOVED = 1e-3  # relative change of x below which it counts as not moved
 _TINY = 1e-6  # the same for an x that starts at zero and has no scale
@@ -27,6 +28,7 @@ class Recovery:
     iteration and the ledger do not, because those rounds were spent.
 
     acts: return to the best state; otherwise only judge the measurements.
+    shorter, longer: advice on step sizes; an algorithm that measures its own has none to change.
     """
 
     def __init__(self, fed: Engine, *, acts: bool) -> None:
@@ -34,6 +36,9 @@ class Recovery:
         self.factor, self.times, self.iteration = 1.0, 0, 0
         self._best: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None = None
         self._is_now = False  # the best state is the current one
+        has_steps = any(name.startswith("lr_") for name in fed.algorithm.asdict())
+        self.shorter = "use shorter steps" if has_steps else "look for the cause with fb.check_problem"
+        self.longer = f"use {'longer steps' if has_steps else 'more rounds'}, unless the start is a solution"
 
     def add(self, row: Mapping[str, Any], state: Any) -> str:
         """Include a measurement and keep the state if it is the best; return what went wrong."""
@@ -89,17 +94,19 @@ class Recovery:
         if iterations < SHORT:
             return
         if self.health.is_still() and self.health.is_stalled():
-            self._tell(f"{UNCHANGED}: {LONGER}.")
+            self._tell(f"{UNCHANGED}: {self.longer}.")
             return
         x0 = self.fed.problem.x0
-        if callable(x0) or x is None or not hasattr(self.fed.algorithm, "lr_upper"):
+        algorithm = self.fed.algorithm
+        if callable(x0) or x is None or not algorithm.learns_x:
             return
         trees = [x] if isinstance(x, Mapping) else x
         moved = max(_norm({name: tree[name].cpu() - x0[name].cpu() for name in x0}) for tree in trees)
         scale = _norm(x0)
         if moved <= (_MOVED * scale if scale else _TINY * sum(leaf.numel() for leaf in x0.values()) ** 0.5):
             far = f"{moved / scale:.2g} of its norm" if scale else f"a distance of {moved:.2g}"
-            self._tell(f"x moved by {far} in {iterations} outer iterations: use a longer lr_upper or more rounds.")
+            advice = "use a longer lr_upper or more rounds" if hasattr(algorithm, "lr_upper") else self.longer
+            self._tell(f"x moved by {far} in {iterations} outer iterations: {advice}.")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -137,6 +144,27 @@ class Recovery:
     def _tell(self, text: str) -> None:
         if self.fed.group.rank == 0:
             warnings.warn(RecoveryWarning(f"{self.fed.algorithm.name()}: {text}"), stacklevel=4)
+
+
+def out_of_range(iteration: int) -> NonFiniteError:
+    """Return the error for a Python number that left its range; tensors become infinite instead."""
+    return NonFiniteError(
+        f"a number at the server is out of range in outer iteration {iteration}: the upper loss may have no lower "
+        "bound, or the steps are too long."
+    )
+
+
+def check_finite(fed: Engine, state: Any, iteration: int) -> None:
+    """Raise an error that names the owner of a value that is not finite."""
+    for name, value in state._asdict().items():
+        if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
+            whose = "the server's"
+            if value.ndim > 1:
+                whose = f"client {fed.client_of(int((~torch.isfinite(value)).any(1).nonzero()[0]))}'s"
+            raise NonFiniteError(
+                f"{whose} {name!r} is not finite after outer iteration {iteration}: the steps are too long; "
+                "lower the step sizes."
+            )
 
 
 def _vector(value: Any) -> Tensor | None:

@@ -67,6 +67,7 @@ class Result:
     steps: the measured values of step sizes that were "auto".
     ending: how the run ended, and why. A run that failed returns its best state.
     baseline: comparison with y trained at a fixed x on data that no run used, if requested.
+    returned: the outer iteration of x and y, if they are the best state of a run that failed.
     """
 
     x: Any
@@ -80,6 +81,17 @@ class Result:
     name: str = ""
     steps: dict[str, float] = field(default_factory=dict)
     baseline: Baseline | None = None
+    returned: int | None = None
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """Return the figures of x and y, with the costs of the whole run.
+
+        They are the last measurement, except in a run that failed and returned its best state.
+        """
+        best = next((row for row in self.rows if row["iteration"] == self.returned), {})
+        last = self.rows[-1] if self.rows else {}
+        return {**last, **{name: best[name] for name in figures_of(best)}}
 
     @property
     def stopped(self) -> str:
@@ -112,7 +124,7 @@ class Result:
         return plots.curve({self.name or chosen: [self.rows]}, x=against, y=chosen, title="", shown=True)
 
     def __repr__(self) -> str:
-        last = self.rows[-1] if self.rows else {}
+        last = self.final
         figures = ", ".join(f"{name} {last[name]:.4g}" for name in figures_of(last)[:3])
         end = "" if self.ending == Ending() else f" ({self.ending})"
         cost = f"{self.ledger['rounds']} rounds, {last.get('megabytes', 0.0):.3g} MB"

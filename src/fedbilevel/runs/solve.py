@@ -16,7 +16,7 @@ from fedbilevel import discovery
 from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
 from fedbilevel.engines.ranks import EngineName
-from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.errors import ProblemWarning, SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import BatchSize, Sampling
@@ -26,7 +26,7 @@ from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import check_kind
-from fedbilevel.runs.baseline import Point, compared, plain_run, with_unseen
+from fedbilevel.runs.baseline import Point, check_unseen, compared, plain_run, with_unseen
 from fedbilevel.runs.callbacks import Callback, Follower
 from fedbilevel.runs.choice import choose
 from fedbilevel.runs.faults import warn_of_faults
@@ -154,6 +154,12 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     choice = None
     if isinstance(algorithm, str):
         choice = choose(algorithm, between_peers=network is not None or averaging is not None)
+        for name in settings:
+            if other := choice.other_owner(name):
+                raise SettingError(
+                    f"{choice.name}, which auto chose, has no setting {name!r}: leave it out, or name an algorithm "
+                    f"that has it, e.g. solve(problem, clients, {other!r}, {name}=...)."
+                )
         algorithm, settings = choice.name, {**choice.settings, **settings}
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
@@ -172,7 +178,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
             "use the engine 'simulation'."
         )
     if baseline:
-        clients, describe = with_unseen(problem, clients, seed), {**(describe or {}), "baseline": True}
+        clients, describe = with_unseen(problem, clients, seed, ids), {**(describe or {}), "baseline": True}
     for warning in chosen.check_scopes(problem.scopes):
         warnings.warn(warning, stacklevel=2)
     place = torch_device(device)
@@ -187,6 +193,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         fed = simulate(
             chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops, **options
         )
+        if baseline:
+            check_unseen(fed.host)
         if group.size == 1:
             warn_of_faults(fed.host, chosen.learns_x)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
@@ -218,10 +226,15 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 def _with_baseline(
     result: Result, problem: Problem, clients: Sequence[Holdings], algorithm: Algorithm, **options: Any
 ) -> Result:
-    """Add the comparison with the plain run of as many rounds."""
+    """Add the comparison with the plain run of as many rounds; Ctrl-C skips it."""
     rounds = result.ledger["rounds"] if isinstance(algorithm, ServerAlgorithm) else result.iteration
     own = {**options, "num_rounds": rounds, "measure_every": max(1, rounds // 4), "residuals": False}
-    plain = solve(problem, clients, plain_run(), **own)
+    with warnings.catch_warnings():  # the run has already warned of them
+        warnings.simplefilter("ignore", ProblemWarning)
+        warnings.filterwarnings("ignore", ".* cannot be evaluated for several clients at once")
+        plain = solve(problem, clients, plain_run(), **own)
+    if plain.stopped == "interrupted":
+        return result
     learned, fixed = (Point(one.x, one.y) for one in (result, plain))
     chosen = {name: options[name] for name in ("seed", "dtype")}
     found = compared(problem, clients, learned, fixed, plain.ledger, **chosen)

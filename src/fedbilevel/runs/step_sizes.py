@@ -17,9 +17,11 @@ from fedbilevel.engines import simulate
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ProblemError
 from fedbilevel.federation.algorithm import Algorithm, Federation, ServerAlgorithm, phase
+from fedbilevel.federation.auto_steps import measured
 from fedbilevel.federation.clients import Clients
-from fedbilevel.federation.probing import Found, lanczos, measured
+from fedbilevel.federation.probing import Found
 from fedbilevel.oracle.hypergradient import lower_solution
+from fedbilevel.oracle.lanczos import lanczos
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.oracle.population import Population
 from fedbilevel.problem.client_data import Holdings

@@ -69,6 +69,7 @@ class Sites(SiteServer):
         self.batch_size, self.sampling = batch_size, sampling
         self.settings = algorithm  # before a schedule scales its steps
         self.ways: dict[str, Any] = {}
+        self._clean: dict[str, float] | None = None  # last measurement without flagged sites, if any was flagged
         self.without_solution: list[str] = []  # sites that could not write their private part of the solution
         self._read_phase = PhaseReader(algorithm, self.kept_names, dtype, self._spaces())
 
@@ -201,25 +202,39 @@ class Sites(SiteServer):
         found = self._exchange(head, values, self._whole(here), when, read_figures, num_sites, charged=False)
         self._leave_out_odd_ones(found, lambda read: tuple(read[0]), num_sites, when)
         names = next(iter(found.values()))[1][0]
-        self._check_losses(found, when)
+        flagged = self._check_losses(found, when)
         self.changed |= {site for site, (answer, _) in found.items() if answer.header["changed"]}
-        table = torch.cat([rows for _, (_, rows) in found.values()])
-        table[:, 2] = self.weights_by_place[self._places(found)].double()  # capped weights, not what a site claims
-        return {**figures(self.problem, names, table), "num_sites": float(len(found))}
+        tables = {site: rows for site, (_, (_, rows)) in found.items()}
+        clean = {site: rows for site, rows in tables.items() if site not in flagged}
+        self._clean = (self._figures(names, clean) if clean else {}) if flagged else None
+        return {**self._figures(names, tables), "num_sites": float(len(found))}
 
-    def _check_losses(self, found: dict[int, tuple[Answer, Figures]], when: str) -> None:
-        """Leave out measurements that are not finite, and flag losses far above the others'. If
-        most measurements are not finite, the model has diverged, so all of them stay."""
+    def _figures(self, names: Sequence[str], tables: Mapping[int, Tensor]) -> dict[str, float]:
+        table = torch.cat(list(tables.values()))
+        table[:, 2] = self.weights_by_place[self._places(tables)].double()  # capped weights, not what a site claims
+        return figures(self.problem, names, table)
+
+    def judged(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the last measurement without flagged sites, whose losses may be false. It is empty
+        if all sites are flagged, as two sites are that differ."""
+        return row if self._clean is None else {**row, **self._clean} if self._clean else {}
+
+    def _check_losses(self, found: dict[int, tuple[Answer, Figures]], when: str) -> set[int]:
+        """Leave out measurements that are not finite, and return the sites whose losses are far
+        above the others'. If most measurements are not finite, the model has diverged, so all of
+        them stay."""
         odd = [site for site, (_, (_, table)) in found.items() if not bool(torch.isfinite(table).all())]
         if 2 * len(odd) > len(found):
-            return
+            return set()
         for site in odd:
             del found[site]
             self._refuse(site, "it measured a value that is not finite, while others did not: look at its data.", when)
         self._check_quorum(len(found), len(self.names), when)
         tables = {site: table for site, (_, (_, table)) in found.items()}
-        for site, flag in self.suspects.watch.losses(self.iteration, tables).items():
+        flags = self.suspects.watch.losses(self.iteration, tables)
+        for site, flag in flags.items():
             self.suspects.flag(self.names[site], flag)
+        return set(flags)
 
     def trees(self, value: Any, *, upper: bool) -> Any:
         """Return x or y in the user's structure, or None if it never left the sites. Each site

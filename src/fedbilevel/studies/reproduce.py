@@ -30,7 +30,7 @@ import fedbilevel.studies.kinds
 from fedbilevel.errors import ExperimentError, FedBilevelError, UnknownNameError
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.runs.resume import versions
-from fedbilevel.studies.compare import Spread
+from fedbilevel.studies.comparison import Spread
 from fedbilevel.studies.experiment import Experiment, Job, write
 from fedbilevel.studies.pictures import draw_panel
 from fedbilevel.studies.provenance import commit, machine

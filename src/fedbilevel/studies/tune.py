@@ -38,7 +38,7 @@ from typing import Any
 import tomlkit
 
 from fedbilevel.errors import ExperimentError, SettingError, UnknownNameError
-from fedbilevel.studies.compare import COSTS
+from fedbilevel.studies.comparison import COSTS
 from fedbilevel.studies.experiment import Experiment, Job, merged
 from fedbilevel.studies.experiment import write as experiment_write
 from fedbilevel.studies.experiment_checks import Tree

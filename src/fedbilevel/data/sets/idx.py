@@ -23,6 +23,7 @@ _FOLDERS = {
     "emnist": ("emnist", "EMNIST/raw"),
     "fashion": ("fashion", "fashion-mnist", "FashionMNIST/raw"),
 }
+_PACKAGES = {"fashion": "dataset-fashion-mnist"}  # of Debian, in `locations.SYSTEM`
 
 
 def read(path: Path | str) -> np.ndarray:
@@ -107,10 +108,10 @@ def folder_of(name: str, data_dir: Path | str | None = None) -> Path:
     for place in [root / part for root in roots for part in (*_FOLDERS[name], *([""] if data_dir else []))]:
         if any(place.glob(pattern)):
             return place
+    package = f", install Debian's package {_PACKAGES[name]}" if name in _PACKAGES and not data_dir else ""
     raise DataError(
         f"no files of {name} were found under {' or '.join(map(str, roots))}: put its idx files into a folder named "
-        f"{name} there, "
-        "or name the folder with data_dir or the environment variable FEDBILEVEL_DATA."
+        f"{name} there{package}, or name the folder with data_dir or the environment variable FEDBILEVEL_DATA."
     )
 
 

@@ -22,7 +22,7 @@ from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Progress
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
-from fedbilevel.studies.compare import Target, costs
+from fedbilevel.studies.comparison import Target, costs
 from fedbilevel.studies.outcome import RowOutcome
 
 KNOWN = {
