@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms._pacing import (
+    GAITS,
+    REFITS,
     Controls,
     Pace,
+    chosen,
     dot,
     equilibrated,
     lags,
@@ -336,16 +339,77 @@ def test_brake_shortens_steps_while_y_and_u_lag() -> None:
     assert steps[1].length == steps[0].length
 
 
-def test_only_states_near_the_best_held_out_loss_are_kept() -> None:
+def test_only_states_near_the_best_held_out_loss_become_the_answer() -> None:
     trace = paced([10.0] + [10.0 - 0.2 * i for i in range(20)] + [6.0 + 0.2 * i for i in range(20)])
-    assert all(pace.keep for pace in trace[:20])
-    assert not any(pace.keep for pace in trace[28:])
+    assert all(chosen([pace]) == 0 for pace in trace[:20])
+    assert all(chosen([pace]) == -1 for pace in trace[28:])
 
 
-def test_noise_of_the_held_out_loss_does_not_stop_keeping() -> None:
+def test_noise_of_the_held_out_loss_does_not_stop_new_answers() -> None:
     draw = np.random.default_rng(0)
     trace = paced((5 + draw.standard_normal(200)).tolist())
-    assert np.mean([pace.keep for pace in trace[50:]]) > 0.1
+    assert np.mean([chosen([pace]) == 0 for pace in trace[50:]]) > 0.1
+
+
+def test_the_start_is_no_answer_once_y_is_warmed_up() -> None:
+    """The held-out loss of the start is below all others, because y is at its start, too."""
+    trace = paced([0.1, 1.0, 2.0], lag=0.9)
+    trace += paced([3.0 - 0.05 * i for i in range(20)], start=trace[-1])
+    assert all(chosen([pace]) == 0 for pace in trace)
+
+
+def test_the_candidate_with_the_smallest_loss_is_the_answer() -> None:
+    good, bad = paced([2.0, 1.0, 1.0, 1.0])[-1], paced([2.0, 1.5, 1.5, 1.5])[-1]
+    assert (chosen([bad, good]), chosen([good, bad])) == (1, 0)
+    assert chosen([bad, good._replace(best=None)]) == 0  # it is not warmed up
+    worse = good._replace(loss=1.6)
+    assert chosen([bad, worse]) == -1  # its own state was better before
+
+
+def test_a_refit_needs_two_standard_errors() -> None:
+    zeros = [0.0] * (len(REFITS) - 1)
+    pace, num = paced([2.0, 1.0])[-1], 5
+    change, spread = -0.3, 0.2
+    for z, place in ((1.9, 0), (2.1, 3)):
+        square = change**2 + (num - 1) * ((abs(change) - 1.01 * pace.tolerance) / z) ** 2
+        found = pace.tried([*zeros[:2], change, *zeros[3:]], [spread, spread, square, *[spread] * 3], num)
+        assert found.refit == place
+        assert found.answer == pytest.approx(pace.loss + (change if place else 0.0))
+
+
+def test_refits_are_running_means() -> None:
+    num = len(REFITS) - 1
+    pace = Pace().tried([-1.0] * num, [2.0] * num, 3).tried([0.0] * num, [0.0] * num, 3)
+    assert pace.changes == pytest.approx([-0.7] * num)
+    assert pace.errors == pytest.approx([0.7 * math.sqrt((2 - 1) / 2)] * num)
+
+
+def test_the_slow_gait_is_slow_and_without_momentum() -> None:
+    h, d, right = matrices(), torch.full((2, 6), 3.0, dtype=torch.float64), torch.ones(2, 6, dtype=torch.float64)
+    top = torch.linalg.eigvalsh(in_metric(h, d))[:, -1:]
+    rows = lower_rows(h, d, top)
+    y = u = torch.zeros_like(right)
+    for _ in range(3):
+        rows = lower_step(rows, times(h)(rows["z_y"]) - right, times(h)(rows["u"]) - right, GAITS["_slow"])
+        y, u = y - 0.2 / top * (times(h)(y) - right) / d, u - 0.15 / top * (times(h)(u) - right) / d
+    torch.testing.assert_close(rows["z_y"], y, rtol=1e-12, atol=0)
+    torch.testing.assert_close(rows["u"], u, rtol=1e-12, atol=0)
+
+
+def test_zero_residuals_give_no_direction_and_no_error() -> None:
+    """At an exact solution in float32 all products underflow."""
+    rows = lower_rows(torch.eye(3), torch.ones(1, 3), torch.ones(1, 1))
+    rows = {name: value.float() for name, value in rows.items()}
+    for _ in range(3):
+        rows = lower_step(rows, torch.full((1, 3), 1e-25), torch.zeros(1, 3))
+    assert all(bool(torch.isfinite(value).all()) for value in rows.values())
+
+
+def test_the_bound_of_u_follows_a_residual_that_is_zero_at_first() -> None:
+    rows = lower_rows(torch.eye(3), torch.ones(1, 3, dtype=torch.float64), column(1.0))
+    for right in (0.0, 0.5, 1.0, 1.0, 1.0):
+        rows = lower_step(rows, 0 * rows["u"], rows["u"] - right)
+    assert float(rows["u"].norm()) == pytest.approx(math.sqrt(3), rel=0.2)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -354,5 +418,5 @@ def test_units_of_the_upper_loss_and_of_x_change_no_decision(scale: float) -> No
     plain = paced(losses)
     scaled = paced([scale * loss for loss in losses], figures=[scale, scale, scale**2, 1.0])  # h in units of f
     for one, two in zip(plain, scaled, strict=True):
-        assert (two.moved, two.keep) == (one.moved, one.keep)
+        assert (two.moved, chosen([two])) == (one.moved, chosen([one]))
         assert two.length == pytest.approx(one.length, rel=1e-9)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_simfbo import SCOPES, SMALL, scopes
 
+import fedbilevel as fb
 from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.clients import HELD
@@ -32,27 +33,33 @@ def test_resume_is_bit_identical(lower: str, upper: str) -> None:
     check_continues(SelfTuned(num_local_steps=2), task.build())
 
 
+@pytest.mark.parametrize("num_candidates", [1, 3])
 @pytest.mark.parametrize(("lower", "upper"), SCOPES)
-def test_ledger(lower: str, upper: str) -> None:
+def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
     num, dx, dy = 16, 2, 3
     built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
-    fed, _ = drive(SelfTuned(), built, num)
+    fed, _ = drive(SelfTuned(num_candidates=num_candidates), built, num)
     vectors, numbers = 8 + 2, 3  # rays in 1..6, 9 and 10, diagonals in 8 and 16; u'Hu in 7, 11 and 15
-    up, down = num, 0  # the held-out loss
+    up, down = num * (1 + 2 * 6), 0  # the held-out loss, and its changes by six refits with their squares
     if upper == "shared":
         up, down = up + num * dx, down + num * dx
+        shared = dx
     else:
-        up += 4 * num  # figures for the next length
+        up, shared = up + 4 * num, 0  # figures for the next length
     if lower == "global":
-        up += num * 2 * dy + vectors * dy + numbers + 2 * dy + 1
-        down += num * 2 * dy + vectors * dy  # x0 and y0 travel once, before the first outer iteration
+        up += num * 2 * dy + vectors * dy + numbers
+        down += num * 2 * dy + vectors * dy
     else:
         up += 2 * num  # lags
-    columns, steps = fed.ledger.columns, num if lower == "global" else 5 * num
+    up, down = num_candidates * up, num_candidates * down
+    if lower == "global":
+        up, shared = up + 2 * dy + 1, shared + 2 * dy  # before the first outer iteration; y0 and the first ray
+    down -= (num_candidates - 1) * shared  # candidates share their start
+    columns, steps = fed.ledger.columns, num_candidates * (num if lower == "global" else 5 * num)
     assert fed.ledger.rounds == num + (lower == "global")
     assert columns["floats_up"].tolist() == [up] * 3
     assert columns["floats_down"].tolist() == [down] * 3
-    assert columns["hvp"].tolist() == [17 + steps + 8 + 2 * 2 + numbers] * 3
+    assert columns["hvp"].tolist() == [17 + steps + num_candidates * (8 + 2 * 2 + numbers)] * 3
     for name in ("gy", "fx", "fy", "jvp"):
         assert columns[name].tolist() == [steps] * 3
 
@@ -60,7 +67,7 @@ def test_ledger(lower: str, upper: str) -> None:
 def test_a_client_that_joins_late_pays_for_its_own_preparation() -> None:
     built = Quadratic(**SMALL, lower="local").build()
     drops = lambda iteration, call: {1} if iteration < 3 else ()
-    fed, state = drive(SelfTuned(num_local_steps=1), built, 5, drops=drops)
+    fed, state = drive(SelfTuned(num_local_steps=1, num_candidates=1), built, 5, drops=drops)
     assert fed.ledger.columns["hvp"].tolist() == [17 + 10, 17 + 6, 17 + 10]  # a step and a ray per outer iteration
     assert bool((fed.collect(state.diagonal) > 0).all())
     assert bool((fed.collect(state.controls)[:, 0] > 0).all())
@@ -76,12 +83,64 @@ def test_without_learning_x_only_y_is_trained_and_sent(lower: str, upper: str) -
     assert int(fed.ledger.columns["fy"].sum()) == 0
 
 
+def test_candidates_share_their_start_and_differ_later() -> None:
+    built = Quadratic(**SMALL).build()
+    _, state = drive(SelfTuned(), built, 14)
+    assert not torch.equal(state.z_y, state.z_y_slow)
+    assert not torch.equal(state.z_x, state.z_x_eager)
+    _, alone = drive(SelfTuned(num_candidates=1), built, 14)
+    assert torch.equal(alone.z_x, state.z_x)  # other candidates change nothing
+    assert float(alone.z_x_eager.abs().max()) == 0.0
+
+
+@scopes
+def test_the_answer_is_the_candidate_that_is_best_on_held_out_samples(lower: str, upper: str) -> None:
+    built = Quadratic(**SMALL, lower=lower, upper=upper, num_samples=8).build()  # type: ignore[arg-type]
+    fed, state = drive(SelfTuned(refit=False), built, 40)
+    fed_after, after = drive(SelfTuned(refit=False), built, 41)  # clients adopt an answer one round later
+    ending = ["", "_slow", "_eager"][state.answer]
+    for name, kept in (("x", upper == "private"), ("y", lower == "local")):
+        found = fed_after.collect(getattr(after, name)) if kept else getattr(state, name)
+        assert torch.equal(found, fed.collect(getattr(state, f"a_{name}{ending}")))
+
+
+@scopes
+def test_a_refit_moves_y_along_u(lower: str, upper: str) -> None:
+    """Clients hold the same validation samples, so that a refit lowers the held-out loss surely."""
+    built = Quadratic(**SMALL, lower=lower, upper=upper, num_samples=10).build()  # type: ignore[arg-type]
+    same = built._replace(clients=[{**client, "val": built.clients[0]["val"]} for client in built.clients])
+    fed, state = drive(SelfTuned(num_candidates=1), same, 40)
+    fed_after, after = drive(SelfTuned(num_candidates=1), same, 41)
+    u, y = fed.collect(state.u), fed.collect(state.a_y)
+    answer = fed_after.collect(after.y) if lower == "local" else state.y
+    moved, u = (answer - y).reshape(-1, 3), u.reshape(-1, 3)
+    assert float(moved.norm()) > 0
+    torch.testing.assert_close(torch.cosine_similarity(moved, -u), torch.ones(len(u), dtype=u.dtype))
+    upper_loss = lambda one, at: float(one.measure(state.x if upper == "shared" else after.x, at)["upper_loss"])
+    if lower == "global" and upper == "shared":
+        assert upper_loss(fed, answer) < upper_loss(fed, y)
+
+
+def test_a_start_with_a_lower_loss_than_all_solutions_is_not_the_answer() -> None:
+    """The upper loss is smallest at y0, which does not solve the lower level for any good x."""
+    problem = fb.Problem(
+        upper=lambda x, y, batch: y["y"] ** 2 + 0.1 * (x["x"] - 3) ** 2 + 0 * batch["a"],
+        lower=lambda x, y, batch: (y["y"] - x["x"] - 5) ** 2 + 0 * batch["a"],
+        x0={"x": torch.tensor(0.0)},
+        y0={"y": torch.tensor(0.0)},
+    )
+    clients = [{role: {"a": torch.zeros(4)} for role in ("train", "val")} for _ in range(2)]
+    result = fb.solve(problem, clients, num_rounds=200, residuals=False, refit=False)
+    assert float(result.x["x"]) == pytest.approx(-47 / 11, rel=0.05)
+    assert float(result.y["y"]) == pytest.approx(5 - 47 / 11, rel=0.2)
+
+
 def test_x_waits_for_y() -> None:
     built = Quadratic(**SMALL).build()
     first = next(t for t in range(1, 12) if float(drive(SelfTuned(), built, t)[1].z_x.abs().max()) > 0)
     _, state = drive(SelfTuned(), built, first - 1)
     assert first > 2
-    assert state.numbers[0] == 1  # the pace found y warmed up one outer iteration earlier
+    assert state.numbers[0][0] == 1  # the pace found y warmed up one outer iteration earlier
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ result depends on the units of y.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +19,45 @@ _TINY = 1e-30  # avoids a division by zero
 _FADING = 0.7  # share of a running mean that stays in a step
 
 
+class Gait(NamedTuple):
+    """How fast one candidate moves.
+
+    lower, system: share of the step 1 / curvature that y and u take.
+    momentum: largest share of the last step that is added to the next.
+    promise: largest share of the range of losses by which a step of x promises to lower the loss.
+    brake: lag of y and u above which the steps of x are shortened.
+    wait: outer iterations after which x moves although y is not warmed up.
+    """
+
+    lower: float = 0.9
+    system: float = 0.9
+    momentum: float = 0.9
+    promise: float = 0.05
+    brake: float = 0.15
+    wait: int = 10
+
+
+GAITS = {  # by the ending of the names of a candidate's variables
+    "": Gait(),
+    "_slow": Gait(lower=0.2, system=0.15, momentum=0.0),
+    "_eager": Gait(promise=0.2, brake=0.5, wait=3),
+}
+
+
+REFITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # lengths of a step of y along -u, as shares of |y| / |u|
+
+
 class Controls(NamedTuple):
     """Numbers that pace y and u, one column (k, 1) each.
 
     curvature: largest curvature of the lower level in the metric D.
-    safe: share of the step 0.9 / curvature that is taken; noise reduces it.
+    safe: share of the gait's step that is taken; noise reduces it.
     damping: share of curvature that is added to the system of u where the lower level is concave.
     cos_y, cos_u: running mean of the cosine of successive residuals; noise makes it small, steps
         that are too long make it negative.
     lag_y, lag_u: running mean of the product of successive residuals, in which noise cancels.
     top_y, top_u: largest lag so far.
-    bound: largest norm of u in the metric D.
+    bound: largest norm of u in the metric D, from the residuals of the first 20 steps.
     steps: steps taken.
     """
 
@@ -58,7 +86,7 @@ class Controls(NamedTuple):
         return torch.cat(list(self), dim=-1)
 
 
-def lower_step(rows: Rows, g_y: Tensor, g_u: Tensor | None) -> Rows:
+def lower_step(rows: Rows, g_y: Tensor, g_u: Tensor | None, gait: Gait = GAITS[""]) -> Rows:
     """Take one step of y and u with momentum, and update their controls and the average of y.
 
     g_y, g_u: the residuals grad_y g and H u - f_y; None leaves u unchanged.
@@ -70,16 +98,16 @@ def lower_step(rows: Rows, g_y: Tensor, g_u: Tensor | None) -> Rows:
     if g_u is not None:
         g_u = g_u + c.damping * c.curvature * d * rows["u"]
         cos_u, lag_u = _agreement(g_u, rows["g_u"], d, c.cos_u, c.lag_u, first)
-        bound = torch.where(first, 100 * norm(g_u, 1 / d) / c.curvature, bound)
+        bound = torch.where(c.steps < 20, torch.maximum(bound, 100 * norm(g_u, 1 / d) / c.curvature), bound)
     worse = cos_y if g_u is None else torch.minimum(cos_y, cos_u)
     safe = (c.safe * torch.where(worse < 0, (0.15 * worse).exp(), 1.05)).clamp(0.02, 1.0)
-    step = 0.9 * safe / c.curvature
-    v_y = 0.9 * cos_y.clamp(min=0) * rows["v_y"] + g_y / d
-    y = rows["z_y"] - step * v_y
+    step = safe / c.curvature
+    v_y = gait.momentum * cos_y.clamp(min=0) * rows["v_y"] + g_y / d
+    y = rows["z_y"] - gait.lower * step * v_y
     new = {**rows, "z_y": y, "v_y": v_y, "g_y": g_y, "a_y": _averaged(rows["a_y"], y, c.steps, cos_y)}
     if g_u is not None:
-        v_u = 0.9 * cos_u.clamp(min=0) * rows["v_u"] + g_u / d
-        u = rows["u"] - step * v_u
+        v_u = gait.momentum * cos_u.clamp(min=0) * rows["v_u"] + g_u / d
+        u = rows["u"] - gait.system * step * v_u
         new |= {"u": u * (bound / norm(u, d)).clamp(max=1.0), "v_u": v_u, "g_u": g_u}
     controls = Controls(
         c.curvature, safe, c.damping, cos_y, cos_u, lag_y, lag_u,
@@ -93,7 +121,7 @@ def _agreement(
 ) -> tuple[Tensor, Tensor]:
     """Return running means of the cosine and of the product of successive residuals."""
     product = dot(new / d, old)
-    now = product / (norm(new, 1 / d) * norm(old, 1 / d))
+    now = product / (norm(new, 1 / d) * norm(old, 1 / d)).clamp(min=_TINY)
     lag = torch.where(first, dot(new / d, new), _FADING * lag + (1 - _FADING) * product)
     return torch.where(first, 0.0, _FADING * cosine + (1 - _FADING) * now), lag
 
@@ -113,6 +141,16 @@ def lags(joined: Tensor) -> Tensor:
     c = Controls.of(joined)
     shares = [lag.clamp(min=0) / top.clamp(min=_TINY) for lag, top in ((c.lag_y, c.top_y), (c.lag_u, c.top_u))]
     return torch.cat(shares, dim=-1).sqrt()
+
+
+def reach(y: Tensor, u: Tensor, d: Tensor) -> Tensor:
+    """Return |y| / |u| in the metric D, the unit of REFITS, (k, 1)."""
+    return norm(y, d) / norm(u, d)
+
+
+def refitted(rows: Mapping[str, Any], length: float) -> Any:
+    """Return the average of y after a step along -u; no step returns it as it is."""
+    return rows["a_y"] - length * reach(rows["z_y"], rows["u"], rows["diagonal"]) * rows["u"] if length else rows["a_y"]
 
 
 def with_curvature(rows: Rows, product: Tensor) -> Rows:
@@ -188,7 +226,9 @@ class Pace(NamedTuple):
     loss: running mean of the upper loss on held-out samples.
     noise: running mean of the change of that loss.
     low, high: range of `loss` so far.
-    keep: whether the present averages are the best so far.
+    changes: running means of the change of that loss by steps along -u of the lengths in REFITS.
+    errors: standard errors of these changes over clients.
+    best: smallest loss of an answer since y was warmed up; None before.
     """
 
     moved: int = 0
@@ -201,17 +241,45 @@ class Pace(NamedTuple):
     noise: float = 0.0
     low: float = 0.0
     high: float = 0.0
-    keep: bool = True
+    changes: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
+    best: float | None = None
 
     @property
     def step(self) -> float:
         return self.brake * self.length if self.moved else 0.0
 
-    def after(self, iteration: int, held: float, lags: list[float], figures: list[float]) -> Pace:
+    @property
+    def span(self) -> float:
+        return max(self.high - self.low, 0.01 * abs(self.loss))
+
+    @property
+    def tolerance(self) -> float:
+        """Difference of losses below which two states count as equally good."""
+        return max(0.01 * self.span, 0.5 * self.noise)
+
+    @property
+    def refit(self) -> int:
+        """Return the place in REFITS of the step along -u that surely lowers the held-out loss, or 0.
+
+        Surely: by more than two standard errors over clients.
+        """
+        score = [0.0, *(change + 2 * error for change, error in zip(self.changes, self.errors, strict=True))]
+        place = min(range(len(score)), key=score.__getitem__)
+        return place if score[place] < -self.tolerance else 0
+
+    @property
+    def answer(self) -> float:
+        """Return the held-out loss of the answer that this candidate offers."""
+        return self.loss + (0.0, *self.changes)[self.refit]
+
+    def after(
+        self, iteration: int, held: float, lags: list[float], figures: list[float], gait: Gait = GAITS[""]
+    ) -> Pace:
         """Return the pace after an outer iteration.
 
-        The step of x never promises to lower the loss by more than 5 % of the range of losses seen.
-        It grows while successive hypergradients agree and shrinks when they disagree.
+        The promise of a step of x is limited by the gait. Steps grow while successive
+        hypergradients agree and shrink when they disagree.
         """
         slope, along, hh, dd = figures
         first, fading = iteration <= 1, _FADING
@@ -219,20 +287,44 @@ class Pace(NamedTuple):
         loss = fading * before + (1 - fading) * held
         noise = 0.9 * self.noise + 0.1 * abs(held - before)
         low, high = (loss, loss) if first else (min(self.low, loss), max(self.high, loss))
-        span = max(high - low, 0.01 * abs(loss))
         cosine = fading * self.cosine + (1 - fading) * along / max(math.sqrt(hh * dd), _TINY)
         fall = along if iteration <= 2 else 0.8 * self.fall + 0.2 * along
         steepest = max(fall, 0.1 * slope, self.steepest if self.moved else 0.0)
-        limit = 0.05 * span / max(steepest, _TINY)
         behind = max(lags)
+        new = self._replace(loss=loss, noise=noise, low=low, high=high)
+        if self.best is not None or lags[0] < 0.3 or iteration >= 30:  # y is warmed up
+            new = new._replace(best=new.answer if self.best is None else min(self.best, new.answer))
+        limit = gait.promise * new.span / max(steepest, _TINY)
         moved, length = self.moved, self.length
         if moved:
             moved, length = moved + 1, min(length * math.exp(0.3 * cosine if cosine > 0 else cosine), limit)
-        elif behind < 0.5 or iteration >= 10:  # y is warmed up
+        elif behind < 0.5 or iteration >= gait.wait:
             moved, length = 1, 0.2 * limit
-        keep = loss <= low + max(0.01 * span, 0.5 * noise)
-        brake = min(1.0, 0.15 / max(behind, _TINY))
-        return Pace(moved, length, cosine, fall, steepest, brake, loss, noise, low, high, keep)
+        brake = min(1.0, gait.brake / max(behind, _TINY))
+        return new._replace(moved=moved, length=length, cosine=cosine, fall=fall, steepest=steepest, brake=brake)
+
+    def tried(self, changes: list[float], squares: list[float], num_clients: int) -> Pace:
+        """Return the pace after steps along -u were tried, which precedes `after`.
+
+        changes, squares: mean over clients of the change of the held-out loss, and of its square.
+        """
+        faded = lambda old, new: [_FADING * a + (1 - _FADING) * b for a, b in zip(old or new, new, strict=True)]
+        spread = [max(0.0, b - a * a) / max(1, num_clients - 1) for a, b in zip(changes, squares, strict=True)]
+        errors = faded(self.errors, [math.sqrt(value) for value in spread])
+        return self._replace(changes=tuple(faded(self.changes, changes)), errors=tuple(errors))
+
+
+def chosen(paces: Sequence[Pace]) -> int:
+    """Return the place of the candidate whose average becomes the answer, or -1 to keep the answer.
+
+    The candidate has the smallest held-out loss of all that are warmed up, and none was better
+    before. Before any candidate is warmed up, the first candidate is the answer.
+    """
+    bests = [pace.best for pace in paces if pace.best is not None]
+    if not bests:
+        return 0
+    place = min((one for one, pace in enumerate(paces) if pace.best is not None), key=lambda one: paces[one].answer)
+    return place if paces[place].answer <= min(bests) + paces[place].tolerance else -1
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

@@ -1,15 +1,22 @@
-"""Self-tuned: FedBiO's directions with step lengths that are measured during the run.
+"""Self-tuned: FedBiO's directions with measured steps, by three candidates of which samples choose.
 
 Use it when you do not want to tune step sizes; `algorithm="auto"` chooses it. It works for all
 scopes, small batches and small cohorts, with convex and non-convex lower levels. It costs one round
-per outer iteration and one round before the first.
+per outer iteration and one round before the first; in each round it sends three times as much as
+FedBiO. `num_candidates=1` sends as much as FedBiO.
 
-One outer iteration, at the means over clients of
+Three candidates start at the same point and differ in their gait (a, b, p, k):
+
+    steady  a = b = 0.9, with momentum        p = 5 %     k = 0.15
+    slow    a = 0.2, b = 0.15                 p = 5 %     k = 0.15
+    eager   a = b = 0.9, with momentum        p = 20 %    k = 0.5
+
+One outer iteration of a candidate, at the means over clients of
 
     h = f_x - J u,      g_y = grad_y g,      g_u = H u - f_y + delta L D u
 
-    v_y <- 0.9 c_y v_y + D^-1 g_y,      y <- y - 0.9 (s / L) v_y
-    v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - 0.9 (s / L) v_u
+    v_y <- 0.9 c_y v_y + D^-1 g_y,      y <- y - a (s / L) v_y      (no momentum: v_y = D^-1 g_y)
+    v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - b (s / L) v_u
     x   <- x - l m / sqrt(max h^2),     m <- (m + h) / 2
 
 D is a diagonal that makes the rows of D^-1/2 H D^-1/2 equally long, estimated from products of H
@@ -20,15 +27,18 @@ noisy ones do not. s falls while a cosine is negative, which shows noise or too 
 twice the negative part of u' H u / (L u' D u).
 
 The length l grows while h agrees with the last direction and falls when it does not. It has two
-limits: a step never promises to lower the upper loss by more than 5 % of the range of losses so
-far, and l is multiplied by min(1, 0.15 / lag), where lag is the residual of y or u as a share of
-its largest value. x begins to move when the lag is below one half, at the latest after ten outer
-iterations.
+limits: a step never promises to lower the upper loss by more than the share p of the range of
+losses so far, and l is multiplied by min(1, k / lag), where lag is the residual of y or u as a share
+of its largest value. x begins to move when the lag is below one half, at the latest after ten outer
+iterations (eager: three).
 
-The answer is an average of the last iterates where residuals are noise, and the last iterate where
-they agree. Phases see only 80 % of each client's validation samples. The upper loss on the others
-(one float per round) decides which average is kept as the answer. No result depends on the units
-of f, g, x or y.
+A candidate offers an average of its last iterates where residuals are noise, and its last iterate
+where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
+others decides which candidate, and which of its states, is the answer. States before y is warmed up
+are no answer. Where y - r u has a lower held-out loss than y by more than two standard errors over
+clients, for a length r of six, the answer's y is y - r u. With y = y*(x) this is a first step from
+the minimum of g towards the minimum of g + r f: the model also fits validation samples.
+No result depends on the units of f, g, x or y.
 
 Reference: FedBiO's directions are those of Li, Huang, Huang, "Communication-Efficient Federated
 Bilevel Optimization with Global and Local Lower Level Problems", NeurIPS 2023, Algorithm 2. The
@@ -40,36 +50,46 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: none at the limit of a strongly convex lower level with all samples in every batch; with
-minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the damping delta
-biases the hypergradient; 20 % of the validation samples have no influence on h.
+Bias: for a candidate, none at the limit of a strongly convex lower level with all samples in every
+batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the damping
+delta biases the hypergradient; 20 % of the validation samples have no influence on h. The answer is
+the best state on held-out samples: where y overfits, it stops before y*(x), and where a refit helps,
+it moves beyond. `holdout=0` returns the last state of the steady candidate, without a refit.
 
-Cost per outer iteration: 1 round; d_x + 2 d_y floats each way and at most 7 floats up; in three
-of eight outer iterations d_y floats each way more; per client one of each of g_y, f_x, f_y, H u,
-J u and an upper loss; in five of eight outer iterations one or two products H v more. Before the
-first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local
-lower level, no y, u or product travels, there is no round before the first outer iteration, and a
-client that joins later computes its 17 products then.
+Cost per outer iteration and candidate: 1 round for all; d_x + 2 d_y floats each way and at most 19
+floats up; in three of eight outer iterations d_y floats each way more; per client one of each of
+g_y, f_x, f_y, H u, J u and seven upper losses on held-out samples; in five of eight outer iterations
+one or two products H v more. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up;
+17 products H v per client. With a local lower level, no y, u or product travels, there is no round
+before the first outer iteration, and a client that joins later computes its 17 products then.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms._pacing import (
+    GAITS,
+    REFITS,
     Controls,
+    Gait,
     Pace,
     Rows,
+    chosen,
     dot,
     equilibrated,
     lags,
     lower_step,
     norm,
     random_signs,
+    reach,
+    refitted,
     unit,
     upper_step,
     with_curvature,
@@ -77,13 +97,32 @@ from fedbilevel.algorithms._pacing import (
     with_diagonal,
 )
 from fedbilevel.algorithms.fedbio import step_directions
-from fedbilevel.federation.algorithm import Federation, Kept, ServerAlgorithm, Variable, phase
+from fedbilevel.federation.algorithm import Federation, Kept, ServerAlgorithm, phase
 from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.settings import setting
 
 _UPPER = ("z_x", "m_x", "s_x", "d_x", "a_x")
 _LOWER = ("z_y", "u", "v_y", "v_u", "g_y", "g_u", "a_y", "diagonal", "ray", "controls")
+_FOUND = ("h", "residual_y", "residual_u", "product", "held", "lags", "figures", "step", "cosine", "reach")
+
+
+def _named(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the variables of all candidates."""
+    return tuple(name + ending for ending in GAITS for name in names)
+
+
+_record: Callable[..., Any] = namedtuple  # its fields are not literals
+_FIELDS = ("x", "y", *_named((*_UPPER, *_LOWER)), "answer", "numbers")
+
+
+def _of(values: Mapping[str, Any], ending: str) -> dict[str, Any]:
+    """Return the variables and measurements of one candidate under their plain names."""
+    return {name: values[name + ending] for name in (*_UPPER, *_LOWER, *_FOUND) if name + ending in values}
+
+
+def _ended(values: Mapping[str, Any], ending: str) -> dict[str, Any]:
+    return {name + ending: value for name, value in values.items()}
 
 
 def _probe(iteration: int) -> str:
@@ -99,55 +138,58 @@ class SelfTuned(ServerAlgorithm):
     learn_x: bool = setting(True, "learn x; False trains y with x fixed at its start, as a baseline")
     pace: float = setting(1.0, "factor of the measured step of x; a run that gets worse reduces it", above=0)
     holdout: float = setting(
-        0.2, "share of the validation samples that only choose the best state; 0: the last state", least=0, most=0.5
+        0.2,
+        "share of the validation samples that only choose the answer; 0: the last state of one candidate",
+        least=0,
+        most=0.5,
+    )
+    refit: bool = setting(
+        True, "move the answer's y along -u where held-out samples are clearly better; it then also fits val samples"
+    )
+    num_candidates: int = setting(
+        len(GAITS), "gaits that run side by side; every one costs as much as one run", least=1, most=len(GAITS)
     )
     num_local_steps: int = setting(5, "steps of y and u per round with a local lower level", least=1)
 
-    upper_space = ("x", *_UPPER)
-    lower_space = ("y", *_LOWER)
+    upper_space = ("x", *_named(_UPPER))
+    lower_space = ("y", *_named(_LOWER))
     decays: ClassVar[tuple[str, ...]] = ("pace",)
-    lengths: ClassVar[dict[str, int]] = {"controls": len(Controls._fields)}
+    lengths: ClassVar[dict[str, int]] = dict.fromkeys(_named(["controls"]), len(Controls._fields))
 
-    class State(NamedTuple):
-        """x and y are the answer, z_x and z_y the iterates, a_x and a_y their averages."""
-
-        x: Variable
-        y: Variable
-        z_x: Variable
-        m_x: Variable
-        s_x: Variable
-        d_x: Variable
-        a_x: Variable
-        z_y: Variable
-        u: Variable
-        v_y: Variable
-        v_u: Variable
-        g_y: Variable
-        g_u: Variable
-        a_y: Variable
-        diagonal: Variable
-        ray: Variable
-        controls: Variable
-        numbers: list[Any]  # a Pace as a plain list, which a checkpoint can hold
+    # x and y are the answer; z_x and z_y the iterates of a candidate, a_x and a_y their averages.
+    # answer: the place of the candidate whose averages become the answer, or -1 if the answer stays.
+    # numbers: the paces of all candidates as lists, which a checkpoint can hold.
+    State: ClassVar[Any] = _record("State", _FIELDS)
 
     @property
     def learns_x(self) -> bool:  # type: ignore[override]
         """Return whether this run changes x, which depends on a setting here."""
         return self.learn_x
 
+    @property
+    def gaits(self) -> dict[str, Gait]:
+        """Return the gaits that run, by the ending of their names."""
+        return dict(list(GAITS.items())[: self.num_candidates if self.learn_x and self.holdout else 1])
+
+    @property
+    def refits(self) -> tuple[float, ...]:
+        """Return the lengths of the steps along -u that are tried."""
+        return REFITS[1:] if self.refit and self.learn_x and self.holdout else ()
+
     def held_share(self) -> float:
         return self.holdout if self.learn_x else 0.0
 
-    def init(self, fed: Federation) -> State:
+    def init(self, fed: Federation) -> Any:
         x, y = fed.initial()
-        found = fed.mean(self.prepare, x=x, y=y)
-        local = isinstance(found.diagonal, Kept)
-        starts = {name: fed.start(name) for name in ("z_x", "a_x", "z_y", "a_y")}
-        zeros = {name: fed.zeros(name) for name in ("m_x", "s_x", "d_x", "u", "v_y", "v_u", "g_y", "g_u")}
-        controls = found.controls if local else Controls.start(1.5 * found.top)
-        return self.State(
-            x=x, y=y, **starts, **zeros, diagonal=found.diagonal, ray=found.ray, controls=controls, numbers=[*Pace()]
-        )
+        found = vars(fed.mean(self.prepare, x=x, y=y))
+        state: dict[str, Any] = {"x": x, "y": y}
+        state |= {name: fed.start(name) for name in _named(("z_x", "a_x", "z_y", "a_y"))}
+        state |= {name: fed.zeros(name) for name in _named(("m_x", "s_x", "d_x", "u", "v_y", "v_u", "g_y", "g_u"))}
+        if "top" in found:
+            measured = {"diagonal": found["diagonal"], "ray": found["ray"]}
+            measured["controls"] = Controls.start(1.5 * found["top"])
+            found = {name: value for ending in GAITS for name, value in _ended(measured, ending).items()}
+        return self.State(**state, **found, answer=0, numbers=[[*Pace()] for _ in GAITS])
 
     @phase
     def prepare(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -162,42 +204,66 @@ class SelfTuned(ServerAlgorithm):
             w = unit(w / d.sqrt())
             image = product(w)
             curvature, w = norm(image, 1 / d) / norm(w, d), image / d.sqrt()
-        kept = {"controls": Controls.start(curvature)} if y.ndim == 2 else {"top": curvature}
-        return {"diagonal": d, "ray": unit(w / d.sqrt()), **kept}
+        found = {"diagonal": d, "ray": unit(w / d.sqrt())}
+        if y.ndim == 1:
+            return {**found, "top": curvature}
+        found["controls"] = Controls.start(curvature)
+        return {name: value for ending in GAITS for name, value in _ended(found, ending).items()}
 
-    def begun(self, clients: Clients, x: Tensor, rows: Rows) -> Rows:
+    def begun(self, clients: Clients, values: dict[str, Any]) -> dict[str, Any]:
         """Prepare the clients that were in no cohort before; only they pay for it."""
-        new = rows["controls"][:, :1] == 0
-        if not bool(new.any()):
-            return rows
+        if "controls" not in values or not bool((new := values["controls"][:, :1] == 0).any()):
+            return values
         batch = replace(clients.batch("train", "curvature"), active=new[:, 0].cpu())
-        found = self.first_metric(clients, x, rows["z_y"], batch)
-        return rows | {name: torch.where(new, value, rows[name]) for name, value in found.items()}
+        found = self.first_metric(clients, clients.rows(values["z_x"]), values["z_y"], batch)
+        return values | {name: torch.where(new, found[name], values[name]) for name in found if name in values}
 
-    def round(self, fed: Federation, state: State) -> State:
-        t, pace, old = fed.iteration, Pace(*state.numbers), state._asdict()
-        at_clients = {name: value for name, value in old.items() if isinstance(value, Kept)}
-        probe, step = _probe(t), self.pace * pace.step if self.learn_x else 0.0
-        sent = {name: old[name] for name in ("z_x", "z_y", "u", *([probe] if probe else []))} | at_clients
-        if "z_x" in at_clients:
-            sent |= {"step": step, "cosine": pace.cosine}
-        new = vars(fed.mean(self.look, **sent, probe=probe, keep=pace.keep))
+    def round(self, fed: Federation, state: Any) -> Any:
+        t, probe, old = fed.iteration, _probe(fed.iteration), state._asdict()
+        paces = [Pace(*one) for one in state.numbers]
+        sent: dict[str, Any] = {name: old[name] for name in "xy" if isinstance(old[name], Kept)}
+        for ending, pace in zip(self.gaits, paces, strict=False):
+            own = _of(old, ending)
+            own = {name: own[name] for name in own if name in ("z_x", "z_y", "u", probe) or isinstance(own[name], Kept)}
+            if isinstance(own["z_x"], Kept):
+                own |= {"step": self.length(pace), "cosine": pace.cosine}
+            if self.refits and not isinstance(own["z_y"], Kept):
+                at = _of(old, ending)
+                own["reach"] = float(reach(at["z_y"], at["u"], at["diagonal"]))
+            sent |= _ended(own, ending)
+        refit = REFITS[paces[state.answer].refit] if state.answer >= 0 else 0.0
+        new = vars(fed.mean(self.look, **sent, probe=probe, answer=state.answer, refit=refit))
+        for place, (ending, gait) in enumerate(self.gaits.items()):
+            found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, paces[place])
+            if self.learn_x:
+                lags_now, figures = found["lags"].tolist(), found["figures"].tolist()
+                held, *tried = found["held"].tolist()
+                half = len(tried) // 2
+                paces[place] = paces[place].tried(tried[:half], tried[half:], fed.num_clients)
+                paces[place] = paces[place].after(t, held, lags_now, figures, gait)
+            new |= _ended(found, ending)
+        answer = chosen(paces[: len(self.gaits)]) if self.learn_x and self.holdout else 0
+        if answer >= 0:
+            own = _of(old | new, list(GAITS)[answer])
+            new |= {"x": own["a_x"]} if "x" not in sent else {}
+            new |= {"y": refitted(own, REFITS[paces[answer].refit])} if "y" not in sent else {}
+        variables = {name: new.get(name, old[name]) for name in self.State._fields[:-2]}
+        return self.State(**variables, answer=answer, numbers=[[*pace] for pace in paces])
+
+    def length(self, pace: Pace) -> float:
+        return self.pace * pace.step if self.learn_x else 0.0
+
+    def stepped(self, old: dict[str, Any], new: dict[str, Any], gait: Gait, probe: str, pace: Pace) -> dict[str, Any]:
+        """Return a candidate after the steps of the variables that the server holds."""
         if "controls" not in new:
             rows = self.measured({name: old[name][None] for name in _LOWER}, probe, new.get("product"))
-            rows = lower_step(rows, new["residual_y"][None], new["residual_u"][None] if self.learn_x else None)
+            rows = lower_step(rows, new["residual_y"][None], new["residual_u"][None] if self.learn_x else None, gait)
             new |= {name: value[0] for name, value in rows.items()} | {"lags": lags(rows["controls"])[0]}
         if self.learn_x and "z_x" not in new:
             rows = {name: old[name][None] for name in _UPPER}
-            rows, figures = upper_step(rows, new["h"][None], step, max(1, pace.moved), pace.cosine)
+            rows, figures = upper_step(rows, new["h"][None], self.length(pace), max(1, pace.moved), pace.cosine)
             new |= {name: value[0] for name, value in rows.items()} | {"figures": figures[0]}
-        if self.learn_x:
-            pace = pace.after(t, float(new["held"]), new["lags"].tolist(), new["figures"].tolist())
-        better = pace.keep or not self.holdout
-        for name in "xy":
-            if name not in at_clients:
-                new[name] = new.get(f"a_{name}", old[name]) if better else old[name]
-        found: dict[str, Any] = {name: new.get(name, old[name]) for name in self.State._fields[:-1]}
-        return self.State(**found, numbers=[*pace._replace(keep=better)])
+        return new
 
     def measured(self, rows: Rows, probe: str, product: Tensor | None) -> Rows:
         """Update the metric, the curvature or the damping by the measurement of a probe."""
@@ -207,16 +273,26 @@ class SelfTuned(ServerAlgorithm):
         return update(rows, product if product.ndim == 2 else product[None])
 
     @phase
-    def look(self, clients: Clients, z_x: Tensor, z_y: Tensor, u: Tensor, probe: str, keep: bool, **given: Any) -> Any:
-        """Return directions and measurements; step the variables that stay at the client."""
-        x, y, u = clients.rows(z_x, z_y, u)
-        local, private = "controls" in given, "m_x" in given
-        out = {name: given[f"a_{name}" if keep else name] for name in "xy" if name in given}
-        rows = {name: given[name] for name in _LOWER if local and name in given} | {"z_y": y, "u": u}
-        if local:
-            rows = self.begun(clients, x, rows)
-        vector = u if probe == "u" else rows.get(probe, given.get(probe))
+    def look(self, clients: Clients, probe: str, answer: int, refit: float, **given: Any) -> dict[str, Any]:
+        """Return directions and measurements of every candidate; step what stays at the client."""
+        out = {name: given[name] for name in "xy" if name in given}
+        if answer >= 0:
+            own = _of(given, list(GAITS)[answer])
+            out |= {"x": own["a_x"]} if "x" in out else {}
+            out |= {"y": refitted(own, refit)} if "y" in out else {}
+        given = self.begun(clients, given)
+        for ending, gait in self.gaits.items():
+            out |= _ended(self.seen(clients, gait, probe, _of(given, ending)), ending)
+        return out
+
+    def seen(self, clients: Clients, gait: Gait, probe: str, own: dict[str, Any]) -> dict[str, Any]:
+        """Return what a client sees and steps of one candidate."""
+        x, y, u = clients.rows(own["z_x"], own["z_y"], own["u"])
+        local, private = "controls" in own, "m_x" in own
+        rows = {name: own[name] for name in _LOWER if local} | {"z_y": y, "u": u}
+        vector = rows.get(probe, own.get(probe))
         product = self.product(clients, x, y, probe, vector) if vector is not None else None
+        out: dict[str, Any] = {}
         if local:
             rows = self.measured(rows, probe, product)
         elif product is not None:
@@ -224,21 +300,24 @@ class SelfTuned(ServerAlgorithm):
         for step in clients.steps(self.num_local_steps if local else 1):
             h, g_y, g_u = self.residuals(clients, step, x, rows)
             if local:
-                rows = lower_step(rows, g_y, g_u)
+                rows = lower_step(rows, g_y, g_u, gait)
         if local:
             out |= rows | {"lags": lags(rows["controls"])}
         else:
             out |= {"residual_y": g_y, "residual_u": g_u}
         if private and self.learn_x:
-            stepped, figures = upper_step(
-                {**given, "z_x": x}, h, given["step"], max(1, clients.iteration), given["cosine"]
-            )
-            out |= stepped | {"figures": figures}
+            upper = {name: own[name] for name in _UPPER} | {"z_x": x}
+            upper, figures = upper_step(upper, h, own["step"], max(1, clients.iteration), own["cosine"])
+            out |= upper | {"figures": figures}
         else:
             out["h"] = h
         if self.learn_x:
             role = HELD if self.holdout else "val"
-            out["held"] = clients.upper_loss(x, y, clients.batch(role, "held", times=8))
+            batch = clients.batch(role, "held", times=8)
+            unit_length = reach(y, u, own["diagonal"]) if local else own.get("reach", 0.0)
+            held = clients.upper_loss(x, y, batch)
+            changes = [clients.upper_loss(x, y - r * unit_length * u, batch) - held for r in self.refits]
+            out["held"] = torch.cat([held, *changes, *(change**2 for change in changes)], dim=1)
         return out
 
     def residuals(self, clients: Clients, step: Any, x: Tensor, rows: Rows) -> tuple[Any, Tensor, Any]:
