@@ -1,0 +1,181 @@
+"""Label EM: posteriors of the true labels from sums only.
+
+Use it when labels of the training samples are wrong and the clients have some clean samples, at
+least one of every class among all of them. The posteriors stay at their clients. It costs about 30
+rounds, in one of which each client sends D (D + 1) / 2 floats for D features.
+
+Every sample has a true class k with probability p_k(z), and the given label l with probability
+T[k, l]. The classes are scored by a ridge regression on the posteriors q themselves, without the
+sample that is scored:
+
+    A = (sum z z' + lam n)^-1,   h_j = z_j' A z_j,   W = A (sum z_j q_j' + B_c)
+    S_j = (z_j' W - h_j q_j) / (1 - h_j)                               exact leave-one-out scores
+    q_jk proportional to softmax(b S_j)_k T[k, label_j]                E step
+    T = rownorm(N + prior),   N_kl = sum of q_jk over labels l,        M step
+    b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j]       over 13 values
+
+B_c = sum z e_y' over the clean samples. One outer iteration is a new W and `num_steps` E and M
+steps. The first scores are W = (n / m) A B_c, of the m clean samples alone, with T = I/2 + 1/2C;
+without clean samples, they are those of the given labels. With transition="own", client i has
+T_i = rownorm(N_i + pull T), which never travels, for clients that differ in their noise.
+
+Afterwards both classifiers of `Detector` are trained and the guard decides.
+
+Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
+algorithm", Applied Statistics 1979, for q and T. The scores are own work.
+
+Deviations: (1) The classifier inside EM is a ridge regression with a softmax of heat b, not a
+fitted likelihood, because its leave-one-out scores are exact and need sums only. (2) The prior of T
+adds `prior` samples to every entry.
+
+Bias: errors of the classifier that depend on the class are counted as noise in T, so EM flags too
+many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
+reason.
+
+Cost of a whole run: 2 + num_passes (1 + num_steps) + 1 rounds of detection, in which a client sends
+D (D + 1) / 2 + O(C D) floats once, C D per outer iteration and C^2 + 13 per step; then
+num_fit_rounds rounds of 2 C D floats, and the guard. No derivative is evaluated; a phase reads all
+of a client's samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedbilevel.detectors import _rows
+from fedbilevel.detectors.detector import Detector
+from fedbilevel.federation.algorithm import Federation, phase
+from fedbilevel.federation.clients import Clients
+from fedbilevel.settings import setting
+from fedbilevel.tasks.data_cleaning import TRUST
+
+HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelEM(Detector):
+    num_passes: int = setting(4, "outer iterations with new scores", least=1)  # type: ignore[misc]
+    num_steps: int = setting(6, "E and M steps per outer iteration", least=1)
+    prior: float = setting(1.0, "samples that the prior adds to every entry of T", above=0)
+    transition: Literal["shared", "own"] = setting(
+        "shared", "one matrix T for all clients, or one for each client, which never travels"
+    )
+    pull: float = setting(50.0, "samples with which the shared T counts in a client's own T", above=0)
+
+    def init(self, fed: Federation) -> Detector.State:
+        state = super().init(fed)
+        inverse = self.inverse(fed, state)
+        some = bool(state.counts[1] > 0)
+        sums = state.clean * (state.counts[0] / state.counts[1]) if some else state.given + state.clean
+        num_classes = len(sums) // len(inverse)
+        weights = fed.num_clients * inverse @ sums.double().view(-1, num_classes)
+        weights = weights.flatten().to(state.y.dtype)
+        place = {"centre": state.centre, "scale": state.scale}
+        first = fed.mean(
+            self.first_scores, inverse=_rows.packed(inverse).to(state.y.dtype), weights=weights, loose=not some, **place
+        )
+        state = state._replace(score=first.score, leverage=first.leverage, weights=weights)
+        fit = fed.mean(self.expected, score=state.score, transition=state.transition, heat=state.heat).fit
+        return state._replace(heat=HEATS[int(fit.argmax())])
+
+    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+        place = {"centre": state.centre, "scale": state.scale}
+        now = {"score": state.score, "transition": state.transition, "heat": state.heat}
+        labels = fed.mean(self.labels, **now, **place)
+        inverse = self.inverse(fed, state)
+        sums = (labels.sums + state.clean).double().view(len(inverse), -1)
+        weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
+        now["score"] = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **place).score
+        for _ in range(self.num_steps):
+            step = fed.mean(self.expected, **now)
+            counts = fed.num_clients * step.counts.double().view(sums.shape[1], -1)
+            now["transition"] = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
+            now["heat"] = HEATS[int(step.fit.argmax())]
+        state = state._replace(weights=weights, **now)
+        if fed.iteration < self.num_passes:
+            return state
+        return state._replace(x=fed.mean(self.labels, **now, **place, last=True).x)
+
+    @phase
+    def first_scores(
+        self, clients: Clients, inverse: Tensor, weights: Tensor, loose: bool, centre: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Keep h, once for every class, and the scores of the first W.
+
+        loose: whether the given labels of the samples themselves are in W.
+        """
+        matrix = _rows.unpacked(inverse)
+        score, leverage = [], []
+        for train in clients.samples("train"):
+            z = _rows.standardised(train, centre, scale)
+            model = weights.view(z.shape[1], -1)
+            h = ((z @ matrix) * z).sum(1, keepdim=True).expand(-1, model.shape[1])
+            own = _rows.given(train["label"], model.shape[1], z)
+            score.append((_rows.leave_one_out(z, model, h, own) if loose else z @ model).flatten())
+            leverage.append(h.flatten())
+        return {"score": clients.padded(score), "leverage": clients.padded(leverage)}
+
+    @phase
+    def expected(self, clients: Clients, score: Tensor, transition: Tensor, heat: float) -> dict[str, Tensor]:
+        """Return N and the log-likelihood at every b; renew the client's own T."""
+        counts, fit = [], []
+        heats = torch.tensor(HEATS)
+        matrices = self.own(clients, transition)
+        for train, own, matrix in zip(clients.samples("train"), clients.unpadded(score), matrices, strict=True):
+            scores, label = own.view(len(train["label"]), -1), train["label"]
+            counts.append(_rows.counted(_rows.log_posterior(scores, heat, matrix, label), label).flatten())
+            fit.append(_rows.likelihoods(scores, heats, matrix, label))
+        found = torch.stack(counts)
+        if self.transition == "own":
+            pulled = found + self.pull * transition
+            normed = torch.stack([_rows.rows_normed(row.view(matrices[0].shape)).flatten() for row in pulled])
+            clients.memory.write(transition=normed)
+        return {"counts": found, "fit": torch.stack(fit)}
+
+    @phase
+    def labels(
+        self,
+        clients: Clients,
+        score: Tensor,
+        transition: Tensor,
+        heat: float,
+        centre: Tensor,
+        scale: Tensor,
+        last: bool = False,
+    ) -> dict[str, Tensor | None]:
+        """Keep the posteriors as x, and return sum z q', which is not needed at the end."""
+        x, sums = [], []
+        matrices = self.own(clients, transition)
+        for train, own, matrix in zip(clients.samples("train"), clients.unpadded(score), matrices, strict=True):
+            label = train["label"]
+            log_q = _rows.log_posterior(own.view(len(label), -1), heat, matrix, label)
+            x.append(_rows.as_x(log_q, label, TRUST))
+            if not last:
+                z = _rows.standardised(train, centre, scale)
+                sums.append((z.T @ _rows.posterior(x[-1], label, TRUST)).flatten())
+        return {"x": clients.padded(x), "sums": torch.stack(sums) if sums else None}
+
+    @phase
+    def scores(
+        self, clients: Clients, x: Tensor, leverage: Tensor, weights: Tensor, centre: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Keep the leave-one-out scores of W."""
+        score = []
+        for train, own, h in zip(
+            clients.samples("train"), clients.unpadded(x), clients.unpadded(leverage), strict=True
+        ):
+            z, q = _rows.standardised(train, centre, scale), _rows.posterior(own, train["label"], TRUST)
+            score.append(_rows.leave_one_out(z, weights.view(z.shape[1], -1), h.view(q.shape), q).flatten())
+        return {"score": clients.padded(score)}
+
+    def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
+        """Return the matrix T of every client."""
+        rows = clients.rows(transition)
+        if self.transition == "own":
+            rows = clients.memory.read("transition", default=rows)
+        side = round(len(transition) ** 0.5)
+        return [row.view(side, side) for row in rows]
