@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-FLOOR = -30.0  # least logarithm of a probability, so that a private x stays finite
+WIDEST = 16.0  # log-odds of the outermost bins; float32 cannot tell larger ones from certainty
 
 
 def inputs(fields: Mapping[str, Tensor]) -> Tensor:
@@ -84,23 +84,6 @@ def unpacked(triangle: Tensor) -> Tensor:
     i, j = torch.triu_indices(size, size, device=triangle.device)
     matrix[i, j] = triangle
     return matrix + matrix.triu(1).T
-
-
-def posterior(own: Tensor, label: Tensor, trust: float) -> Tensor:
-    """Return q (n, C) from a client's x, in which zeros stand for the given labels.
-
-    trust: logit of the given label at x = 0.
-    """
-    logits = own.view(len(label), -1)
-    return (logits + trust * given(label, logits.shape[1], logits)).softmax(1)
-
-
-def as_x(log_q: Tensor, label: Tensor, trust: float) -> Tensor:
-    """Return a client's x, flat, from log posteriors."""
-    return (log_q.clamp(min=FLOOR) - trust * given(label, log_q.shape[1], log_q)).flatten()
-
-
-WIDEST = 16.0  # log-odds of the outermost bins; float32 cannot tell larger ones from certainty
 
 
 def binned(right: Tensor, num_bins: int) -> Tensor:

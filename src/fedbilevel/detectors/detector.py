@@ -24,7 +24,7 @@ from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.settings import setting
-from fedbilevel.tasks.data_cleaning import TRUST
+from fedbilevel.tasks import soft_labels
 
 NUM_BINS = 200  # of P(wrong), for the cut at a false-discovery rate
 
@@ -43,6 +43,7 @@ class Detector(ServerAlgorithm):
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
     upper_space = ("x", "score", "leverage")
+    statistics = ("centre", "scale", "inverse", "weights", "transition", "ahead", "models")
     needs_everyone = True
     learns_x = False
     refuses = {
@@ -52,7 +53,7 @@ class Detector(ServerAlgorithm):
     num_passes: ClassVar[int] = 0  # outer iterations of `detect`; a detector may have a setting of this name
 
     class State(NamedTuple):
-        x: Variable  # log posteriors minus TRUST at the given label, (n_i C) at each client
+        x: Variable  # posteriors in the form of tasks/soft_labels.py, (n_i C) at each client
         y: Tensor  # the classifier, in the units of the input
         score: Variable
         leverage: Variable
@@ -122,13 +123,15 @@ class Detector(ServerAlgorithm):
         for fields, clean, own in zip(
             clients.samples("train"), clients.samples("val"), clients.unpadded(clients.rows(x)), strict=True
         ):
-            rows = _rows.inputs(fields)
-            num_classes = len(own) // len(rows)
-            if rows.ndim != 2 or "label" not in fields or len(own) != num_classes * len(rows) or num_classes < 2:
+            num = len(next(iter(fields.values())))
+            num_classes = len(own) // num
+            if not {"image", "label"} <= {*fields} or len(own) != num_classes * num or num_classes < 2:
                 raise ProblemError(
-                    f"x has {len(own)} entries for {len(rows)} training samples, expected one entry per sample and "
-                    "class beside rows of numbers and labels: use the task data_cleaning with learn='labels'."
+                    f"x has {len(own)} entries for {num} training samples with the fields {', '.join(fields)}, "
+                    f"but {self.name()} needs an image, a label and one entry of x per sample and class: use the task "
+                    "data_cleaning with learn='labels'."
                 )
+            rows = _rows.inputs(fields)
             first.append(rows.sum(0))
             second.append(rows.square().sum(0))
             counts.append(rows.new_tensor([len(rows), len(_rows.trusted(clean)["label"])]))
@@ -156,7 +159,7 @@ class Detector(ServerAlgorithm):
     def round(self, fed: Federation, state: State) -> State:
         step = fed.iteration
         if step <= self.num_passes:
-            return self.detect(fed, state)  # type: ignore[no-any-return]
+            return self.detect(fed, state)
         if step <= self.num_passes + self.num_fit_rounds:
             return self._fitted(fed, state)
         return self._guarded(fed, state) if step == self.num_iterations() else state
@@ -192,7 +195,7 @@ class Detector(ServerAlgorithm):
         slopes, weights = [], []
         for train, val, own in zip(clients.samples("train"), clients.samples("val"), clients.unpadded(x), strict=True):
             z, zc = _rows.standardised(train, centre, scale), _rows.standardised(_rows.trusted(val), centre, scale)
-            q = _rows.posterior(own, train["label"], TRUST)
+            q = soft_labels.posterior(own, train["label"])
             plain = _rows.given(train["label"], q.shape[1], z)
             checked = _rows.given(_rows.trusted(val)["label"], q.shape[1], z)
             keep = torch.ones_like(q[:, :1]) if soft else ((q * plain).sum(1, keepdim=True) >= 0.5).to(z.dtype)
@@ -239,7 +242,7 @@ class Detector(ServerAlgorithm):
             clients.samples("train"), self._unread(clients), clients.unpadded(x), self.own(clients, transition),
             strict=True,
         ):  # fmt: skip
-            q = _rows.posterior(own, train["label"], TRUST)
+            q = soft_labels.posterior(own, train["label"])
             right = q.gather(1, train["label"].long()[:, None])
             z = _rows.standardised(held, centre, scale)
             log_q = _rows.log_posterior(z @ weights.view(z.shape[1], -1), heat, matrix, held["label"])

@@ -41,7 +41,7 @@ of a client's samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
-from fedbilevel.tasks.data_cleaning import TRUST
+from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 
@@ -84,7 +84,7 @@ class LabelEM(Detector):
 
     def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
         place = {"centre": state.centre, "scale": state.scale}
-        now = {"score": state.score, "transition": state.transition, "heat": state.heat}
+        now: dict[str, Any] = {"score": state.score, "transition": state.transition, "heat": state.heat}
         labels = fed.mean(self.labels, **now, **place)
         inverse = self.inverse(fed, state)
         sums = (labels.sums + state.clean).double().view(len(inverse), -1)
@@ -153,10 +153,10 @@ class LabelEM(Detector):
         for train, own, matrix in zip(clients.samples("train"), clients.unpadded(score), matrices, strict=True):
             label = train["label"]
             log_q = _rows.log_posterior(own.view(len(label), -1), heat, matrix, label)
-            x.append(_rows.as_x(log_q, label, TRUST))
+            x.append(soft_labels.as_x(log_q, label))
             if not last:
                 z = _rows.standardised(train, centre, scale)
-                sums.append((z.T @ _rows.posterior(x[-1], label, TRUST)).flatten())
+                sums.append((z.T @ soft_labels.posterior(x[-1], label)).flatten())
         return {"x": clients.padded(x), "sums": torch.stack(sums) if sums else None}
 
     @phase
@@ -168,7 +168,7 @@ class LabelEM(Detector):
         for train, own, h in zip(
             clients.samples("train"), clients.unpadded(x), clients.unpadded(leverage), strict=True
         ):
-            z, q = _rows.standardised(train, centre, scale), _rows.posterior(own, train["label"], TRUST)
+            z, q = _rows.standardised(train, centre, scale), soft_labels.posterior(own, train["label"])
             score.append(_rows.leave_one_out(z, weights.view(z.shape[1], -1), h.view(q.shape), q).flatten())
         return {"score": clients.padded(score)}
 

@@ -144,6 +144,8 @@ class Algorithm(Settings):
     needs_everyone: whether every client must answer every call, so that cohorts are refused.
     learns_x: whether the method changes x, so that x must have an effect on the upper loss.
     lengths: by name, lengths of declared sequences that differ from the length of their space.
+    statistics: names of vectors that the server makes from sums and sends back, which are in neither
+        space and have any length; clients accept no other array.
     """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -154,6 +156,7 @@ class Algorithm(Settings):
     needs_everyone: ClassVar[bool] = False
     learns_x: ClassVar[bool] = True
     lengths: ClassVar[Mapping[str, int]] = {}
+    statistics: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def name(cls) -> str:

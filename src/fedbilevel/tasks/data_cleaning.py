@@ -60,11 +60,11 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks import soft_labels
 from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
 
-TRUST = 8.0  # logit of the given label at x = 0, with learn=labels
 _SUSPICIOUS = 24  # images that are shown
 
 
@@ -80,7 +80,10 @@ class DataCleaning(Task):
     share: float = setting(1.0, "share of all images that is used, if they are read from files", above=0, most=1)
     noise: float = setting(0.4, "share of training labels that are corrupted", symbol="rho", least=0, most=1)
     noise_most: float | None = setting(
-        None, "largest share of a client: each client draws its own from noise to this value; None: noise", above=0, most=1
+        None,
+        "largest share of a client: each client draws its own from noise to this value; None: noise",
+        above=0,
+        most=1,
     )
     flip: Literal["wrong", "uniform", "asymmetric", "instance", "human"] = setting(
         "wrong",
@@ -182,7 +185,10 @@ class DataCleaning(Task):
             y0=self._start(dim, num_classes),
             scopes=Scopes(upper="private"),
             features=None if random is None else (lambda x, batch: random(batch["image"])),
-            statistics={**({"train": partial(_flagged, self.learn)} if marked else {}), **({"test": _tested} if tested else {})},
+            statistics={
+                **({"train": partial(_flagged, num_classes if self.learn == "labels" else None)} if marked else {}),
+                **({"test": _tested} if tested else {}),
+            },
             metrics=_metrics,
             name="data_cleaning",
         )
@@ -309,35 +315,26 @@ def _trusted(x: Any, y: Any, batch: Any) -> Tensor:
     return torch.sigmoid(x["logit"][batch["index"]]) * _losses(y, batch)
 
 
-def _labels(own: Tensor, label: Tensor) -> Tensor:
-    """Return q, the corrected labels, from one row of x per sample."""
-    given = label[:, None] == torch.arange(own.shape[1], device=label.device)
-    return (own + TRUST * given).softmax(1)
-
-
 def _corrected(x: Any, y: Any, batch: Any) -> Tensor:
     """Return the cross-entropy of every sample with its corrected label."""
-    scores, label = _scores(y, _inputs(batch)), batch["label"]
-    own = x["logit"].view(-1, scores.shape[-1])[batch["index"]]
-    target = _labels(own, label)
-    return -(target * scores.log_softmax(-1)).sum(-1)
+    scores = _scores(y, _inputs(batch))
+    return -(soft_labels.in_batch(x, batch, scores.shape[-1]) * scores.log_softmax(-1)).sum(-1)
 
 
 def _trust(logit: Tensor, label: Tensor) -> Tensor:
     """Return the weight of every given label: sigmoid(x) of weights, q of labels."""
     if len(logit) == len(label):
         return torch.sigmoid(logit)
-    own = logit.view(len(label), -1)
-    return _labels(own, label).gather(1, label.long()[:, None])[:, 0]
+    return soft_labels.of_given(soft_labels.posterior(logit, label), label)
 
 
-def _flagged(learn: str, x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    label, wrong = batch["label"], batch["wrong"].bool()
-    if learn == "labels":
-        own = x["logit"].view(-1, y["bias"].shape[-1] if "bias" in y else y["head.bias"].shape[-1])[batch["index"]]
-        flagged = _labels(own, label).gather(1, label[:, None])[:, 0] < 0.5
-    else:
+def _flagged(num_classes: int | None, x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+    """Count flags; num_classes is None if x holds weights."""
+    wrong = batch["wrong"].bool()
+    if num_classes is None:
         flagged = x["logit"][batch["index"]] < 0
+    else:
+        flagged = soft_labels.of_given(soft_labels.in_batch(x, batch, num_classes), batch["label"]) < 0.5
     return {"tp": flagged & wrong, "fp": flagged & ~wrong, "fn": ~flagged & wrong}
 
 

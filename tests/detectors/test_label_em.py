@@ -1,0 +1,321 @@
+"""Label EM on small data of clients that differ, against plain numpy on the pooled samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.special import log_softmax, logsumexp, softmax
+
+from fedbilevel import discovery
+from fedbilevel.detectors import _rows
+from fedbilevel.detectors.detector import Detector, discovery_cut, judged
+from fedbilevel.detectors.label_em import HEATS, LabelEM
+from fedbilevel.errors import ProblemError, ScopeError, SettingError
+from fedbilevel.federation.algorithm import Kept
+from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.problem import Scopes
+from fedbilevel.tasks import soft_labels
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.task import Built, Shapes
+from support.numeric.yardstick import check_continues, drive
+from support.sites.loopback import Loopback, simulated
+
+CENTRES = np.array([[2.0, 0.0, 1.0, 0.0], [-1.0, 2.0, 0.0, 0.0], [0.0, -2.0, 0.0, 1.0]])
+SHARES = ((0.6, 0.2, 0.2), (0.1, 0.5, 0.4), (0.3, 0.1, 0.6))
+SIZES, CLEAN, CLASSES, NOISE = (31, 44, 26), (9, 4, 6), 3, (0.1, 0.5, 0.3)
+
+
+def small(**settings: Any) -> Built:
+    """Three clients with other classes, sizes and noise; one feature hardly varies."""
+    rng = np.random.default_rng(3)
+    clients = []
+    for size, clean, share, noise in zip(SIZES, CLEAN, SHARES, NOISE, strict=True):
+        roles = {}
+        for role, num in (("train", size), ("val", clean), ("test", 12)):
+            label = rng.choice(CLASSES, num, p=share)
+            image = CENTRES[label] + rng.standard_normal((num, 4)) * [1.0, 1.0, 3.0, 1e-3]
+            roles[role] = {"image": image, "label": label}
+        train = roles["train"]
+        true = train["label"]
+        train["label"] = np.where(rng.random(size) < noise, rng.integers(0, CLASSES, size), true)
+        train["wrong"] = train["label"] != true
+        clients.append(roles)
+    task = DataCleaning(learn="labels", **settings)
+    return Built(task.problem(Shapes.of(clients[0], CLASSES)), clients)
+
+
+class ByHand:
+    """Label EM on pooled samples, sample by sample where that is plainer than a product."""
+
+    def __init__(self, built: Built, em: LabelEM, seed: int = 0) -> None:
+        self.em = em
+        train = [client["train"] for client in built.clients]
+        image, self.label = (np.concatenate([one[name] for one in train]) for name in ("image", "label"))
+        self.owner = np.repeat(range(len(train)), [len(one["label"]) for one in train])
+        centre, variance = image.mean(0), image.var(0)
+        scale = np.sqrt(variance + 0.01 * variance.mean())
+        rows = lambda values: np.concatenate([(values - centre) / scale, np.ones((len(values), 1))], axis=1)
+        self.z = rows(image)
+        used, held = [], []
+        for i, client in enumerate(built.clients):
+            order = Stream(seed).order("held", i, len(client["val"]["label"]), iteration=0).numpy()
+            num = round(0.5 * len(order))
+            for some, numbers in ((held, order[:num]), (used, order[num:])):
+                some.append((rows(client["val"]["image"][numbers]), client["val"]["label"][numbers]))
+        self.zc, self.yc = (np.concatenate(part) for part in zip(*used, strict=True))
+        self.zh, self.yh = (np.concatenate(part) for part in zip(*held, strict=True))
+        self.gram = self.z.T @ self.z + self.zc.T @ self.zc
+        self.A = np.linalg.inv(self.gram + em.ridge * len(self.z) * np.eye(5))
+        self.B = self.zc.T @ np.eye(CLASSES)[self.yc]
+        self.heat, self.T = 1.0, np.full((CLASSES, CLASSES), 0.5 / CLASSES) + 0.5 * np.eye(CLASSES)
+        self.own = [self.T for _ in train]
+
+    def matrices(self) -> list[np.ndarray]:
+        return self.own if self.em.transition == "own" else [self.T for _ in self.own]
+
+    def joint(self, S: np.ndarray, heat: float) -> np.ndarray:
+        T = [self.matrices()[i][:, label] for i, label in zip(self.owner, self.label, strict=True)]
+        return log_softmax(heat * S, axis=1) + np.log(np.array(T))
+
+    def posterior(self, S: np.ndarray) -> np.ndarray:
+        return softmax(self.joint(S, self.heat), axis=1)
+
+    def step(self, S: np.ndarray, *, only_heat: bool = False) -> None:
+        q, fits = self.posterior(S), [logsumexp(self.joint(S, heat), axis=1).sum() for heat in HEATS]
+        N = np.zeros((len(self.own), CLASSES, CLASSES))
+        for i, label, row in zip(self.owner, self.label, q, strict=True):
+            N[i, :, label] += row
+        self.own = [normed(N[i] + self.em.pull * self.T) for i in range(len(self.own))]
+        self.heat = HEATS[int(np.argmax(fits))]
+        if not only_heat:
+            self.T = normed(N.sum(0) + self.em.prior)
+
+    def passes(self) -> np.ndarray:
+        S = self.z @ (self.A @ self.B * (len(self.z) / len(self.zc)))
+        self.step(S, only_heat=True)
+        for _ in range(self.em.num_passes):
+            q = self.posterior(S)
+            S = np.stack([self.refit_without(j, q) for j in range(len(q))])
+            for _ in range(self.em.num_steps):
+                self.step(S)
+        self.W = self.A @ (self.z.T @ q + self.B)
+        return self.posterior(S)
+
+    def refit_without(self, j: int, q: np.ndarray) -> np.ndarray:
+        """The score of sample j by a ridge regression that is fitted again without it."""
+        rest = np.arange(len(q)) != j
+        gram = self.z[rest].T @ self.z[rest] + self.zc.T @ self.zc + self.em.ridge * len(q) * np.eye(5)
+        return self.z[j] @ np.linalg.solve(gram, self.z[rest].T @ q[rest] + self.B)
+
+
+def normed(N: np.ndarray) -> np.ndarray:
+    return N / N.sum(1, keepdims=True)
+
+
+def posteriors(fed: Any, state: Any, built: Built) -> np.ndarray:
+    rows = fed.host.trees(fed.collect(state.x), upper=True)
+    labels = [client["train"]["label"] for client in built.clients]
+    q = [soft_labels.posterior(tree["logit"], torch.tensor(label)) for tree, label in zip(rows, labels, strict=True)]
+    return torch.cat(q).numpy()
+
+
+@pytest.mark.parametrize("transition", ["shared", "own"])
+def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition):
+    built, em = small(), LabelEM(transition=transition, ridge=0.02, pull=7.0)
+    fed, state = drive(em, built, em.num_passes)
+    hand = ByHand(built, em)
+    wanted = hand.passes()
+    np.testing.assert_allclose(posteriors(fed, state, built), wanted, atol=1e-9)
+    np.testing.assert_allclose(state.transition.view(3, 3), hand.T, atol=1e-10)
+    assert state.heat == hand.heat
+    np.testing.assert_allclose(state.weights.view(5, 3), hand.W, atol=1e-10)
+    assert not np.allclose(wanted.argmax(1), hand.label)  # some labels are doubted
+    if transition == "own":
+        np.testing.assert_allclose(fed.host.memory.rows["transition"].view(3, 3, 3), hand.own, atol=1e-10)
+        assert not np.allclose(hand.own[0], hand.own[1], atol=0.02)
+
+
+def test_without_clean_samples_the_first_scores_are_those_of_the_given_labels():
+    built = small()
+    clients = [
+        {**one, "val": {**one["val"], "trusted": np.zeros(len(one["val"]["label"]), bool)}} for one in built.clients
+    ]
+    em = LabelEM(ridge=0.02)
+    fed, state = drive(em, Built(built.problem, clients), 0)
+    hand = ByHand(built, em)
+    gram = hand.z.T @ hand.z
+    given, n = np.eye(CLASSES)[hand.label], len(hand.z)
+    rest = lambda j: gram - np.outer(hand.z[j], hand.z[j]) + em.ridge * n * np.eye(5)
+    sums = lambda j: hand.z.T @ given - np.outer(hand.z[j], given[j])
+    wanted = [hand.z[j] @ np.linalg.solve(rest(j), sums(j)) for j in range(n)]
+    rows = fed.host.unpad(fed.collect(state.score), torch.arange(3)).view(-1, CLASSES)
+    np.testing.assert_allclose(rows, wanted, atol=1e-10)
+    assert state.counts.tolist() == pytest.approx([n / 3, 0])
+
+
+def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarray, l2: float) -> torch.Tensor:
+    z, zc = torch.tensor(hand.z), torch.tensor(hand.zc)
+    each = -(torch.tensor(target) * (z @ model).log_softmax(1)).sum(1) * torch.tensor(mass)
+    clean = -(torch.eye(CLASSES, dtype=torch.float64)[hand.yc] * (zc @ model).log_softmax(1)).sum(1)
+    return (each.sum() + clean.sum()) / (mass.sum() + len(zc)) + 0.5 * l2 * (model**2).sum()
+
+
+@pytest.mark.parametrize("targets", ["kept", "soft"])
+def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
+    built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets)
+    _, state = drive(em, built, em.num_passes + em.num_fit_rounds)
+    hand = ByHand(built, em)
+    q, given = hand.passes(), np.eye(CLASSES)[hand.label]
+    keep = ((q * given).sum(1) >= 0.5).astype(float)
+    assert 0 < keep.sum() < len(keep)
+    cases = ((q, np.ones(len(q))) if targets == "soft" else (given, keep), (given, np.ones(len(q))))
+    for model, (target, mass) in zip(state.models.view(2, 5, CLASSES), cases, strict=True):
+        model = model.clone().requires_grad_()
+        losses(hand, model, target, mass, em.l2).backward()
+        assert float(model.grad.norm()) < 1e-9
+    image = torch.tensor(np.concatenate([client["test"]["image"] for client in built.clients]))
+    weight, bias = state.y[: 4 * CLASSES].view(4, CLASSES), state.y[4 * CLASSES :]
+    z = torch.cat([(image - state.centre) / state.scale, torch.ones(len(image), 1)], dim=1)
+    assert torch.allclose(image @ weight + bias, z @ state.models.view(2, 5, CLASSES)[0], atol=1e-10)
+
+
+def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has_read():
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5)
+    _, state = drive(em, built, em.num_iterations())
+    hand = ByHand(built, em)
+    models = state.models.view(2, 5, CLASSES).numpy()
+    logs = [log_softmax(hand.zh @ model, axis=1)[range(len(hand.yh)), hand.yh] for model in models]
+    better = logs[0] - logs[1]
+    t = better.mean() / (better.std(ddof=1) / np.sqrt(len(better)))
+    assert state.found["num_guard"] == len(hand.yh) == 9  # 4 or 5 of 9, 2 of 4, 3 of 6
+    assert state.found["t"] == pytest.approx(t, rel=1e-9)
+    right = [(hand.zh @ model).argmax(1) == hand.yh for model in models]
+    assert state.found["gain"] == pytest.approx(float(right[0].mean() - right[1].mean()), abs=1e-12)
+    assert state.found["accepted"] == (t >= -2)
+
+
+def test_a_rejected_classifier_is_replaced_by_the_plain_one():
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, reject_below=1e9)
+    _, state = drive(em, built, em.num_iterations())
+    assert not state.found["accepted"]
+    plain = em._in_input_units(state, state.models.double().view(2, 5, CLASSES)[1])
+    assert torch.equal(state.y, plain)
+    assert drive(em, built, em.num_iterations() + 2)[1].y.equal(state.y)  # later outer iterations change nothing
+
+
+def test_a_client_with_one_clean_sample_has_none_for_the_guard():
+    built = small()
+    one = {name: values[:1] for name, values in built.clients[0]["val"].items()}
+    clients = [{**built.clients[0], "val": one}, *built.clients[1:]]
+    em = LabelEM(ridge=0.02, num_fit_rounds=1)
+    _, state = drive(em, Built(built.problem, clients), em.num_iterations())
+    assert state.found["num_guard"] == state.found["num_unseen"] == 5  # 2 of 4 and 3 of 6
+
+
+def test_the_cut_is_the_lowest_one_with_few_expected_false_flags():
+    rng = np.random.default_rng(1)
+    seen, unseen = rng.integers(0, 9, 200), np.zeros(200)
+    unseen[:60] = rng.integers(0, 7, 60)
+    found = discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen), 500.0, 0.1)
+    false = [500 * (1 + unseen[i:].sum()) / (1 + unseen.sum()) for i in range(200)]
+    first = next(i for i in range(200) if 0 < false[i] <= 0.1 * seen[i:].sum())
+    assert found == pytest.approx(
+        {"log_odds": -16 + 32 * first / 200, "flags": seen[first:].sum(), "false": false[first]}
+    )
+    assert first > 0
+    assert discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen) * 0, 500.0, 0.1) is None
+
+
+def test_without_two_samples_the_guard_knows_nothing():
+    assert judged(1, 0.3, 0.09, 0, 0, 1)["t"] == 0
+    assert judged(4, 2.0, 1.0, 0, 0, 1)["t"] == 0  # equal differences: no spread to compare with
+    assert judged(2, 1.0, 1.0, 1, 1, 1)["t"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("place", [1, 77, 198])
+def test_odds_are_counted_between_the_edges_of_their_bin(place):
+    low, high = _rows.edge(place, 200), _rows.edge(place + 1, 200)
+    right = 1 - torch.sigmoid(torch.tensor([low + 1e-6, (low + high) / 2, high - 1e-6], dtype=torch.float64))
+    assert _rows.binned(right, 200)[place] == 3
+
+
+def test_a_packed_matrix_is_itself():
+    matrix = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(_rows.unpacked(_rows.packed(matrix + matrix.T)), matrix + matrix.T)
+    assert len(_rows.packed(matrix)) == 28
+
+
+# ---- on engines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transition", ["shared", "own"])
+def test_a_resumed_run_is_the_same_bit_for_bit(transition):
+    em = LabelEM(ridge=0.02, num_passes=3, num_steps=2, num_fit_rounds=1, transition=transition)  # five in all
+    check_continues(em, small())
+
+
+def test_the_cost_is_that_of_the_docstring():
+    built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7)
+    fed, state = drive(em, built, em.num_iterations())
+    bill = fed.bill().totals()
+    detection, d, c = 2 + 3 * (1 + 2) + 1, 5, CLASSES
+    assert bill["rounds"] == detection + 1 + 7 + 1  # estimates, training and guard
+    once = 2 * (d - 1) + 2 + c**2 + d * (d + 1) // 2 + 2 * c * d
+    assert bill["floats_up"] == 3 * (
+        once + (1 + 3 * 2) * (c**2 + 13) + 3 * c * d + (2 * 200 + 1) + 7 * (2 * c * d + 2) + 6
+    )
+    assert all(isinstance(value, Kept) for value in (state.x, state.score, state.leverage))
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("transition", ["shared", "own"])
+def test_sites_have_the_posteriors_of_the_simulator_and_send_sums_only(tmp_path, transition):
+    federation = Loopback(tmp_path, 3)
+    task = {"name": "data_cleaning", "num_clients": 3, "num_clean": 12, "test_share": 0.8, "learn": "labels"}
+    task |= {"noise": 0.2, "noise_most": 0.6, "partition": "dirichlet"}
+    settings = {"name": "label_em", "transition": transition, "num_passes": 2, "num_fit_rounds": 2}
+    plan = federation.plan(settings, task, num_classes=10, num_iterations=5)
+    assert federation.serve(plan) == "finished"
+    result, wanted = simulated(plan, tmp_path / "simulated")
+    found, _ = federation.record.load()
+    for name in ("y", "transition", "models", "weights", "centre"):
+        assert torch.equal(found[f"state.{name}"], wanted[f"state.{name}"]), name
+    sums = {"first", "second", "counts", "labels", "gram", "clean", "given", "fit", "sums", "slope", "weight"}
+    for i, name in enumerate(federation.names):
+        own = load_file(tmp_path / name / "runs" / "trial" / "solution.safetensors")
+        assert torch.equal(own["x.logit"], result.x[i]["logit"])
+        assert bool(own["x.logit"].any())
+        sent = [array for line in federation.left(name) for array in line.get("arrays", ())]
+        assert {array["name"] for array in sent} <= sums | {"seen", "unseen", "wrong", "figures"}
+        assert all(len(own["x.logit"]) not in array["shape"] for array in sent)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_detectors_are_found_by_name_but_are_no_algorithms_for_every_problem():
+    assert discovery.algorithm("label_em") is LabelEM
+    assert "label_em" in discovery.detectors()
+    assert "label_em" not in discovery.algorithms()
+    assert Detector not in discovery.detectors().values()
+
+
+def test_problems_without_labels_are_refused():
+    with pytest.raises(ScopeError, match="learn=labels"):
+        LabelEM().check_scopes(Scopes())
+    with pytest.raises(ProblemError, match="use the task data_cleaning with learn='labels'"):
+        drive(LabelEM(), DataCleaning(num_clients=3, test_share=0.8).build(), 0)
+    with pytest.raises(ProblemError, match="use the task data_cleaning with learn='labels'"):
+        drive(LabelEM(), Quadratic(num_clients=3, upper="private").build(), 0)
+    with pytest.raises(ProblemError, match="use a linear model"):
+        drive(LabelEM(), small(model="mlp"), 0)
+    built = small()
+    weighted = dataclasses.replace(built.problem, client_weights="by_samples")
+    with pytest.raises(SettingError, match="use client_weights='equal'"):
+        drive(LabelEM(), Built(weighted, built.clients), 0)
