@@ -141,22 +141,26 @@ def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_
         assert not np.allclose(hand.own[0], hand.own[1], atol=0.02)
 
 
-def test_without_clean_samples_the_first_scores_are_those_of_the_given_labels():
+@pytest.mark.parametrize("missing", [(1,), (0, 1, 2)], ids=str)
+def test_the_first_scores_of_classes_without_clean_samples_are_those_of_the_given_labels(missing):
     built = small()
-    clients = [
-        {**one, "val": {**one["val"], "trusted": np.zeros(len(one["val"]["label"]), bool)}} for one in built.clients
-    ]
+    unknown = [{**one["val"], "trusted": ~np.isin(one["val"]["label"], missing)} for one in built.clients]
+    clients = [{**one, "val": val} for one, val in zip(built.clients, unknown, strict=True)]
     em = LabelEM(ridge=0.02)
     fed, state = drive(em, Built(built.problem, clients), 0)
     hand = ByHand(built, em)
-    gram = hand.z.T @ hand.z
-    given, n = np.eye(CLASSES)[hand.label], len(hand.z)
-    rest = lambda j: gram - np.outer(hand.z[j], hand.z[j]) + em.ridge * n * np.eye(5)
+    keep = ~np.isin(hand.yc, missing)
+    zc, yc, given, n = hand.zc[keep], hand.yc[keep], np.eye(CLASSES)[hand.label], len(hand.z)
+    gram = hand.z.T @ hand.z + zc.T @ zc + em.ridge * n * np.eye(5)
+    rest = lambda j: gram - np.outer(hand.z[j], hand.z[j])
     sums = lambda j: hand.z.T @ given - np.outer(hand.z[j], given[j])
-    wanted = [hand.z[j] @ np.linalg.solve(rest(j), sums(j)) for j in range(n)]
+    wanted = np.stack([hand.z[j] @ np.linalg.solve(rest(j), sums(j)) for j in range(n)])
+    known = [c for c in range(CLASSES) if c not in missing]
+    if known:
+        wanted[:, known] = (hand.z @ np.linalg.solve(gram, zc.T @ np.eye(CLASSES)[yc] * n / len(zc)))[:, known]
     rows = fed.host.unpad(fed.collect(state.score), torch.arange(3)).view(-1, CLASSES)
     np.testing.assert_allclose(rows, wanted, atol=1e-10)
-    assert state.counts.tolist() == pytest.approx([n / 3, 0])
+    assert state.counts.tolist() == pytest.approx([n / 3, len(zc) / 3, 0 if not known else 1])
 
 
 def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarray, l2: float) -> torch.Tensor:
@@ -186,7 +190,7 @@ def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
 
 
 def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has_read():
-    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5)
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, least_guard=9)
     _, state = drive(em, built, em.num_iterations())
     hand = ByHand(built, em)
     models = state.models.view(2, 5, CLASSES).numpy()
@@ -197,13 +201,16 @@ def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has
     assert state.found["t"] == pytest.approx(t, rel=1e-9)
     right = [(hand.zh @ model).argmax(1) == hand.yh for model in models]
     assert state.found["gain"] == pytest.approx(float(right[0].mean() - right[1].mean()), abs=1e-12)
-    assert state.found["accepted"] == (t >= -2)
+    assert state.found["verdict"] == ("accepted" if t >= -2 else "rejected")
+    few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_guard=10), built, em.num_iterations())[1]
+    assert few.found["verdict"] == "unchecked"
+    assert torch.equal(few.y, em._in_input_units(few, few.models.double().view(2, 5, CLASSES)[1]))
 
 
 def test_a_rejected_classifier_is_replaced_by_the_plain_one():
-    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, reject_below=1e9)
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, reject_below=1e9, least_guard=2)
     _, state = drive(em, built, em.num_iterations())
-    assert not state.found["accepted"]
+    assert state.found["verdict"] == "rejected"
     plain = em._in_input_units(state, state.models.double().view(2, 5, CLASSES)[1])
     assert torch.equal(state.y, plain)
     assert drive(em, built, em.num_iterations() + 2)[1].y.equal(state.y)  # later outer iterations change nothing
@@ -266,7 +273,7 @@ def test_the_cost_is_that_of_the_docstring():
     bill = fed.bill().totals()
     detection, d, c = 2 + 3 * (1 + 2) + 1, 5, CLASSES
     assert bill["rounds"] == detection + 1 + 7 + 1  # estimates, training and guard
-    once = 2 * (d - 1) + 2 + c**2 + d * (d + 1) // 2 + 2 * c * d
+    once = 2 * (d - 1) + 3 + c**2 + d * (d + 1) // 2 + 2 * c * d
     assert bill["floats_up"] == 3 * (
         once + (1 + 3 * 2) * (c**2 + 13) + 3 * c * d + (2 * 200 + 1) + 7 * (2 * c * d + 2) + 6
     )

@@ -2,8 +2,8 @@
 
 A detector sets x, the posterior of every training label, in its own way (`detect`). Then two linear
 classifiers are trained by sums only: `cleaned` on the labels of x, `plain` on the labels as they
-are given. The guard compares them on clean samples that no other step has read, and the answer y is
-`cleaned` unless the guard rejects it.
+are given. The guard compares them on clean samples that no other step has read: the answer y is
+`cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples.
 
 Symbols: z is a standardised row of features with a one at its end, C the number of classes, n_i and
 m_i the numbers of training samples and of clean samples that the client i uses, n = sum n_i. All
@@ -40,12 +40,13 @@ class Detector(ServerAlgorithm):
         "half of the labels are estimated to be wrong",
     )
     reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
+    least_guard: int = setting(20, "clean samples without which the guard decides nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
     upper_space = ("x", "score", "leverage")
-    statistics = ("centre", "scale", "inverse", "weights", "transition", "ahead", "models")
+    statistics = ("centre", "scale", "inverse", "weights", "loose", "transition", "ahead", "models")
     needs_everyone = True
-    learns_x = False
+    learns_x = minimises = False
     refuses = {
         "shared": "x holds the labels of each client's samples, which stay there: use data_cleaning with learn=labels",
         "local": "one classifier is trained by all clients: use a global lower level",
@@ -62,7 +63,7 @@ class Detector(ServerAlgorithm):
         gram: Tensor  # mean over clients of sum z z' over training and clean samples, packed
         clean: Tensor  # B_c = mean over clients of sum z e_y' over clean samples, flat
         given: Tensor  # B = mean over clients of sum z e_label' over training samples, flat
-        counts: Tensor  # (2,) mean n_i and m_i
+        counts: Tensor  # (3,) mean n_i, mean m_i, and share of the clients that have clean samples
         weights: Tensor  # W, flat; zeros before the first scores
         transition: Tensor  # T, flat
         heat: float  # b
@@ -134,7 +135,8 @@ class Detector(ServerAlgorithm):
             rows = _rows.inputs(fields)
             first.append(rows.sum(0))
             second.append(rows.square().sum(0))
-            counts.append(rows.new_tensor([len(rows), len(_rows.trusted(clean)["label"])]))
+            num_clean = len(_rows.trusted(clean)["label"])
+            counts.append(rows.new_tensor([len(rows), num_clean, num_clean > 0]))
             labels.append(rows.new_zeros(num_classes**2))  # tells the server the number of classes
         return {
             "first": torch.stack(first), "second": torch.stack(second), "counts": torch.stack(counts),
@@ -260,9 +262,10 @@ class Detector(ServerAlgorithm):
         """Compare both classifiers on clean samples that neither has seen, and choose one."""
         sums = fed.mean(self.paired, models=state.models, centre=state.centre, scale=state.scale).sums.double()
         figures = judged(*(sums * fed.num_clients).tolist())
-        accepted = not figures["t"] < self.reject_below
-        chosen = self._pair(state, state.models)[0 if accepted else 1]
-        found = {**state.found, **figures, "accepted": accepted, "soft": self._soft(state)}
+        unchecked, rejected = figures["num_guard"] < self.least_guard, figures["t"] < self.reject_below
+        verdict = "unchecked" if unchecked else "rejected" if rejected else "accepted"
+        chosen = self._pair(state, state.models)[0 if verdict == "accepted" else 1]
+        found = {**state.found, **figures, "verdict": verdict, "soft": self._soft(state)}
         return state._replace(found=found, y=self._in_input_units(state, chosen))
 
     @phase

@@ -15,8 +15,8 @@ sample that is scored:
     b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j]       over 13 values
 
 B_c = sum z e_y' over the clean samples. One outer iteration is a new W and `num_steps` E and M
-steps. The first scores are W = (n / m) A B_c, of the m clean samples alone, with T = I/2 + 1/2C;
-without clean samples, they are those of the given labels. With transition="own", client i has
+steps. The first scores are W = (n / m) A B_c, of the m clean samples alone, with T = I/2 + 1/2C; for
+a class without clean samples, they are those of the given labels. With transition="own", client i has
 T_i = rownorm(N_i + pull T), which never travels, for clients that differ in their noise.
 
 Afterwards both classifiers of `Detector` are trained and the guard decides.
@@ -69,15 +69,15 @@ class LabelEM(Detector):
     def init(self, fed: Federation) -> Detector.State:
         state = super().init(fed)
         inverse = self.inverse(fed, state)
-        some = bool(state.counts[1] > 0)
-        sums = state.clean * (state.counts[0] / state.counts[1]) if some else state.given + state.clean
-        num_classes = len(sums) // len(inverse)
-        weights = fed.num_clients * inverse @ sums.double().view(-1, num_classes)
+        clean, given = (part.double().view(len(inverse), -1) for part in (state.clean, state.given))
+        loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples
+        scaled = clean * (state.counts[0] / state.counts[1].clamp(min=0.5 / fed.num_clients)).double()
+        weights = fed.num_clients * inverse @ torch.where(loose.bool(), given, scaled)
         weights = weights.flatten().to(state.y.dtype)
-        place = {"centre": state.centre, "scale": state.scale}
         first = fed.mean(
-            self.first_scores, inverse=_rows.packed(inverse).to(state.y.dtype), weights=weights, loose=not some, **place
-        )
+            self.first_scores, inverse=_rows.packed(inverse).to(state.y.dtype), weights=weights, loose=loose,
+            centre=state.centre, scale=state.scale,
+        )  # fmt: skip
         state = state._replace(score=first.score, leverage=first.leverage, weights=weights)
         fit = fed.mean(self.expected, score=state.score, transition=state.transition, heat=state.heat).fit
         return state._replace(heat=HEATS[int(fit.argmax())])
@@ -102,11 +102,11 @@ class LabelEM(Detector):
 
     @phase
     def first_scores(
-        self, clients: Clients, inverse: Tensor, weights: Tensor, loose: bool, centre: Tensor, scale: Tensor
+        self, clients: Clients, inverse: Tensor, weights: Tensor, loose: Tensor, centre: Tensor, scale: Tensor
     ) -> dict[str, Tensor]:
         """Keep h, once for every class, and the scores of the first W.
 
-        loose: whether the given labels of the samples themselves are in W.
+        loose: marks the classes without clean samples, whose scores come from the given labels.
         """
         matrix = _rows.unpacked(inverse)
         score, leverage = [], []
@@ -115,7 +115,7 @@ class LabelEM(Detector):
             model = weights.view(z.shape[1], -1)
             h = ((z @ matrix) * z).sum(1, keepdim=True).expand(-1, model.shape[1])
             own = _rows.given(train["label"], model.shape[1], z)
-            score.append((_rows.leave_one_out(z, model, h, own) if loose else z @ model).flatten())
+            score.append(torch.where(loose.bool(), _rows.leave_one_out(z, model, h, own), z @ model).flatten())
             leverage.append(h.flatten())
         return {"score": clients.padded(score), "leverage": clients.padded(leverage)}
 

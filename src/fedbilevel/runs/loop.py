@@ -146,6 +146,8 @@ class Loop:
 
         A measurement that is taken only because the run ends must not change a resumed run.
         """
+        if not self.algorithm.minimises:
+            return
         recovery = self.recovery
         wrong = recovery.add(row, self.state) if is_due else ""
         if last and (wrong := wrong or recovery.health.wrong_at_end(row)):
