@@ -68,10 +68,27 @@ def instance_flips(
     return spoiled
 
 
-def client_rates(num_clients: int, least: float, most: float, rng: np.random.Generator) -> np.ndarray:
-    """Return one noise rate per client, drawn uniformly between both values."""
+def flip_by_client(
+    labels: np.ndarray,
+    parts: list[np.ndarray],
+    rates: tuple[float, float],
+    num_classes: int,
+    rng: np.random.Generator,
+    *,
+    to: Flip,
+    rows: np.ndarray,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Corrupt the labels of every client at a rate of its own; return the labels and the parts.
+
+    rates: least and largest rate; the rate of a client is uniform between them.
+    """
+    least, most = rates
     if not 0 <= least <= most <= 1:
         raise ProblemError(
-            f"noise rates of clients between {least} and {most} were requested, expected 0 <= least <= most <= 1."
+            f"noise rates of clients between {least} and {most} were requested, expected 0 <= least <= most <= 1: "
+            "raise the largest rate."
         )
-    return rng.uniform(least, most, num_clients)
+    spoiled = labels.copy()
+    for own, rate in zip(parts, rng.uniform(least, most, len(parts)), strict=True):
+        spoiled[own] = flip_labels(labels[own], float(rate), num_classes, rng, to=to, rows=rows[own])[0]
+    return spoiled, parts

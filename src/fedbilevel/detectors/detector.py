@@ -329,13 +329,17 @@ def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -
 def judged(
     num: float, better: float, squares: float, gain: float, gain_squares: float, right: float
 ) -> dict[str, float]:
-    """Return means, standard errors and t of paired differences; t is 0 without two samples."""
+    """Return means, standard errors and t of paired differences; t is 0 without two samples.
+
+    The error of the gain is at least 1.5 / num: if no answer of num samples differs, the gain is still
+    below 3 / num with a probability of 95 % only.
+    """
     if num < 2:
         return {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
     error = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
     deviation = error(better, squares)
     t = better / num / deviation if deviation > 0 else 0.0
     return {
-        "num_guard": num, "t": t, "gain": gain / num, "gain_error": error(gain, gain_squares),
+        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(error(gain, gain_squares), 1.5 / num),
         "plain_accuracy": right / num,
     }  # fmt: skip

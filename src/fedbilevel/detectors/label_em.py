@@ -95,7 +95,7 @@ class LabelEM(Detector):
             counts = fed.num_clients * step.counts.double().view(sums.shape[1], -1)
             now["transition"] = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
             now["heat"] = HEATS[int(step.fit.argmax())]
-        state = state._replace(weights=weights, **now)
+        state = state._replace(x=labels.x, weights=weights, **now)
         if fed.iteration < self.num_passes:
             return state
         return state._replace(x=fed.mean(self.labels, **now, **place, last=True).x)

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from fedbilevel.data.corruption import client_rates, flip_labels
+from fedbilevel.data.corruption import flip_by_client, flip_labels
 from fedbilevel.data.partition import iid, spread, take_per_class
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.data.sets.cifar10 import human_labels
@@ -242,23 +242,20 @@ class DataCleaning(Task):
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the given labels of the training images, and the parts of the clients."""
         labels = images.label[train]
-        spread_out = lambda: spread(labels, self.num_clients, self.partition, rng, alpha=self.alpha)
+        parts = lambda: spread(labels, self.num_clients, self.partition, rng, alpha=self.alpha)
         if self.flip == "human":
             if self.data != "cifar10" or self.share != 1:
                 raise ProblemError(
                     f"flip is 'human' for a share of {self.share} of {self.data}, but annotators labelled all images "
                     "of cifar10: use data='cifar10' and share=1, or another flip."
                 )
-            return human_labels(self.human, self.data_dir)[train], spread_out()
-        flipped = lambda places, rate: flip_labels(
-            labels[places], rate, num_classes, rng, to=self.flip, rows=images.image[train[places]]
-        )[0]
-        if self.noise_most is None:
-            return flipped(np.arange(len(train)), self.noise), spread_out()
-        parts, noisy = spread_out(), labels.copy()
-        for own, rate in zip(parts, client_rates(self.num_clients, self.noise, self.noise_most, rng), strict=True):
-            noisy[own] = flipped(own, float(rate))
-        return noisy, parts
+            return human_labels(self.human, self.data_dir)[train], parts()
+        rows = images.image[train]
+        if self.noise_most is not None:
+            return flip_by_client(
+                labels, parts(), (self.noise, self.noise_most), num_classes, rng, to=self.flip, rows=rows
+            )
+        return flip_labels(labels, self.noise, num_classes, rng, to=self.flip, rows=rows)[0], parts()
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
         """Return images, the positions of those that are not for testing, and the test images."""
@@ -345,7 +342,7 @@ def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Divide sums over all clients, because a mean of the clients' ratios is a different figure."""
-    accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if "tested" in sums else {}
+    accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if sums.get("tested") else {}
     if "tp" not in sums:
         return accuracy
     flagged, wrong = sums["tp"] + sums["fp"], sums["tp"] + sums["fn"]
