@@ -189,6 +189,10 @@ class Detector(ServerAlgorithm):
         models, ahead = (part.flatten().to(state.y.dtype) for part in (new, ahead))
         return state._replace(models=models, ahead=ahead, age=age, y=self._in_input_units(state, new[0]))
 
+    def classifier(self, state: State, number: int) -> Tensor:
+        """Return the classifier 0, cleaned, or 1, plain, in the form of y."""
+        return self._in_input_units(state, self._pair(state, state.models)[number])
+
     @phase
     def slopes(
         self, clients: Clients, ahead: Tensor, x: Tensor, centre: Tensor, scale: Tensor, soft: bool
@@ -202,13 +206,12 @@ class Detector(ServerAlgorithm):
             checked = _rows.given(_rows.trusted(val)["label"], q.shape[1], z)
             keep = torch.ones_like(q[:, :1]) if soft else ((q * plain).sum(1, keepdim=True) >= 0.5).to(z.dtype)
             models = ahead.view(2, z.shape[1], -1)
-            slope, weight = [], []
-            for model, target, mass in ((models[0], q if soft else plain, keep), (models[1], plain, 1.0 + 0 * keep)):
-                gap = mass * ((z @ model).softmax(1) - target)
-                slope.append(z.T @ gap + zc.T @ ((zc @ model).softmax(1) - checked))
-                weight.append(mass.sum() + len(zc))
-            slopes.append(torch.stack(slope).flatten())
-            weights.append(torch.stack(weight))
+            both = torch.cat([*models], dim=1)  # one product for both classifiers
+            first, second = ((part @ both).view(len(part), 2, q.shape[1]).softmax(2) for part in (z, zc))
+            gap = torch.stack([keep * (first[:, 0] - (q if soft else plain)), first[:, 1] - plain], dim=1)
+            slope = gap.flatten(1).T @ z + (second - checked[:, None]).flatten(1).T @ zc
+            slopes.append(slope.view(2, -1, z.shape[1]).transpose(1, 2).flatten())
+            weights.append(torch.stack([keep.sum(), keep.new_tensor(len(z))]) + len(zc))
         return {"slope": torch.stack(slopes), "weight": torch.stack(weights)}
 
     # ---- estimates and the guard ----------------------------------------------------------------------------------
@@ -264,9 +267,8 @@ class Detector(ServerAlgorithm):
         figures = judged(*(sums * fed.num_clients).tolist())
         unchecked, rejected = figures["num_guard"] < self.least_guard, figures["t"] < self.reject_below
         verdict = "unchecked" if unchecked else "rejected" if rejected else "accepted"
-        chosen = self._pair(state, state.models)[0 if verdict == "accepted" else 1]
         found = {**state.found, **figures, "verdict": verdict, "soft": self._soft(state)}
-        return state._replace(found=found, y=self._in_input_units(state, chosen))
+        return state._replace(found=found, y=self.classifier(state, 0 if verdict == "accepted" else 1))
 
     @phase
     def paired(self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Label EM: posteriors of the true labels from sums only.
 
 Use it when labels of the training samples are wrong and the clients have some clean samples, at
-least one of every class among all of them. The posteriors stay at their clients. It costs about 30
+least one of every class among all of them. The posteriors stay at their clients. It costs 50 to 110
 rounds, in one of which each client sends D (D + 1) / 2 floats for D features.
 
 Every sample has a true class k with probability p_k(z), and the given label l with probability
@@ -14,9 +14,10 @@ sample that is scored:
     T = rownorm(N + prior),   N_kl = sum of q_jk over labels l,        M step
     b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j]       over 13 values
 
-B_c = sum z e_y' over the clean samples. One outer iteration is a new W and `num_steps` E and M
-steps. The first scores are W = (n / m) A B_c, of the m clean samples alone, with T = I/2 + 1/2C; for
-a class without clean samples, they are those of the given labels. With transition="own", client i has
+B_c = sum z e_y' over the clean samples. One outer iteration is a new W, then E and M steps until T
+settles. The first scores are W = (n / m) A B_c, of the m clean samples alone, with T = I/2 + 1/2C;
+for a class without clean samples, they are those of the given labels. E and M steps at these scores
+come before the first q, because where most labels are wrong that T is far off. With transition="own", client i has
 T_i = rownorm(N_i + pull T), which never travels, for clients that differ in their noise.
 
 Afterwards both classifiers of `Detector` are trained and the guard decides.
@@ -32,16 +33,17 @@ Bias: errors of the classifier that depend on the class are counted as noise in 
 many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
 reason.
 
-Cost of a whole run: 2 + num_passes (1 + num_steps) + 1 rounds of detection, in which a client sends
-D (D + 1) / 2 + O(C D) floats once, C D per outer iteration and C^2 + 13 per step; then
-num_fit_rounds rounds of 2 C D floats, and the guard. No derivative is evaluated; a phase reads all
-of a client's samples.
+Cost of a whole run: at most 2 + num_steps + num_passes (1 + num_steps) rounds of detection, in which
+a client sends D (D + 1) / 2 + O(C D) floats once, C D per outer iteration and C^2 + 13 per step; then
+num_fit_rounds rounds of 2 C D floats, and two rounds for estimates and the guard. No derivative is
+evaluated; a phase reads all of a client's samples.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,8 +60,9 @@ HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 
 @dataclass(frozen=True, kw_only=True)
 class LabelEM(Detector):
-    num_passes: int = setting(4, "outer iterations with new scores", least=1)  # type: ignore[misc]
-    num_steps: int = setting(6, "E and M steps per outer iteration", least=1)
+    num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
+    num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
+    tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
     prior: float = setting(1.0, "samples that the prior adds to every entry of T", above=0)
     transition: Literal["shared", "own"] = setting(
         "shared", "one matrix T for all clients, or one for each client, which never travels"
@@ -79,26 +82,37 @@ class LabelEM(Detector):
             centre=state.centre, scale=state.scale,
         )  # fmt: skip
         state = state._replace(score=first.score, leverage=first.leverage, weights=weights)
-        fit = fed.mean(self.expected, score=state.score, transition=state.transition, heat=state.heat).fit
-        return state._replace(heat=HEATS[int(fit.argmax())])
+        return self._stepped(fed, state)
+
+    def _stepped(self, fed: Federation, state: Detector.State) -> Detector.State:
+        """Take E and M steps at the present scores until T hardly changes."""
+        for _ in range(self.num_steps):
+            step = fed.mean(self.expected, score=state.score, transition=state.transition, heat=state.heat)
+            counts = fed.num_clients * step.counts.double().view(round(math.sqrt(len(state.transition))), -1)
+            transition = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
+            heat, change = HEATS[int(step.fit.argmax())], float((transition - state.transition).abs().max())
+            settled = change < self.tolerance and heat == state.heat
+            state = state._replace(transition=transition, heat=heat)
+            if settled:
+                break
+        return state
 
     def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
         place = {"centre": state.centre, "scale": state.scale}
-        now: dict[str, Any] = {"score": state.score, "transition": state.transition, "heat": state.heat}
-        labels = fed.mean(self.labels, **now, **place)
+        labels = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **place
+        )
         inverse = self.inverse(fed, state)
         sums = (labels.sums + state.clean).double().view(len(inverse), -1)
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
-        now["score"] = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **place).score
-        for _ in range(self.num_steps):
-            step = fed.mean(self.expected, **now)
-            counts = fed.num_clients * step.counts.double().view(sums.shape[1], -1)
-            now["transition"] = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
-            now["heat"] = HEATS[int(step.fit.argmax())]
-        state = state._replace(x=labels.x, weights=weights, **now)
+        scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **place)
+        state = self._stepped(fed, state._replace(x=labels.x, score=scores.score, weights=weights))
         if fed.iteration < self.num_passes:
             return state
-        return state._replace(x=fed.mean(self.labels, **now, **place, last=True).x)
+        last = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **place
+        )
+        return state._replace(x=last.x)
 
     @phase
     def first_scores(
@@ -145,7 +159,7 @@ class LabelEM(Detector):
         heat: float,
         centre: Tensor,
         scale: Tensor,
-        last: bool = False,
+        last: bool,
     ) -> dict[str, Tensor | None]:
         """Keep the posteriors as x, and return sum z q', which is not needed at the end."""
         x, sums = [], []
