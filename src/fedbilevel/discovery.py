@@ -61,7 +61,8 @@ def own_tasks() -> list[str]:
 
 def detectors() -> dict[str, type[Detector]]:
     """Return detectors of wrong labels: algorithms that need samples with labels."""
-    return _found(fedbilevel.detectors, Detector)
+    found = _found(fedbilevel.detectors, Detector)
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
 
 
 def algorithm(name: str) -> type[Algorithm]:

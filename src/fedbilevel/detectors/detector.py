@@ -44,7 +44,16 @@ class Detector(ServerAlgorithm):
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
     upper_space = ("x", "score", "leverage")
-    statistics = ("centre", "scale", "inverse", "weights", "loose", "transition", "ahead", "models")
+    statistics: ClassVar[tuple[str, ...]] = (
+        "centre",
+        "scale",
+        "inverse",
+        "weights",
+        "loose",
+        "transition",
+        "ahead",
+        "models",
+    )
     needs_everyone = True
     learns_x = minimises = False
     refuses = {
@@ -110,12 +119,6 @@ class Detector(ServerAlgorithm):
             x, y, fed.zeros("score"), fed.zeros("leverage"), centre, scale, sums.gram, sums.clean, sums.given,
             moments.counts, torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros, 0, {},
         )  # fmt: skip
-
-    def inverse(self, fed: Federation, state: State) -> Tensor:
-        """Return A = (sum z z' over all samples of all clients + lam n)^-1."""
-        gram = _rows.unpacked(state.gram.double())
-        diagonal = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        return torch.linalg.inv(gram + self.ridge * float(state.counts[0]) * diagonal) / fed.num_clients
 
     @phase
     def moments(self, clients: Clients, x: Tensor) -> dict[str, Tensor]:

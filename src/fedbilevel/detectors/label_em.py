@@ -15,8 +15,9 @@ sample that is scored:
     b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j]       over 13 values
 
 B_c = sum z e_y' over the clean samples. One outer iteration is a new W, then E and M steps until T
-settles. The first scores are W = (n / m) A B_c, of the m clean samples alone, with T = I/2 + 1/2C;
-for a class without clean samples, they are those of the given labels. E and M steps at these scores
+settles. The first scores are those of the clean samples alone, with T = I/2 + 1/2C: column c of W is
+(n_c / m_c) A B_c, for n_c given labels and m_c clean samples of the class c. For a class without
+clean samples, they are those of the given labels. E and M steps at these scores
 come before the first q, because where most labels are wrong that T is far off. With transition="own", client i has
 T_i = rownorm(N_i + pull T), which never travels, for clients that differ in their noise.
 
@@ -49,6 +50,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -59,7 +61,7 @@ HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelEM(Detector):
+class LabelEM(Scored):
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
     tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
@@ -71,17 +73,10 @@ class LabelEM(Detector):
 
     def init(self, fed: Federation) -> Detector.State:
         state = super().init(fed)
-        inverse = self.inverse(fed, state)
-        clean, given = (part.double().view(len(inverse), -1) for part in (state.clean, state.given))
-        loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples
-        scaled = clean * (state.counts[0] / state.counts[1].clamp(min=0.5 / fed.num_clients)).double()
-        weights = fed.num_clients * inverse @ torch.where(loose.bool(), given, scaled)
-        weights = weights.flatten().to(state.y.dtype)
-        first = fed.mean(
-            self.first_scores, inverse=_rows.packed(inverse).to(state.y.dtype), weights=weights, loose=loose,
-            centre=state.centre, scale=state.scale,
-        )  # fmt: skip
-        state = state._replace(score=first.score, leverage=first.leverage, weights=weights)
+        clean, given = (part.double().view(len(state.centre) + 1, -1) for part in (state.clean, state.given))
+        loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples by class
+        scaled = clean * (given[-1] / clean[-1].clamp(min=0.5 / fed.num_clients))
+        state = self.first(fed, state, torch.where(loose.bool(), given, scaled), loose)
         return self._stepped(fed, state)
 
     def _stepped(self, fed: Federation, state: Detector.State) -> Detector.State:
@@ -113,25 +108,6 @@ class LabelEM(Detector):
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **place
         )
         return state._replace(x=last.x)
-
-    @phase
-    def first_scores(
-        self, clients: Clients, inverse: Tensor, weights: Tensor, loose: Tensor, centre: Tensor, scale: Tensor
-    ) -> dict[str, Tensor]:
-        """Keep h, once for every class, and the scores of the first W.
-
-        loose: marks the classes without clean samples, whose scores come from the given labels.
-        """
-        matrix = _rows.unpacked(inverse)
-        score, leverage = [], []
-        for train in clients.samples("train"):
-            z = _rows.standardised(train, centre, scale)
-            model = weights.view(z.shape[1], -1)
-            h = ((z @ matrix) * z).sum(1, keepdim=True).expand(-1, model.shape[1])
-            own = _rows.given(train["label"], model.shape[1], z)
-            score.append(torch.where(loose.bool(), _rows.leave_one_out(z, model, h, own), z @ model).flatten())
-            leverage.append(h.flatten())
-        return {"score": clients.padded(score), "leverage": clients.padded(leverage)}
 
     @phase
     def expected(self, clients: Clients, score: Tensor, transition: Tensor, heat: float) -> dict[str, Tensor]:
