@@ -12,7 +12,8 @@ from scipy.special import log_softmax
 
 from fedbilevel import discovery
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors.detector import Detector, discovery_cut, judged
+from fedbilevel.detectors._decisions import discovery_cut, judged
+from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import ProblemError, ScopeError, SettingError
 from fedbilevel.federation.algorithm import Kept
@@ -25,9 +26,13 @@ from support.numeric.yardstick import check_continues, drive
 from support.sites.loopback import Loopback, simulated
 
 
+@pytest.mark.parametrize("least_clean", [2, 99], ids=["b-by-clean-samples", "b-by-training-samples"])
 @pytest.mark.parametrize("transition", ["shared", "own"])
-def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition):
-    built, em = small(), LabelEM(transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7)
+def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition, least_clean):
+    built = small()
+    em = LabelEM(
+        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7, least_clean=least_clean
+    )  # fmt: skip
     fed, state = drive(em, built, em.num_passes)
     hand = ByHand(built, em)
     wanted = hand.passes()
@@ -93,7 +98,7 @@ def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
 
 
 def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has_read():
-    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, least_guard=9)
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=9)
     _, state = drive(em, built, em.num_iterations())
     hand = ByHand(built, em)
     models = state.models.view(2, 5, CLASSES).numpy()
@@ -105,13 +110,23 @@ def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has
     right = [(hand.zh @ model).argmax(1) == hand.yh for model in models]
     assert state.found["gain"] == pytest.approx(float(right[0].mean() - right[1].mean()), abs=1e-12)
     assert state.found["verdict"] == ("accepted" if t >= -2 else "rejected")
-    few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_guard=10), built, em.num_iterations())[1]
+    few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=10), built, em.num_iterations())[1]
     assert few.found["verdict"] == "unchecked"
     assert torch.equal(few.y, em.classifier(few, 1))
 
 
+def test_the_guard_decides_nothing_for_a_class_that_it_does_not_see():
+    built = small()
+    seen = [one["val"]["label"] != 1 for one in built.clients]
+    vals = [{k: v[own] for k, v in one["val"].items()} for one, own in zip(built.clients, seen, strict=True)]
+    clients = [{**one, "val": val} for one, val in zip(built.clients, vals, strict=True)]
+    em = LabelEM(ridge=0.02, num_fit_rounds=1, least_clean=2)
+    _, state = drive(em, Built(built.problem, clients), em.num_iterations())
+    assert (state.found["verdict"], state.found["unseen"]) == ("unchecked", 1)
+
+
 def test_a_rejected_classifier_is_replaced_by_the_plain_one():
-    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, reject_below=1e9, least_guard=2)
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, reject_below=1e9, least_clean=2)
     _, state = drive(em, built, em.num_iterations())
     assert state.found["verdict"] == "rejected"
     plain = em.classifier(state, 1)
@@ -171,14 +186,14 @@ def test_a_resumed_run_is_the_same_bit_for_bit(transition):
 
 
 def test_the_cost_is_that_of_the_docstring():
-    built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12)
+    built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12, least_clean=5)
     fed, state = drive(em, built, em.num_iterations())
     bill = fed.bill().totals()
-    detection, d, c = 2 + 2 + 3 * (1 + 2), 5, CLASSES
+    detection, d, c = 3 + 2 + 3 * (2 + 2), 5, CLASSES
     assert bill["rounds"] == detection + 1 + 7 + 1  # estimates, training and guard
     once = 2 * (d - 1) + 3 + c**2 + d * (d + 1) // 2 + 2 * c * d
     assert bill["floats_up"] == 3 * (
-        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + (2 * 200 + 1) + 7 * (2 * c * d + 2) + 6
+        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + (2 * 200 + 1) + 7 * (2 * c * d + 2) + 6 + c
     )
     assert all(isinstance(value, Kept) for value in (state.x, state.score, state.leverage))
 
@@ -196,13 +211,26 @@ def test_sites_have_the_posteriors_of_the_simulator_and_send_sums_only(tmp_path,
     found, _ = federation.record.load()
     for name in ("y", "transition", "models", "weights", "centre"):
         assert torch.equal(found[f"state.{name}"], wanted[f"state.{name}"]), name
-    sums = {"first", "second", "counts", "labels", "gram", "clean", "given", "fit", "sums", "slope", "weight"}
+    sums = {
+        "classes",
+        "first",
+        "second",
+        "counts",
+        "labels",
+        "gram",
+        "clean",
+        "given",
+        "fit",
+        "sums",
+        "slope",
+        "weight",
+    }
     for i, name in enumerate(federation.names):
         own = load_file(tmp_path / name / "runs" / "trial" / "solution.safetensors")
         assert torch.equal(own["x.logit"], result.x[i]["logit"])
         assert bool(own["x.logit"].any())
         sent = [array for line in federation.left(name) for array in line.get("arrays", ())]
-        assert {array["name"] for array in sent} <= sums | {"seen", "unseen", "wrong", "figures"}
+        assert {array["name"] for array in sent} <= sums | {"seen", "unseen", "wrong", "classes", "figures"}
         assert all(len(own["x.logit"]) not in array["shape"] for array in sent)
 
 

@@ -108,7 +108,7 @@ def _outcome(
         found = {"verdict": "unchecked", "num_guard": 0.0, "gain": 0.0, "gain_error": float("inf"), "t": 0.0, **found}
     labels = [client["train"]["label"] for client in ready.clients]
     posteriors = [
-        soft_labels.posterior(tree["logit"].detach().double().cpu(), torch.as_tensor(label)).numpy()
+        soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(label)).double().numpy()
         for tree, label in zip(result.x, labels, strict=True)
     ]
     wrong = [1 - q[np.arange(len(q)), label] for q, label in zip(posteriors, labels, strict=True)]

@@ -133,9 +133,12 @@ class Cleaning:
         num, flagged = sum(map(len, self.labels)), sum(int(flags.sum()) for flags in self.flags)
         first = f"{flagged:,} of {num:,} labels are flagged as wrong"
         if self.verdict == "unchecked":
+            what = f"{self.found['num_guard']:.0f} held-out clean samples"
+            if self.found.get("unseen"):
+                what += f", and none of {self.found['unseen']} of {len(self.class_names)} classes,"
             return (
-                f"{first}. There are only {self.found['num_guard']:.0f} clean samples to check the result, so nothing "
-                "is promised: look at the suspects before you act on them."
+                f"{first}. Only {what} can check the result, so nothing is promised and the model is the one of the "
+                "given labels: look at the suspects before you act on them."
             )
         low, high = (100 * value for value in self.interval)
         measured = (

@@ -29,11 +29,11 @@ class Scored(Detector):
         """
         inverse = self.inverse(fed, state)
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
+        sent = _rows.packed(inverse).to(state.y.dtype)
         found = fed.mean(
-            self.first_scores, inverse=_rows.packed(inverse).to(state.y.dtype), weights=weights, loose=loose,
-            centre=state.centre, scale=state.scale,
-        )  # fmt: skip
-        return state._replace(score=found.score, leverage=found.leverage, weights=weights)
+            self.first_scores, inverse=sent, weights=weights, loose=loose, centre=state.centre, scale=state.scale
+        )
+        return state._replace(score=found.score, leverage=found.leverage, inverse=sent, weights=weights)
 
     @phase
     def first_scores(

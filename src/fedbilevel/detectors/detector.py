@@ -3,7 +3,8 @@
 A detector sets x, the posterior of every training label, in its own way (`detect`). Then two linear
 classifiers are trained by sums only: `cleaned` on the labels of x, `plain` on the labels as they
 are given. The guard compares them on clean samples that no other step has read: the answer y is
-`cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples.
+`cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples or
+none of some class.
 
 Symbols: z is a standardised row of features with a one at its end, C the number of classes, n_i and
 m_i the numbers of training samples and of clean samples that the client i uses, n = sum n_i. All
@@ -20,13 +21,12 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, judged
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
-
-NUM_BINS = 200  # of P(wrong), for the cut at a false-discovery rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Detector(ServerAlgorithm):
         "half of the labels are estimated to be wrong",
     )
     reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
-    least_guard: int = setting(20, "clean samples without which the guard decides nothing", least=2)
+    least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
     upper_space = ("x", "score", "leverage")
@@ -73,6 +73,7 @@ class Detector(ServerAlgorithm):
         clean: Tensor  # B_c = mean over clients of sum z e_y' over clean samples, flat
         given: Tensor  # B = mean over clients of sum z e_label' over training samples, flat
         counts: Tensor  # (3,) mean n_i, mean m_i, and share of the clients that have clean samples
+        inverse: Tensor  # A, packed, of detectors with scores
         weights: Tensor  # W, flat; zeros before the first scores
         transition: Tensor  # T, flat
         heat: float  # b
@@ -117,7 +118,7 @@ class Detector(ServerAlgorithm):
         start = 0.5 * torch.eye(num_classes, dtype=y.dtype, device=y.device) + 0.5 / num_classes
         return self.State(
             x, y, fed.zeros("score"), fed.zeros("leverage"), centre, scale, sums.gram, sums.clean, sums.given,
-            moments.counts, torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros, 0, {},
+            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros, 0, {},
         )  # fmt: skip
 
     @phase
@@ -266,17 +267,18 @@ class Detector(ServerAlgorithm):
 
     def _guarded(self, fed: Federation, state: State) -> State:
         """Compare both classifiers on clean samples that neither has seen, and choose one."""
-        sums = fed.mean(self.paired, models=state.models, centre=state.centre, scale=state.scale).sums.double()
-        figures = judged(*(sums * fed.num_clients).tolist())
-        unchecked, rejected = figures["num_guard"] < self.least_guard, figures["t"] < self.reject_below
-        verdict = "unchecked" if unchecked else "rejected" if rejected else "accepted"
-        found = {**state.found, **figures, "verdict": verdict, "soft": self._soft(state)}
-        return state._replace(found=found, y=self.classifier(state, 0 if verdict == "accepted" else 1))
+        found = fed.mean(self.paired, models=state.models, centre=state.centre, scale=state.scale)
+        figures = judged(*(found.sums.double() * fed.num_clients).tolist())
+        unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
+        unchecked = figures["num_guard"] < self.least_clean or unseen > 0
+        verdict = "unchecked" if unchecked else "rejected" if figures["t"] < self.reject_below else "accepted"
+        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "soft": self._soft(state)}
+        return state._replace(found=whole, y=self.classifier(state, 0 if verdict == "accepted" else 1))
 
     @phase
     def paired(self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """Return number, sums and squares of differences in log-likelihood and in right answers."""
-        rows = []
+        rows, classes = [], []
         for held in self._unread(clients):
             z, label = _rows.standardised(held, centre, scale), held["label"].long()[:, None]
             scores = [z @ model for model in models.view(2, z.shape[1], -1)]
@@ -285,7 +287,8 @@ class Detector(ServerAlgorithm):
             better, gain = logs[0] - logs[1], right[0] - right[1]
             parts = (torch.ones_like(gain), better, better**2, gain, gain**2, right[1])
             rows.append(torch.stack([part.sum() for part in parts]))
-        return {"sums": torch.stack(rows)}
+            classes.append(_rows.given(held["label"], scores[0].shape[1], z).sum(0))
+        return {"sums": torch.stack(rows), "classes": torch.stack(classes)}
 
     def _unread(self, clients: Clients) -> list[dict[str, Tensor]]:
         """Return the clean samples of every client that only the guard reads.
@@ -313,38 +316,3 @@ class Detector(ServerAlgorithm):
         weight = model[:-1] / state.scale.double()[:, None]
         bias = model[-1] - state.centre.double() @ weight
         return torch.cat([weight.flatten(), bias]).to(state.y.dtype)
-
-
-def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
-    """Return the lowest cut of log-odds at which few of the flags are expected to be false.
-
-    seen, unseen: numbers of samples by bin, from the least to the most suspicious one. The share of
-    right labels above a cut is at most (1 + unseen samples above it) / (1 + unseen samples), as in
-    conformal tests. None if no cut reaches the rate, for example with few unseen samples.
-    """
-    above = lambda counts: counts.flip(0).cumsum(0).flip(0)
-    flags, false = above(seen), num_right * (1 + above(unseen)) / (1 + float(unseen.sum()))
-    good = ((false <= rate * flags) & (flags > 0)).nonzero()[:, 0]
-    if not len(good):
-        return None
-    first = int(good[0])
-    return {"log_odds": _rows.edge(first, NUM_BINS), "flags": float(flags[first]), "false": float(false[first])}
-
-
-def judged(
-    num: float, better: float, squares: float, gain: float, gain_squares: float, right: float
-) -> dict[str, float]:
-    """Return means, standard errors and t of paired differences; t is 0 without two samples.
-
-    The error of the gain is at least 1.5 / num: if no answer of num samples differs, the gain is still
-    below 3 / num with a probability of 95 % only.
-    """
-    if num < 2:
-        return {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
-    error = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
-    deviation = error(better, squares)
-    t = better / num / deviation if deviation > 0 else 0.0
-    return {
-        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(error(gain, gain_squares), 1.5 / num),
-        "plain_accuracy": right / num,
-    }  # fmt: skip

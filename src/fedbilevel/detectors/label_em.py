@@ -12,14 +12,18 @@ sample that is scored:
     S_j = (z_j' W - h_j q_j) / (1 - h_j)                               exact leave-one-out scores
     q_jk proportional to softmax(b S_j)_k T[k, label_j]                E step
     T = rownorm(N + prior),   N_kl = sum of q_jk over labels l,        M step
-    b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j]       over 13 values
+    b = argmax of sum_j log softmax(b S_j)_y over clean samples,       each scored without itself
 
 B_c = sum z e_y' over the clean samples. One outer iteration is a new W, then E and M steps until T
 settles. The first scores are those of the clean samples alone, with T = I/2 + 1/2C: column c of W is
 (n_c / m_c) A B_c, for n_c given labels and m_c clean samples of the class c. For a class without
 clean samples, they are those of the given labels. E and M steps at these scores
-come before the first q, because where most labels are wrong that T is far off. With transition="own", client i has
-T_i = rownorm(N_i + pull T), which never travels, for clients that differ in their noise.
+come before the first q, because where most labels are wrong that T is far off. The clean samples
+choose b, from 13 values, because the noisy labels cannot tell a weak classifier from noise: a larger
+b with more noise in T fits them as well. With fewer than `least_clean` clean samples,
+b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j] over the training samples in every step.
+With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
+differ in their noise.
 
 Afterwards both classifiers of `Detector` are trained and the guard decides.
 
@@ -34,8 +38,9 @@ Bias: errors of the classifier that depend on the class are counted as noise in 
 many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
 reason.
 
-Cost of a whole run: at most 2 + num_steps + num_passes (1 + num_steps) rounds of detection, in which
-a client sends D (D + 1) / 2 + O(C D) floats once, C D per outer iteration and C^2 + 13 per step; then
+Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) rounds of detection, in which
+a client sends D (D + 1) / 2 + O(C D) floats once, C D + 13 per outer iteration and C^2 + 13 per step;
+then
 num_fit_rounds rounds of 2 C D floats, and two rounds for estimates and the guard. No derivative is
 evaluated; a phase reads all of a client's samples.
 """
@@ -62,6 +67,7 @@ HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 
 @dataclass(frozen=True, kw_only=True)
 class LabelEM(Scored):
+    statistics = (*Detector.statistics, "copies")
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
     tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
@@ -77,15 +83,30 @@ class LabelEM(Scored):
         loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples by class
         scaled = clean * (given[-1] / clean[-1].clamp(min=0.5 / fed.num_clients))
         state = self.first(fed, state, torch.where(loose.bool(), given, scaled), loose)
-        return self._stepped(fed, state)
+        copies = torch.where(loose.bool(), torch.zeros_like(clean[-1]), given[-1] / clean[-1].clamp(min=1e-9))
+        return self._stepped(fed, self._heated(fed, state, copies.to(state.y.dtype)))
+
+    def _heated(self, fed: Federation, state: Detector.State, copies: Tensor) -> Detector.State:
+        """Return the state with the b that the clean samples choose, if there are enough of them."""
+        if float(state.counts[1]) * fed.num_clients < self.least_clean:
+            return state
+        fit = fed.mean(
+            self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
+            scale=state.scale,
+        ).fit  # fmt: skip
+        return state._replace(heat=HEATS[int(fit.argmax())])
 
     def _stepped(self, fed: Federation, state: Detector.State) -> Detector.State:
         """Take E and M steps at the present scores until T hardly changes."""
+        few = float(state.counts[1]) * fed.num_clients < self.least_clean
         for _ in range(self.num_steps):
             step = fed.mean(self.expected, score=state.score, transition=state.transition, heat=state.heat)
             counts = fed.num_clients * step.counts.double().view(round(math.sqrt(len(state.transition))), -1)
             transition = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
-            heat, change = HEATS[int(step.fit.argmax())], float((transition - state.transition).abs().max())
+            heat, change = (
+                HEATS[int(step.fit.argmax())] if few else state.heat,
+                float((transition - state.transition).abs().max()),
+            )
             settled = change < self.tolerance and heat == state.heat
             state = state._replace(transition=transition, heat=heat)
             if settled:
@@ -101,13 +122,32 @@ class LabelEM(Scored):
         sums = (labels.sums + state.clean).double().view(len(inverse), -1)
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
         scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **place)
-        state = self._stepped(fed, state._replace(x=labels.x, score=scores.score, weights=weights))
+        state = state._replace(x=labels.x, score=scores.score, weights=weights)
+        state = self._stepped(fed, self._heated(fed, state, weights.new_ones(sums.shape[1])))
         if fed.iteration < self.num_passes:
             return state
         last = fed.mean(
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **place
         )
         return state._replace(x=last.x)
+
+    @phase
+    def clean_fit(
+        self, clients: Clients, inverse: Tensor, weights: Tensor, copies: Tensor, centre: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the log-likelihood of the clean samples at every b, each scored without itself.
+
+        copies: by class, how often a clean sample is counted in W.
+        """
+        matrix, rows = _rows.unpacked(inverse), []
+        for val in clients.samples("val"):
+            checked = _rows.trusted(val)
+            z, label = _rows.standardised(checked, centre, scale), checked["label"].long()[:, None]
+            model = weights.view(z.shape[1], -1)
+            h = ((z @ matrix) * z).sum(1, keepdim=True)
+            score = _rows.leave_one_out(z, model, h, copies * _rows.given(checked["label"], len(copies), z))
+            rows.append(torch.stack([(b * score).log_softmax(1).gather(1, label).sum() for b in HEATS]))
+        return {"fit": torch.stack(rows)}
 
     @phase
     def expected(self, clients: Clients, score: Tensor, transition: Tensor, heat: float) -> dict[str, Tensor]:

@@ -74,6 +74,17 @@ class ByHand:
     def posterior(self, S: np.ndarray) -> np.ndarray:
         return softmax(self.joint(S, self.heat), axis=1)
 
+    def heated(self, copies: list[float], sums: np.ndarray) -> None:
+        """Choose b by clean samples, each scored by a regression from which it is removed."""
+        if len(self.zc) < self.em.least_clean:
+            return
+        gram, S = self.gram + self.em.ridge * len(self.z) * np.eye(5), []
+        for z, y in zip(self.zc, self.yc, strict=True):
+            own = np.outer(z, np.eye(CLASSES)[y] * copies[y])
+            S.append(z @ np.linalg.solve(gram - np.outer(z, z), sums - own))
+        every = range(len(S))
+        self.heat = max(HEATS, key=lambda b: log_softmax(b * np.array(S), axis=1)[every, self.yc].sum())
+
     def steps(self, S: np.ndarray) -> None:
         for _ in range(self.em.num_steps):
             q, fits = self.posterior(S), [logsumexp(self.joint(S, heat), axis=1).sum() for heat in HEATS]
@@ -82,7 +93,9 @@ class ByHand:
                 N[i, :, label] += row
             self.own = [normed(N[i] + self.em.pull * self.T) for i in range(len(self.own))]
             old = self.heat, self.T
-            self.heat, self.T = HEATS[int(np.argmax(fits))], normed(N.sum(0) + self.em.prior)
+            few = len(self.zc) < self.em.least_clean
+            self.heat = HEATS[int(np.argmax(fits))] if few else self.heat
+            self.T = normed(N.sum(0) + self.em.prior)
             self.taken += 1
             if self.heat == old[0] and np.abs(self.T - old[1]).max() < self.em.tolerance:
                 break
@@ -91,10 +104,12 @@ class ByHand:
         many = [(self.label == c).sum() / (self.yc == c).sum() for c in range(CLASSES)]
         S = self.z @ (self.A @ self.B * many)
         self.taken = 0
+        self.heated(many, self.B * many)
         self.steps(S)
         for _ in range(self.em.num_passes):
             q = self.posterior(S)
             S = np.stack([self.refit_without(j, q) for j in range(len(q))])
+            self.heated([1.0] * CLASSES, self.z.T @ q + self.B)
             self.steps(S)
         self.W = self.A @ (self.z.T @ q + self.B)
         return self.posterior(S)

@@ -1,0 +1,47 @@
+"""Decisions of the server from sums: the cut at a false-discovery rate, and the guard's figures."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from fedbilevel.detectors import _rows
+
+NUM_BINS = 200  # of the log-odds of a wrong label
+
+
+def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
+    """Return the lowest cut of log-odds at which few of the flags are expected to be false.
+
+    seen, unseen: numbers of samples by bin, from the least to the most suspicious one. The share of
+    right labels above a cut is at most (1 + unseen samples above it) / (1 + unseen samples), as in
+    conformal tests. None if no cut reaches the rate, for example with few unseen samples.
+    """
+    above = lambda counts: counts.flip(0).cumsum(0).flip(0)
+    flags, false = above(seen), num_right * (1 + above(unseen)) / (1 + float(unseen.sum()))
+    good = ((false <= rate * flags) & (flags > 0)).nonzero()[:, 0]
+    if not len(good):
+        return None
+    first = int(good[0])
+    return {"log_odds": _rows.edge(first, NUM_BINS), "flags": float(flags[first]), "false": float(false[first])}
+
+
+def judged(
+    num: float, better: float, squares: float, gain: float, gain_squares: float, right: float
+) -> dict[str, float]:
+    """Return means, standard errors and t of paired differences; t is 0 without two samples.
+
+    The error of the gain is at least 1.5 / num: if no answer of num samples differs, the gain is still
+    below 3 / num with a probability of 95 % only.
+    """
+    num = round(num)
+    if num < 2:
+        return {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
+    error = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
+    deviation = error(better, squares)
+    t = better / num / deviation if deviation > 0 else 0.0
+    return {
+        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(error(gain, gain_squares), 1.5 / num),
+        "plain_accuracy": right / num,
+    }  # fmt: skip
