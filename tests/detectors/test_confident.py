@@ -30,6 +30,7 @@ def test_own_loss_keeps_the_probabilities_without_the_sample():
     fed, state = drive(detector, built, 1)
     _, p = left_out(built, detector)
     np.testing.assert_allclose(posteriors(fed, state, built), p, atol=1e-9)
+    assert state.transition.tolist() == pytest.approx([1 / CLASSES] * CLASSES**2)  # no model of the noise
 
 
 def test_confident_learning_flags_as_many_labels_of_a_pair_as_it_counts():
@@ -59,6 +60,7 @@ def test_confident_learning_flags_as_many_labels_of_a_pair_as_it_counts():
     own, kept = p[range(len(label)), label], q[range(len(label)), label]
     np.testing.assert_allclose(kept, np.where(wanted, own / 2, (1 + own) / 2), atol=1e-5)
     assert (q[wanted].argmax(1) != label[wanted]).all()
+    assert drive(detector, built, 2)[1].found["cut"] is None  # x holds no probabilities
 
 
 @pytest.mark.parametrize("kind", [OwnLoss, Confident, AsGiven])

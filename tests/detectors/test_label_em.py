@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy.special import log_softmax
+from scipy.stats import chi2
 
 from fedbilevel import discovery
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._decisions import discovery_cut, judged
+from fedbilevel.detectors._decisions import discovery_cut, judged, upper_bound
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import ProblemError, ScopeError, SettingError
@@ -143,18 +144,24 @@ def test_a_client_with_one_clean_sample_has_none_for_the_guard():
     assert state.found["num_guard"] == state.found["num_unseen"] == 5  # 2 of 4 and 3 of 6
 
 
-def test_the_cut_is_the_lowest_one_with_few_expected_false_flags():
+def test_the_cut_is_the_lowest_one_at_which_few_flags_are_false():
     rng = np.random.default_rng(1)
     seen, unseen = rng.integers(0, 9, 200), np.zeros(200)
     unseen[:60] = rng.integers(0, 7, 60)
     found = discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen), 500.0, 0.1)
-    false = [500 * (1 + unseen[i:].sum()) / (1 + unseen.sum()) for i in range(200)]
-    first = next(i for i in range(200) if 0 < false[i] <= 0.1 * seen[i:].sum())
-    assert found == pytest.approx(
-        {"log_odds": -16 + 32 * first / 200, "flags": seen[first:].sum(), "false": false[first]}
-    )
+    bound = lambda count: float(upper_bound(torch.tensor(float(count), dtype=torch.float64)))
+    false = [500 * min(1, bound(unseen[i:].sum()) / unseen.sum()) for i in range(200)]
+    first = next(i for i in range(200) if false[i] <= 0.1 * seen[i:].sum())
+    wanted = {"log_odds": -16 + 32 * first / 200, "flags": seen[first:].sum(), "false": false[first]}
+    assert found == pytest.approx(wanted)
     assert first > 0
     assert discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen) * 0, 500.0, 0.1) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_a_count_is_below_its_bound_in_95_of_100_draws(count):
+    """The mean at which so few events have a probability of 5 %."""
+    assert float(upper_bound(torch.tensor(float(count)))) == pytest.approx(chi2.ppf(0.95, 2 * count + 2) / 2, rel=0.01)
 
 
 def test_without_two_samples_the_guard_knows_nothing():

@@ -57,8 +57,8 @@ def clean_labels(
         of square images; "auto" does so for images with rows and columns; a module that maps images
         to rows, for example a pretrained network without its last layer, is best.
     num_classes: number of classes; None: the largest label plus one.
-    flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at an
-        expected false-discovery rate (setting `rate`), measured on held-out clean samples.
+    flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
+        false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
     names, class_names, files: names of the clients, of the classes, and of the samples of every
         client, for tables and files.
     record, resume, callbacks, seed, device, dtype, engine: as in `solve`.

@@ -189,7 +189,7 @@ def caveats(
         )
     if by_rate and cut is None:
         found.append(
-            f"No cut has an expected false-discovery rate of {rate:.0%} with so few held-out clean samples, so nothing "
+            f"No cut can promise a false-discovery rate of {rate:.0%} with so few held-out clean samples, so nothing "
             "is flagged: give more clean samples, or flag above one half."
         )
     return found

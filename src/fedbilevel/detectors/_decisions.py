@@ -12,19 +12,27 @@ NUM_BINS = 200  # of the log-odds of a wrong label
 
 
 def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
-    """Return the lowest cut of log-odds at which few of the flags are expected to be false.
+    """Return the lowest cut of log-odds at which few of the flags are false, in 95 % of all draws.
 
-    seen, unseen: numbers of samples by bin, from the least to the most suspicious one. The share of
-    right labels above a cut is at most (1 + unseen samples above it) / (1 + unseen samples), as in
-    conformal tests. None if no cut reaches the rate, for example with few unseen samples.
+    seen, unseen: numbers of samples by bin, from the least to the most suspicious one. The unseen
+    samples have right labels, so their share above a cut, with a 95 % bound for its sampling error,
+    bounds the share of right labels above it. None if no cut reaches the rate, for example with few
+    unseen samples.
     """
     above = lambda counts: counts.flip(0).cumsum(0).flip(0)
-    flags, false = above(seen), num_right * (1 + above(unseen)) / (1 + float(unseen.sum()))
+    flags, num = above(seen), float(unseen.sum())
+    false = num_right * (upper_bound(above(unseen)) / max(num, 1.0)).clamp(max=1)
     good = ((false <= rate * flags) & (flags > 0)).nonzero()[:, 0]
     if not len(good):
         return None
     first = int(good[0])
     return {"log_odds": _rows.edge(first, NUM_BINS), "flags": float(flags[first]), "false": float(false[first])}
+
+
+def upper_bound(count: Tensor) -> Tensor:
+    """Return the 95 % upper bound of the mean of a Poisson count (Wilson and Hilferty, 1931)."""
+    more = count + 1
+    return more * (1 - 1 / (9 * more) + 1.645 / (3 * more.sqrt())) ** 3
 
 
 def judged(

@@ -65,7 +65,8 @@ class Confident(OwnLoss):
         first = torch.where(fits.any(2), fits.double().argmax(2), MARGINS)
         first[range(num_classes), range(num_classes)] = MARGINS
         cuts = (first / MARGINS * 2 - 1).flatten().to(state.y.dtype)
-        return state._replace(x=fed.mean(self.flagged, cuts=cuts, **now).x)
+        # without W there is no cut at a false-discovery rate, because x holds no probabilities
+        return state._replace(x=fed.mean(self.flagged, cuts=cuts, **now).x, weights=torch.zeros_like(state.weights))
 
     @phase
     def confidences(self, clients: Clients, score: Tensor, heat: float) -> dict[str, Tensor]:

@@ -27,15 +27,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedbilevel.detectors import _rows
 from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import HEATS
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.tasks import soft_labels
-
-_CERTAIN = 1e-9  # of a transition matrix without noise, whose logarithms must be finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +44,15 @@ class OwnLoss(Scored):
         return state._replace(x=fed.mean(self.probabilities, score=state.score, heat=state.heat).x)
 
     def scored(self, fed: Federation, state: Detector.State) -> Detector.State:
-        """Return the state with W, leave-one-out scores, and b, which maximises the likelihood."""
+        """Return the state with W, leave-one-out scores, and b, which maximises the likelihood.
+
+        There is no model of the noise: with a uniform T, posteriors are those of the classifier.
+        """
         sums = (state.given + state.clean).double().view(len(state.centre) + 1, -1)
         num_classes = sums.shape[1]
         state = self.first(fed, state, sums, state.y.new_ones(num_classes))
         heat = HEATS[int(fed.mean(self.fit, score=state.score).fit.argmax())]
-        sure = torch.eye(num_classes, dtype=state.y.dtype, device=state.y.device).clamp(min=_CERTAIN)
-        return state._replace(heat=heat, transition=_rows.rows_normed(sure).flatten())
+        return state._replace(heat=heat, transition=state.y.new_full((num_classes**2,), 1 / num_classes))
 
     @phase
     def fit(self, clients: Clients, score: Tensor) -> dict[str, Tensor]:
