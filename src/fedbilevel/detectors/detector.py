@@ -37,7 +37,7 @@ class Detector(ServerAlgorithm):
     targets: Literal["auto", "kept", "soft"] = setting(
         "auto",
         "train the cleaned classifier on labels that are kept, or on all posteriors; auto: posteriors if more than "
-        "half of the labels are estimated to be wrong",
+        "80 % of the labels are estimated to be wrong",
     )
     reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
@@ -305,7 +305,7 @@ class Detector(ServerAlgorithm):
     # ---- forms ----------------------------------------------------------------------------------------------------
 
     def _soft(self, state: State) -> bool:
-        return self.targets == "soft" or (self.targets == "auto" and state.found["noise"] > 0.5)
+        return self.targets == "soft" or (self.targets == "auto" and state.found["noise"] > 0.8)
 
     def _pair(self, state: State, flat: Tensor) -> Tensor:
         """Return both classifiers (2, d + 1, C) in float64."""
