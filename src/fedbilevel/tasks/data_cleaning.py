@@ -169,6 +169,7 @@ class DataCleaning(Task):
         shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
         (dim,) = shapes.sample("image", "train", "val", "test", ndim=1)
         num_classes, random = shapes.classes(), None
+        fit = _corrected if self.learn == "labels" else _trusted
         if self.features == "convolutional":
             random = RandomConvolutions.of(dim)
             dim = random.num_features
@@ -177,10 +178,7 @@ class DataCleaning(Task):
             shapes.sample("wrong", "train", kinds=("bool", "int"), ndim=0)
         return Problem(
             upper=lambda x, y, batch: _losses(y, batch),
-            lower=lambda x, y, batch: (
-                (_corrected if self.learn == "labels" else _trusted)(x, y, batch)
-                + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
-            ),
+            lower=lambda x, y, batch: fit(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"logit": torch.zeros(sizes["train"] * (num_classes if self.learn == "labels" else 1))},
             y0=self._start(dim, num_classes),
             scopes=Scopes(upper="private"),
