@@ -95,7 +95,7 @@ def clean_command(
     else:
         task = chosen(DataCleaning, values, {})
         clients = task.build().clients
-        features = "convolutional" if features == "auto" and task.data != "digits" else features
+        features = "convolutional" if features == "auto" else features
     settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
     with terminal.Bar(detector, ("test_accuracy", "f1")) as bar:
         found = clean_labels(
