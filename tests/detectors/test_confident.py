@@ -31,6 +31,7 @@ def test_own_loss_keeps_the_probabilities_without_the_sample():
     _, p = left_out(built, detector)
     np.testing.assert_allclose(posteriors(fed, state, built), p, atol=1e-9)
     assert state.transition.tolist() == pytest.approx([1 / CLASSES] * CLASSES**2)  # no model of the noise
+    assert drive(detector, built, 2)[1].found["cut"] is None
 
 
 def test_confident_learning_flags_as_many_labels_of_a_pair_as_it_counts():

@@ -41,7 +41,9 @@ class OwnLoss(Scored):
 
     def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
         state = self.scored(fed, state)
-        return state._replace(x=fed.mean(self.probabilities, score=state.score, heat=state.heat).x)
+        # without W there is no cut at a false-discovery rate: these q estimate too many wrong labels for it
+        x = fed.mean(self.probabilities, score=state.score, heat=state.heat).x
+        return state._replace(x=x, weights=torch.zeros_like(state.weights))
 
     def scored(self, fed: Federation, state: Detector.State) -> Detector.State:
         """Return the state with W, leave-one-out scores, and b, which maximises the likelihood.
