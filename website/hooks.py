@@ -106,6 +106,7 @@ def api_page() -> str:
     groups = {
         "Run": ["solve", "compare", "tune", "write_report", "Result"],
         "Problems": ["Problem", "Scopes"],
+        "Cleaning of labels": ["clean_labels", "Cleaning"],
         "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
         "Step sizes": ["suggest_steps", "curvature", "projection_radius"],

@@ -14,6 +14,8 @@ from fedbilevel._version import __version__ as __version__
 if TYPE_CHECKING:
     from fedbilevel import tasks
     from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
+    from fedbilevel.cleaning.clean import clean_labels
+    from fedbilevel.cleaning.outcome import Cleaning
     from fedbilevel.data.folders import read_folders
     from fedbilevel.engines.contract import check_engine
     from fedbilevel.errors import FedBilevelError
@@ -34,6 +36,8 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "checks.algorithm": ["check_algorithm"],
     "checks.hypergradient": ["check_hypergradient"],
     "checks.problem": ["check_problem"],
+    "cleaning.clean": ["clean_labels"],
+    "cleaning.outcome": ["Cleaning"],
     "data.folders": ["read_folders"],
     "engines.contract": ["check_engine"],
     "errors": ["FedBilevelError"],
@@ -52,10 +56,11 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
-_NAMESPACES = ("algorithms", "tasks")  # fb.tasks.DataCleaning, fb.algorithms.FedBiO
+_NAMESPACES = ("algorithms", "detectors", "tasks")  # fb.tasks.DataCleaning, fb.algorithms.FedBiO
 
 __all__ = [
     "Averaging",
+    "Cleaning",
     "Cohort",
     "EarlyStopping",
     "FedBilevelError",
@@ -69,6 +74,7 @@ __all__ = [
     "check_engine",
     "check_hypergradient",
     "check_problem",
+    "clean_labels",
     "compare",
     "curvature",
     "projection_radius",

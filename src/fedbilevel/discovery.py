@@ -22,7 +22,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import fedbilevel.algorithms
+import fedbilevel.detectors
 import fedbilevel.tasks
+from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import PluginError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.tasks.task import Task
@@ -57,7 +59,17 @@ def own_tasks() -> list[str]:
     return list(_found(fedbilevel.tasks, Task))
 
 
+def detectors() -> dict[str, type[Detector]]:
+    """Return detectors of wrong labels: algorithms that need samples with labels."""
+    found = _found(fedbilevel.detectors, Detector)
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+
+
 def algorithm(name: str) -> type[Algorithm]:
+    """Return an algorithm or a detector by name."""
+    found = detectors().get(name)
+    if found is not None:
+        return found
     return _named("algorithm", name, fedbilevel.algorithms, Algorithm)
 
 

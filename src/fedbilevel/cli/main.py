@@ -16,6 +16,7 @@ from fedbilevel import discovery
 from fedbilevel._version import __version__
 from fedbilevel.cli import operator, terminal
 from fedbilevel.cli.check import check_command
+from fedbilevel.cli.clean import clean_command
 from fedbilevel.cli.compare import compare_command
 from fedbilevel.cli.data import data
 from fedbilevel.cli.federation import federation
@@ -46,6 +47,7 @@ def cli() -> None:
 def list_command() -> None:
     """List all algorithms and tasks with a short description."""
     terminal.console.print(tables.names("Algorithms", discovery.algorithms()))
+    terminal.console.print(tables.names("Detectors of wrong labels", discovery.detectors()))
     terminal.console.print(tables.names("Tasks", discovery.tasks()))
     terminal.console.print("To see the flags of a task and an algorithm: fedbilevel run TASK --algorithm NAME --help")
 
@@ -68,6 +70,7 @@ for command in (
     resume_command,
     demo_command,
     check_command,
+    clean_command,
     compare_command,
     personalise_command,
     influence_command,

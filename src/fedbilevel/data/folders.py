@@ -46,6 +46,15 @@ def read_folder(path: Path | str, *, num_classes: int | None = None) -> dict[str
     return {role: _read(place, role, num_classes) for role, place in files.items()}
 
 
+def read_roles(path: Path | str) -> dict[str, Fields]:
+    """Read the data of one client, of which only `train` is required."""
+    folder, files = Path(path), _files(Path(path))
+    if "train" not in files:
+        held = ", ".join(place.name for place in files.values()) or "no file of data"
+        raise DataError(f"{folder} holds {held}, but nothing for the role 'train': add train{FORMATS}.")
+    return {role: _read(place, role, None) for role, place in files.items()}
+
+
 def read_folders(path: Path | str, *, num_classes: int | None = None) -> dict[str, dict[str, Fields]]:
     """Read the data of many clients: client -> role -> field -> array.
 

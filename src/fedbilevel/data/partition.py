@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -80,6 +80,24 @@ def shards(labels: np.ndarray, num_clients: int, per_client: int, rng: np.random
     return [
         np.sort(np.concatenate([cut[i] for i in own])) for own in rng.permutation(num).reshape(num_clients, per_client)
     ]
+
+
+def spread(
+    labels: np.ndarray,
+    num_clients: int,
+    how: Literal["iid", "dirichlet", "shards"],
+    rng: np.random.Generator,
+    *,
+    alpha: float = 0.5,
+    per_client: int = 2,
+) -> list[np.ndarray]:
+    """Return indices for each client by the name of a partition.
+
+    alpha: concentration, for `dirichlet`. per_client: shards of a client, for `shards`.
+    """
+    if how == "dirichlet":
+        return dirichlet(labels, num_clients, alpha, rng, least=2)
+    return shards(labels, num_clients, per_client, rng) if how == "shards" else iid(len(labels), num_clients, rng)
 
 
 def by_label(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:

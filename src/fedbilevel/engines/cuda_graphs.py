@@ -65,6 +65,9 @@ class _Addressed(Clients):
     def scratch(self) -> NoReturn:
         raise NotCapturable("it reads or writes scratch")
 
+    def samples(self, role: str) -> NoReturn:
+        raise NotCapturable("it reads samples of unequal numbers")
+
     def draw(self, purpose: str, high: int, *, step: int = 0) -> NoReturn:
         raise NotCapturable("it draws integers of its own")
 

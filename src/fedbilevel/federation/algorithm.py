@@ -143,7 +143,11 @@ class Algorithm(Settings):
     refuses: by scope, the reason why the method is meaningless for such a problem.
     needs_everyone: whether every client must answer every call, so that cohorts are refused.
     learns_x: whether the method changes x, so that x must have an effect on the upper loss.
+    minimises: whether the losses of a problem should fall during a run, so that a run whose losses
+        rise is judged as failed.
     lengths: by name, lengths of declared sequences that differ from the length of their space.
+    statistics: names of vectors that the server makes from sums and sends back, which are in neither
+        space and have any length; clients accept no other array.
     """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -153,7 +157,9 @@ class Algorithm(Settings):
     refuses: ClassVar[Mapping[str, str]] = {}
     needs_everyone: ClassVar[bool] = False
     learns_x: ClassVar[bool] = True
+    minimises: ClassVar[bool] = True
     lengths: ClassVar[Mapping[str, int]] = {}
+    statistics: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def name(cls) -> str:

@@ -197,6 +197,29 @@ class Clients:
             role, purpose, 0, self.batch_size(role, outside=True), times, None
         )
 
+    def samples(self, role: str) -> list[dict[str, Tensor]]:
+        """Return all samples of every client, each with its own number of rows.
+
+        This is for methods that need sums over samples which are no derivatives. With features, the
+        problem computes them once and the host keeps them. Every sample is charged.
+        """
+        if self.bill is not None:
+            self.bill.whole[role] += 1
+        else:
+            self.host.ledger.charge("samples", self._ids, self.host.data_of(role).sizes[role][self.positions])
+        return [self.host.samples_of(role, position) for position in self.positions.tolist()]
+
+    def unpadded(self, x: Tensor) -> list[Tensor]:
+        """Return the private rows of x, each without padding."""
+        sizes = self.host.x_sizes
+        return list(x) if sizes is None else [row[:size] for row, size in zip(x, sizes[self.positions], strict=True)]
+
+    def padded(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return private rows of x as one matrix with padding, the inverse of `unpadded`."""
+        if self.host.x_sizes is None:
+            return torch.stack(list(rows))
+        return self.host.pad(torch.cat([self.host.x0.new_zeros(0), *rows]), self.positions)
+
     def draw(self, purpose: str, high: int, *, step: int = 0) -> Tensor:
         """Return (k,) integers in [0, high), each from its client's own stream."""
         many = torch.full((len(self),), high)

@@ -52,6 +52,7 @@ class Host(Population):
         self.parts = self._parts(algorithm.held_share())
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
         self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
+        self._features: dict[tuple[str, int], Tensor] = {}  # by role and position
         self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
 
     def _parts(self, share: float) -> dict[str, ClientData]:
@@ -77,6 +78,21 @@ class Host(Population):
     def data_of(self, role: str) -> ClientData:
         """Return the data that phases see in this role."""
         return self.parts.get(role, self.data)
+
+    def samples_of(self, role: str, position: int) -> dict[str, Tensor]:
+        """Return the samples of one client, with the problem's features if it has any.
+
+        The features must not depend on x; they are computed once for every role.
+        """
+        data = self.data_of(role)
+        start, size = int(data.offsets[role][position]), int(data.sizes[role][position])
+        fields = {name: rows[start : start + size] for name, rows in data.fields[role].items()}
+        if self.problem.features is None:
+            return fields
+        if (role, position) not in self._features:
+            x = self.layout_x.unravel(self._own_x(position))
+            self._features[role, position] = self.problem.features(x, fields)
+        return {**fields, "features": self._features[role, position]}
 
     def width(self, name: str) -> int:
         space = self.algorithm.space(name)

@@ -151,7 +151,7 @@ class Loop:
         A measurement that is taken only because the run ends must not change a resumed run.
         """
         recovery, row = self.recovery, self.fed.judged(row)
-        if not row:
+        if not row or not self.algorithm.minimises:
             return
         wrong = recovery.add(row, self.state) if is_due else ""
         if last and (wrong := wrong or recovery.health.wrong_at_end(row)):

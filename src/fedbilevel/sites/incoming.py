@@ -169,7 +169,8 @@ class Incoming:
 
     def _checked(self, name: str, array: Tensor) -> Tensor:
         try:
-            width = self.host.width(name)
+            free = name in self.algorithm.statistics and array.ndim == 1
+            width = len(array) if free else self.host.width(name)
         except KeyError:
             raise WireError(
                 f"a message brings an array named {name:.40}, which {self.algorithm.name()} does not declare."

@@ -9,6 +9,13 @@ client. y is a classifier that all clients share:
 
 A sample whose weight falls below one half is flagged as wrong.
 
+With learn="labels", x_i holds C logits per training sample, one per class, and corrects its label:
+
+    g_i(x_i, y) = 1/n_i sum_j CE(y; q_ij) + l2/2 |y|^2,   q_ij = softmax(x_ij + 8 e_label)
+
+so x = 0 stands for the labels as they are given. A sample is flagged if its given label has q below
+one half. Detectors of wrong labels need this form.
+
 Models: `linear` makes the lower level strongly convex. `mlp`, three fully connected layers as in
 the paper, does not: l2 cannot outweigh the negative curvature of a network, so y*(x) need not be
 unique, H need not be positive definite and no method has its guarantee there. Second derivatives of
@@ -35,6 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,14 +50,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from fedbilevel.data.corruption import flip_labels
-from fedbilevel.data.partition import iid, take_per_class
+from fedbilevel.data.corruption import flip_by_client, flip_labels
+from fedbilevel.data.partition import iid, spread, take_per_class
+from fedbilevel.data.random_features import RandomConvolutions
+from fedbilevel.data.sets.cifar10 import human_labels
 from fedbilevel.data.sets.digits import digits
 from fedbilevel.data.sets.images import Images, train_and_test
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks import soft_labels
 from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.task import Built, Shapes, Task
@@ -68,15 +79,34 @@ class DataCleaning(Task):
     )
     share: float = setting(1.0, "share of all images that is used, if they are read from files", above=0, most=1)
     noise: float = setting(0.4, "share of training labels that are corrupted", symbol="rho", least=0, most=1)
-    flip: Literal["wrong", "uniform"] = setting(
-        "wrong", "a corrupted label is a wrong one, or any label, also the true one, as in the paper"
+    noise_most: float | None = setting(
+        None,
+        "largest share of a client: each client draws its own from noise to this value; None: noise",
+        above=0,
+        most=1,
     )
+    flip: Literal["wrong", "uniform", "asymmetric", "instance", "human"] = setting(
+        "wrong",
+        "a corrupted label is a wrong one; any label, also the true one, as in the paper; the next one; one that "
+        "depends on the image; or one of human annotators (cifar10)",
+    )
+    human: Literal["aggregate", "random1", "random2", "random3", "worst"] = setting(
+        "worst", "annotators of CIFAR-10N, for flip=human"
+    )
+    partition: Literal["iid", "dirichlet", "shards"] = setting("iid", "how training images are spread over clients")
+    alpha: float = setting(0.5, "concentration of partition=dirichlet", above=0)
     num_train: int | None = setting(
         None, "noisy training samples per client, 4500 in the paper; None: all that are left", least=1
     )
     num_clean: int = setting(20, "clean validation samples per client, 50 in the paper", least=1)
     test_share: float = setting(
         0.25, "share of the digits kept for testing; the other sets have a test part of their own", above=0, most=0.9
+    )
+    learn: Literal["weights", "labels"] = setting(
+        "weights", "x is one weight per training sample, or one logit per sample and class"
+    )
+    features: Literal["pixels", "convolutional"] = setting(
+        "pixels", "the model reads pixels, or random convolutional features by a shared seed"
     )
     model: Literal["linear", "mlp"] = setting("linear", "convex, or three fully connected layers, which are not")
     num_hidden: int = setting(100, "units of each of the two hidden layers of the MLP", least=1)
@@ -91,7 +121,7 @@ class DataCleaning(Task):
         "fednest": {"lr_upper": 2000.0, "num_lower_rounds": 3, "num_terms": 10, "num_local_steps": 5},
         "fbo_aggitd": {"lr_upper": 1000.0, "num_lower_rounds": 5, "num_local_steps": 5},
     }
-    suggested_iterations = {"*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60}
+    suggested_iterations = {"*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 49, "confident": 42}
     headline = ("test_accuracy", "f1", "precision", "recall")
     needs = {
         "train": {
@@ -119,11 +149,10 @@ class DataCleaning(Task):
             np.setdiff1d(rest, np.concatenate([clean[label][: self.num_clean * holders[label]] for label in clean])),
             rng,
         )
-        noisy, wrong = flip_labels(labels[train], self.noise, num_classes, rng, to=self.flip)
+        noisy, parts = self._noisy(images, train, num_classes, rng)
+        wrong = noisy != labels[train]
         clients = []
-        for i, (mine, testing) in enumerate(
-            zip(iid(len(train), self.num_clients, rng), iid(len(test), self.num_clients, rng), strict=True)
-        ):
+        for i, (mine, testing) in enumerate(zip(parts, iid(len(test), self.num_clients, rng), strict=True)):
             start = i // num_classes * self.num_clean
             own = clean[i % num_classes][start : start + self.num_clean]
             clients.append(
@@ -139,18 +168,25 @@ class DataCleaning(Task):
         self.check(shapes)
         shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
         (dim,) = shapes.sample("image", "train", "val", "test", ndim=1)
+        num_classes, random = shapes.classes(), None
+        fit = _corrected if self.learn == "labels" else _trusted
+        if self.features == "convolutional":
+            random = RandomConvolutions.of(dim)
+            dim = random.num_features
         marked, tested = shapes.has("train", "wrong"), shapes.has("test", "image", "label")
         if marked:
             shapes.sample("wrong", "train", kinds=("bool", "int"), ndim=0)
         return Problem(
             upper=lambda x, y, batch: _losses(y, batch),
-            lower=lambda x, y, batch: (
-                _trusted(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
-            ),
-            x0=lambda sizes: {"logit": torch.zeros(sizes["train"])},
-            y0=self._start(dim, shapes.classes()),
+            lower=lambda x, y, batch: fit(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
+            x0=lambda sizes: {"logit": torch.zeros(sizes["train"] * (num_classes if self.learn == "labels" else 1))},
+            y0=self._start(dim, num_classes),
             scopes=Scopes(upper="private"),
-            statistics={**({"train": _flagged} if marked else {}), **({"test": _tested} if tested else {})},
+            features=None if random is None else (lambda x, batch: random(batch["image"])),
+            statistics={
+                **({"train": partial(_flagged, num_classes if self.learn == "labels" else None)} if marked else {}),
+                **({"test": _tested} if tested else {}),
+            },
             metrics=_metrics,
             name="data_cleaning",
         )
@@ -160,7 +196,10 @@ class DataCleaning(Task):
         served = accuracies(problem, clients, result, role="test", right="right", of="tested")
         if result.x is None:  # weights never leave their site
             return served
-        weights = [torch.sigmoid(tree["logit"].detach().double().cpu()).numpy() for tree in result.x]
+        weights = [
+            _trust(tree["logit"].detach().double().cpu(), torch.as_tensor(np.asarray(client["train"]["label"]))).numpy()
+            for tree, client in zip(result.x, clients, strict=True)
+        ]
         every = np.concatenate(weights)
         if every.min() == every.max():  # a method that learns no weights
             return served
@@ -195,6 +234,26 @@ class DataCleaning(Task):
         looks = np.stack([np.asarray(clients[owner[i]]["train"]["image"])[place[i]] for i in first])
         found.append(images("Most suspicious samples", about, looks, facts))
         return [*(one for one in found if one is not None), *served]
+
+    def _noisy(
+        self, images: Images, train: np.ndarray, num_classes: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the given labels of the training images, and the parts of the clients."""
+        labels = images.label[train]
+        parts = lambda: spread(labels, self.num_clients, self.partition, rng, alpha=self.alpha)
+        if self.flip == "human":
+            if self.data != "cifar10" or self.share != 1:
+                raise ProblemError(
+                    f"flip is 'human' for a share of {self.share} of {self.data}, but annotators labelled all images "
+                    "of cifar10: use data='cifar10' and share=1, or another flip."
+                )
+            return human_labels(self.human, self.data_dir)[train], parts()
+        rows = images.image[train]
+        if self.noise_most is not None:
+            return flip_by_client(
+                labels, parts(), (self.noise, self.noise_most), num_classes, rng, to=self.flip, rows=rows
+            )
+        return flip_labels(labels, self.noise, num_classes, rng, to=self.flip, rows=rows)[0], parts()
 
     def _images(self, rng: np.random.Generator) -> tuple[Images, np.ndarray, Images]:
         """Return images, the positions of those that are not for testing, and the test images."""
@@ -239,27 +298,49 @@ def _scores(y: Any, image: Tensor) -> Tensor:
     return linear(image, y["head.weight"], y["head.bias"])
 
 
+def _inputs(batch: Any) -> Tensor:
+    return batch["features"] if "features" in batch else batch["image"]
+
+
 def _losses(y: Any, batch: Any) -> Tensor:
-    return cross_entropy(_scores(y, batch["image"]), batch["label"], reduction="none")
+    return cross_entropy(_scores(y, _inputs(batch)), batch["label"], reduction="none")
 
 
 def _trusted(x: Any, y: Any, batch: Any) -> Tensor:
     return torch.sigmoid(x["logit"][batch["index"]]) * _losses(y, batch)
 
 
-def _flagged(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    flagged, wrong = x["logit"][batch["index"]] < 0, batch["wrong"].bool()
+def _corrected(x: Any, y: Any, batch: Any) -> Tensor:
+    """Return the cross-entropy of every sample with its corrected label."""
+    scores = _scores(y, _inputs(batch))
+    return -(soft_labels.in_batch(x, batch, scores.shape[-1]) * scores.log_softmax(-1)).sum(-1)
+
+
+def _trust(logit: Tensor, label: Tensor) -> Tensor:
+    """Return the weight of every given label: sigmoid(x) of weights, q of labels."""
+    if len(logit) == len(label):
+        return torch.sigmoid(logit)
+    return soft_labels.of_given(soft_labels.posterior(logit, label), label)
+
+
+def _flagged(num_classes: int | None, x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+    """Count flags; num_classes is None if x holds weights."""
+    wrong = batch["wrong"].bool()
+    if num_classes is None:
+        flagged = x["logit"][batch["index"]] < 0
+    else:
+        flagged = soft_labels.of_given(soft_labels.in_batch(x, batch, num_classes), batch["label"]) < 0.5
     return {"tp": flagged & wrong, "fp": flagged & ~wrong, "fn": ~flagged & wrong}
 
 
 def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    right = _scores(y, batch["image"]).argmax(-1) == batch["label"]
+    right = _scores(y, _inputs(batch)).argmax(-1) == batch["label"]
     return {"right": right, "tested": torch.ones_like(right)}
 
 
 def _metrics(sums: Any) -> dict[str, float]:
     """Divide sums over all clients, because a mean of the clients' ratios is a different figure."""
-    accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if "tested" in sums else {}
+    accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if sums.get("tested") else {}
     if "tp" not in sums:
         return accuracy
     flagged, wrong = sums["tp"] + sums["fp"], sums["tp"] + sums["fn"]

@@ -22,6 +22,7 @@ from fedbilevel.data.sets import packed
 from fedbilevel.errors import DataError
 
 FILE = "cifar10/cifar10_jpeg.npz"
+HUMAN_FILE = "cifar10/cifar10n.npz"
 SIDE = 32
 
 
@@ -32,12 +33,30 @@ class Cifar10(NamedTuple):
 
 
 Part = Literal["train", "test"]
+Human = Literal["aggregate", "random1", "random2", "random3", "worst"]
 
 
 def num_images(part: Part, data_dir: str | Path | None = None) -> int:
     """Return the number of images without decoding them."""
     (place,) = find(FILE, data_dir=data_dir)
     return len(packed.read(place, (f"{part}_labels",), "CIFAR-10")[0])
+
+
+def human_labels(kind: Human, data_dir: str | Path | None = None) -> np.ndarray:
+    """Return labels of the training part by human annotators, in the order of `cifar10("train")`.
+
+    CIFAR-10N (Wei et al., "Learning with Noisy Labels Revisited", ICLR 2022): three annotators per
+    image, the majority of them, or a wrong one if there is any.
+    """
+    (place,) = find(HUMAN_FILE, data_dir=data_dir)
+    labels = packed.read(place, (kind,), "CIFAR-10N")[0].astype(np.int64)
+    num = num_images("train", data_dir)
+    if labels.shape != (num,) or labels.min() < 0 or labels.max() > 9:
+        raise DataError(
+            f"{place} has {labels.shape} labels for the {num} training images of CIFAR-10, expected one of 0 to 9 "
+            "for each: get the file anew."
+        )
+    return labels
 
 
 def cifar10(

@@ -1,0 +1,1 @@
+"""Cleaning of labels across clients: detect, check, report."""

@@ -1,0 +1,157 @@
+"""`clean_labels`: find wrong labels across clients, check the result and report it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fedbilevel import discovery
+from fedbilevel.cleaning.outcome import Cleaning, caveats
+from fedbilevel.cleaning.prepared import Features, Prepared, prepared
+from fedbilevel.detectors.detector import Detector
+from fedbilevel.engines.ranks import EngineName
+from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.runs.callbacks import Callback
+from fedbilevel.runs.record import Record
+from fedbilevel.runs.result import Result
+from fedbilevel.runs.solve import solve
+from fedbilevel.settings import made
+from fedbilevel.tasks import soft_labels
+
+
+def clean_labels(
+    clients: Sequence[Holdings],
+    *,
+    detector: Detector | str = "label_em",
+    features: Features = "auto",
+    num_classes: int | None = None,
+    flag: Literal["half", "rate"] = "half",
+    names: Sequence[str] | None = None,
+    class_names: Sequence[str] | None = None,
+    files: Sequence[Sequence[str]] | None = None,
+    record: Path | str | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    callbacks: Sequence[Callback] = (),
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    engine: EngineName = "simulation",
+    **settings: Any,
+) -> Cleaning:
+    """Find wrong labels of all clients, train a classifier without them, and check its worth.
+
+    Only sums and models travel between the clients and the server. Half of the clean samples are
+    held out: on them, the classifier of the cleaned labels is compared with the classifier of the
+    given labels, and it is rejected if its log-likelihood is significantly lower.
+
+    clients: one dict per client. `train` has `image` and `label`; `val` has the samples whose labels
+        were checked, and may be absent at some clients; `test` is optional.
+    detector: a name (`fedbilevel list` shows all), with its settings as further keywords, or an
+        instance.
+    features: "given" uses rows as they are; "convolutional" computes random convolutional features
+        of square images; "auto" does so for images with rows and columns; a module that maps images
+        to rows, for example a pretrained network without its last layer, is best.
+    num_classes: number of classes; None: the largest label plus one.
+    flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
+        false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
+    names, class_names, files: names of the clients, of the classes, and of the samples of every
+        client, for tables and files.
+    record, resume, callbacks, seed, device, dtype, engine: as in `solve`.
+
+    >>> import numpy as np
+    >>> import fedbilevel as fb
+    >>> rng = np.random.default_rng(0)
+    >>> def samples(num):
+    ...     label = rng.integers(0, 3, num)
+    ...     return {"image": rng.normal(size=(num, 5)) + 4 * np.eye(3, 5)[label], "label": label}
+    >>> clients = [{"train": samples(100), "val": samples(20)} for _ in range(4)]
+    >>> for client in clients:
+    ...     client["train"]["label"][:10] = (client["train"]["label"][:10] + 1) % 3
+    >>> found = fb.clean_labels(clients)
+    >>> found.verdict, len(found.suspects()), sum(int(flags[:10].sum()) for flags in found.flags)
+    ('accepted', 40, 40)
+    """
+    chosen = _detector(detector, settings)
+    if flag not in ("half", "rate"):
+        raise SettingError(f"flag is {flag!r}, expected 'half' or 'rate'.")
+    ready = prepared(clients, features, num_classes)
+    labelled = _names("class_names", class_names, ready.num_classes, "class")
+    named = _names("names", names, len(ready.clients), "client")
+    length = chosen.num_iterations()
+    result = solve(
+        ready.problem, ready.clients, chosen, num_iterations=length, measure_every=length, residuals=False,
+        record=record, resume=resume, seed=seed, callbacks=callbacks, device=device, dtype=dtype, engine=engine,
+        describe={"cleaning": {"flag": flag}},
+    )  # fmt: skip
+    cleaning = _outcome(chosen, ready, result, flag, named, labelled, files)
+    if result.path is not None and engine == "simulation":
+        Record(result.path).write_findings(ready.task.findings(ready.problem, _shown(ready, clients), result))
+    return cleaning
+
+
+def _outcome(
+    chosen: Detector,
+    ready: Prepared,
+    result: Result,
+    flag: str,
+    names: list[str],
+    class_names: list[str],
+    files: Sequence[Sequence[str]] | None,
+) -> Cleaning:
+    state, found = result.state, dict(result.state.found)
+    if "verdict" not in found:
+        found = {"verdict": "unchecked", "num_guard": 0.0, "gain": 0.0, "gain_error": float("inf"), "t": 0.0, **found}
+    labels = [client["train"]["label"] for client in ready.clients]
+    posteriors = [
+        soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(label)).double().numpy()
+        for tree, label in zip(result.x, labels, strict=True)
+    ]
+    wrong = [1 - q[np.arange(len(q)), label] for q, label in zip(posteriors, labels, strict=True)]
+    cut = found.get("cut")
+    least = 0.5 if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
+    num_clean = state.clean.double().view(-1, ready.num_classes)[-1] * len(ready.clients)
+    notes = caveats(
+        num_clean=num_clean.tolist(), num_clients=len(ready.clients), share=float(state.counts[2]), cut=cut,
+        by_rate=flag == "rate", rate=chosen.rate, class_names=class_names,
+    )  # fmt: skip
+    transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
+    return Cleaning(
+        names, class_names, labels, posteriors, [own >= least for own in wrong], transition, found, notes, result,
+        ready.rows, files,
+    )  # fmt: skip
+
+
+def _detector(given: Any, settings: dict[str, Any]) -> Detector:
+    if isinstance(given, str):
+        known = discovery.detectors()
+        if given not in known:
+            raise UnknownNameError("detector", given, known)
+        return made(known[given], settings)
+    if not isinstance(given, Detector) or settings:
+        raise SettingError(
+            f"detector is {given!r:.80} with the settings {', '.join(settings) or 'none'}, expected a name such as "
+            "'label_em' with its settings, or a detector that has its settings already."
+        )
+    return given
+
+
+def _names(what: str, given: Sequence[str] | None, num: int, kind: str) -> list[str]:
+    if given is None:
+        return [str(i) if kind == "class" else f"client-{i}" for i in range(num)]
+    if isinstance(given, str) or len(given) != num or not all(isinstance(name, str) for name in given):
+        raise SettingError(f"{what} is {given!r:.80}, expected {num} names, one for each {kind}.")
+    return list(given)
+
+
+def _shown(ready: Prepared, clients: Sequence[Holdings]) -> list[dict[str, Any]]:
+    """Return the prepared clients with the images as they were given, for pictures."""
+    flat = lambda client: np.asarray(client["train"]["image"]).reshape(len(client["train"]["label"]), -1)
+    return [
+        {**own, "train": {**own["train"], "image": flat(given)}}
+        for own, given in zip(ready.clients, clients, strict=True)
+    ]

@@ -1,0 +1,195 @@
+"""The outcome of cleaning: suspects, noise rates, the guard's verdict, and sentences about them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedbilevel.errors import DataError
+from fedbilevel.runs.result import Result
+
+COLUMNS = ("file", "sample", "label", "suggested", "probability", "flagged")
+FEW_CLIENTS = 0.5  # share of clients with clean samples below which a sentence warns
+
+
+class Suspect(NamedTuple):
+    """A training sample whose label may be wrong.
+
+    probability: that the given label is wrong.
+    """
+
+    client: str
+    sample: int
+    label: str
+    suggested: str
+    probability: float
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """The outcome of `clean_labels`.
+
+    noise: estimated share of wrong labels of every client.
+    transition: T (C, C); T[k, l] estimates how often a sample of class k has the label l.
+    posteriors: one matrix (n, C) per client, the probabilities of the true classes; these belong to
+        their clients, and only a simulation has them all.
+    verdict: "accepted", "rejected" or "unchecked", as the guard decided.
+    gain, interval: gain in accuracy on held-out clean samples, and its 95 % interval.
+    model: the classifier that the guard chose, as weights and biases.
+    """
+
+    names: Sequence[str]
+    class_names: Sequence[str]
+    labels: Sequence[np.ndarray]
+    posteriors: Sequence[np.ndarray]
+    flags: Sequence[np.ndarray]
+    transition: np.ndarray
+    found: Mapping[str, Any]
+    caveats: Sequence[str]
+    result: Result
+    rows: Callable[[Any], np.ndarray]
+    files: Sequence[Sequence[str]] | None = None
+
+    @property
+    def verdict(self) -> str:
+        return str(self.found["verdict"])
+
+    @property
+    def wrong(self) -> list[np.ndarray]:
+        """Probabilities that each given label is wrong, one array per client."""
+        return [1 - q[np.arange(len(q)), label] for q, label in zip(self.posteriors, self.labels, strict=True)]
+
+    @property
+    def noise(self) -> dict[str, float]:
+        return {name: float(own.mean()) for name, own in zip(self.names, self.wrong, strict=True)}
+
+    @property
+    def gain(self) -> float:
+        return float(self.found["gain"])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        half = 1.96 * self.found["gain_error"]
+        return self.gain - half, self.gain + half
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return dict(self.result.y)
+
+    def predict(self, images: Any) -> np.ndarray:
+        """Return the classes of images, in the form in which they were given for cleaning."""
+        y = {name: leaf.detach().double().cpu().numpy() for name, leaf in self.model.items()}
+        return (self.rows(images) @ y["weight"] + y["bias"]).argmax(1)
+
+    def suspects(self, most: int | None = None) -> list[Suspect]:
+        """Return the flagged samples of all clients, the most suspicious ones first."""
+        every = [self._suspect(i, int(j)) for i, flags in enumerate(self.flags) for j in np.flatnonzero(flags)]
+        return sorted(every, key=lambda one: -one.probability)[:most]
+
+    def kept(self, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the clients without their flagged training samples, to train any model."""
+        return [
+            {**client, "train": {name: np.asarray(values)[~flags] for name, values in client["train"].items()}}
+            for client, flags in zip(clients, self.flags, strict=True)
+        ]
+
+    def client_transition(self, number: int) -> np.ndarray:
+        """Return the transition matrix of one client, from its own posteriors."""
+        q, label = self.posteriors[number], self.labels[number]
+        counts = q.T @ np.eye(q.shape[1])[label] + self.transition
+        return np.asarray(counts / counts.sum(1, keepdims=True))
+
+    def write_csv(self, folder: Path | str) -> list[Path]:
+        """Write one file per client with all its training samples, which belongs to that client."""
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{place} cannot be made ({error.strerror}): name another folder.") from error
+        written = []
+        for i, name in enumerate(self.names):
+            order = np.argsort(-self.wrong[i], kind="stable")
+            written.append(place / f"{name}.csv")
+            with written[-1].open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(COLUMNS)
+                for j in order.tolist():
+                    one = self._suspect(i, j)
+                    writer.writerow(
+                        [one.file, j, one.label, one.suggested, f"{one.probability:.6f}", int(self.flags[i][j])]
+                    )
+        return written
+
+    @property
+    def sentence(self) -> str:
+        """Return what was found and what it is worth, in two sentences at most."""
+        num, flagged = sum(map(len, self.labels)), sum(int(flags.sum()) for flags in self.flags)
+        first = f"{flagged:,} of {num:,} labels are flagged as wrong"
+        if self.verdict == "unchecked":
+            what = f"{self.found['num_guard']:.0f} held-out clean samples"
+            if self.found.get("unseen"):
+                what += f", and none of {self.found['unseen']} of {len(self.class_names)} classes,"
+            return (
+                f"{first}. Only {what} can check the result, so nothing is promised and the model is the one of the "
+                "given labels: look at the suspects before you act on them."
+            )
+        low, high = (100 * value for value in self.interval)
+        measured = (
+            f"on {self.found['num_guard']:.0f} held-out clean samples, the model trained on cleaned labels is right "
+            f"{100 * self.gain:+.1f} points more often (95 % interval {low:+.1f} to {high:+.1f}, t of the "
+            f"log-likelihood {self.found['t']:.1f})"
+        )
+        if self.verdict == "rejected":
+            return f"{first}, but the cleaning is rejected: {measured}, so the model is the one of the given labels."
+        return f"{first}, and the cleaning is accepted: {measured}."
+
+    def _suspect(self, client: int, sample: int) -> Suspect:
+        q, label = self.posteriors[client][sample], int(self.labels[client][sample])
+        return Suspect(
+            self.names[client], sample, self.class_names[label], self.class_names[int(q.argmax())],
+            float(1 - q[label]), self.files[client][sample] if self.files is not None else "",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<Cleaning of {len(self.names)} clients: {self.sentence}>"
+
+
+def caveats(
+    *, num_clean: Sequence[float], num_clients: int, share: float, cut: Mapping[str, float] | None, by_rate: bool,
+    rate: float, class_names: Sequence[str],
+) -> list[str]:  # fmt: skip
+    """Return what cannot be guaranteed with these clean samples.
+
+    num_clean: clean samples per class that detection uses. share: of clients with clean samples.
+    """
+    found = []
+    lacking = [name for name, num in zip(class_names, num_clean, strict=True) if num < 0.5]
+    if len(lacking) == len(class_names):
+        found.append(
+            "There are no clean samples: where most labels are wrong, the posteriors can be wrong as well without any "
+            "sign of it."
+        )
+    elif lacking:
+        whose = "this class" if len(lacking) == 1 else "these classes"
+        found.append(
+            f"No clean sample shows {', '.join(lacking[:10])}: labels of {whose} are judged by the given labels alone, "
+            "and the check does not see them."
+        )
+    if not lacking and share < FEW_CLIENTS:
+        found.append(
+            f"Only {math.floor(share * num_clients + 0.5)} of {num_clients} clients have clean samples: the check "
+            "speaks for data like theirs."
+        )
+    if by_rate and cut is None:
+        found.append(
+            f"No cut can promise a false-discovery rate of {rate:.0%} with so few held-out clean samples, so nothing "
+            "is flagged: give more clean samples, or flag above one half."
+        )
+    return found

@@ -1,0 +1,138 @@
+"""Data of clients in the form that detectors read: rows of features, labels and clean samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbilevel.data.random_features import RandomConvolutions
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.holdings import check_clients, fields_of
+from fedbilevel.problem.problem import Problem
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.task import Shapes
+
+Features = Literal["auto", "given", "convolutional"] | Callable[[Tensor], Tensor]
+MOST_FEATURES = 4096  # a client sends half of the square of their number once
+_AT_ONCE = 512
+
+
+class Prepared(NamedTuple):
+    """The problem of a detector and its clients.
+
+    rows: the function that turns images into the rows that the classifier reads.
+    """
+
+    task: DataCleaning
+    problem: Problem
+    clients: list[dict[str, dict[str, np.ndarray]]]
+    num_classes: int
+    rows: Callable[[Any], np.ndarray]
+
+
+def prepared(clients: Sequence[Holdings], features: Features, num_classes: int | None) -> Prepared:
+    """Return clients with rows of features, and with marks of the samples in `val` that are clean.
+
+    A client without clean samples gets one training sample in `val`, marked as not trusted, because
+    every client of a run needs that role.
+    """
+    check_clients(clients)
+    checked = [_checked(client, i) for i, client in enumerate(clients)]
+    labels = np.concatenate([part["label"] for client in checked for part in client.values()])
+    found = int(labels.max()) + 1 if num_classes is None else num_classes
+    if found < 2 or labels.min() < 0 or labels.max() >= found:
+        raise ProblemError(
+            f"labels are from {labels.min()} to {labels.max()} and num_classes is {num_classes}, expected whole "
+            "numbers from 0 to num_classes - 1 for at least two classes: number the classes from 0."
+        )
+    rows = _rows_of(features, checked[0]["train"]["image"])
+    changed = [{role: {**part, "image": rows(part["image"])} for role, part in one.items()} for one in checked]
+    dims = {part["image"].shape[1] for one in changed for part in one.values()}
+    if len(dims) > 1 or max(dims) > MOST_FEATURES:
+        raise ProblemError(
+            f"samples have {', '.join(map(str, sorted(dims)))} features, expected one number of at most "
+            f"{MOST_FEATURES} for all clients: use images of one size, or a module with fewer outputs."
+        )
+    whole = _alike(changed)
+    task = DataCleaning(learn="labels", num_clients=len(whole))
+    return Prepared(task, task.problem(Shapes.of(whole[0], found)), whole, found, rows)
+
+
+def _checked(client: Holdings, number: int) -> dict[str, dict[str, np.ndarray]]:
+    roles = {}
+    for role in ("train", "val", "test"):
+        if role not in client:
+            continue
+        fields = {
+            name: _array(value) for name, value in fields_of(client[role], f"{role!r} of client {number}").items()
+        }
+        if not {"image", "label"} <= {*fields} or len(fields["image"]) != len(fields["label"]):
+            raise ProblemError(
+                f"client {number} has the fields {', '.join(map(str, fields)) or 'nothing'} in {role!r}, expected "
+                "image and label with one row per sample: rename the fields."
+            )
+        if fields["label"].ndim != 1 or fields["label"].dtype.kind not in "iu":
+            raise ProblemError(
+                f"client {number} has labels of type {fields['label'].dtype} in {role!r}, expected one whole number "
+                "per sample: number the classes from 0."
+            )
+        if len(fields["label"]):
+            keep = ("image", "label", *(("wrong",) if role == "train" and "wrong" in fields else ()))
+            roles[role] = {name: fields[name] for name in keep}
+            roles[role]["label"] = fields["label"].astype(np.int64)
+    if "train" not in roles:
+        raise ProblemError(f"client {number} has no training samples: give it at least one, or leave that client out.")
+    return roles
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+
+
+def _alike(clients: Sequence[Mapping[str, dict[str, np.ndarray]]]) -> list[dict[str, dict[str, np.ndarray]]]:
+    """Return clients that all have the same roles and fields, as a run demands."""
+    tested = any("test" in client for client in clients)
+    marked = all("wrong" in client["train"] for client in clients)
+    found = []
+    for client in clients:
+        train = {name: values for name, values in client["train"].items() if marked or name != "wrong"}
+        val = client.get("val", {name: train[name][:1] for name in ("image", "label")})
+        nothing = {name: values[:0] for name, values in val.items()}
+        clean = {**val, "trusted": np.full(len(val["label"]), "val" in client)}
+        found.append({"train": train, "val": clean, **({"test": client.get("test", nothing)} if tested else {})})
+    return found
+
+
+def _rows_of(features: Any, images: np.ndarray) -> Callable[[Any], np.ndarray]:
+    """Return the function from images to rows."""
+    if callable(features):
+        return lambda some: _by_module(features, _array(some))
+    if features not in ("auto", "given", "convolutional"):
+        raise SettingError(
+            f"features is {features!r:.80}, expected 'auto', 'given', 'convolutional' or a module that maps images to "
+            "rows."
+        )
+    flat = lambda some: _array(some).reshape(len(some), -1).astype(np.float32)
+    if features == "given" or (features == "auto" and images.ndim < 3):
+        return flat
+    random = RandomConvolutions.of(int(np.prod(images.shape[1:])))
+    return lambda some: random(torch.as_tensor(flat(some))).numpy()
+
+
+def _by_module(module: Callable[[Tensor], Tensor], images: np.ndarray) -> np.ndarray:
+    parts = []
+    with torch.no_grad():
+        for some in torch.as_tensor(images).split(_AT_ONCE):
+            out = module(some)
+            if not isinstance(out, Tensor) or len(out) != len(some):
+                raise ProblemError(
+                    f"the module returned {type(out).__name__} for {len(some)} images, expected a tensor with one row "
+                    "per image: check what it returns."
+                )
+            parts.append(out.reshape(len(some), -1).float().cpu())
+    return torch.cat(parts).numpy()

@@ -1,0 +1,111 @@
+"""`fedbilevel clean`: wrong labels of all clients, found by sums only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fedbilevel import discovery
+from fedbilevel.cleaning.clean import clean_labels
+from fedbilevel.cli import terminal
+from fedbilevel.cli.flags import chosen, names_of
+from fedbilevel.cli.personalise import StudyCommand
+from fedbilevel.data.image_folders import read_clients
+from fedbilevel.errors import SettingError
+from fedbilevel.report.cleaning_tables import cleaning
+from fedbilevel.report.page import write_report
+from fedbilevel.runs.options import torch_device
+from fedbilevel.tasks.data_cleaning import DataCleaning
+
+
+class CleanCommand(StudyCommand):
+    owners = ((DataCleaning, "Built-in data, without folders"),)
+    decided = ("learn", "features", "model", "num_hidden", "l2")
+
+
+@click.command("clean", cls=CleanCommand)
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--detector",
+    default="label_em",
+    show_default=True,
+    shell_complete=names_of(discovery.detectors),
+    help="detector of wrong labels; fedbilevel list shows all",
+)
+@click.option(
+    "--features",
+    type=click.Choice(["auto", "given", "convolutional"]),
+    default="auto",
+    show_default=True,
+    help="rows as they are given, or random convolutional features; auto: convolutional for images",
+)
+@click.option("--size", type=click.IntRange(min=6), default=None, help="resize images to squares of this side")
+@click.option(
+    "--flag",
+    type=click.Choice(["half", "rate"]),
+    default="half",
+    show_default=True,
+    help="flag labels that are wrong with a probability above one half, or at a false-discovery rate",
+)
+@click.option("--rate", type=float, default=0.05, show_default=True, help="target of the false-discovery rate")
+@click.option("--own-noise", is_flag=True, help="label_em: one transition matrix per client, which stays there")
+@click.option("--num-listed", type=click.IntRange(min=0), default=10, show_default=True, help="suspects to show")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of the held-out clean samples")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1")
+@click.option("--resume", is_flag=True, help="continue the run in --out from its last checkpoint")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
+)
+def clean_command(
+    folders: tuple[Path, ...],
+    detector: str,
+    features: Any,
+    size: int | None,
+    flag: Any,
+    rate: float,
+    own_noise: bool,
+    num_listed: int,
+    seed: int,
+    device: str,
+    resume: bool,
+    out: Path | None,
+    **values: Any,
+) -> None:
+    """Find wrong labels in FOLDERS, one per client, and say what cleaning is worth.
+
+    A client's folder holds images, train/CLASS/*.png with the labels to check and val/CLASS/*.png with
+    labels that were checked, or files train.npz and val.npz with the fields image and label. A folder
+    of such folders holds several clients. Without folders, labels of built-in data are corrupted.
+    """
+    folder = out or terminal.new_folder("clean")
+    if resume and out is None:
+        raise SettingError("--resume needs the folder of the run to resume: add --out FOLDER.")
+    named: dict[str, Any] = {}
+    if folders:
+        given = [name for name in values if values[name] is not None]
+        if given:
+            raise SettingError(
+                f"--{given[0].replace('_', '-')} corrupts built-in data, but folders are given: leave one of both out."
+            )
+        read = read_clients(folders, size=size)
+        clients: Any = read.clients
+        named = {"names": read.names, "class_names": read.class_names, "files": read.files}
+    else:
+        task = chosen(DataCleaning, values, {})
+        clients = task.build().clients
+        features = "convolutional" if features == "auto" else features
+    settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
+    with terminal.Bar(detector, ("test_accuracy", "f1")) as bar:
+        found = clean_labels(
+            clients, detector=detector, features=features, flag=flag, rate=rate, record=folder, resume=resume,
+            seed=seed, callbacks=[bar], device=torch_device(device), **named, **settings,
+        )  # fmt: skip
+    for table in cleaning(found, num_listed):
+        terminal.console.print(table)
+    for text in (found.sentence, *found.caveats):
+        terminal.say_line(text)
+    found.write_csv(folder / "suspects")
+    page = write_report(folder, folder / "report.html")
+    terminal.say(f"Saved in {folder}; suspects of every client in {folder / 'suspects'}, pictures in {page}")

@@ -1,0 +1,55 @@
+"""Decisions of the server from sums: the cut at a false-discovery rate, and the guard's figures."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from fedbilevel.detectors import _rows
+
+NUM_BINS = 200  # of the log-odds of a wrong label
+
+
+def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
+    """Return the lowest cut of log-odds at which few of the flags are false, in 95 % of all draws.
+
+    seen, unseen: numbers of samples by bin, from the least to the most suspicious one. The unseen
+    samples have right labels, so their share above a cut, with a 95 % bound for its sampling error,
+    bounds the share of right labels above it. None if no cut reaches the rate, for example with few
+    unseen samples.
+    """
+    above = lambda counts: counts.flip(0).cumsum(0).flip(0)
+    flags, num = above(seen), float(unseen.sum())
+    false = num_right * (upper_bound(above(unseen)) / max(num, 1.0)).clamp(max=1)
+    good = ((false <= rate * flags) & (flags > 0)).nonzero()[:, 0]
+    if not len(good):
+        return None
+    first = int(good[0])
+    return {"log_odds": _rows.edge(first, NUM_BINS), "flags": float(flags[first]), "false": float(false[first])}
+
+
+def upper_bound(count: Tensor) -> Tensor:
+    """Return the 95 % upper bound of the mean of a Poisson count (Wilson and Hilferty, 1931)."""
+    more = count + 1
+    return more * (1 - 1 / (9 * more) + 1.645 / (3 * more.sqrt())) ** 3
+
+
+def judged(
+    num: float, better: float, squares: float, gain: float, gain_squares: float, right: float
+) -> dict[str, float]:
+    """Return means, standard errors and t of paired differences; t is 0 without two samples.
+
+    The error of the gain is at least 1.5 / num: if no answer of num samples differs, the gain is still
+    below 3 / num with a probability of 95 % only.
+    """
+    num = round(num)
+    if num < 2:
+        return {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
+    error = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
+    deviation = error(better, squares)
+    t = better / num / deviation if deviation > 0 else 0.0
+    return {
+        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(error(gain, gain_squares), 1.5 / num),
+        "plain_accuracy": right / num,
+    }  # fmt: skip

@@ -1,0 +1,318 @@
+"""The common part of detectors: sums of the data, two classifiers, and the guard.
+
+A detector sets x, the posterior of every training label, in its own way (`detect`). Then two linear
+classifiers are trained by sums only: `cleaned` on the labels of x, `plain` on the labels as they
+are given. The guard compares them on clean samples that no other step has read: the answer y is
+`cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples or
+none of some class.
+
+Symbols: z is a standardised row of features with a one at its end, C the number of classes, n_i and
+m_i the numbers of training samples and of clean samples that the client i uses, n = sum n_i. All
+sums over samples are sums at the client, and only their means over clients travel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.detectors import _rows
+from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, judged
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
+from fedbilevel.federation.clients import HELD, Clients
+from fedbilevel.settings import setting
+from fedbilevel.tasks import soft_labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detector(ServerAlgorithm):
+    ridge: float = setting(0.001, "weight of the squared norm in the scores, per sample", symbol="lam", above=0)
+    l2: float = setting(0.001, "weight of the squared norm of both classifiers", above=0)
+    num_fit_rounds: int = setting(40, "rounds that train both classifiers", least=1)
+    targets: Literal["auto", "kept", "soft"] = setting(
+        "auto",
+        "train the cleaned classifier on labels that are kept, or on all posteriors; auto: posteriors if more than "
+        "80 % of the labels are estimated to be wrong",
+    )
+    reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
+    least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
+    rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
+
+    upper_space = ("x", "score", "leverage")
+    statistics: ClassVar[tuple[str, ...]] = (
+        "centre",
+        "scale",
+        "inverse",
+        "weights",
+        "loose",
+        "transition",
+        "ahead",
+        "models",
+    )
+    needs_everyone = True
+    learns_x = minimises = False
+    refuses = {
+        "shared": "x holds the labels of each client's samples, which stay there: use data_cleaning with learn=labels",
+        "local": "one classifier is trained by all clients: use a global lower level",
+    }
+    num_passes: ClassVar[int] = 0  # outer iterations of `detect`; a detector may have a setting of this name
+
+    class State(NamedTuple):
+        x: Variable  # posteriors in the form of tasks/soft_labels.py, (n_i C) at each client
+        y: Tensor  # the classifier, in the units of the input
+        score: Variable
+        leverage: Variable
+        centre: Tensor  # (d,)
+        scale: Tensor  # (d,)
+        gram: Tensor  # mean over clients of sum z z' over training and clean samples, packed
+        clean: Tensor  # B_c = mean over clients of sum z e_y' over clean samples, flat
+        given: Tensor  # B = mean over clients of sum z e_label' over training samples, flat
+        counts: Tensor  # (3,) mean n_i, mean m_i, and share of the clients that have clean samples
+        inverse: Tensor  # A, packed, of detectors with scores
+        weights: Tensor  # W, flat; zeros before the first scores
+        transition: Tensor  # T, flat
+        heat: float  # b
+        models: Tensor  # both classifiers, cleaned and plain, in units of z, flat
+        ahead: Tensor  # their extrapolations
+        age: int  # rounds of extrapolation since its last restart
+        found: dict[str, Any]  # figures of the guard and of the cut
+
+    def held_share(self) -> float:
+        return 0.5
+
+    def num_iterations(self) -> int:
+        """Return the number of outer iterations of a whole run: detection, training, guard."""
+        return self.num_passes + self.num_fit_rounds + 1
+
+    def detect(self, fed: Federation, state: Any) -> Any:
+        """Return the state with another x; runs in the first `num_passes` outer iterations."""
+        return state
+
+    # ---- sums of the data -----------------------------------------------------------------------------------------
+
+    def init(self, fed: Federation) -> State:
+        if bool((fed.weights != fed.weights[0]).any()):
+            raise SettingError(
+                f"{self.name()} adds up the samples of all clients, but the problem weights clients by their samples: "
+                "use client_weights='equal'."
+            )
+        x, y = fed.initial()
+        moments = fed.mean(self.moments, x=x)
+        dim, num = moments.first.shape[0], moments.counts[0]
+        num_classes = round(math.sqrt(moments.labels.shape[0]))
+        if len(y) != (dim + 1) * num_classes:
+            raise ProblemError(
+                f"y has {len(y)} entries, but a linear classifier of {dim} features and {num_classes} classes has "
+                f"{(dim + 1) * num_classes}: use a linear model."
+            )
+        centre = moments.first / num
+        variance = (moments.second / num - centre**2).clamp(min=0)
+        scale = (variance + 0.01 * variance.mean()).sqrt().clamp(min=1e-12)  # features that hardly vary stay small
+        sums = fed.mean(self.products, centre=centre, scale=scale, num_classes=num_classes)
+        zeros = y.new_zeros(2 * len(y))
+        start = 0.5 * torch.eye(num_classes, dtype=y.dtype, device=y.device) + 0.5 / num_classes
+        return self.State(
+            x, y, fed.zeros("score"), fed.zeros("leverage"), centre, scale, sums.gram, sums.clean, sums.given,
+            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros, 0, {},
+        )  # fmt: skip
+
+    @phase
+    def moments(self, clients: Clients, x: Tensor) -> dict[str, Tensor]:
+        """Return sums and squares of the features, and numbers of samples and of clean samples."""
+        first, second, counts, labels = [], [], [], []
+        for fields, clean, own in zip(
+            clients.samples("train"), clients.samples("val"), clients.unpadded(clients.rows(x)), strict=True
+        ):
+            num = len(next(iter(fields.values())))
+            num_classes = len(own) // num
+            if not {"image", "label"} <= {*fields} or len(own) != num_classes * num or num_classes < 2:
+                raise ProblemError(
+                    f"x has {len(own)} entries for {num} training samples with the fields {', '.join(fields)}, "
+                    f"but {self.name()} needs an image, a label and one entry of x per sample and class: use the task "
+                    "data_cleaning with learn='labels'."
+                )
+            rows = _rows.inputs(fields)
+            first.append(rows.sum(0))
+            second.append(rows.square().sum(0))
+            num_clean = len(_rows.trusted(clean)["label"])
+            counts.append(rows.new_tensor([len(rows), num_clean, num_clean > 0]))
+            labels.append(rows.new_zeros(num_classes**2))  # tells the server the number of classes
+        return {
+            "first": torch.stack(first), "second": torch.stack(second), "counts": torch.stack(counts),
+            "labels": torch.stack(labels),
+        }  # fmt: skip
+
+    @phase
+    def products(self, clients: Clients, centre: Tensor, scale: Tensor, num_classes: int) -> dict[str, Tensor]:
+        """Return sum z z' over training and clean samples, and sum z e' over each of them."""
+        gram, clean, given = [], [], []
+        for train, val in zip(clients.samples("train"), clients.samples("val"), strict=True):
+            z, label = _rows.standardised(train, centre, scale), train["label"]
+            checked = _rows.trusted(val)
+            zc = _rows.standardised(checked, centre, scale)
+            gram.append(_rows.packed(z.T @ z + zc.T @ zc))
+            clean.append((zc.T @ _rows.given(checked["label"], num_classes, z)).flatten())
+            given.append((z.T @ _rows.given(label, num_classes, z)).flatten())
+        return {"gram": torch.stack(gram), "clean": torch.stack(clean), "given": torch.stack(given)}
+
+    # ---- outer iterations -----------------------------------------------------------------------------------------
+
+    def round(self, fed: Federation, state: State) -> State:
+        step = fed.iteration
+        if step <= self.num_passes:
+            return self.detect(fed, state)
+        if step <= self.num_passes + self.num_fit_rounds:
+            return self._fitted(fed, state)
+        return self._guarded(fed, state) if step == self.num_iterations() else state
+
+    def _fitted(self, fed: Federation, state: State) -> State:
+        """Take one accelerated step of both classifiers, each on a bound of its loss.
+
+        The Hessian of a sum of cross-entropies is at most half of that of squares, sum z z' / 2, so
+        (sum z z' / 2w + l2)^-1 times the gradient is a step that cannot increase a mean loss over w
+        samples (Boehning, 1992).
+        """
+        if not state.found:
+            state = state._replace(found=self._estimated(fed, state))
+        found = fed.mean(
+            self.slopes, ahead=state.ahead, x=state.x, centre=state.centre, scale=state.scale, soft=self._soft(state)
+        )
+        weight = found.weight.double().view(2, 1, 1)
+        now, last = (self._pair(state, part) for part in (state.ahead, state.models))
+        slope = self._pair(state, found.slope) / weight + self.l2 * now
+        gram = _rows.unpacked(state.gram.double())
+        bound = gram / (2 * weight) + self.l2 * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        new = now - torch.linalg.solve(bound, slope)
+        age = 0 if bool((slope * (new - last)).sum() > 0) else state.age + 1  # it went uphill: restart
+        ahead = new + age / (age + 3) * (new - last)
+        models, ahead = (part.flatten().to(state.y.dtype) for part in (new, ahead))
+        return state._replace(models=models, ahead=ahead, age=age, y=self._in_input_units(state, new[0]))
+
+    def classifier(self, state: State, number: int) -> Tensor:
+        """Return the classifier 0, cleaned, or 1, plain, in the form of y."""
+        return self._in_input_units(state, self._pair(state, state.models)[number])
+
+    @phase
+    def slopes(
+        self, clients: Clients, ahead: Tensor, x: Tensor, centre: Tensor, scale: Tensor, soft: bool
+    ) -> dict[str, Tensor]:
+        """Return sum z (p - target)' for both classifiers, and the sums of their sample weights."""
+        slopes, weights = [], []
+        for train, val, own in zip(clients.samples("train"), clients.samples("val"), clients.unpadded(x), strict=True):
+            z, zc = _rows.standardised(train, centre, scale), _rows.standardised(_rows.trusted(val), centre, scale)
+            q = soft_labels.posterior(own, train["label"])
+            plain = _rows.given(train["label"], q.shape[1], z)
+            checked = _rows.given(_rows.trusted(val)["label"], q.shape[1], z)
+            keep = torch.ones_like(q[:, :1]) if soft else ((q * plain).sum(1, keepdim=True) >= 0.5).to(z.dtype)
+            models = ahead.view(2, z.shape[1], -1)
+            both = torch.cat([*models], dim=1)  # one product for both classifiers
+            first, second = ((part @ both).view(len(part), 2, q.shape[1]).softmax(2) for part in (z, zc))
+            gap = torch.stack([keep * (first[:, 0] - (q if soft else plain)), first[:, 1] - plain], dim=1)
+            slope = gap.flatten(1).T @ z + (second - checked[:, None]).flatten(1).T @ zc
+            slopes.append(slope.view(2, -1, z.shape[1]).transpose(1, 2).flatten())
+            weights.append(torch.stack([keep.sum(), keep.new_tensor(len(z))]) + len(zc))
+        return {"slope": torch.stack(slopes), "weight": torch.stack(weights)}
+
+    # ---- estimates and the guard ----------------------------------------------------------------------------------
+
+    def _estimated(self, fed: Federation, state: State) -> dict[str, Any]:
+        """Return the estimated noise rate and the cut at the target of the false-discovery rate."""
+        sums = fed.mean(
+            self.odds, x=state.x, weights=state.weights, transition=state.transition, heat=state.heat,
+            centre=state.centre, scale=state.scale,
+        )  # fmt: skip
+        seen, unseen = (part.double() * fed.num_clients for part in (sums.seen, sums.unseen))
+        wrong, num = float(sums.wrong) * fed.num_clients, float(seen.sum())
+        cut = discovery_cut(seen, unseen, num - wrong, self.rate) if bool(state.weights.any()) else None
+        return {"noise": wrong / num, "num_unseen": float(unseen.sum()), "cut": cut}
+
+    @phase
+    def odds(
+        self,
+        clients: Clients,
+        x: Tensor,
+        weights: Tensor,
+        transition: Tensor,
+        heat: float,
+        centre: Tensor,
+        scale: Tensor,
+    ) -> dict[str, Tensor]:
+        """Return numbers of samples by log-odds of a wrong label, and the expected wrong labels.
+
+        seen: training samples. unseen: clean samples that no other phase reads, whose label is right.
+        """
+        seen, unseen, wrong = [], [], []
+        for train, held, own, matrix in zip(
+            clients.samples("train"), self._unread(clients), clients.unpadded(x), self.own(clients, transition),
+            strict=True,
+        ):  # fmt: skip
+            q = soft_labels.posterior(own, train["label"])
+            right = q.gather(1, train["label"].long()[:, None])
+            z = _rows.standardised(held, centre, scale)
+            log_q = _rows.log_posterior(z @ weights.view(z.shape[1], -1), heat, matrix, held["label"])
+            safe = log_q.exp().gather(1, held["label"].long()[:, None])
+            seen.append(_rows.binned(right, NUM_BINS))
+            unseen.append(_rows.binned(safe, NUM_BINS))
+            wrong.append((1 - right).sum()[None])
+        return {"seen": torch.stack(seen), "unseen": torch.stack(unseen), "wrong": torch.stack(wrong)}
+
+    def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
+        """Return the transition matrix of every client; here, all clients have the same matrix."""
+        return [transition.view(round(math.sqrt(len(transition))), -1) for _ in range(len(clients))]
+
+    def _guarded(self, fed: Federation, state: State) -> State:
+        """Compare both classifiers on clean samples that neither has seen, and choose one."""
+        found = fed.mean(self.paired, models=state.models, centre=state.centre, scale=state.scale)
+        figures = judged(*(found.sums.double() * fed.num_clients).tolist())
+        unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
+        unchecked = figures["num_guard"] < self.least_clean or unseen > 0
+        verdict = "unchecked" if unchecked else "rejected" if figures["t"] < self.reject_below else "accepted"
+        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "soft": self._soft(state)}
+        return state._replace(found=whole, y=self.classifier(state, 0 if verdict == "accepted" else 1))
+
+    @phase
+    def paired(self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Return number, sums and squares of differences in log-likelihood and in right answers."""
+        rows, classes = [], []
+        for held in self._unread(clients):
+            z, label = _rows.standardised(held, centre, scale), held["label"].long()[:, None]
+            scores = [z @ model for model in models.view(2, z.shape[1], -1)]
+            logs = [score.log_softmax(1).gather(1, label)[:, 0] for score in scores]
+            right = [(score.argmax(1) == label[:, 0]).to(z.dtype) for score in scores]
+            better, gain = logs[0] - logs[1], right[0] - right[1]
+            parts = (torch.ones_like(gain), better, better**2, gain, gain**2, right[1])
+            rows.append(torch.stack([part.sum() for part in parts]))
+            classes.append(_rows.given(held["label"], scores[0].shape[1], z).sum(0))
+        return {"sums": torch.stack(rows), "classes": torch.stack(classes)}
+
+    def _unread(self, clients: Clients) -> list[dict[str, Tensor]]:
+        """Return the clean samples of every client that only the guard reads.
+
+        A client with one clean sample uses it for detection, and has none for the guard.
+        """
+        alone = (clients.host.data.sizes["val"][clients.positions] < 2).tolist()
+        held = [_rows.trusted(fields) for fields in clients.samples(HELD)]
+        return [
+            {name: values[:0] for name, values in fields.items()} if one else fields
+            for one, fields in zip(alone, held, strict=True)
+        ]
+
+    # ---- forms ----------------------------------------------------------------------------------------------------
+
+    def _soft(self, state: State) -> bool:
+        return self.targets == "soft" or (self.targets == "auto" and state.found["noise"] > 0.8)
+
+    def _pair(self, state: State, flat: Tensor) -> Tensor:
+        """Return both classifiers (2, d + 1, C) in float64."""
+        return flat.double().view(2, len(state.centre) + 1, -1)
+
+    def _in_input_units(self, state: State, model: Tensor) -> Tensor:
+        """Return a classifier of z as y, the weights and then the biases for unscaled features."""
+        weight = model[:-1] / state.scale.double()[:, None]
+        bias = model[-1] - state.centre.double() @ weight
+        return torch.cat([weight.flatten(), bias]).to(state.y.dtype)

@@ -1,0 +1,211 @@
+"""Label EM: posteriors of the true labels from sums only.
+
+Use it when labels of the training samples are wrong and the clients have some clean samples, at
+least one of every class among all of them. The posteriors stay at their clients. It costs 50 to 110
+rounds, in one of which each client sends D (D + 1) / 2 floats for D features.
+
+Every sample has a true class k with probability p_k(z), and the given label l with probability
+T[k, l]. The classes are scored by a ridge regression on the posteriors q themselves, without the
+sample that is scored:
+
+    A = (sum z z' + lam n)^-1,   h_j = z_j' A z_j,   W = A (sum z_j q_j' + B_c)
+    S_j = (z_j' W - h_j q_j) / (1 - h_j)                               exact leave-one-out scores
+    q_jk proportional to softmax(b S_j)_k T[k, label_j]                E step
+    T = rownorm(N + prior),   N_kl = sum of q_jk over labels l,        M step
+    b = argmax of sum_j log softmax(b S_j)_y over clean samples,       each scored without itself
+
+B_c = sum z e_y' over the clean samples. One outer iteration is a new W, then E and M steps until T
+settles. The first scores are those of the clean samples alone, with T = I/2 + 1/2C: column c of W is
+(n_c / m_c) A B_c, for n_c given labels and m_c clean samples of the class c. For a class without
+clean samples, they are those of the given labels. E and M steps at these scores
+come before the first q, because where most labels are wrong that T is far off. The clean samples
+choose b, from 13 values, because the noisy labels cannot tell a weak classifier from noise: a larger
+b with more noise in T fits them as well. With fewer than `least_clean` clean samples,
+b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j] over the training samples in every step.
+With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
+differ in their noise.
+
+Afterwards both classifiers of `Detector` are trained and the guard decides.
+
+Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
+algorithm", Applied Statistics 1979, for q and T. The scores are own work.
+
+Deviations: (1) The classifier inside EM is a ridge regression with a softmax of heat b, not a
+fitted likelihood, because its leave-one-out scores are exact and need sums only. (2) The prior of T
+adds `prior` samples to every entry.
+
+Bias: errors of the classifier that depend on the class are counted as noise in T, so EM flags too
+many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
+reason.
+
+Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) rounds of detection, in which
+a client sends D (D + 1) / 2 + O(C D) floats once, C D + 13 per outer iteration and C^2 + 13 per step;
+then
+num_fit_rounds rounds of 2 C D floats, and two rounds for estimates and the guard. No derivative is
+evaluated; a phase reads all of a client's samples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedbilevel.detectors import _rows
+from fedbilevel.detectors._scored import Scored
+from fedbilevel.detectors.detector import Detector
+from fedbilevel.federation.algorithm import Federation, phase
+from fedbilevel.federation.clients import Clients
+from fedbilevel.settings import setting
+from fedbilevel.tasks import soft_labels
+
+HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelEM(Scored):
+    statistics = (*Detector.statistics, "copies")
+    num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
+    num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
+    tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
+    prior: float = setting(1.0, "samples that the prior adds to every entry of T", above=0)
+    transition: Literal["shared", "own"] = setting(
+        "shared", "one matrix T for all clients, or one for each client, which never travels"
+    )
+    pull: float = setting(50.0, "samples with which the shared T counts in a client's own T", above=0)
+
+    def init(self, fed: Federation) -> Detector.State:
+        state = super().init(fed)
+        clean, given = (part.double().view(len(state.centre) + 1, -1) for part in (state.clean, state.given))
+        loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples by class
+        scaled = clean * (given[-1] / clean[-1].clamp(min=0.5 / fed.num_clients))
+        state = self.first(fed, state, torch.where(loose.bool(), given, scaled), loose)
+        copies = torch.where(loose.bool(), torch.zeros_like(clean[-1]), given[-1] / clean[-1].clamp(min=1e-9))
+        return self._stepped(fed, self._heated(fed, state, copies.to(state.y.dtype)))
+
+    def _heated(self, fed: Federation, state: Detector.State, copies: Tensor) -> Detector.State:
+        """Return the state with the b that the clean samples choose, if there are enough of them."""
+        if float(state.counts[1]) * fed.num_clients < self.least_clean:
+            return state
+        fit = fed.mean(
+            self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
+            scale=state.scale,
+        ).fit  # fmt: skip
+        return state._replace(heat=HEATS[int(fit.argmax())])
+
+    def _stepped(self, fed: Federation, state: Detector.State) -> Detector.State:
+        """Take E and M steps at the present scores until T hardly changes."""
+        few = float(state.counts[1]) * fed.num_clients < self.least_clean
+        for _ in range(self.num_steps):
+            step = fed.mean(self.expected, score=state.score, transition=state.transition, heat=state.heat)
+            counts = fed.num_clients * step.counts.double().view(round(math.sqrt(len(state.transition))), -1)
+            transition = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
+            heat, change = (
+                HEATS[int(step.fit.argmax())] if few else state.heat,
+                float((transition - state.transition).abs().max()),
+            )
+            settled = change < self.tolerance and heat == state.heat
+            state = state._replace(transition=transition, heat=heat)
+            if settled:
+                break
+        return state
+
+    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+        place = {"centre": state.centre, "scale": state.scale}
+        labels = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **place
+        )
+        inverse = self.inverse(fed, state)
+        sums = (labels.sums + state.clean).double().view(len(inverse), -1)
+        weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
+        scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **place)
+        state = state._replace(x=labels.x, score=scores.score, weights=weights)
+        state = self._stepped(fed, self._heated(fed, state, weights.new_ones(sums.shape[1])))
+        if fed.iteration < self.num_passes:
+            return state
+        last = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **place
+        )
+        return state._replace(x=last.x)
+
+    @phase
+    def clean_fit(
+        self, clients: Clients, inverse: Tensor, weights: Tensor, copies: Tensor, centre: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the log-likelihood of the clean samples at every b, each scored without itself.
+
+        copies: by class, how often a clean sample is counted in W.
+        """
+        matrix, rows = _rows.unpacked(inverse), []
+        for val in clients.samples("val"):
+            checked = _rows.trusted(val)
+            z, label = _rows.standardised(checked, centre, scale), checked["label"].long()[:, None]
+            model = weights.view(z.shape[1], -1)
+            h = ((z @ matrix) * z).sum(1, keepdim=True)
+            score = _rows.leave_one_out(z, model, h, copies * _rows.given(checked["label"], len(copies), z))
+            rows.append(torch.stack([(b * score).log_softmax(1).gather(1, label).sum() for b in HEATS]))
+        return {"fit": torch.stack(rows)}
+
+    @phase
+    def expected(self, clients: Clients, score: Tensor, transition: Tensor, heat: float) -> dict[str, Tensor]:
+        """Return N and the log-likelihood at every b; renew the client's own T."""
+        counts, fit = [], []
+        heats = torch.tensor(HEATS)
+        matrices = self.own(clients, transition)
+        for train, own, matrix in zip(clients.samples("train"), clients.unpadded(score), matrices, strict=True):
+            scores, label = own.view(len(train["label"]), -1), train["label"]
+            counts.append(_rows.counted(_rows.log_posterior(scores, heat, matrix, label), label).flatten())
+            fit.append(_rows.likelihoods(scores, heats, matrix, label))
+        found = torch.stack(counts)
+        if self.transition == "own":
+            pulled = found + self.pull * transition
+            normed = torch.stack([_rows.rows_normed(row.view(matrices[0].shape)).flatten() for row in pulled])
+            clients.memory.write(transition=normed)
+        return {"counts": found, "fit": torch.stack(fit)}
+
+    @phase
+    def labels(
+        self,
+        clients: Clients,
+        score: Tensor,
+        transition: Tensor,
+        heat: float,
+        centre: Tensor,
+        scale: Tensor,
+        last: bool,
+    ) -> dict[str, Tensor | None]:
+        """Keep the posteriors as x, and return sum z q', which is not needed at the end."""
+        x, sums = [], []
+        matrices = self.own(clients, transition)
+        for train, own, matrix in zip(clients.samples("train"), clients.unpadded(score), matrices, strict=True):
+            label = train["label"]
+            log_q = _rows.log_posterior(own.view(len(label), -1), heat, matrix, label)
+            x.append(soft_labels.as_x(log_q, label))
+            if not last:
+                z = _rows.standardised(train, centre, scale)
+                sums.append((z.T @ soft_labels.posterior(x[-1], label)).flatten())
+        return {"x": clients.padded(x), "sums": torch.stack(sums) if sums else None}
+
+    @phase
+    def scores(
+        self, clients: Clients, x: Tensor, leverage: Tensor, weights: Tensor, centre: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Keep the leave-one-out scores of W."""
+        score = []
+        for train, own, h in zip(
+            clients.samples("train"), clients.unpadded(x), clients.unpadded(leverage), strict=True
+        ):
+            z, q = _rows.standardised(train, centre, scale), soft_labels.posterior(own, train["label"])
+            score.append(_rows.leave_one_out(z, weights.view(z.shape[1], -1), h.view(q.shape), q).flatten())
+        return {"score": clients.padded(score)}
+
+    def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
+        """Return the matrix T of every client."""
+        rows = clients.rows(transition)
+        if self.transition == "own":
+            rows = clients.memory.read("transition", default=rows)
+        side = round(len(transition) ** 0.5)
+        return [row.view(side, side) for row in rows]

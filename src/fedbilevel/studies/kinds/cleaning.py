@@ -1,0 +1,126 @@
+"""Cleaning: a detector of wrong labels on corrupted data, with the truth known.
+
+Row: {"task": {"name": "data_cleaning", ...its settings}, "detector": {"name": ..., ...its settings},
+"features": ..., "only_right": ...}. The task makes the data; the classifiers and the guard are those
+of the detector.
+
+Figures:
+
+    f1, precision, recall     of wrong labels, flagged above one half
+    average_precision         of the ranking by P(wrong); chance is the share of wrong labels
+    flags                     share of all labels that are flagged, in per cent of them
+    test_accuracy             of the classifier that the guard chose
+    cleaned, plain            test accuracy of both classifiers
+    t, accepted               of the guard; accepted is 1, or 0 if rejected or unchecked
+    rate_false, rate_recall   share of false flags, and recall, at the false-discovery rate; absent
+                              without a cut
+    rounds, megabytes         of the whole run
+
+With `only_right`, wrong labels are removed first, which needs the truth: the bound of any method
+that drops samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fedbilevel import discovery
+from fedbilevel.cleaning.clean import clean_labels
+from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.detectors.detector import Detector
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.runs.options import torch_device
+from fedbilevel.settings import Settings, made, setting
+from fedbilevel.studies import given
+from fedbilevel.studies.outcome import RowOutcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleaningRow(Settings):
+    features: Literal["given", "convolutional"] = setting("convolutional", "rows of the detector and the classifier")
+    only_right: bool = setting(False, "remove wrong labels first, which needs the truth")
+
+
+def run(
+    row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
+) -> RowOutcome:
+    """Run one repetition; its number determines the data of the task and the held-out samples."""
+    for name in ("task", "detector"):
+        if not isinstance(row.get(name), Mapping) or "name" not in row[name]:
+            raise SettingError(
+                f"the {name} is {row.get(name)!r}, expected a table with its name and settings, e.g. {{name = '...'}}."
+            )
+    settings = made(CleaningRow, {name: value for name, value in row.items() if name not in ("task", "detector")})
+    begun = time.perf_counter()
+    clients: Any = given.task(row["task"]).repeated(repetition).build().clients
+    if "wrong" not in clients[0]["train"] or "test" not in clients[0]:
+        raise ProblemError(
+            f"the task {row['task']['name']} does not mark wrong labels: this study needs one that does, "
+            "such as data_cleaning."
+        )
+    if settings.only_right:
+        clients = [{**one, "train": _without_wrong(one["train"])} for one in clients]
+    detector = given.algorithm(row["detector"])
+    if not isinstance(detector, Detector):
+        raise SettingError(
+            f"the detector is {row['detector']['name']!r}, expected one of {', '.join(discovery.detectors())}."
+        )
+    found = clean_labels(
+        clients, detector=detector, features=settings.features, seed=repetition, device=torch_device(device)
+    )
+    figures = measured(detector, found, clients)
+    say(f"{detector.name()}: {found.sentence} {time.perf_counter() - begun:.1f} s")
+    return RowOutcome(figures, [])
+
+
+def _without_wrong(train: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: values[~np.asarray(train["wrong"], bool)] for name, values in train.items()}
+
+
+def measured(detector: Detector, found: Cleaning, clients: Any) -> dict[str, float]:
+    """Return the figures of a cleaning whose truth is known."""
+    wrong = np.concatenate([np.asarray(client["train"]["wrong"], bool) for client in clients])
+    chance, flags = np.concatenate(found.wrong), np.concatenate(found.flags)
+    images, labels = (np.concatenate([client["test"][name] for client in clients]) for name in ("image", "label"))
+    state, right = found.result.state, {}
+    for number, name in enumerate(("cleaned", "plain")):
+        y = detector.classifier(state, number).double().cpu().numpy()
+        weight, bias = np.split(y.reshape(-1, len(found.class_names)), [-1])
+        right[name] = float(((found.rows(images) @ weight + bias).argmax(1) == labels).mean())
+    accepted = found.verdict == "accepted"
+    figures = {
+        **_scores(flags, wrong),
+        "average_precision": average_precision(chance, wrong),
+        "flags": float(flags.mean()),
+        "test_accuracy": right["cleaned" if accepted else "plain"],
+        **right,
+        "t": float(found.found["t"]),
+        "accepted": float(accepted),
+    }
+    cut = found.found.get("cut")
+    if cut is not None:
+        strict = chance >= 1 / (1 + np.exp(-cut["log_odds"]))
+        at_rate = _scores(strict, wrong)
+        figures |= {"rate_false": 1 - at_rate["precision"], "rate_recall": at_rate["recall"]}
+    row = found.result.rows[-1]
+    return {**figures, "rounds": float(row["rounds"]), "megabytes": float(row["megabytes"])}
+
+
+def _scores(flags: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
+    hits = float((flags & wrong).sum())
+    precision, recall = hits / max(1, int(flags.sum())), hits / max(1, int(wrong.sum()))
+    return {"f1": 2 * hits / max(1, int(flags.sum() + wrong.sum())), "precision": precision, "recall": recall}
+
+
+def average_precision(chance: np.ndarray, wrong: np.ndarray) -> float:
+    """Return the mean precision over the ranks of the wrong labels; ties count in the given order."""
+    order = np.argsort(-chance, kind="stable")
+    hits = wrong[order]
+    precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
+    return float(precision[hits].mean()) if hits.any() else 0.0

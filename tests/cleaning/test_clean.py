@@ -1,0 +1,200 @@
+"""Cleaning as a user calls it: suspects, the verdict, files, caveats and refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import fedbilevel as fb
+from fedbilevel.cleaning.outcome import caveats
+from fedbilevel.detectors.label_em import LabelEM
+from fedbilevel.errors import DataError, ProblemError, SettingError, UnknownNameError
+
+
+def samples(rng, num, *, shape=(5,), apart=4.0, classes=3):
+    label = rng.integers(0, classes, num)
+    centre = apart * np.eye(classes, int(np.prod(shape)))[label].reshape(num, *shape)
+    return {"image": rng.normal(size=(num, *shape)) + centre, "label": label}
+
+
+def noisy(num_clients=4, num_wrong=10, num_val=20, **how):
+    """Clients whose first labels are wrong."""
+    rng = np.random.default_rng(0)
+    clients = [{"train": samples(rng, 100, **how), "val": samples(rng, num_val, **how)} for _ in range(num_clients)]
+    for client in clients:
+        train = client["train"]
+        train["wrong"] = np.arange(100) < num_wrong
+        train["label"] = np.where(train["wrong"], (train["label"] + 1) % 3, train["label"])
+    return clients
+
+
+def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
+    clients = noisy()
+    found = fb.clean_labels(clients, record=tmp_path, names=["a", "b", "c", "d"], class_names=["cat", "dog", "emu"])
+    assert found.verdict == "accepted"
+    for flags in found.flags:
+        assert flags[:10].all()
+        assert flags[10:].sum() <= 1
+    for one in found.suspects():
+        if one.sample < 10:
+            at = clients["abcd".index(one.client)]["train"]["label"][one.sample]
+            names = ("cat", "dog", "emu")
+            assert (one.label, one.suggested) == (names[at], names[(at - 1) % 3])
+    assert [one.probability for one in found.suspects()] == sorted(
+        (s.probability for s in found.suspects()), reverse=True
+    )
+    assert len(found.suspects(3)) == 3
+    assert found.noise["a"] == pytest.approx(0.1, abs=0.03)
+    assert found.transition.sum(1) == pytest.approx(np.ones(3))
+    assert found.client_transition(0).sum(1) == pytest.approx(np.ones(3))
+    assert found.result.rows[-1]["recall"] == 1
+    assert "accepted" in repr(found)
+    low, high = found.interval
+    assert low < found.gain < high
+    fresh = samples(np.random.default_rng(9), 200)
+    assert (found.predict(fresh["image"]) == fresh["label"]).mean() > 0.95
+    kept = found.kept(clients)
+    assert not np.concatenate([client["train"]["wrong"] for client in kept]).any()
+    findings = json.loads((tmp_path / "findings.json").read_text())
+    assert findings[0]["kind"] == "histogram"
+
+
+def test_a_client_gets_a_file_of_its_own_with_every_sample(tmp_path):
+    files = [[f"{i}.png" for i in range(100)]] * 4
+    found = fb.clean_labels(noisy(), files=files)
+    written = found.write_csv(tmp_path / "suspects")
+    assert [place.name for place in written] == [f"client-{i}.csv" for i in range(4)]
+    rows = list(csv.DictReader(written[1].read_text().splitlines()))
+    assert len(rows) == 100
+    assert {int(row["sample"]) for row in rows[:10]} == set(range(10))
+    assert all(row["file"] == f"{row['sample']}.png" for row in rows)
+    assert [float(row["probability"]) for row in rows] == sorted((float(r["probability"]) for r in rows), reverse=True)
+    assert sum(int(row["flagged"]) for row in rows) == found.flags[1].sum()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="name another folder"):
+        found.write_csv(tmp_path / "file" / "inside")
+
+
+def test_a_cleaning_that_hurts_is_rejected():
+    """Classes overlap and labels are right: own_loss drops the hard samples, and what is left makes a
+    classifier that is too sure of itself."""
+    rng = np.random.default_rng(1)
+    clients = [{"train": samples(rng, 300, apart=1.0), "val": samples(rng, 200, apart=1.0)} for _ in range(3)]
+    found = fb.clean_labels(clients, detector="own_loss")
+    assert found.found["t"] < -2
+    assert found.verdict == "rejected"
+    assert "the cleaning is rejected" in found.sentence
+    plain = found.result.state.models.view(2, 6, 3)[1]
+    state = found.result.state
+    z = torch.cat([(torch.eye(5) - state.centre) / state.scale, torch.ones(5, 1)], 1)
+    y = found.model
+    assert torch.allclose(torch.eye(5) @ y["weight"] + y["bias"], z @ plain, atol=1e-4)
+
+
+def test_clients_without_clean_samples_take_part_and_nothing_is_promised_without_any():
+    clients = noisy()
+    some = [clients[0], *({"train": client["train"]} for client in clients[1:])]
+    found = fb.clean_labels(some)
+    assert found.verdict == "unchecked"  # 10 held-out samples
+    assert any("Only 1 of 4 clients have clean samples" in text for text in found.caveats)
+    none = [{"train": client["train"]} for client in clients]
+    found = fb.clean_labels(none)
+    assert found.verdict == "unchecked"
+    assert found.found["num_guard"] == 0
+    assert "nothing is promised" in found.sentence
+    assert any("There are no clean samples" in text for text in found.caveats)
+    assert all(flags[:10].all() for flags in found.flags)  # little noise is found all the same
+    empty = [{**client, "val": {name: values[:0] for name, values in client["val"].items()}} for client in clients]
+    again = fb.clean_labels(empty)
+    assert all(np.array_equal(a, b) for a, b in zip(again.posteriors, found.posteriors, strict=True))
+
+
+def test_a_class_without_clean_samples_is_named():
+    clients = noisy(num_val=60)
+    for client in clients:
+        seen = client["val"]["label"] != 2
+        client["val"] = {name: values[seen] for name, values in client["val"].items()}
+    found = fb.clean_labels(clients, class_names=["cat", "dog", "emu"])
+    assert any("No clean sample shows emu" in text for text in found.caveats)
+    assert all(flags[:10].all() for flags in found.flags)
+
+
+def test_caveats_speak_of_what_is_missing_only():
+    full = {"num_clients": 4, "share": 1.0, "cut": {"log_odds": 1.0}, "by_rate": True, "rate": 0.05}
+    assert caveats(num_clean=[3, 4], class_names=["a", "b"], **full) == []
+    assert len(caveats(num_clean=[0, 4], class_names=["a", "b"], **full)) == 1
+    assert "these classes" in caveats(num_clean=[0, 0, 4], class_names=["a", "b", "c"], **full)[0]
+
+
+def test_flags_at_a_rate_need_enough_held_out_samples():
+    few = fb.clean_labels(noisy(), flag="rate", rate=0.1)
+    assert sum(flags.sum() for flags in few.flags) == 0
+    assert any("so nothing is flagged" in text for text in few.caveats)
+    clients = noisy(num_val=400, num_wrong=30)
+    found = fb.clean_labels(clients, flag="rate", rate=0.1)
+    flags, wrong = (np.concatenate(part) for part in (found.flags, [client["train"]["wrong"] for client in clients]))
+    assert flags.sum() == found.found["cut"]["flags"]
+    assert flags[wrong].mean() > 0.9
+    assert (flags & ~wrong).sum() <= 0.1 * flags.sum()
+
+
+def test_images_get_random_features_and_a_module_may_replace_them():
+    clients = noisy(shape=(8, 8), apart=8.0)
+    found = fb.clean_labels(clients)
+    assert found.model["weight"].shape == (48 * 9, 3)
+    flat = torch.nn.Flatten()
+    by_module = fb.clean_labels(clients, features=lambda images: flat(images)[:, :10].float())
+    assert by_module.model["weight"].shape == (10, 3)
+    assert all(flags[:10].all() for flags in by_module.flags)
+    given = fb.clean_labels(clients, features="given")
+    assert given.model["weight"].shape == (64, 3)
+
+
+def test_a_resumed_cleaning_has_the_same_posteriors(tmp_path):
+    clients = noisy()
+    whole = fb.clean_labels(clients, record=tmp_path / "whole")
+    stop = lambda progress: progress.iteration == 3
+    fb.clean_labels(clients, record=tmp_path / "cut", callbacks=[stop])
+    resumed = fb.clean_labels(clients, record=tmp_path / "cut", resume=True)
+    assert all(np.array_equal(a, b) for a, b in zip(whole.posteriors, resumed.posteriors, strict=True))
+    assert resumed.verdict == whole.verdict
+
+
+def test_a_stopped_cleaning_is_unchecked():
+    found = fb.clean_labels(noisy(), callbacks=[lambda progress: progress.iteration == 3])
+    assert found.verdict == "unchecked"
+
+
+def one(**changes):
+    clients = noisy()
+    clients[1] = {**clients[1], **changes}
+    return clients
+
+
+@pytest.mark.parametrize(
+    ("clients", "settings", "error", "text"),
+    [
+        (one(train={"image": np.zeros((3, 5)), "kind": np.zeros(3, int)}), {}, ProblemError, "rename the fields"),
+        (one(train={"image": np.zeros((3, 5)), "label": np.zeros(3)}), {}, ProblemError, "number the classes from 0"),
+        (one(val={"image": np.zeros((3, 5)), "label": np.full(3, -1)}), {}, ProblemError, "labels are from -1 to 2"),
+        (one(train={"image": np.zeros((0, 5)), "label": np.zeros(0, int)}), {}, ProblemError, "no training samples"),
+        (one(val={"image": np.zeros((3, 6)), "label": np.zeros(3, int)}), {}, ProblemError, "have 5, 6 features"),
+        (noisy(), {"num_classes": 2}, ProblemError, "num_classes is 2"),
+        (noisy(), {"features": "best"}, SettingError, "a module that maps images"),
+        (noisy(), {"features": lambda images: 3}, ProblemError, "the module returned int"),
+        (noisy(), {"features": "convolutional"}, ProblemError, "square images of at least 6 x 6"),
+        (noisy(), {"flag": "all"}, SettingError, "'half' or 'rate'"),
+        (noisy(), {"detector": "label_me"}, UnknownNameError, "Did you mean 'label_em'"),
+        (noisy(), {"detector": LabelEM(), "ridge": 0.1}, SettingError, "has its settings already"),
+        (noisy(), {"names": ["a"]}, SettingError, "4 names, one for each client"),
+        (noisy(), {"class_names": "abc"}, SettingError, "3 names, one for each class"),
+        ([], {}, ProblemError, "no clients"),
+    ],
+)  # fmt: skip
+def test_refusals(clients, settings, error, text):
+    with pytest.raises(error, match=text):
+        fb.clean_labels(clients, **settings)

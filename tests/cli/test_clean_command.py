@@ -1,0 +1,81 @@
+"""The command `clean`: from folders of images to suspects, tables and a page."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from fedbilevel.cli.main import cli
+from fedbilevel.data.folders import write_folder
+from fedbilevel.errors import SettingError
+
+SMALL = ["--num-clients", "3", "--noise", "0.2", "--test-share", "0.5", "--num-clean", "20"]
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, ["clean", *map(str, words)], catch_exceptions=False)
+
+
+def test_built_in_data_give_tables_files_and_a_page(tmp_path):
+    found = invoke(*SMALL, "--out", tmp_path / "run", "--num-listed", 3, "--own-noise")
+    assert found.exit_code == 0
+    assert "wrong, estimated" in found.output
+    assert "Most suspicious labels" in found.output
+    assert "labels are flagged as wrong" in found.output
+    assert "No clean sample shows 3, 4, 5, 6, 7, 8, 9" in found.output  # three clients with a class each
+    rows = list(csv.DictReader((tmp_path / "run" / "suspects" / "client-1.csv").read_text().splitlines()))
+    assert set(rows[0]) == {"file", "sample", "label", "suggested", "probability", "flagged"}
+    assert "Most suspicious samples" in (tmp_path / "run" / "report.html").read_text()
+    again = invoke(*SMALL, "--out", tmp_path / "run", "--own-noise", "--resume")
+    assert again.exit_code == 0
+
+
+def test_folders_of_images_name_clients_classes_and_files(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    for client in ("ann", "bob"):
+        for role, num in (("train", 30), ("val", 12)):
+            for number in range(2 * num):
+                kind = ("dark", "light")[number % 2]
+                noted = "light" if role == "train" and number in (0, 2) else kind
+                place = tmp_path / "data" / client / role / noted / f"{number}.png"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                level = {"dark": 40, "light": 200}[kind] + rng.integers(-40, 40, (8, 8))
+                image.fromarray(level.astype(np.uint8)).save(place)
+    found = invoke(tmp_path / "data", "--out", tmp_path / "run", "--features", "given")
+    assert found.exit_code == 0
+    rows = list(csv.DictReader((tmp_path / "run" / "suspects" / "bob.csv").read_text().splitlines()))
+    assert {row["file"] for row in rows[:2]} == {"train/light/0.png", "train/light/2.png"}
+    assert [(row["label"], row["suggested"], row["flagged"]) for row in rows[:2]] == [("light", "dark", "1")] * 2
+    assert rows[2]["flagged"] == "0"
+    assert "dark labelled light" in found.output
+
+
+def test_no_flags_leave_no_table_of_suspects(tmp_path):
+    rng = np.random.default_rng(0)
+    for client in ("ann", "bob"):
+        roles = {}
+        for role in ("train", "val"):
+            label = np.arange(30) % 2
+            roles[role] = {"image": rng.normal(size=(30, 4)) + 9 * label[:, None], "label": label}
+        write_folder(tmp_path / "data" / client, roles)
+    found = invoke(tmp_path / "data", "--out", tmp_path / "run", "--flag", "rate")
+    assert "0 of 60 labels are flagged" in found.output
+    assert "Most suspicious labels" not in found.output
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(SettingError, match="leave one of both out"):
+        invoke(tmp_path, "--noise", "0.2")
+    with pytest.raises(SettingError, match="add --out FOLDER"):
+        invoke("--resume")
+
+
+def test_the_list_shows_detectors():
+    shown = CliRunner().invoke(cli, ["list"]).output
+    assert "Detectors of wrong labels" in shown
+    assert all(name in shown for name in ("label_em", "confident", "own_loss", "as_given"))
+    assert "_scored" not in shown

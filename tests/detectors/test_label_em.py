@@ -1,0 +1,266 @@
+"""Label EM on small data of clients that differ, against plain numpy on the pooled samples."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.special import log_softmax
+from scipy.stats import chi2
+
+from fedbilevel import discovery
+from fedbilevel.detectors import _rows
+from fedbilevel.detectors._decisions import discovery_cut, judged, upper_bound
+from fedbilevel.detectors.detector import Detector
+from fedbilevel.detectors.label_em import LabelEM
+from fedbilevel.errors import ProblemError, ScopeError, SettingError
+from fedbilevel.federation.algorithm import Kept
+from fedbilevel.problem.problem import Scopes
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.task import Built
+from support.numeric.labels import CLASSES, ByHand, posteriors, small
+from support.numeric.yardstick import check_continues, drive
+from support.sites.loopback import Loopback, simulated
+
+
+@pytest.mark.parametrize("least_clean", [2, 99], ids=["b-by-clean-samples", "b-by-training-samples"])
+@pytest.mark.parametrize("transition", ["shared", "own"])
+def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition, least_clean):
+    built = small()
+    em = LabelEM(
+        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7, least_clean=least_clean
+    )  # fmt: skip
+    fed, state = drive(em, built, em.num_passes)
+    hand = ByHand(built, em)
+    wanted = hand.passes()
+    assert 5 < hand.taken < 5 * 7  # some steps ended early
+    np.testing.assert_allclose(posteriors(fed, state, built), wanted, atol=1e-9)
+    np.testing.assert_allclose(state.transition.view(3, 3), hand.T, atol=1e-10)
+    assert state.heat == hand.heat
+    np.testing.assert_allclose(state.weights.view(5, 3), hand.W, atol=1e-10)
+    assert not np.allclose(wanted.argmax(1), hand.label)  # some labels are doubted
+    if transition == "own":
+        np.testing.assert_allclose(fed.host.memory.rows["transition"].view(3, 3, 3), hand.own, atol=1e-10)
+        assert not np.allclose(hand.own[0], hand.own[1], atol=0.02)
+
+
+@pytest.mark.parametrize("missing", [(1,), (0, 1, 2)], ids=str)
+def test_the_first_scores_of_classes_without_clean_samples_are_those_of_the_given_labels(missing):
+    built = small()
+    unknown = [{**one["val"], "trusted": ~np.isin(one["val"]["label"], missing)} for one in built.clients]
+    clients = [{**one, "val": val} for one, val in zip(built.clients, unknown, strict=True)]
+    em = LabelEM(ridge=0.02)
+    fed, state = drive(em, Built(built.problem, clients), 0)
+    hand = ByHand(built, em)
+    keep = ~np.isin(hand.yc, missing)
+    zc, yc, given, n = hand.zc[keep], hand.yc[keep], np.eye(CLASSES)[hand.label], len(hand.z)
+    gram = hand.z.T @ hand.z + zc.T @ zc + em.ridge * n * np.eye(5)
+    rest = lambda j: gram - np.outer(hand.z[j], hand.z[j])
+    sums = lambda j: hand.z.T @ given - np.outer(hand.z[j], given[j])
+    wanted = np.stack([hand.z[j] @ np.linalg.solve(rest(j), sums(j)) for j in range(n)])
+    known = [c for c in range(CLASSES) if c not in missing]
+    if known:
+        for c in known:
+            sums = zc[yc == c].sum(0) * (hand.label == c).sum() / (yc == c).sum()
+            wanted[:, c] = hand.z @ np.linalg.solve(gram, sums)
+    rows = fed.host.unpad(fed.collect(state.score), torch.arange(3)).view(-1, CLASSES)
+    np.testing.assert_allclose(rows, wanted, atol=1e-10)
+    assert state.counts.tolist() == pytest.approx([n / 3, len(zc) / 3, 0 if not known else 1])
+
+
+def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarray, l2: float) -> torch.Tensor:
+    z, zc = torch.tensor(hand.z), torch.tensor(hand.zc)
+    each = -(torch.tensor(target) * (z @ model).log_softmax(1)).sum(1) * torch.tensor(mass)
+    clean = -(torch.eye(CLASSES, dtype=torch.float64)[hand.yc] * (zc @ model).log_softmax(1)).sum(1)
+    return (each.sum() + clean.sum()) / (mass.sum() + len(zc)) + 0.5 * l2 * (model**2).sum()
+
+
+@pytest.mark.parametrize("targets", ["kept", "soft"])
+def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
+    built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets)
+    _, state = drive(em, built, em.num_passes + em.num_fit_rounds)
+    hand = ByHand(built, em)
+    q, given = hand.passes(), np.eye(CLASSES)[hand.label]
+    keep = ((q * given).sum(1) >= 0.5).astype(float)
+    assert 0 < keep.sum() < len(keep)
+    cases = ((q, np.ones(len(q))) if targets == "soft" else (given, keep), (given, np.ones(len(q))))
+    for model, (target, mass) in zip(state.models.view(2, 5, CLASSES), cases, strict=True):
+        model = model.clone().requires_grad_()
+        losses(hand, model, target, mass, em.l2).backward()
+        assert float(model.grad.norm()) < 1e-9
+    image = torch.tensor(np.concatenate([client["test"]["image"] for client in built.clients]))
+    weight, bias = state.y[: 4 * CLASSES].view(4, CLASSES), state.y[4 * CLASSES :]
+    z = torch.cat([(image - state.centre) / state.scale, torch.ones(len(image), 1)], dim=1)
+    assert torch.allclose(image @ weight + bias, z @ state.models.view(2, 5, CLASSES)[0], atol=1e-10)
+
+
+def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has_read():
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=9)
+    _, state = drive(em, built, em.num_iterations())
+    hand = ByHand(built, em)
+    models = state.models.view(2, 5, CLASSES).numpy()
+    logs = [log_softmax(hand.zh @ model, axis=1)[range(len(hand.yh)), hand.yh] for model in models]
+    better = logs[0] - logs[1]
+    t = better.mean() / (better.std(ddof=1) / np.sqrt(len(better)))
+    assert state.found["num_guard"] == len(hand.yh) == 9  # 4 or 5 of 9, 2 of 4, 3 of 6
+    assert state.found["t"] == pytest.approx(t, rel=1e-9)
+    right = [(hand.zh @ model).argmax(1) == hand.yh for model in models]
+    assert state.found["gain"] == pytest.approx(float(right[0].mean() - right[1].mean()), abs=1e-12)
+    assert state.found["verdict"] == ("accepted" if t >= -2 else "rejected")
+    few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=10), built, em.num_iterations())[1]
+    assert few.found["verdict"] == "unchecked"
+    assert torch.equal(few.y, em.classifier(few, 1))
+
+
+def test_the_guard_decides_nothing_for_a_class_that_it_does_not_see():
+    built = small()
+    seen = [one["val"]["label"] != 1 for one in built.clients]
+    vals = [{k: v[own] for k, v in one["val"].items()} for one, own in zip(built.clients, seen, strict=True)]
+    clients = [{**one, "val": val} for one, val in zip(built.clients, vals, strict=True)]
+    em = LabelEM(ridge=0.02, num_fit_rounds=1, least_clean=2)
+    _, state = drive(em, Built(built.problem, clients), em.num_iterations())
+    assert (state.found["verdict"], state.found["unseen"]) == ("unchecked", 1)
+
+
+def test_a_rejected_classifier_is_replaced_by_the_plain_one():
+    built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=5, reject_below=1e9, least_clean=2)
+    _, state = drive(em, built, em.num_iterations())
+    assert state.found["verdict"] == "rejected"
+    plain = em.classifier(state, 1)
+    assert torch.equal(state.y, plain)
+    assert drive(em, built, em.num_iterations() + 2)[1].y.equal(state.y)  # later outer iterations change nothing
+
+
+def test_a_client_with_one_clean_sample_has_none_for_the_guard():
+    built = small()
+    one = {name: values[:1] for name, values in built.clients[0]["val"].items()}
+    clients = [{**built.clients[0], "val": one}, *built.clients[1:]]
+    em = LabelEM(ridge=0.02, num_fit_rounds=1)
+    _, state = drive(em, Built(built.problem, clients), em.num_iterations())
+    assert state.found["num_guard"] == state.found["num_unseen"] == 5  # 2 of 4 and 3 of 6
+
+
+def test_the_cut_is_the_lowest_one_at_which_few_flags_are_false():
+    rng = np.random.default_rng(1)
+    seen, unseen = rng.integers(0, 9, 200), np.zeros(200)
+    unseen[:60] = rng.integers(0, 7, 60)
+    found = discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen), 500.0, 0.1)
+    bound = lambda count: float(upper_bound(torch.tensor(float(count), dtype=torch.float64)))
+    false = [500 * min(1, bound(unseen[i:].sum()) / unseen.sum()) for i in range(200)]
+    first = next(i for i in range(200) if false[i] <= 0.1 * seen[i:].sum())
+    wanted = {"log_odds": -16 + 32 * first / 200, "flags": seen[first:].sum(), "false": false[first]}
+    assert found == pytest.approx(wanted)
+    assert first > 0
+    assert discovery_cut(torch.tensor(seen).double(), torch.tensor(unseen) * 0, 500.0, 0.1) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_a_count_is_below_its_bound_in_95_of_100_draws(count):
+    """The mean at which so few events have a probability of 5 %."""
+    assert float(upper_bound(torch.tensor(float(count)))) == pytest.approx(chi2.ppf(0.95, 2 * count + 2) / 2, rel=0.01)
+
+
+def test_without_two_samples_the_guard_knows_nothing():
+    assert judged(1, 0.3, 0.09, 0, 0, 1)["t"] == 0
+    assert judged(4, 2.0, 1.0, 0, 0, 1)["t"] == 0  # equal differences: no spread to compare with
+    assert judged(2, 1.0, 1.0, 1, 1, 1)["t"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("place", [1, 77, 198])
+def test_odds_are_counted_between_the_edges_of_their_bin(place):
+    low, high = _rows.edge(place, 200), _rows.edge(place + 1, 200)
+    right = 1 - torch.sigmoid(torch.tensor([low + 1e-6, (low + high) / 2, high - 1e-6], dtype=torch.float64))
+    assert _rows.binned(right, 200)[place] == 3
+
+
+def test_a_packed_matrix_is_itself():
+    matrix = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(_rows.unpacked(_rows.packed(matrix + matrix.T)), matrix + matrix.T)
+    assert len(_rows.packed(matrix)) == 28
+
+
+# ---- on engines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transition", ["shared", "own"])
+def test_a_resumed_run_is_the_same_bit_for_bit(transition):
+    em = LabelEM(ridge=0.02, num_passes=3, num_steps=2, num_fit_rounds=1, transition=transition)  # five in all
+    check_continues(em, small())
+
+
+def test_the_cost_is_that_of_the_docstring():
+    built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12, least_clean=5)
+    fed, state = drive(em, built, em.num_iterations())
+    bill = fed.bill().totals()
+    detection, d, c = 3 + 2 + 3 * (2 + 2), 5, CLASSES
+    assert bill["rounds"] == detection + 1 + 7 + 1  # estimates, training and guard
+    once = 2 * (d - 1) + 3 + c**2 + d * (d + 1) // 2 + 2 * c * d
+    assert bill["floats_up"] == 3 * (
+        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + (2 * 200 + 1) + 7 * (2 * c * d + 2) + 6 + c
+    )
+    assert all(isinstance(value, Kept) for value in (state.x, state.score, state.leverage))
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("transition", ["shared", "own"])
+def test_sites_have_the_posteriors_of_the_simulator_and_send_sums_only(tmp_path, transition):
+    federation = Loopback(tmp_path, 3)
+    task = {"name": "data_cleaning", "num_clients": 3, "num_clean": 12, "test_share": 0.8, "learn": "labels"}
+    task |= {"noise": 0.2, "noise_most": 0.6, "partition": "dirichlet"}
+    settings = {"name": "label_em", "transition": transition, "num_passes": 2, "num_fit_rounds": 2}
+    plan = federation.plan(settings, task, num_classes=10, num_iterations=5)
+    assert federation.serve(plan) == "finished"
+    result, wanted = simulated(plan, tmp_path / "simulated")
+    found, _ = federation.record.load()
+    for name in ("y", "transition", "models", "weights", "centre"):
+        assert torch.equal(found[f"state.{name}"], wanted[f"state.{name}"]), name
+    sums = {
+        "classes",
+        "first",
+        "second",
+        "counts",
+        "labels",
+        "gram",
+        "clean",
+        "given",
+        "fit",
+        "sums",
+        "slope",
+        "weight",
+    }
+    for i, name in enumerate(federation.names):
+        own = load_file(tmp_path / name / "runs" / "trial" / "solution.safetensors")
+        assert torch.equal(own["x.logit"], result.x[i]["logit"])
+        assert bool(own["x.logit"].any())
+        sent = [array for line in federation.left(name) for array in line.get("arrays", ())]
+        assert {array["name"] for array in sent} <= sums | {"seen", "unseen", "wrong", "classes", "figures"}
+        assert all(len(own["x.logit"]) not in array["shape"] for array in sent)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_detectors_are_found_by_name_but_are_no_algorithms_for_every_problem():
+    assert discovery.algorithm("label_em") is LabelEM
+    assert "label_em" in discovery.detectors()
+    assert "label_em" not in discovery.algorithms()
+    assert Detector not in discovery.detectors().values()
+
+
+def test_problems_without_labels_are_refused():
+    with pytest.raises(ScopeError, match="learn=labels"):
+        LabelEM().check_scopes(Scopes())
+    with pytest.raises(ProblemError, match="use the task data_cleaning with learn='labels'"):
+        drive(LabelEM(), DataCleaning(num_clients=3, test_share=0.8).build(), 0)
+    with pytest.raises(ProblemError, match="use the task data_cleaning with learn='labels'"):
+        drive(LabelEM(), Quadratic(num_clients=3, upper="private").build(), 0)
+    with pytest.raises(ProblemError, match="use a linear model"):
+        drive(LabelEM(), small(model="mlp"), 0)
+    built = small()
+    weighted = dataclasses.replace(built.problem, client_weights="by_samples")
+    with pytest.raises(SettingError, match="use client_weights='equal'"):
+        drive(LabelEM(), Built(weighted, built.clients), 0)
