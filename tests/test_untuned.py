@@ -62,6 +62,9 @@ def test_searched_values_are_settings_of_the_algorithm_and_begin_near_the_sugges
 def test_a_run_that_diverges_has_the_figure_of_its_start():
     sound = run(TINY, "fedbio", STEPS, 3)
     lost = run(TINY, "fedbio", {**STEPS, "lr_lower": 50.0}, 3)
+    closed = run(PAIRS["quadratic"], "fedbio", {**STEPS, "lr_lower": 50.0}, 3)
+    assert closed.diverged
+    assert math.isfinite(closed.figure)
     assert not sound.diverged
     assert sound.rounds == 8
     assert lost.diverged

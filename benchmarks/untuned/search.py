@@ -68,9 +68,10 @@ def run(
     """
     (problem, clients), began = pair.task.repeated(seed).build(), time.process_time()
     everyone = Population(problem, clients, strategy="vmap")
-    rows: list[Mapping[str, Any]] = [
-        {"rounds": 0, "megabytes": 0.0, **everyone.measure(everyone.x0, everyone.y0)}
-    ]  # the start, which callbacks do not see
+    start = everyone.measure(everyone.x0, everyone.y0)
+    if problem.diagnostics is not None:
+        start |= problem.diagnostics(problem.x0, problem.y0)
+    rows: list[Mapping[str, Any]] = [{"rounds": 0, "megabytes": 0.0, **start}]  # callbacks do not see the start
 
     halfway: list[float] = []
     pruned = False

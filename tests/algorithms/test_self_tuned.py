@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_simfbo import SCOPES, SMALL, scopes
@@ -10,7 +12,11 @@ import fedbilevel as fb
 from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.clients import HELD
+from fedbilevel.tasks.data_cleaning import DataCleaning
+from fedbilevel.tasks.hyper_representation import HyperRepresentation
+from fedbilevel.tasks.imbalance import Imbalance
 from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.regularisation import Regularisation
 from support.numeric.yardstick import check_continues, drive, relative
 
 
@@ -162,3 +168,48 @@ def test_minibatches_and_cohorts_stay_near_the_solution() -> None:
     task = Quadratic(**SMALL)
     _, state = drive(SelfTuned(holdout=0), task.build(), 150, batch_size=2, cohort=Cohort(0.67))
     assert relative(state.x, task.closed_form().solution()) < 0.7
+
+
+SCALED = {
+    "imbalance": (Imbalance(num_clients=4), "balanced_test_accuracy"),
+    "regularisation": (Regularisation(num_clients=4), "test_loss"),
+    "cleaning": (DataCleaning(num_clients=4), "test_accuracy"),
+    "representation": (HyperRepresentation(num_clients=4, num_hidden=16, lower="local", split="iid"), "test_accuracy"),
+}
+
+
+def scaled(problem: fb.Problem, what: str, by: float) -> fb.Problem:
+    """The same problem in other units of f, g, x or y."""
+    units = lambda tree, factor: {name: factor * value for name, value in tree.items()}
+    if what in ("upper", "lower"):
+        loss = getattr(problem, what)
+        return replace(problem, **{what: lambda x, y, batch: by * loss(x, y, batch)})
+    start = getattr(problem, f"{what}0")
+    new = (lambda sizes: units(start(sizes), by)) if callable(start) else units(start, by)
+    back = lambda x, y: (units(x, 1 / by), y) if what == "x" else (x, units(y, 1 / by))
+    within = lambda function: lambda x, y, batch: function(*back(x, y), batch)
+    features = problem.features
+    if features is not None and what == "x":
+        features = lambda x, batch: problem.features(units(x, 1 / by), batch)
+    return replace(
+        problem,
+        upper=within(problem.upper),
+        lower=within(problem.lower),
+        features=features,
+        statistics={role: within(function) for role, function in problem.statistics.items()},
+        **{f"{what}0": new},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["upper", "lower", "x", "y"])
+@pytest.mark.parametrize("name", SCALED)
+def test_units_change_a_figure_by_less_than_one_per_cent(name: str, what: str) -> None:
+    task, figure = SCALED[name]
+    problem, clients = task.build()
+    last = lambda one: fb.solve(
+        one, clients, "self_tuned", num_rounds=60, residuals=False, dtype=torch.float64, strategy="vmap"
+    ).rows[-1][figure]
+    plain = last(problem)
+    for by in (1e-3, 1e3):
+        assert last(scaled(problem, what, by)) == pytest.approx(plain, rel=0.01)

@@ -265,8 +265,8 @@ class Pace(NamedTuple):
         Surely: by more than two standard errors over clients.
         """
         score = [0.0, *(change + 2 * error for change, error in zip(self.changes, self.errors, strict=True))]
-        place = min(range(len(score)), key=score.__getitem__)
-        return place if score[place] < -self.tolerance else 0
+        least = min(score)
+        return next(place for place in range(len(score)) if score[place] <= least / 2) if least < -self.tolerance else 0
 
     @property
     def answer(self) -> float:

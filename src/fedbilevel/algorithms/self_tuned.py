@@ -56,12 +56,13 @@ delta biases the hypergradient; 20 % of the validation samples have no influence
 the best state on held-out samples: where y overfits, it stops before y*(x), and where a refit helps,
 it moves beyond. `holdout=0` returns the last state of the steady candidate, without a refit.
 
-Cost per outer iteration and candidate: 1 round for all; d_x + 2 d_y floats each way and at most 19
-floats up; in three of eight outer iterations d_y floats each way more; per client one of each of
-g_y, f_x, f_y, H u, J u and seven upper losses on held-out samples; in five of eight outer iterations
-one or two products H v more. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up;
-17 products H v per client. With a local lower level, no y, u or product travels, there is no round
-before the first outer iteration, and a client that joins later computes its 17 products then.
+Cost per outer iteration: 1 round; 3 (d_x + 2 d_y) floats each way and at most 57 floats up; in three
+of eight outer iterations 3 d_y floats each way more; per client three of each of g_y, f_x, f_y, H u
+and J u, and 21 upper losses on held-out samples; in five of eight outer iterations three or six
+products H v more. `num_candidates=1` divides all by three. Before the first: 1 round; d_x + d_y
+floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local lower level, no y, u or
+product travels, there is no round before the first outer iteration, and a client that joins later
+computes its 17 products then.
 """
 
 from __future__ import annotations

@@ -43,6 +43,12 @@ class Cleaning:
     verdict: "accepted", "rejected" or "unchecked", as the guard decided.
     gain, interval: gain in accuracy on held-out clean samples, and its 95 % interval.
     model: the classifier that the guard chose, as weights and biases.
+
+    >>> import fedbilevel as fb
+    >>> clients = fb.tasks.DataCleaning(noise=0.2, num_clean=40).build().clients
+    >>> found = fb.clean_labels(clients, features="convolutional")
+    >>> found.verdict, len(found.suspects())
+    ('accepted', 187)
     """
 
     names: Sequence[str]
