@@ -148,7 +148,7 @@ def test_the_readme_fits_a_screen_and_its_code_runs(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     check_quoted(quoted, capsys.readouterr().out)
-    plain, learned = (float(found) for found in re.findall(r"accuracy (\d\.\d+)", quoted))
+    learned, plain = (float(found) for found in re.findall(r"(\d\.\d+) with", quoted))
     assert learned > plain
     for line in re.findall(r"^    fedbilevel (\S+)", text, re.MULTILINE):
         assert line in cli.commands, line
