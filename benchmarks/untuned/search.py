@@ -69,7 +69,7 @@ def run(
     (problem, clients), began = pair.task.repeated(seed).build(), time.process_time()
     everyone = Population(problem, clients, strategy="vmap")
     start = everyone.measure(everyone.x0, everyone.y0)
-    if problem.diagnostics is not None:
+    if problem.diagnostics is not None and not callable(problem.x0):  # diagnostics are of a shared x
         start |= problem.diagnostics(problem.x0, problem.y0)
     rows: list[Mapping[str, Any]] = [{"rounds": 0, "megabytes": 0.0, **start}]  # callbacks do not see the start
 

@@ -377,6 +377,13 @@ def test_a_refit_needs_two_standard_errors() -> None:
         assert found.answer == pytest.approx(pace.loss + (change if place else 0.0))
 
 
+def test_the_shortest_refit_with_half_of_the_gain_is_taken() -> None:
+    pace = paced([2.0, 1.0])[-1]
+    changes = [-0.1, -0.2, -0.35, -0.5, -0.6, -0.4]
+    assert pace.tried(changes, [change**2 for change in changes], 5).refit == 3
+    assert pace.tried([-change for change in changes], [1.0] * 6, 5).refit == 0
+
+
 def test_refits_are_running_means() -> None:
     num = len(REFITS) - 1
     pace = Pace().tried([-1.0] * num, [2.0] * num, 3).tried([0.0] * num, [0.0] * num, 3)

@@ -260,9 +260,10 @@ class Pace(NamedTuple):
 
     @property
     def refit(self) -> int:
-        """Return the place in REFITS of the step along -u that surely lowers the held-out loss, or 0.
+        """Return the place in REFITS of the step along -u that the answer takes, or 0 for no step.
 
-        Surely: by more than two standard errors over clients.
+        It is the shortest step with half of the largest sure gain on held-out samples. A gain is
+        sure where it exceeds two standard errors over clients.
         """
         score = [0.0, *(change + 2 * error for change, error in zip(self.changes, self.errors, strict=True))]
         least = min(score)
