@@ -295,8 +295,8 @@ def test_the_average_is_the_last_iterate_where_directions_agree() -> None:
 def paced(held: list[float], lag: float = 0.01, figures: list[float] = AGREE, start: Pace | None = None) -> list[Pace]:
     """The paces after iterations with these held-out losses."""
     pace, trace = start or Pace(), []
-    for iteration, loss in enumerate(held, start=1):
-        pace = pace.after(iteration, loss, [lag, lag / 2], figures)
+    for loss in held:
+        pace = pace.after(loss, [lag, lag / 2], figures)
         trace.append(pace)
     return trace
 
@@ -311,7 +311,7 @@ def test_x_waits_until_y_and_u_are_warmed_up() -> None:
 
 def test_one_lag_alone_keeps_x_waiting() -> None:
     for two in ([0.9, 0.0], [0.0, 0.9]):
-        assert Pace().after(1, 1.0, two, AGREE).moved == 0
+        assert Pace().after(1.0, two, AGREE).moved == 0
 
 
 def test_length_grows_while_hypergradients_agree_and_falls_while_they_do_not() -> None:
@@ -333,7 +333,7 @@ def test_a_step_never_promises_more_than_a_share_of_the_range_of_losses() -> Non
 
 def test_brake_shortens_steps_while_y_and_u_lag() -> None:
     start = paced([10.0, 9.0, 8.0])[-1]
-    steps = [start.after(4, 7.0, [lag, 0.0], OPPOSE) for lag in (0.01, 0.3, 0.6)]
+    steps = [start.after(7.0, [lag, 0.0], OPPOSE) for lag in (0.01, 0.3, 0.6)]
     assert steps[0].step == steps[0].length
     assert steps[0].step > steps[1].step > steps[2].step
     assert steps[1].length == steps[0].length
@@ -354,8 +354,10 @@ def test_noise_of_the_held_out_loss_does_not_stop_new_answers() -> None:
 def test_the_start_is_no_answer_once_y_is_warmed_up() -> None:
     """The held-out loss of the start is below all others, because y is at its start, too."""
     trace = paced([0.1, 1.0, 2.0], lag=0.9)
-    trace += paced([3.0 - 0.05 * i for i in range(20)], start=trace[-1])
     assert all(chosen([pace]) == 0 for pace in trace)
+    trace = paced([3.0 - 0.1 * i for i in range(25)], start=trace[-1])
+    assert chosen([trace[-1]]) == 0
+    assert trace[-1].best == trace[-1].loss > 0.1
 
 
 def test_the_candidate_with_the_smallest_loss_is_the_answer() -> None:
@@ -364,6 +366,14 @@ def test_the_candidate_with_the_smallest_loss_is_the_answer() -> None:
     assert chosen([bad, good._replace(best=None)]) == 0  # it is not warmed up
     worse = good._replace(loss=1.6)
     assert chosen([bad, worse]) == -1  # its own state was better before
+
+
+def test_a_candidate_far_above_its_range_is_lost_for_good() -> None:
+    fine = paced([2.0, 1.0, 1.5, 2.5, 1.0])[-1]
+    assert not fine.lost
+    gone = paced([1e3, 1.0, 1.0], start=fine)
+    assert all(pace.lost for pace in gone)
+    assert chosen([fine, gone[-1]._replace(loss=-1.0)]) in (0, -1)
 
 
 def test_a_refit_needs_two_standard_errors() -> None:

@@ -9,6 +9,7 @@ import torch
 from test_simfbo import SCOPES, SMALL, scopes
 
 import fedbilevel as fb
+from fedbilevel.algorithms._pacing import Pace
 from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.clients import HELD
@@ -125,6 +126,20 @@ def test_a_refit_moves_y_along_u(lower: str, upper: str) -> None:
     upper_loss = lambda one, at: float(one.measure(state.x if upper == "shared" else after.x, at)["upper_loss"])
     if lower == "global" and upper == "shared":
         assert upper_loss(fed, answer) < upper_loss(fed, y)
+
+
+@scopes
+def test_a_lost_candidate_is_neither_sent_nor_computed(lower: str, upper: str) -> None:
+    built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
+    fed, state = drive(SelfTuned(), built, 12)
+    lost = Pace(*state.numbers[2])._replace(lost=True)
+    numbers = [*state.numbers[:2], [*lost]]
+    before = fed.ledger.columns["fy"].tolist()
+    fed.iteration += 1
+    after = SelfTuned().round(fed, state._replace(numbers=numbers, answer=0))
+    paid = [new - old for new, old in zip(fed.ledger.columns["fy"].tolist(), before, strict=True)]
+    assert paid == [2 * (5 if lower == "local" else 1)] * 3
+    assert after.numbers[2] == [*lost]
 
 
 def test_a_start_with_a_lower_loss_than_all_solutions_is_not_the_answer() -> None:

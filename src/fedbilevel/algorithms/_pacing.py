@@ -229,6 +229,8 @@ class Pace(NamedTuple):
     changes: running means of the change of that loss by steps along -u of the lengths in REFITS.
     errors: standard errors of these changes over clients.
     best: smallest loss of an answer since y was warmed up; None before.
+    age: outer iterations of this pace.
+    lost: whether the held-out loss rose far above its range.
     """
 
     moved: int = 0
@@ -244,6 +246,8 @@ class Pace(NamedTuple):
     changes: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()
     best: float | None = None
+    age: int = 0
+    lost: bool = False
 
     @property
     def step(self) -> float:
@@ -274,16 +278,15 @@ class Pace(NamedTuple):
         """Return the held-out loss of the answer that this candidate offers."""
         return self.loss + (0.0, *self.changes)[self.refit]
 
-    def after(
-        self, iteration: int, held: float, lags: list[float], figures: list[float], gait: Gait = GAITS[""]
-    ) -> Pace:
+    def after(self, held: float, lags: list[float], figures: list[float], gait: Gait = GAITS[""]) -> Pace:
         """Return the pace after an outer iteration.
 
         The promise of a step of x is limited by the gait. Steps grow while successive
         hypergradients agree and shrink when they disagree.
         """
         slope, along, hh, dd = figures
-        first, fading = iteration <= 1, _FADING
+        iteration, fading = self.age + 1, _FADING
+        first = iteration == 1
         before = held if first else self.loss
         loss = fading * before + (1 - fading) * held
         noise = 0.9 * self.noise + 0.1 * abs(held - before)
@@ -292,7 +295,8 @@ class Pace(NamedTuple):
         fall = along if iteration <= 2 else 0.8 * self.fall + 0.2 * along
         steepest = max(fall, 0.1 * slope, self.steepest if self.moved else 0.0)
         behind = max(lags)
-        new = self._replace(loss=loss, noise=noise, low=low, high=high)
+        lost = self.lost or (self.best is not None and held > self.high + 10 * self.span)
+        new = self._replace(loss=loss, noise=noise, low=low, high=high, age=iteration, lost=lost)
         if self.best is not None or lags[0] < 0.3 or iteration >= 30:  # y is warmed up
             new = new._replace(best=new.answer if self.best is None else min(self.best, new.answer))
         limit = gait.promise * new.span / max(steepest, _TINY)
@@ -318,13 +322,14 @@ class Pace(NamedTuple):
 def chosen(paces: Sequence[Pace]) -> int:
     """Return the place of the candidate whose average becomes the answer, or -1 to keep the answer.
 
-    The candidate has the smallest held-out loss of all that are warmed up, and none was better
-    before. Before any candidate is warmed up, the first candidate is the answer.
+    The candidate has the smallest held-out loss of all that are warmed up and not lost, and none
+    was better before. Before any candidate is warmed up, the first candidate is the answer.
     """
     bests = [pace.best for pace in paces if pace.best is not None]
-    if not bests:
-        return 0
-    place = min((one for one, pace in enumerate(paces) if pace.best is not None), key=lambda one: paces[one].answer)
+    ready = [place for place, pace in enumerate(paces) if pace.best is not None and not pace.lost]
+    if not ready:
+        return 0 if not bests else -1
+    place = min(ready, key=lambda one: paces[one].answer)
     return place if paces[place].answer <= min(bests) + paces[place].tolerance else -1
 
 

@@ -35,7 +35,8 @@ iterations (eager: three).
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
 others decides which candidate, and which of its states, is the answer. States before y is warmed up
-are no answer. Where y - r u has a lower held-out loss than y by more than two standard errors over
+are no answer. The slow or the eager candidate ends when its held-out loss rises above its range so
+far by ten times that range. Where y - r u has a lower held-out loss than y by more than two standard errors over
 clients, for a length r of six, the answer's y is y - r u. With y = y*(x) this is a first step from
 the minimum of g towards the minimum of g + r f: the model also fits validation samples.
 No result depends on the units of f, g, x or y.
@@ -220,10 +221,12 @@ class SelfTuned(ServerAlgorithm):
         return values | {name: torch.where(new, found[name], values[name]) for name in found if name in values}
 
     def round(self, fed: Federation, state: Any) -> Any:
-        t, probe, old = fed.iteration, _probe(fed.iteration), state._asdict()
+        probe, old = _probe(fed.iteration), state._asdict()
         paces = [Pace(*one) for one in state.numbers]
         sent: dict[str, Any] = {name: old[name] for name in "xy" if isinstance(old[name], Kept)}
-        for ending, pace in zip(self.gaits, paces, strict=False):
+        running = [place for place in range(len(self.gaits)) if place == 0 or not paces[place].lost]
+        for place in running:
+            ending, pace = list(GAITS)[place], paces[place]
             own = _of(old, ending)
             own = {name: own[name] for name in own if name in ("z_x", "z_y", "u", probe) or isinstance(own[name], Kept)}
             if isinstance(own["z_x"], Kept):
@@ -234,14 +237,15 @@ class SelfTuned(ServerAlgorithm):
             sent |= _ended(own, ending)
         refit = REFITS[paces[state.answer].refit] if state.answer >= 0 else 0.0
         new = vars(fed.mean(self.look, **sent, probe=probe, answer=state.answer, refit=refit))
-        for place, (ending, gait) in enumerate(self.gaits.items()):
+        for place in running:
+            ending, gait = list(GAITS.items())[place]
             found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, paces[place])
             if self.learn_x:
                 lags_now, figures = found["lags"].tolist(), found["figures"].tolist()
                 held, *tried = found["held"].tolist()
                 half = len(tried) // 2
                 paces[place] = paces[place].tried(tried[:half], tried[half:], fed.num_clients)
-                paces[place] = paces[place].after(t, held, lags_now, figures, gait)
+                paces[place] = paces[place].after(held, lags_now, figures, gait)
             new |= _ended(found, ending)
         answer = chosen(paces[: len(self.gaits)]) if self.learn_x and self.holdout else 0
         if answer >= 0:
@@ -283,7 +287,8 @@ class SelfTuned(ServerAlgorithm):
             out |= {"y": refitted(own, refit)} if "y" in out else {}
         given = self.begun(clients, given)
         for ending, gait in self.gaits.items():
-            out |= _ended(self.seen(clients, gait, probe, _of(given, ending)), ending)
+            if "z_y" + ending in given:  # a lost candidate is not sent
+                out |= _ended(self.seen(clients, gait, probe, _of(given, ending)), ending)
         return out
 
     def seen(self, clients: Clients, gait: Gait, probe: str, own: dict[str, Any]) -> dict[str, Any]:
