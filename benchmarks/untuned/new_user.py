@@ -187,14 +187,17 @@ PROBLEMS: dict[str, Callable[[], Built]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.untuned.new_user")
-    parser.add_argument("names", nargs="*", default=list(PROBLEMS), choices=[*PROBLEMS, []], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=[], choices=[*PROBLEMS, []], metavar="NAME")
     parser.add_argument("--algorithm", default="self_tuned")
     parser.add_argument("--rounds", type=int, default=200)
     given = parser.parse_args()
-    for name in given.names:
+    for name in given.names or PROBLEMS:
         problem, clients = PROBLEMS[name]()
         began = time.process_time()
-        print(fb.solve(problem, clients, given.algorithm, num_rounds=given.rounds))
+        result = fb.solve(problem, clients, given.algorithm, num_rounds=given.rounds, baseline=True)
+        print(result)
+        if result.baseline is not None:
+            print(result.baseline.sentence)
         print(f"{name}: {time.process_time() - began:.1f} s of processor time")
 
 
