@@ -11,24 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms._pacing import (
-    GAITS,
-    REFITS,
+from fedbilevel.algorithms._gaits import GAITS
+from fedbilevel.algorithms._lower_pacing import (
     Controls,
-    Pace,
-    chosen,
     dot,
     equilibrated,
+    first_metric,
     lags,
     lower_step,
     norm,
     random_signs,
     unit,
-    upper_step,
     with_curvature,
     with_damping,
     with_diagonal,
 )
+from fedbilevel.algorithms._pacing import REFITS, Pace, chosen, upper_step
 
 AGREE, OPPOSE = [1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0]  # h'd, h'd of the last direction, h'h, d'd
 
@@ -118,6 +116,18 @@ def test_curvature_is_the_largest_eigenvalue_in_the_metric() -> None:
         rows = with_curvature(rows, times(h)(unit(rows["ray"])))
     top = torch.linalg.eigvalsh(in_metric(h, d))[:, -1:]
     torch.testing.assert_close(controls(rows).curvature, top, rtol=1e-6, atol=0)
+
+
+def test_first_metric_is_that_of_the_matrix() -> None:
+    h = matrices(spread=2.0)
+    calls: list[Tensor] = []
+    product = lambda v: calls.append(v) or times(h)(v)
+    d, curvature, ray = first_metric(product, torch.ones(2, 6, dtype=torch.float64))
+    values = torch.linalg.eigvalsh(in_metric(h, d))
+    assert len(calls) == 17
+    assert bool((curvature <= values[:, -1:] * (1 + 1e-12)).all())
+    assert bool((curvature > 0.7 * values[:, -1:]).all())
+    torch.testing.assert_close(ray.norm(dim=1), torch.ones(2, dtype=torch.float64))
 
 
 def test_curvature_rises_at_once_and_falls_slowly() -> None:
@@ -366,6 +376,30 @@ def test_the_candidate_with_the_smallest_loss_is_the_answer() -> None:
     assert chosen([bad, good._replace(best=None)]) == 0  # it is not warmed up
     worse = good._replace(loss=1.6)
     assert chosen([bad, worse]) == -1  # its own state was better before
+
+
+def test_another_candidate_needs_two_standard_errors_of_the_difference() -> None:
+    """Four clients whose losses differ by -0.1 to -0.5 from those of the safe candidate."""
+    steady, safe, differences = paced([2.0, 1.0])[-1], paced([2.0, 1.3])[-1], np.array([-0.1, -0.5, -0.2, -0.4])
+    error = differences.std(ddof=1) / 2
+    found = Pace().compared(float(differences.mean()), float((differences**2).mean()), 4)
+    assert found.doubt == pytest.approx(error)
+    assert found._replace(age=1).compared(0.0, 0.0, 4).doubt == pytest.approx(0.7 * error)
+    assert Pace().compared(-0.3, 0.09, 1).doubt == 0.0
+    gain = safe.answer - steady.answer
+    for share, place in ((0.45, 0), (0.55, 1)):
+        doubted = steady._replace(doubt=share * gain, best=steady.loss + 2 * share * gain)
+        assert chosen([doubted, safe]) == place
+
+
+def test_f_gets_weight_in_the_lower_level_while_steps_along_u_surely_help() -> None:
+    changes = [-0.1, -0.2, -0.35, -0.5, -0.6, -0.4]
+    squares = [change**2 for change in changes]
+    pace = paced([2.0, 1.0])[-1]._replace(moved=1, blend=1.0)
+    assert pace.tried(changes, squares, 5, reach=10.0).blend == pytest.approx(1.0 + 0.2 * 10.0 * REFITS[3])
+    assert pace.tried(changes, squares, 5).blend == 1.0
+    assert pace.tried(changes, [1.0] * 6, 5, reach=10.0).blend == 1.0
+    assert pace._replace(moved=0).tried(changes, squares, 5, reach=10.0).blend == 1.0
 
 
 def test_a_candidate_far_above_its_range_is_lost_for_good() -> None:

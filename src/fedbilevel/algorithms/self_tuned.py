@@ -5,15 +5,15 @@ scopes, small batches and small cohorts, with convex and non-convex lower levels
 per outer iteration and one round before the first; in each round it sends three times as much as
 FedBiO. `num_candidates=1` sends as much as FedBiO.
 
-Three candidates start at the same point and differ in their gait (a, b, p, k):
+Three candidates start at the same point and differ in their gait (a, b, p, k, r):
 
-    steady  a = b = 0.9, with momentum        p = 5 %     k = 0.15
-    slow    a = 0.2, b = 0.15                 p = 5 %     k = 0.15
-    eager   a = b = 0.9, with momentum        p = 20 %    k = 0.5
+    steady  a = b = 0.9, with momentum        p = 5 %     k = 0.15    r >= 0
+    slow    a = 0.2, b = 0.15                 p = 5 %     k = 0.15    r = 0
+    eager   a = b = 0.9, with momentum        p = 20 %    k = 0.5     r = 0
 
 One outer iteration of a candidate, at the means over clients of
 
-    h = f_x - J u,      g_y = grad_y g,      g_u = H u - f_y + delta L D u
+    h = f_x - J u,      g_y = grad_y g + r f_y,      g_u = H u - f_y + delta L D u
 
     v_y <- 0.9 c_y v_y + D^-1 g_y,      y <- y - a (s / L) v_y      (no momentum: v_y = D^-1 g_y)
     v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - b (s / L) v_u
@@ -32,14 +32,23 @@ losses so far, and l is multiplied by min(1, k / lag), where lag is the residual
 of its largest value. x begins to move when the lag is below one half, at the latest after ten outer
 iterations (eager: three).
 
+The steady candidate solves min_y g + r f instead of min_y g, and D and L are those of g + r f. It
+begins with r = 0, and r grows while a step of y along -u surely lowers the held-out loss, where the
+lower level is global. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
+
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
-others decides which candidate, and which of its states, is the answer. States before y is warmed up
-are no answer. The slow or the eager candidate ends when its held-out loss rises above its range so
-far by ten times that range. Where y - r u has a lower held-out loss than y by more than two standard errors over
-clients, for a length r of six, the answer's y is y - r u. With y = y*(x) this is a first step from
-the minimum of g towards the minimum of g + r f: the model also fits validation samples.
-No result depends on the units of f, g, x or y.
+others decides which candidate, and which of its states, is the answer: the slow candidate, unless
+another is better by more than two standard errors of the difference over clients. Few held-out
+samples would otherwise choose by chance, and slow steps fit noise last. States before y is warmed
+up are no answer. The slow or the eager candidate ends when its held-out loss rises above its range
+so far by ten times that range. Where y - t u has a lower held-out loss than y by more than two
+standard errors over clients, for a length t of six, the answer's y is y - t u: the model also fits
+validation samples. One client alone shows no standard error, and every gain counts. No result
+depends on the units of f, g, x or y.
+
+With x fixed (`learn_x=False`), all validation samples choose among the steady and the slow
+candidate and their states, because no other step uses them.
 
 Reference: FedBiO's directions are those of Li, Huang, Huang, "Communication-Efficient Federated
 Bilevel Optimization with Global and Local Lower Level Problems", NeurIPS 2023, Algorithm 2. The
@@ -51,19 +60,21 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: for a candidate, none at the limit of a strongly convex lower level with all samples in every
-batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the damping
-delta biases the hypergradient; 20 % of the validation samples have no influence on h. The answer is
-the best state on held-out samples: where y overfits, it stops before y*(x), and where a refit helps,
-it moves beyond. `holdout=0` returns the last state of the steady candidate, without a refit.
+Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all samples
+in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the
+damping delta biases the hypergradient; 20 % of the validation samples have no influence on h. With
+r > 0, y minimises g + r f, and h is the hypergradient formula at that y. The answer is the best state
+on held-out samples: where y overfits, it stops before y*(x), and where r > 0 or a refit helps, it
+moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns the last state of the steady
+candidate with r = 0, without a refit.
 
-Cost per outer iteration: 1 round; 3 (d_x + 2 d_y) floats each way and at most 57 floats up; in three
+Cost per outer iteration: 1 round; 3 (d_x + 2 d_y) floats each way and at most 59 floats up; in three
 of eight outer iterations 3 d_y floats each way more; per client three of each of g_y, f_x, f_y, H u
 and J u, and 21 upper losses on held-out samples; in five of eight outer iterations three or six
-products H v more. `num_candidates=1` divides all by three. Before the first: 1 round; d_x + d_y
-floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local lower level, no y, u or
-product travels, there is no round before the first outer iteration, and a client that joins later
-computes its 17 products then.
+products H v more; with r > 0 one f_y more, and up to three for a product. `num_candidates=1` divides
+all by three. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v
+per client. With a local lower level, no y, u or product travels, there is no round before the first
+outer iteration, and a client that joins later computes its 17 products then.
 """
 
 from __future__ import annotations
@@ -76,28 +87,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms._pacing import (
-    GAITS,
-    REFITS,
+from fedbilevel.algorithms._gaits import GAITS, SAFE, Gait
+from fedbilevel.algorithms._lower_pacing import (
+    TINY,
     Controls,
-    Gait,
-    Pace,
     Rows,
-    chosen,
     dot,
     equilibrated,
+    first_metric,
     lags,
     lower_step,
-    norm,
-    random_signs,
     reach,
     refitted,
     unit,
-    upper_step,
     with_curvature,
     with_damping,
     with_diagonal,
 )
+from fedbilevel.algorithms._pacing import REFITS, Pace, chosen, upper_step
 from fedbilevel.algorithms.fedbio import step_directions
 from fedbilevel.federation.algorithm import Federation, Kept, ServerAlgorithm, phase
 from fedbilevel.federation.clients import HELD, Clients
@@ -106,7 +113,9 @@ from fedbilevel.settings import setting
 
 _UPPER = ("z_x", "m_x", "s_x", "d_x", "a_x")
 _LOWER = ("z_y", "u", "v_y", "v_u", "g_y", "g_u", "a_y", "diagonal", "ray", "controls")
-_FOUND = ("h", "residual_y", "residual_u", "product", "held", "lags", "figures", "step", "cosine", "reach")
+_FOUND = ("h", "residual_y", "residual_u", "product", "held", "against", "lags", "figures")
+_ENDINGS = tuple(GAITS)
+_TOLD = ("step", "cosine", "moved", "reach", "blend")  # numbers of the server
 
 
 def _named(names: Iterable[str]) -> tuple[str, ...]:
@@ -120,7 +129,7 @@ _FIELDS = ("x", "y", *_named((*_UPPER, *_LOWER)), "answer", "numbers")
 
 def _of(values: Mapping[str, Any], ending: str) -> dict[str, Any]:
     """Return the variables and measurements of one candidate under their plain names."""
-    return {name: values[name + ending] for name in (*_UPPER, *_LOWER, *_FOUND) if name + ending in values}
+    return {name: values[name + ending] for name in (*_UPPER, *_LOWER, *_FOUND, *_TOLD) if name + ending in values}
 
 
 def _ended(values: Mapping[str, Any], ending: str) -> dict[str, Any]:
@@ -145,9 +154,7 @@ class SelfTuned(ServerAlgorithm):
         least=0,
         most=0.5,
     )
-    refit: bool = setting(
-        True, "move the answer's y along -u where held-out samples are clearly better; it then also fits val samples"
-    )
+    refit: bool = setting(True, "let y also fit validation samples, where held-out samples are surely better")
     num_candidates: int = setting(
         len(GAITS), "gaits that run side by side; every one costs as much as one run", least=1, most=len(GAITS)
     )
@@ -171,7 +178,8 @@ class SelfTuned(ServerAlgorithm):
     @property
     def gaits(self) -> dict[str, Gait]:
         """Return the gaits that run, by the ending of their names."""
-        return dict(list(GAITS.items())[: self.num_candidates if self.learn_x and self.holdout else 1])
+        most = self.num_candidates if self.learn_x else min(self.num_candidates, 2)  # with x fixed, eager is steady
+        return dict(list(GAITS.items())[: most if self.holdout else 1])
 
     @property
     def refits(self) -> tuple[float, ...]:
@@ -196,17 +204,11 @@ class SelfTuned(ServerAlgorithm):
     @phase
     def prepare(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return each client's own diagonal, and its largest curvature in that metric."""
-        return self.first_metric(clients, x, y, clients.batch("train", "curvature"))
+        return self.measure(clients, x, y, clients.batch("train", "curvature"))
 
-    def first_metric(self, clients: Clients, x: Tensor, y: Tensor, batch: Batch) -> dict[str, Tensor]:
-        product = lambda v: clients.hessian_product(x, y, v, batch)
-        d = equilibrated(product, torch.ones_like(clients.rows(y)), 6, seed=0)
-        w = random_signs(d, torch.Generator().manual_seed(1))
-        for _ in range(5):
-            w = unit(w / d.sqrt())
-            image = product(w)
-            curvature, w = norm(image, 1 / d) / norm(w, d), image / d.sqrt()
-        found = {"diagonal": d, "ray": unit(w / d.sqrt())}
+    def measure(self, clients: Clients, x: Tensor, y: Tensor, batch: Batch) -> dict[str, Tensor]:
+        d, curvature, ray = first_metric(lambda v: clients.hessian_product(x, y, v, batch), clients.rows(y))
+        found = {"diagonal": d, "ray": ray}
         if y.ndim == 1:
             return {**found, "top": curvature}
         found["controls"] = Controls.start(curvature)
@@ -217,43 +219,51 @@ class SelfTuned(ServerAlgorithm):
         if "controls" not in values or not bool((new := values["controls"][:, :1] == 0).any()):
             return values
         batch = replace(clients.batch("train", "curvature"), active=new[:, 0].cpu())
-        found = self.first_metric(clients, clients.rows(values["z_x"]), values["z_y"], batch)
+        found = self.measure(clients, clients.rows(values["z_x"]), values["z_y"], batch)
         return values | {name: torch.where(new, found[name], values[name]) for name in found if name in values}
 
     def round(self, fed: Federation, state: Any) -> Any:
         probe, old = _probe(fed.iteration), state._asdict()
-        paces = [Pace(*one) for one in state.numbers]
+        paces = dict(zip(GAITS, (Pace(*one) for one in state.numbers), strict=True))
+        running = [ending for ending in self.gaits if not ending or not paces[ending].lost]
         sent: dict[str, Any] = {name: old[name] for name in "xy" if isinstance(old[name], Kept)}
-        running = [place for place in range(len(self.gaits)) if place == 0 or not paces[place].lost]
-        for place in running:
-            ending, pace = list(GAITS)[place], paces[place]
+        told = {ending: self.told(GAITS[ending], _of(old, ending), paces[ending]) for ending in running}
+        for ending in running:
             own = _of(old, ending)
             own = {name: own[name] for name in own if name in ("z_x", "z_y", "u", probe) or isinstance(own[name], Kept)}
-            if isinstance(own["z_x"], Kept):
-                own |= {"step": self.length(pace), "cosine": pace.cosine}
-            if self.refits and not isinstance(own["z_y"], Kept):
-                at = _of(old, ending)
-                own["reach"] = float(reach(at["z_y"], at["u"], at["diagonal"]))
-            sent |= _ended(own, ending)
-        refit = REFITS[paces[state.answer].refit] if state.answer >= 0 else 0.0
+            sent |= _ended(own | told[ending], ending)
+        refit = REFITS[paces[_ENDINGS[state.answer]].refit] if state.answer >= 0 else 0.0
         new = vars(fed.mean(self.look, **sent, probe=probe, answer=state.answer, refit=refit))
-        for place in running:
-            ending, gait = list(GAITS.items())[place]
-            found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, paces[place])
-            if self.learn_x:
-                lags_now, figures = found["lags"].tolist(), found["figures"].tolist()
+        for ending in running:
+            gait, pace = GAITS[ending], paces[ending]
+            found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, pace)
+            if "held" in found:
                 held, *tried = found["held"].tolist()
                 half = len(tried) // 2
-                paces[place] = paces[place].tried(tried[:half], tried[half:], fed.num_clients)
-                paces[place] = paces[place].after(held, lags_now, figures, gait)
+                if "against" in found:
+                    pace = pace.compared(held - float(new["held" + SAFE][0]), float(found["against"]), fed.num_answers)
+                far = told[ending]["reach"] if "blend" in told[ending] else 0.0
+                pace = pace.tried(tried[:half], tried[half:], fed.num_answers, far)
+                figures = found["figures"].tolist() if self.learn_x else [0.0] * 4
+                paces[ending] = pace.after(held, found["lags"].tolist(), figures, gait)
             new |= _ended(found, ending)
-        answer = chosen(paces[: len(self.gaits)]) if self.learn_x and self.holdout else 0
+        answer = chosen([paces[ending] for ending in self.gaits]) if self.holdout else 0
         if answer >= 0:
-            own = _of(old | new, list(GAITS)[answer])
+            own = _of(old | new, _ENDINGS[answer])
             new |= {"x": own["a_x"]} if "x" not in sent else {}
-            new |= {"y": refitted(own, REFITS[paces[answer].refit])} if "y" not in sent else {}
+            new |= {"y": refitted(own, REFITS[paces[_ENDINGS[answer]].refit])} if "y" not in sent else {}
         variables = {name: new.get(name, old[name]) for name in self.State._fields[:-2]}
-        return self.State(**variables, answer=answer, numbers=[[*pace] for pace in paces])
+        return self.State(**variables, answer=answer, numbers=[[*pace] for pace in paces.values()])
+
+    def told(self, gait: Gait, own: dict[str, Any], pace: Pace) -> dict[str, float]:
+        """Return the numbers that clients need for one candidate."""
+        told: dict[str, float] = {}
+        if isinstance(own["z_x"], Kept):
+            told |= {"step": self.length(pace), "cosine": pace.cosine, "moved": max(1, pace.moved)}
+        if self.refits and not isinstance(own["z_y"], Kept):
+            told["reach"] = float(reach(own["z_y"], own["u"], own["diagonal"]))
+            told |= {"blend": pace.blend} if gait.blend else {}
+        return told
 
     def length(self, pace: Pace) -> float:
         return self.pace * pace.step if self.learn_x else 0.0
@@ -282,13 +292,17 @@ class SelfTuned(ServerAlgorithm):
         """Return directions and measurements of every candidate; step what stays at the client."""
         out = {name: given[name] for name in "xy" if name in given}
         if answer >= 0:
-            own = _of(given, list(GAITS)[answer])
+            own = _of(given, _ENDINGS[answer])
             out |= {"x": own["a_x"]} if "x" in out else {}
             out |= {"y": refitted(own, refit)} if "y" in out else {}
         given = self.begun(clients, given)
         for ending, gait in self.gaits.items():
             if "z_y" + ending in given:  # a lost candidate is not sent
                 out |= _ended(self.seen(clients, gait, probe, _of(given, ending)), ending)
+        safe = out.get("held" + SAFE)
+        for ending in self.gaits:
+            if safe is not None and ending != SAFE and "held" + ending in out:
+                out["against" + ending] = (out["held" + ending][:, :1] - safe[:, :1]) ** 2
         return out
 
     def seen(self, clients: Clients, gait: Gait, probe: str, own: dict[str, Any]) -> dict[str, Any]:
@@ -297,7 +311,7 @@ class SelfTuned(ServerAlgorithm):
         local, private = "controls" in own, "m_x" in own
         rows = {name: own[name] for name in _LOWER if local} | {"z_y": y, "u": u}
         vector = rows.get(probe, own.get(probe))
-        product = self.product(clients, x, y, probe, vector) if vector is not None else None
+        product = self.product(clients, x, y, probe, vector, own.get("blend", 0.0)) if vector is not None else None
         out: dict[str, Any] = {}
         if local:
             rows = self.measured(rows, probe, product)
@@ -305,6 +319,8 @@ class SelfTuned(ServerAlgorithm):
             out["product"] = product
         for step in clients.steps(self.num_local_steps if local else 1):
             h, g_y, g_u = self.residuals(clients, step, x, rows)
+            if own.get("blend"):
+                g_y = g_y + own["blend"] * clients.upper_grad_y(x, rows["z_y"], step.batch("val", "B_f"))
             if local:
                 rows = lower_step(rows, g_y, g_u, gait)
         if local:
@@ -313,13 +329,12 @@ class SelfTuned(ServerAlgorithm):
             out |= {"residual_y": g_y, "residual_u": g_u}
         if private and self.learn_x:
             upper = {name: own[name] for name in _UPPER} | {"z_x": x}
-            upper, figures = upper_step(upper, h, own["step"], max(1, clients.iteration), own["cosine"])
+            upper, figures = upper_step(upper, h, own["step"], own["moved"], own["cosine"])
             out |= upper | {"figures": figures}
         else:
             out["h"] = h
-        if self.learn_x:
-            role = HELD if self.holdout else "val"
-            batch = clients.batch(role, "held", times=8)
+        if self.learn_x or self.holdout:
+            batch = clients.batch(HELD if self.held_share() else "val", "held", times=8)
             unit_length = reach(y, u, own["diagonal"]) if local else own.get("reach", 0.0)
             held = clients.upper_loss(x, y, batch)
             changes = [clients.upper_loss(x, y - r * unit_length * u, batch) - held for r in self.refits]
@@ -332,10 +347,27 @@ class SelfTuned(ServerAlgorithm):
             return None, clients.lower_grad(x, rows["z_y"], step.batch("train", "B_g")), None
         return step_directions(clients, step, x, rows["z_y"], rows["u"], "shared")
 
-    def product(self, clients: Clients, x: Tensor, y: Tensor, probe: str, vector: Tensor) -> Tensor:
-        """Return H times the ray, u' H u, or a new diagonal, each of every client."""
+    def product(self, clients: Clients, x: Tensor, y: Tensor, probe: str, vector: Tensor, blend: float) -> Tensor:
+        """Return H times the ray, u' H u, or a new diagonal, each of every client.
+
+        The ray and the diagonal are those of the Hessian of g + blend f.
+        """
         batch, vector = clients.batch("train", "curvature"), clients.rows(vector)
         product = lambda v: clients.hessian_product(x, y, v, batch)
-        if probe == "diagonal":
-            return equilibrated(product, vector, 1, seed=clients.iteration)
-        return product(unit(vector)) if probe == "ray" else dot(vector, product(vector))
+        if probe == "u":
+            return dot(vector, product(vector))
+        if blend:
+            upper = self.upper_product(clients, x, y)
+            lower, product = product, lambda v: lower(v) + blend * upper(v)
+        return product(unit(vector)) if probe == "ray" else equilibrated(product, vector, 1, seed=clients.iteration)
+
+    def upper_product(self, clients: Clients, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return a function for products with the Hessian of f, as differences of gradients."""
+        batch, size = clients.batch("val", "curvature"), torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        slope = clients.upper_grad_y(x, y, batch)
+
+        def product(v: Tensor) -> Tensor:
+            step = (0.01 * size / torch.linalg.vector_norm(v, dim=-1, keepdim=True)).clamp(min=TINY)
+            return (clients.upper_grad_y(x, y + step * v, batch) - slope) / step
+
+        return product

@@ -67,7 +67,7 @@ class Server:
         self._versions: dict[str, int] = {}
         self._kept_in: dict[str, Tensor] = {}  # the outer iteration in which each client last wrote its row
         self._held = Held(self.num_clients)
-        self.iteration = self.call = self._draws = 0
+        self.iteration = self.call = self._draws = self.num_answers = 0
         self._draw_cohort()
 
     # ---- what an engine says --------------------------------------------------------------------------------------
@@ -140,6 +140,7 @@ class Server:
     ) -> SimpleNamespace:
         self.call += 1
         answers, places, times = self._ask(phase, broadcast, *self._present(broadcast.values()), join == self._means)
+        self.num_answers = len(places)
         gathered: dict[str, Any] = dict.fromkeys(answers)
         sent: dict[str, Tensor] = {}
         for name, value in answers.items():

@@ -101,6 +101,7 @@ class Federation(Protocol):
 
     num_clients: int
     iteration: int
+    num_answers: int  # clients that answered the last call
     ledger: Ledger
     weights: Tensor  # (n,) how much each client counts in a mean over all clients, by client number
 
