@@ -22,7 +22,7 @@ from fedbilevel.errors import UnknownNameError
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "untuned"
 STAGES = ("tune", "final", "table")
-FIRST_SEED = 20  # smaller seeds served the development of self_tuned
+FIRST_SEED = 30  # smaller seeds served the development of self_tuned
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
