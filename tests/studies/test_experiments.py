@@ -128,6 +128,13 @@ def test_what_the_page_on_cleaning_says_about_rivals():
     assert ours["dirichlet"]["fednoro"]["accepted"] == 0
     for row in ("as-given-l2", "gce", "sce", "fedcorr", "fednoro"):
         assert 0 < accuracy("right", "right") - accuracy("right", row) < 0.03
+    large = means("cleaning-mnist", "rho02")
+    for row in ("gce", "sce", "cleanlab"):
+        assert large[row]["test_accuracy"] > large["label-em"]["test_accuracy"]
+        assert large[row]["f1"] < large["label-em"]["f1"]
+    for row in ("gce", "sce"):
+        assert large[row]["average_precision"] > large["label-em"]["average_precision"]
+        assert large[row]["rounds"] < large["label-em"]["rounds"]
     for row in ("cleanlab", "confident-ridge"):
         assert abs(accuracy("right", "right") - accuracy("right", row)) < 0.003
 
