@@ -9,6 +9,7 @@ from scipy.special import softmax
 
 import fedbilevel as fb
 from fedbilevel.detectors._mixture import upper_part
+from fedbilevel.detectors.as_given import AsGiven
 from fedbilevel.detectors.fedcorr import FedCorr, local_dimensions
 from fedbilevel.detectors.label_em import LabelEM
 from support.numeric.labels import CLASSES, ByHand, posteriors, small
@@ -147,3 +148,13 @@ def test_labels_of_noisy_clients_are_corrected_and_those_of_others_stay():
             assert (flags & ~wrong).sum() <= 5
         else:
             assert flags.sum() <= 2
+
+
+def test_the_cost_is_that_of_the_docstring():
+    detector = FedCorr(num_passes=3, num_warm_rounds=4, num_tune_rounds=5, num_neighbours=6, num_fit_rounds=2)
+    bills = [
+        drive(one, small(), one.num_iterations())[0].bill().totals() for one in (detector, AsGiven(num_fit_rounds=2))
+    ]
+    assert bills[0]["rounds"] - bills[1]["rounds"] == 2 * (4 + 1) + 5
+    sent = (2 * 4 + 5) * (5 * CLASSES + 1) + 2  # W and a number of samples, and one dimension in each pass
+    assert bills[0]["floats_up"] - bills[1]["floats_up"] == 3 * sent

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 
 import fedbilevel as fb
+from fedbilevel.detectors.as_given import AsGiven
 from fedbilevel.detectors.fednoro import FedNoRo, nearness, scaled_losses
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.problem.draws import Stream
@@ -117,3 +118,12 @@ def test_x_has_the_labels_that_were_learned_from():
 
 def test_a_resumed_run_is_the_same_bit_for_bit():
     check_continues(FedNoRo(num_fit_rounds=3, num_warm_rounds=2), small())
+
+
+def test_the_cost_is_that_of_the_docstring():
+    detector = FedNoRo(num_warm_rounds=4, num_fit_rounds=2)
+    bills = [
+        drive(one, small(), one.num_iterations())[0].bill().totals() for one in (detector, AsGiven(num_fit_rounds=2))
+    ]
+    assert bills[0]["rounds"] - bills[1]["rounds"] == 4 + 1
+    assert bills[0]["floats_up"] - bills[1]["floats_up"] == 3 * (4 * (5 * CLASSES + 1) + 2 * CLASSES)

@@ -1,7 +1,7 @@
 """FedCorr, compact: noisy clients by the dimension of their predictions, noisy samples by their loss.
 
 Use it when you need the published rival that corrects labels. It assumes that some clients have
-right labels; it needs no clean samples, except for the guard. It costs 70 rounds of detection, in
+right labels; it needs no clean samples, except for the guard. It costs 65 rounds of detection, in
 which clients send sums, and one number each by which the server tells noisy clients from others.
 
 First stage, in each outer iteration but the last: train W on the present labels for a few rounds.
