@@ -137,7 +137,7 @@ def test_every_sample_is_judged_once_by_a_model_that_has_not_seen_it():
 def test_the_classifier_is_stationary_for_mean_entropy_plus_half_the_squared_norm():
     train = DataCleaning(num_clients=1, noise=0.2).build().clients[0]["train"]
     image, label, l2 = train["image"].astype(float), train["label"], 0.02
-    model = confident_learning._fitted(image, label, l2, 1000, pytest.fail)
+    model = confident_learning.logistic(image, label, l2, 1000, pytest.fail)
     assert isinstance(model, LogisticRegression)
     gradient = (model.predict_proba(image) - np.eye(10)[label]).T @ image / len(label) + l2 * model.coef_
     assert 30 * np.abs(gradient).max() < np.abs(l2 * model.coef_).max()

@@ -96,6 +96,49 @@ def test_where_few_labels_are_wrong_cleaning_costs_accuracy():
     )
 
 
+NOISY = ("uniform02", "uniform08", "asymmetric", "instance", "clients", "dirichlet")
+
+
+@pytest.mark.parametrize("panel", NOISY)
+def test_label_em_finds_more_wrong_labels_than_its_rivals_and_robust_losses_are_next(panel):
+    f1, accuracy = (
+        {row: figures[key] for row, figures in means("cleaning-digits", panel).items()}
+        for key in ("f1", "test_accuracy")
+    )
+    rivals = ("confident", "confident-ridge", "own-loss", "gce", "sce", "fedcorr", "fednoro", "cleanlab", "as-given-l2")
+    for row in rivals:
+        assert f1["label-em"] > f1[row]
+        assert accuracy["label-em"] > accuracy[row]
+    for robust in ("gce", "sce"):
+        assert f1[robust] > max(f1[row] for row in rivals if row not in ("gce", "sce", "confident-ridge"))
+    assert f1["sce"] > f1["confident-ridge"] > f1["cleanlab"] - 0.011
+
+
+def test_what_the_page_on_cleaning_says_about_rivals():
+    ours = {panel: means("cleaning-digits", panel) for panel in (*NOISY, "right")}
+    accuracy = lambda panel, row: ours[panel][row]["test_accuracy"]
+    for panel in ("uniform02", "dirichlet"):
+        assert accuracy(panel, "label-em") - accuracy(panel, "as-given-l2") < 0.02
+        assert accuracy(panel, "as-given-l2") - ours[panel]["label-em"]["plain"] > 0.1
+    for panel in ("uniform08", "asymmetric"):
+        assert accuracy(panel, "label-em") - accuracy(panel, "as-given-l2") > 0.05
+        assert ours[panel]["confident-ridge"]["f1"] > ours[panel]["cleanlab"]["f1"] + 0.05
+    assert ours["clients"]["fedcorr"]["f1"] > 0.85
+    assert ours["uniform08"]["fedcorr"]["recall"] < 0.5
+    assert ours["dirichlet"]["fednoro"]["accepted"] == 0
+    for row in ("as-given-l2", "gce", "sce", "fedcorr", "fednoro"):
+        assert 0 < accuracy("right", "right") - accuracy("right", row) < 0.03
+    large = means("cleaning-mnist", "rho02")
+    for row in ("gce", "sce", "cleanlab"):
+        assert large[row]["test_accuracy"] > large["label-em"]["test_accuracy"]
+        assert large[row]["f1"] < large["label-em"]["f1"]
+    for row in ("gce", "sce"):
+        assert large[row]["average_precision"] > large["label-em"]["average_precision"]
+        assert large[row]["rounds"] < large["label-em"]["rounds"]
+    for row in ("cleanlab", "confident-ridge"):
+        assert abs(accuracy("right", "right") - accuracy("right", row)) < 0.003
+
+
 @pytest.mark.parametrize("panel", ["way5-shot1", "way5-shot5"])
 def test_local_steps_help_few_shot_learning_per_round(panel):
     ours = means("fedbioacc-figure4", panel)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, judged
+from fedbilevel.detectors._training import bounded_step
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import HELD, Clients
@@ -179,19 +180,30 @@ class Detector(ServerAlgorithm):
         """
         if not state.found:
             state = state._replace(found=self._estimated(fed, state))
-        found = fed.mean(
-            self.slopes, ahead=state.ahead, x=state.x, centre=state.centre, scale=state.scale, soft=self._soft(state)
-        )
+        found = self.summed(fed, state)
         weight = found.weight.double().view(2, 1, 1)
         now, last = (self._pair(state, part) for part in (state.ahead, state.models))
         slope = self._pair(state, found.slope) / weight + self.l2 * now
         gram = _rows.unpacked(state.gram.double())
-        bound = gram / (2 * weight) + self.l2 * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        new = now - torch.linalg.solve(bound, slope)
-        age = 0 if bool((slope * (new - last)).sum() > 0) else state.age + 1  # it went uphill: restart
-        ahead = new + age / (age + 3) * (new - last)
+        steepest = weight.new_tensor([self.steepest(), 1.0]).view(2, 1, 1)
+        bound = steepest * gram / (2 * weight) + self.l2 * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        new, ahead, age = bounded_step(now, last, slope, bound, state.age)
         models, ahead = (part.flatten().to(state.y.dtype) for part in (new, ahead))
         return state._replace(models=models, ahead=ahead, age=age, y=self._in_input_units(state, new[0]))
+
+    def summed(self, fed: Federation, state: State) -> Any:
+        """Return the slopes of both classifiers and their weights, as means over clients."""
+        return fed.mean(
+            self.slopes, ahead=state.ahead, x=state.x, centre=state.centre, scale=state.scale, soft=self._soft(state)
+        )
+
+    def gap(self, p: Tensor, target: Tensor) -> Tensor:
+        """Return the gradient of the cleaned classifier's losses in its scores, from probabilities."""
+        return p - target
+
+    def steepest(self) -> float:
+        """Return how much steeper these losses may be than cross-entropies."""
+        return 1.0
 
     def classifier(self, state: State, number: int) -> Tensor:
         """Return the classifier 0, cleaned, or 1, plain, in the form of y."""
@@ -212,8 +224,9 @@ class Detector(ServerAlgorithm):
             models = ahead.view(2, z.shape[1], -1)
             both = torch.cat([*models], dim=1)  # one product for both classifiers
             first, second = ((part @ both).view(len(part), 2, q.shape[1]).softmax(2) for part in (z, zc))
-            gap = torch.stack([keep * (first[:, 0] - (q if soft else plain)), first[:, 1] - plain], dim=1)
-            slope = gap.flatten(1).T @ z + (second - checked[:, None]).flatten(1).T @ zc
+            gap = torch.stack([keep * self.gap(first[:, 0], q if soft else plain), first[:, 1] - plain], dim=1)
+            clean = torch.stack([self.gap(second[:, 0], checked), second[:, 1] - checked], dim=1)
+            slope = gap.flatten(1).T @ z + clean.flatten(1).T @ zc
             slopes.append(slope.view(2, -1, z.shape[1]).transpose(1, 2).flatten())
             weights.append(torch.stack([keep.sum(), keep.new_tensor(len(z))]) + len(zc))
         return {"slope": torch.stack(slopes), "weight": torch.stack(weights)}

@@ -16,6 +16,9 @@ With learn="labels", x_i holds C logits per training sample, one per class, and 
 so x = 0 stands for the labels as they are given. A sample is flagged if its given label has q below
 one half. Detectors of wrong labels need this form.
 
+With loss="gce" or "sce", the lower level has a robust loss (tasks/robust_losses.py) in place of CE,
+for `fedavg` on labels as they are given; it is not convex then, even for a linear model.
+
 Models: `linear` makes the lower level strongly convex. `mlp`, three fully connected layers as in
 the paper, does not: l2 cannot outweigh the negative curvature of a network, so y*(x) need not be
 unique, H need not be positive definite and no method has its guarantee there. Second derivatives of
@@ -63,6 +66,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.robust_losses import Robust
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _SUSPICIOUS = 24  # images that are shown
@@ -111,6 +115,13 @@ class DataCleaning(Task):
     model: Literal["linear", "mlp"] = setting("linear", "convex, or three fully connected layers, which are not")
     num_hidden: int = setting(100, "units of each of the two hidden layers of the MLP", least=1)
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
+    loss: Literal["cross_entropy", "gce", "sce"] = setting(
+        "cross_entropy", "loss of the lower level: cross-entropy, or its generalised or symmetric robust form"
+    )
+    gce_power: float = setting(0.7, "exponent of gce: near 0 cross-entropy, 1 linear", symbol="q", above=0, most=1)
+    sce_forward: float = setting(0.1, "weight of cross-entropy in sce", symbol="alpha", above=0)
+    sce_reverse: float = setting(1.0, "weight of reverse cross-entropy in sce", symbol="beta", above=0)
+    sce_floor: float = setting(-4.0, "logarithm of zero in sce", symbol="A", most=-0.01)
     data_seed: int = setting(0, "seed of the split, of the noise and of the initial weights of the MLP", least=0)
 
     # Single-class validation data make the clients' own systems H_i u = f_y,i very different: methods that step u
@@ -169,7 +180,8 @@ class DataCleaning(Task):
         shapes.sample("label", "train", "val", "test", kinds=("int",), ndim=0)
         (dim,) = shapes.sample("image", "train", "val", "test", ndim=1)
         num_classes, random = shapes.classes(), None
-        fit = _corrected if self.learn == "labels" else _trusted
+        robust = Robust(self.loss, self.gce_power, self.sce_forward, self.sce_reverse, self.sce_floor)
+        fit = partial(_corrected if self.learn == "labels" else _trusted, robust)
         if self.features == "convolutional":
             random = RandomConvolutions.of(dim)
             dim = random.num_features
@@ -306,14 +318,18 @@ def _losses(y: Any, batch: Any) -> Tensor:
     return cross_entropy(_scores(y, _inputs(batch)), batch["label"], reduction="none")
 
 
-def _trusted(x: Any, y: Any, batch: Any) -> Tensor:
-    return torch.sigmoid(x["logit"][batch["index"]]) * _losses(y, batch)
-
-
-def _corrected(x: Any, y: Any, batch: Any) -> Tensor:
-    """Return the cross-entropy of every sample with its corrected label."""
+def _trusted(robust: Robust, x: Any, y: Any, batch: Any) -> Tensor:
+    weight = torch.sigmoid(x["logit"][batch["index"]])
+    if robust.name == "cross_entropy":
+        return weight * _losses(y, batch)
     scores = _scores(y, _inputs(batch))
-    return -(soft_labels.in_batch(x, batch, scores.shape[-1]) * scores.log_softmax(-1)).sum(-1)
+    return weight * robust.losses(scores, soft_labels.given(batch["label"], scores.shape[-1]))
+
+
+def _corrected(robust: Robust, x: Any, y: Any, batch: Any) -> Tensor:
+    """Return the loss of every sample with its corrected label."""
+    scores = _scores(y, _inputs(batch))
+    return robust.losses(scores, soft_labels.in_batch(x, batch, scores.shape[-1]))
 
 
 def _trust(logit: Tensor, label: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def small(**settings: Any) -> Built:
         train["label"] = np.where(rng.random(size) < noise, rng.integers(0, CLASSES, size), true)
         train["wrong"] = train["label"] != true
         clients.append(roles)
-    task = DataCleaning(learn="labels", **settings)
+    task = DataCleaning(**{"learn": "labels", **settings})
     return Built(task.problem(Shapes.of(clients[0], CLASSES)), clients)
 
 

@@ -1,8 +1,8 @@
 """Cleaning: a detector of wrong labels on corrupted data, with the truth known.
 
 Row: {"task": {"name": "data_cleaning", ...its settings}, "detector": {"name": ..., ...its settings},
-"features": ..., "only_right": ...}. The task makes the data; the classifiers and the guard are those
-of the detector.
+"features": ..., "only_right": ..., "pooled": {...}}. The task makes the data; the classifiers and the
+guard are those of the detector.
 
 Figures:
 
@@ -17,7 +17,8 @@ Figures:
     rounds, megabytes         of the whole run
 
 With `only_right`, wrong labels are removed first, which needs the truth: the bound of any method
-that drops samples.
+that drops samples. With `pooled` (studies/pooled.py) and the detector as_given, labels are flagged by
+confident learning on pooled data first; such a row has no rounds and no megabytes.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ import numpy as np
 from fedbilevel import discovery
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.detectors.as_given import AsGiven
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.runs.options import torch_device
 from fedbilevel.settings import Settings, made, setting
-from fedbilevel.studies import given
+from fedbilevel.studies import given, pooled
 from fedbilevel.studies.outcome import RowOutcome
 
 
@@ -56,7 +58,8 @@ def run(
             raise SettingError(
                 f"the {name} is {row.get(name)!r}, expected a table with its name and settings, e.g. {{name = '...'}}."
             )
-    settings = made(CleaningRow, {name: value for name, value in row.items() if name not in ("task", "detector")})
+    tables = ("task", "detector", "pooled")
+    settings = made(CleaningRow, {name: value for name, value in row.items() if name not in tables})
     begun = time.perf_counter()
     clients: Any = given.task(row["task"]).repeated(repetition).build().clients
     if "wrong" not in clients[0]["train"] or "test" not in clients[0]:
@@ -71,10 +74,18 @@ def run(
         raise SettingError(
             f"the detector is {row['detector']['name']!r}, expected one of {', '.join(discovery.detectors())}."
         )
+    if "pooled" in row:
+        if type(detector) is not AsGiven:
+            raise SettingError(f"pooled data are flagged by cleanlab, not by {detector.name()}: use as_given.")
+        detector = pooled.flagging(
+            made(pooled.Pooled, row["pooled"]), detector, clients, settings.features, repetition, say
+        )
     found = clean_labels(
         clients, detector=detector, features=settings.features, seed=repetition, device=torch_device(device)
     )
     figures = measured(detector, found, clients)
+    if "pooled" in row:  # all samples travel, which no ledger counts
+        figures = {name: value for name, value in figures.items() if name not in ("rounds", "megabytes")}
     say(f"{detector.name()}: {found.sentence} {time.perf_counter() - begun:.1f} s")
     return RowOutcome(figures, [])
 

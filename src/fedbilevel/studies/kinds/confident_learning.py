@@ -109,7 +109,7 @@ def run(
     l2 = settings.l2 if settings.l2 is not None else float(task.asdict()["l2"])
 
     def fitted(image: np.ndarray, label: np.ndarray) -> LogisticRegression:
-        return _fitted(image, label, l2, settings.max_iterations, say)
+        return logistic(image, label, l2, settings.max_iterations, say)
 
     flagged = train["wrong"] if settings.keep == "clean" else np.zeros(len(train["label"]), dtype=bool)
     if settings.keep == "confident":
@@ -169,18 +169,22 @@ def label_issues(label: np.ndarray, probabilities: np.ndarray, filter_by: str = 
 
     probabilities: class probabilities with one column for each label that occurs.
     """
-    if find_spec("cleanlab") is None:
-        raise FedBilevelError(
-            "this study needs the package cleanlab, which is not installed: "
-            "install it with pip install 'fedbilevel[reference]'."
-        )
+    check_cleanlab()
     from cleanlab.filter import find_label_issues  # an optional dependency
 
     places = np.unique(label, return_inverse=True)[1]
     return np.asarray(find_label_issues(places, probabilities, filter_by=filter_by, n_jobs=1), dtype=bool)
 
 
-def _fitted(
+def check_cleanlab() -> None:
+    if find_spec("cleanlab") is None:
+        raise FedBilevelError(
+            "this study needs the package cleanlab, which is not installed: "
+            "install it with pip install 'fedbilevel[reference]'."
+        )
+
+
+def logistic(
     image: np.ndarray, label: np.ndarray, l2: float, max_iterations: int, say: Callable[[str], None]
 ) -> LogisticRegression:
     """Return the minimiser of mean CE + l2/2 |weights|^2.
