@@ -102,9 +102,7 @@ class Confident(OwnLoss):
             edges = torch.round((cuts.view(p.shape[1], -1)[label.long()] + 1) / 2 * MARGINS)
             bad = (_bin(p - own) >= edges).any(1, keepdim=True)
             right = torch.where(bad, own / 2, (1 + own) / 2).clamp(1e-6, 1 - 1e-6)
-            rest = (p / (1 - own).clamp(min=1e-12)).clamp(min=1e-9) * (1 - right)
-            given = _rows.given(label, p.shape[1], p).bool()
-            x.append(soft_labels.as_x(torch.where(given, right, rest).log(), label))
+            x.append(soft_labels.as_x(_rows.with_right(p, label, right).log(), label))
         return {"x": clients.padded(x)}
 
 
