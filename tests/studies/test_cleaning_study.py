@@ -39,7 +39,7 @@ def test_average_precision_by_hand():
 def test_refusals(tmp_path):
     with pytest.raises(SettingError, match="the detector is None"):
         go(tmp_path, detector=None)
-    with pytest.raises(SettingError, match="expected one of as_given, confident, label_em"):
+    with pytest.raises(SettingError, match="expected one of as_given, confident, from_posterior"):
         go(tmp_path, detector={"name": "fedbio"})
     with pytest.raises(ProblemError, match="does not mark wrong labels"):
         go(tmp_path, task={"name": "quadratic"})
