@@ -10,9 +10,10 @@ The classifier W is trained on the given labels, each with the weight one. Then
 
 with the symbols of `_bilevel` and n, the sum of the weights, as a constant. A label with I_j > 0 is
 harmful, because more weight on it raises the clean loss, and is flagged. x has the log-odds
-asinh(I_j / r) of a wrong label, with r the root mean square of I over all training samples: x holds
-flags and a ranking, and no probabilities. The other classes share the rest by the probabilities p of
-W. Without clean samples, I = 0 and nothing is flagged.
+8 asinh(I_j / r) of a wrong label, with r the root mean square of I over all training samples: x holds
+flags and a ranking, and no probabilities, but their sum is close to the number of flags. The other
+classes share the rest by the probabilities p of W. Without clean samples, I = 0 and the
+labels stay as they are given.
 
 Reference: Koh, Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017.
 
@@ -44,6 +45,8 @@ from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
+SHARP = 8.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Influence(Bilevel):
@@ -56,10 +59,10 @@ class Influence(Bilevel):
         u = self.adjoint(fed, state, target, fit).u[0]
         found = fed.mean(self.influences, pull=self.pulls(fed, state, fit, u, renormalised=False))
         size = float((found.squares / state.counts[0]).sqrt())
+        if not size:
+            return state._replace(score=found.score)
         place = {"centre": state.centre, "scale": state.scale}
-        x = fed.mean(
-            self.ranked, score=found.score, size=max(size, 1e-30), model=self.sent(state, fit.model), **place
-        ).x
+        x = fed.mean(self.ranked, score=found.score, size=size, model=self.sent(state, fit.model), **place).x
         return state._replace(x=x, score=found.score)
 
     @phase
@@ -77,11 +80,11 @@ class Influence(Bilevel):
     def ranked(
         self, clients: Clients, score: Tensor, size: float, model: Tensor, centre: Tensor, scale: Tensor
     ) -> dict[str, Any]:
-        """Keep x with the log-odds asinh(I / size) of a wrong label."""
+        """Keep x with the log-odds 8 asinh(I / size) of a wrong label."""
         rows = []
         for train, own in zip(clients.samples("train"), clients.unpadded(score), strict=True):
             z = _rows.standardised(train, centre, scale)
             p = (z @ model.view(z.shape[1], -1)).softmax(1)
-            right = (-(own.view(p.shape)[:, :1] / size).asinh()).sigmoid()
+            right = (-SHARP * (own.view(p.shape)[:, :1] / size).asinh()).sigmoid().clamp(min=1e-30)
             rows.append(soft_labels.as_x(_rows.with_right(p, train["label"], right).log(), train["label"]))
         return {"x": clients.padded(rows)}

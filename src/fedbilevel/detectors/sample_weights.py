@@ -9,7 +9,8 @@ repair.
 
 with F, its derivative and S of `_bilevel`. x has q[label] = w_j, and the other classes share the rest
 by the probabilities of the classifier. A label is flagged if its weight fell below one half. Both
-classifiers of `Detector` follow, the cleaned one weighted by w.
+classifiers of `Detector` follow, the cleaned one weighted by w. Without clean samples, labels stay as
+they are given.
 
 Reference: Franceschi, Frasconi, Salzo, Grazzi, Pontil, "Bilevel Programming for Hyperparameter
 Optimization and Meta-Learning", ICML 2018 (data hyper-cleaning).
@@ -56,7 +57,9 @@ class SampleWeights(Bilevel):
             u = self.adjoint(fed, state, target, fit).u[0]
             found = fed.mean(self.weight_slopes, score=score, pull=self.pulls(fed, state, fit, u))
             size = float((found.squares / state.counts[0]).sqrt())
-            trial = fed.mean(self.moved, score=score, pull=found.pull, step=self.step / max(size, 1e-12)).trial
+            if not size:  # there are no clean samples
+                return state
+            trial = fed.mean(self.moved, score=score, pull=found.pull, step=self.step / size).trial
             score = fed.mean(self.adopted, trial=trial).score
         target = fed.mean(self.weighed, score=score).target
         fit = self.trained(fed, state, target, fit)
