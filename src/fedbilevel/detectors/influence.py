@@ -19,7 +19,7 @@ Reference: Koh, Liang, "Understanding Black-box Predictions via Influence Functi
 
 Deviations: (1) u is solved by conjugate gradients on all samples, preconditioned by a bound of H.
 (2) The classifier is regularised strongly (`lower_l2`). With as little regularisation as a classifier
-for use needs, W fits wrong labels too, and the ranking is worse than that of `own_loss`.
+for use needs, W fits wrong labels too, and the ranking is much worse.
 
 Bias: right labels of hard or rare samples can be harmful by chance with few clean samples; classes
 that the clean samples lack look harmful as a whole. A derivative at w = 1 does not say what the
