@@ -79,15 +79,16 @@ def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarr
     return (each.sum() + clean.sum()) / (mass.sum() + len(zc)) + 0.5 * l2 * (model**2).sum()
 
 
-@pytest.mark.parametrize("targets", ["kept", "soft"])
+@pytest.mark.parametrize("targets", ["kept", "soft", "weighted"])
 def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
     built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets)
     _, state = drive(em, built, em.num_passes + em.num_fit_rounds)
     hand = ByHand(built, em)
     q, given = hand.passes(), np.eye(CLASSES)[hand.label]
-    keep = ((q * given).sum(1) >= 0.5).astype(float)
-    assert 0 < keep.sum() < len(keep)
-    cases = ((q, np.ones(len(q))) if targets == "soft" else (given, keep), (given, np.ones(len(q))))
+    right = (q * given).sum(1)
+    assert 0 < (right >= 0.5).sum() < len(right)
+    cleaned = {"kept": (given, (right >= 0.5).astype(float)), "soft": (q, np.ones(len(q))), "weighted": (given, right)}
+    cases = (cleaned[targets], (given, np.ones(len(q))))
     for model, (target, mass) in zip(state.models.view(2, 5, CLASSES), cases, strict=True):
         model = model.clone().requires_grad_()
         losses(hand, model, target, mass, em.l2).backward()

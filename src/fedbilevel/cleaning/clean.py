@@ -54,8 +54,10 @@ def clean_labels(
     detector: a name (`fedbilevel list` shows all), with its settings as further keywords, or an
         instance.
     features: "given" uses rows as they are; "convolutional" computes random convolutional features
-        of square images; "auto" does so for images with rows and columns; a module that maps images
-        to rows, for example a pretrained network without its last layer, is best.
+        of square images; "auto" does so for images with rows and columns; "trained" first trains a
+        small convolutional network by FedAvg on the given labels, in 100 more rounds, and uses its
+        last hidden layer; a module that maps images to rows, for example a pretrained network
+        without its last layer, is best.
     num_classes: number of classes; None: the largest label plus one.
     flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
@@ -79,7 +81,7 @@ def clean_labels(
     chosen = _detector(detector, settings)
     if flag not in ("half", "rate"):
         raise SettingError(f"flag is {flag!r}, expected 'half' or 'rate'.")
-    ready = prepared(clients, features, num_classes)
+    ready = prepared(clients, features, num_classes, seed=seed, device=device, dtype=dtype, engine=engine)
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
     length = chosen.num_iterations()
@@ -106,6 +108,8 @@ def _outcome(
     state, found = result.state, dict(result.state.found)
     if "verdict" not in found:
         found = {"verdict": "unchecked", "num_guard": 0.0, "gain": 0.0, "gain_error": float("inf"), "t": 0.0, **found}
+    if ready.network is not None:
+        found["network"] = ready.network
     labels = [client["train"]["label"] for client in ready.clients]
     posteriors = [
         soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(label)).double().numpy()

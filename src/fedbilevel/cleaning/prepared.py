@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbilevel.cleaning.network import train_network
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem.client_data import Holdings
@@ -17,7 +18,7 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.task import Shapes
 
-Features = Literal["auto", "given", "convolutional"] | Callable[[Tensor], Tensor]
+Features = Literal["auto", "given", "convolutional", "trained"] | Callable[[Tensor], Tensor]
 MOST_FEATURES = 4096  # a client sends half of the square of their number once
 _AT_ONCE = 512
 
@@ -33,10 +34,13 @@ class Prepared(NamedTuple):
     clients: list[dict[str, dict[str, np.ndarray]]]
     num_classes: int
     rows: Callable[[Any], np.ndarray]
+    network: Mapping[str, float] | None = None  # rounds and megabytes that trained the features
 
 
-def prepared(clients: Sequence[Holdings], features: Features, num_classes: int | None) -> Prepared:
+def prepared(clients: Sequence[Holdings], features: Features, num_classes: int | None, **training: Any) -> Prepared:
     """Return clients with rows of features, and with marks of the samples in `val` that are clean.
+
+    training: seed, device, dtype and engine of a run that trains features.
 
     A client without clean samples gets one training sample in `val`, marked as not trusted, because
     every client of a run needs that role.
@@ -50,7 +54,10 @@ def prepared(clients: Sequence[Holdings], features: Features, num_classes: int |
             f"labels are from {labels.min()} to {labels.max()} and num_classes is {num_classes}, expected whole "
             "numbers from 0 to num_classes - 1 for at least two classes: number the classes from 0."
         )
-    rows = _rows_of(features, checked[0]["train"]["image"])
+    network = None
+    if isinstance(features, str) and features == "trained":
+        network = train_network(checked, found, **training)
+    rows = _rows_of(features if network is None else network, checked[0]["train"]["image"])
     changed = [{role: {**part, "image": rows(part["image"])} for role, part in one.items()} for one in checked]
     dims = {part["image"].shape[1] for one in changed for part in one.values()}
     if len(dims) > 1 or max(dims) > MOST_FEATURES:
@@ -60,7 +67,8 @@ def prepared(clients: Sequence[Holdings], features: Features, num_classes: int |
         )
     whole = _alike(changed)
     task = DataCleaning(learn="labels", num_clients=len(whole))
-    return Prepared(task, task.problem(Shapes.of(whole[0], found)), whole, found, rows)
+    cost = None if network is None else network.cost
+    return Prepared(task, task.problem(Shapes.of(whole[0], found)), whole, found, rows, cost)
 
 
 def _checked(client: Holdings, number: int) -> dict[str, dict[str, np.ndarray]]:
@@ -114,8 +122,8 @@ def _rows_of(features: Any, images: np.ndarray) -> Callable[[Any], np.ndarray]:
         return lambda some: _by_module(features, _array(some))
     if features not in ("auto", "given", "convolutional"):
         raise SettingError(
-            f"features is {features!r:.80}, expected 'auto', 'given', 'convolutional' or a module that maps images to "
-            "rows."
+            f"features is {features!r:.80}, expected 'auto', 'given', 'convolutional', 'trained' or a module that maps "
+            "images to rows."
         )
     flat = lambda some: _array(some).reshape(len(some), -1).astype(np.float32)
     if features == "given" or (features == "auto" and images.ndim < 3):

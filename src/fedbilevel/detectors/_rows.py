@@ -58,6 +58,13 @@ def log_joint(score: Tensor, heat: float, transition: Tensor, label: Tensor) -> 
     return (heat * score).log_softmax(1) + transition.log()[:, label.long()].T
 
 
+def with_right(p: Tensor, label: Tensor, right: Tensor) -> Tensor:
+    """Return q (n, C) with q[label] = right (n, 1); the other classes share the rest as in p."""
+    own = p.gather(1, label.long()[:, None])
+    rest = (p / (1 - own).clamp(min=1e-12)).clamp(min=1e-9) * (1 - right)
+    return torch.where(given(label, p.shape[1], p).bool(), right, rest)
+
+
 def likelihoods(score: Tensor, heats: Tensor, transition: Tensor, label: Tensor) -> Tensor:
     """Return the log-likelihood of the given labels at every heat."""
     return torch.stack([log_joint(score, float(heat), transition, label).logsumexp(1).sum() for heat in heats])

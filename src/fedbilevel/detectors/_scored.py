@@ -53,3 +53,21 @@ class Scored(Detector):
             score.append(torch.where(loose.bool(), _rows.leave_one_out(z, model, h, own), z @ model).flatten())
             leverage.append(h.flatten())
         return {"score": clients.padded(score), "leverage": clients.padded(leverage)}
+
+    def clean_scores(
+        self, clients: Clients, inverse: Tensor, weights: Tensor, copies: Tensor | None, centre: Tensor, scale: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return scores of W and labels of the clean samples of every client, each scored without itself.
+
+        copies: by class, how often a clean sample is counted in W; None: once.
+        """
+        matrix, found = _rows.unpacked(inverse), []
+        for val in clients.samples("val"):
+            checked = _rows.trusted(val)
+            z = _rows.standardised(checked, centre, scale)
+            model = weights.view(z.shape[1], -1)
+            h = ((z @ matrix) * z).sum(1, keepdim=True)
+            own = _rows.given(checked["label"], model.shape[1], z)
+            score = _rows.leave_one_out(z, model, h, own if copies is None else copies * own)
+            found.append((score, checked["label"]))
+        return found

@@ -109,9 +109,7 @@ def marked(p: Tensor, label: Tensor, bad: Tensor) -> Tensor:
     """Return x, flat, with flags (n, 1) and a ranking by the probability of the label."""
     own = p.gather(1, label.long()[:, None])
     right = torch.where(bad, own / 2, (1 + own) / 2).clamp(1e-6, 1 - 1e-6)
-    rest = (p / (1 - own).clamp(min=1e-12)).clamp(min=1e-9) * (1 - right)
-    given = _rows.given(label, p.shape[1], p).bool()
-    return soft_labels.as_x(torch.where(given, right, rest).log(), label)
+    return soft_labels.as_x(_rows.with_right(p, label, right).log(), label)
 
 
 def _bin(margin: Tensor) -> Tensor:

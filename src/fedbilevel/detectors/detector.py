@@ -22,12 +22,17 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, judged
-from fedbilevel.detectors._training import bounded_step
+from fedbilevel.detectors._descent import bound_of, bounded_step
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
+
+TARGETS = (
+    "train the cleaned classifier on labels that are kept, on all posteriors, or on all given labels weighted by "
+    "their posteriors; auto: kept labels, or posteriors if more than 80 % of the labels are estimated to be wrong"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +40,12 @@ class Detector(ServerAlgorithm):
     ridge: float = setting(0.001, "weight of the squared norm in the scores, per sample", symbol="lam", above=0)
     l2: float = setting(0.001, "weight of the squared norm of both classifiers", above=0)
     num_fit_rounds: int = setting(40, "rounds that train both classifiers", least=1)
-    targets: Literal["auto", "kept", "soft"] = setting(
-        "auto",
-        "train the cleaned classifier on labels that are kept, or on all posteriors; auto: posteriors if more than "
-        "80 % of the labels are estimated to be wrong",
-    )
+    targets: Literal["auto", "kept", "soft", "weighted"] = setting("auto", TARGETS)
     reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
-    upper_space = ("x", "score", "leverage")
+    upper_space: ClassVar[tuple[str, ...]] = ("x", "score", "leverage")
     statistics: ClassVar[tuple[str, ...]] = (
         "centre",
         "scale",
@@ -172,30 +173,25 @@ class Detector(ServerAlgorithm):
         return self._guarded(fed, state) if step == self.num_iterations() else state
 
     def _fitted(self, fed: Federation, state: State) -> State:
-        """Take one accelerated step of both classifiers, each on a bound of its loss.
-
-        The Hessian of a sum of cross-entropies is at most half of that of squares, sum z z' / 2, so
-        (sum z z' / 2w + l2)^-1 times the gradient is a step that cannot increase a mean loss over w
-        samples (Boehning, 1992).
-        """
+        """Take one accelerated step of both classifiers, each on a bound of its loss."""
         if not state.found:
             state = state._replace(found=self._estimated(fed, state))
         found = self.summed(fed, state)
         weight = found.weight.double().view(2, 1, 1)
         now, last = (self._pair(state, part) for part in (state.ahead, state.models))
         slope = self._pair(state, found.slope) / weight + self.l2 * now
-        gram = _rows.unpacked(state.gram.double())
         steepest = weight.new_tensor([self.steepest(), 1.0]).view(2, 1, 1)
-        bound = steepest * gram / (2 * weight) + self.l2 * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        new, ahead, age = bounded_step(now, last, slope, bound, state.age)
+        bound = bound_of(_rows.unpacked(state.gram.double()), weight / steepest, self.l2)
+        new, ahead, age = bounded_step(bound, slope, now, last, state.age)
         models, ahead = (part.flatten().to(state.y.dtype) for part in (new, ahead))
         return state._replace(models=models, ahead=ahead, age=age, y=self._in_input_units(state, new[0]))
 
     def summed(self, fed: Federation, state: State) -> Any:
         """Return the slopes of both classifiers and their weights, as means over clients."""
         return fed.mean(
-            self.slopes, ahead=state.ahead, x=state.x, centre=state.centre, scale=state.scale, soft=self._soft(state)
-        )
+            self.slopes, ahead=state.ahead, x=state.x, centre=state.centre, scale=state.scale,
+            targets=self._targets(state),
+        )  # fmt: skip
 
     def gap(self, p: Tensor, target: Tensor) -> Tensor:
         """Return the gradient of the cleaned classifier's losses in its scores, from probabilities."""
@@ -211,7 +207,7 @@ class Detector(ServerAlgorithm):
 
     @phase
     def slopes(
-        self, clients: Clients, ahead: Tensor, x: Tensor, centre: Tensor, scale: Tensor, soft: bool
+        self, clients: Clients, ahead: Tensor, x: Tensor, centre: Tensor, scale: Tensor, targets: str
     ) -> dict[str, Tensor]:
         """Return sum z (p - target)' for both classifiers, and the sums of their sample weights."""
         slopes, weights = [], []
@@ -220,11 +216,13 @@ class Detector(ServerAlgorithm):
             q = soft_labels.posterior(own, train["label"])
             plain = _rows.given(train["label"], q.shape[1], z)
             checked = _rows.given(_rows.trusted(val)["label"], q.shape[1], z)
-            keep = torch.ones_like(q[:, :1]) if soft else ((q * plain).sum(1, keepdim=True) >= 0.5).to(z.dtype)
+            right = (q * plain).sum(1, keepdim=True)
+            keep = {"soft": torch.ones_like(right), "weighted": right, "kept": (right >= 0.5).to(z.dtype)}[targets]
             models = ahead.view(2, z.shape[1], -1)
             both = torch.cat([*models], dim=1)  # one product for both classifiers
             first, second = ((part @ both).view(len(part), 2, q.shape[1]).softmax(2) for part in (z, zc))
-            gap = torch.stack([keep * self.gap(first[:, 0], q if soft else plain), first[:, 1] - plain], dim=1)
+            gap = self.gap(first[:, 0], q if targets == "soft" else plain)
+            gap = torch.stack([keep * gap, first[:, 1] - plain], dim=1)
             clean = torch.stack([self.gap(second[:, 0], checked), second[:, 1] - checked], dim=1)
             slope = gap.flatten(1).T @ z + clean.flatten(1).T @ zc
             slopes.append(slope.view(2, -1, z.shape[1]).transpose(1, 2).flatten())
@@ -285,7 +283,7 @@ class Detector(ServerAlgorithm):
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
         verdict = "unchecked" if unchecked else "rejected" if figures["t"] < self.reject_below else "accepted"
-        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "soft": self._soft(state)}
+        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self._targets(state)}
         return state._replace(found=whole, y=self.classifier(state, 0 if verdict == "accepted" else 1))
 
     @phase
@@ -317,8 +315,10 @@ class Detector(ServerAlgorithm):
 
     # ---- forms ----------------------------------------------------------------------------------------------------
 
-    def _soft(self, state: State) -> bool:
-        return self.targets == "soft" or (self.targets == "auto" and state.found["noise"] > 0.8)
+    def _targets(self, state: State) -> str:
+        if self.targets != "auto":
+            return self.targets
+        return "soft" if state.found["noise"] > 0.8 else "kept"
 
     def _pair(self, state: State, flat: Tensor) -> Tensor:
         """Return both classifiers (2, d + 1, C) in float64."""

@@ -50,8 +50,9 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._descent import bound_of, bounded_step
 from fedbilevel.detectors._mixture import upper_part
-from fedbilevel.detectors._training import bounded_step, trained
+from fedbilevel.detectors._training import trained
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -88,8 +89,8 @@ class FedCorr(Detector):
         x = fed.mean(self.corrected, x=state.x, weights=weights, noisy=noisy, **place).x
         return state._replace(x=x, weights=weights)
 
-    def _soft(self, state: Detector.State) -> bool:
-        return self.targets != "kept"  # corrected labels are trained on, unless they are to be dropped
+    def _targets(self, state: Detector.State) -> str:
+        return "soft" if self.targets == "auto" else self.targets  # corrected labels are trained on
 
     @phase
     def pulls(
@@ -181,11 +182,11 @@ class FedCorr(Detector):
         z = _rows.standardised(train, centre, scale).double()
         last = ahead = weights.double().view(z.shape[1], -1)
         given = _rows.given(label, last.shape[1], z)
-        bound = z.T @ z / (2 * len(z)) + self.l2 * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+        bound = bound_of(z.T @ z, z.new_tensor(len(z)), self.l2)
         age = 0
         for _ in range(self.num_local_steps):
             slope = z.T @ ((z @ ahead).softmax(1) - given) / len(z) + self.l2 * ahead
-            last, ahead, age = bounded_step(ahead, last, slope, bound, age)
+            last, ahead, age = bounded_step(bound, slope, ahead, last, age)
         return (z @ last).softmax(1).to(weights.dtype)
 
 

@@ -139,14 +139,10 @@ class LabelEM(Scored):
 
         copies: by class, how often a clean sample is counted in W.
         """
-        matrix, rows = _rows.unpacked(inverse), []
-        for val in clients.samples("val"):
-            checked = _rows.trusted(val)
-            z, label = _rows.standardised(checked, centre, scale), checked["label"].long()[:, None]
-            model = weights.view(z.shape[1], -1)
-            h = ((z @ matrix) * z).sum(1, keepdim=True)
-            score = _rows.leave_one_out(z, model, h, copies * _rows.given(checked["label"], len(copies), z))
-            rows.append(torch.stack([(b * score).log_softmax(1).gather(1, label).sum() for b in HEATS]))
+        rows = []
+        for score, label in self.clean_scores(clients, inverse, weights, copies, centre, scale):
+            own = label.long()[:, None]
+            rows.append(torch.stack([(b * score).log_softmax(1).gather(1, own).sum() for b in HEATS]))
         return {"fit": torch.stack(rows)}
 
     @phase

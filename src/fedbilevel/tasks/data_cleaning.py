@@ -132,7 +132,10 @@ class DataCleaning(Task):
         "fednest": {"lr_upper": 2000.0, "num_lower_rounds": 3, "num_terms": 10, "num_local_steps": 5},
         "fbo_aggitd": {"lr_upper": 1000.0, "num_lower_rounds": 5, "num_local_steps": 5},
     }
-    suggested_iterations = {"*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 49, "confident": 42}
+    suggested_iterations = {
+        "*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 49, "from_posterior": 49,
+        **dict.fromkeys(("confident", "own_loss", "influence", "shared_weights", "sample_weights"), 42),
+    }  # fmt: skip
     headline = ("test_accuracy", "f1", "precision", "recall")
     needs = {
         "train": {

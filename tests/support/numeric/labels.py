@@ -54,8 +54,9 @@ class ByHand:
         for i, client in enumerate(built.clients):
             order = Stream(seed).order("held", i, len(client["val"]["label"]), iteration=0).numpy()
             num = round(0.5 * len(order))
-            for some, numbers in ((held, order[:num]), (used, order[num:])):
+            for some, numbers in ((held, np.sort(order[:num])), (used, np.sort(order[num:]))):
                 some.append((rows(client["val"]["image"][numbers]), client["val"]["label"][numbers]))
+        self.half = np.concatenate([np.arange(len(label)) % 2 for _, label in used])  # of the clean samples
         self.zc, self.yc = (np.concatenate(part) for part in zip(*used, strict=True))
         self.zh, self.yh = (np.concatenate(part) for part in zip(*held, strict=True))
         self.gram = self.z.T @ self.z + self.zc.T @ self.zc

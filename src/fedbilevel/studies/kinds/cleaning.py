@@ -14,7 +14,7 @@ Figures:
     t, accepted               of the guard; accepted is 1, or 0 if rejected or unchecked
     rate_false, rate_recall   share of false flags, and recall, at the false-discovery rate; absent
                               without a cut
-    rounds, megabytes         of the whole run
+    rounds, megabytes         of the whole run, and of the network if features are trained
 
 With `only_right`, wrong labels are removed first, which needs the truth: the bound of any method
 that drops samples. With `pooled` (studies/pooled.py) and the detector as_given, labels are flagged by
@@ -45,7 +45,9 @@ from fedbilevel.studies.outcome import RowOutcome
 
 @dataclass(frozen=True, kw_only=True)
 class CleaningRow(Settings):
-    features: Literal["given", "convolutional"] = setting("convolutional", "rows of the detector and the classifier")
+    features: Literal["given", "convolutional", "trained"] = setting(
+        "convolutional", "rows of the detector and the classifier"
+    )
     only_right: bool = setting(False, "remove wrong labels first, which needs the truth")
 
 
@@ -119,8 +121,8 @@ def measured(detector: Detector, found: Cleaning, clients: Any) -> dict[str, flo
         strict = chance >= 1 / (1 + np.exp(-cut["log_odds"]))
         at_rate = _scores(strict, wrong)
         figures |= {"rate_false": 1 - at_rate["precision"], "rate_recall": at_rate["recall"]}
-    row = found.result.rows[-1]
-    return {**figures, "rounds": float(row["rounds"]), "megabytes": float(row["megabytes"])}
+    row, network = found.result.rows[-1], found.found.get("network", {})
+    return {**figures, **{name: float(row[name]) + network.get(name, 0.0) for name in ("rounds", "megabytes")}}
 
 
 def _scores(flags: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
