@@ -41,12 +41,14 @@ def test_resume_is_bit_identical(lower: str, upper: str) -> None:
     check_continues(SelfTuned(num_local_steps=2), task.build())
 
 
-@pytest.mark.parametrize("num_candidates", [1, 3])
+@pytest.mark.parametrize("num_candidates", [1, 3, 4])
 @pytest.mark.parametrize(("lower", "upper"), SCOPES)
 def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
     num, dx, dy = 16, 2, 3
     built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
-    fed, _ = drive(SelfTuned(num_candidates=num_candidates), built, num)
+    fed, state = drive(SelfTuned(num_candidates=num_candidates), built, num)
+    fits = num_candidates == 4 and lower == "global"
+    num_candidates = 4 if fits else min(num_candidates, 3)  # with a local lower level, no candidate fits
     vectors, numbers = 8 + 2, 3  # rays in 1..6, 9 and 10, diagonals in 8 and 16; u'Hu in 7, 11 and 15
     up, down = num * (1 + 2 * 6), 0  # the held-out loss, and its changes by six refits with their squares
     if upper == "shared":
@@ -61,6 +63,8 @@ def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
         up += 2 * num  # lags
     up, down = num_candidates * up, num_candidates * down
     up += (num_candidates - 1) * num  # squared differences from the slow candidate
+    up -= num * (dx if upper == "shared" else 4) if fits else 0  # x is that of the slow candidate
+    down -= (num - 1) * dx if fits and upper == "shared" else 0
     if lower == "global":
         up, shared = up + 2 * dy + 1, shared + 2 * dy  # before the first outer iteration; y0 and the first ray
     down -= (num_candidates - 1) * shared  # candidates share their start
@@ -69,6 +73,7 @@ def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
     assert columns["floats_up"].tolist() == [up] * 3
     assert columns["floats_down"].tolist() == [down] * 3
     assert columns["hvp"].tolist() == [17 + steps + num_candidates * (8 + 2 * 2 + numbers)] * 3
+    assert Pace(*state.numbers[3]).blend == 0.0  # otherwise, it costs more of f_y
     for name in ("gy", "fx", "fy", "jvp"):
         assert columns[name].tolist() == [steps] * 3
 
@@ -148,19 +153,21 @@ def test_the_doubt_is_the_standard_error_of_differences_over_clients_that_answer
     assert now == pytest.approx(0.7 * before + 0.3 * error, rel=1e-9)
 
 
-def test_a_blended_lower_level_minimises_the_weighted_sum() -> None:
+@pytest.mark.parametrize("upper", ["shared", "private"])
+def test_the_fit_minimises_the_weighted_sum_at_the_x_of_slow(upper: str) -> None:
     """x stays at its start, and the weight of f is set in every outer iteration."""
-    weight, built = 0.7, Quadratic(**SMALL, num_samples=10).build()
-    algorithm = SelfTuned(pace=1e-15, refit=True, num_candidates=1)
+    weight, built = 0.7, Quadratic(**SMALL, upper=upper, num_samples=10).build()  # type: ignore[arg-type]
+    algorithm = SelfTuned(pace=1e-15)
     fed, state = drive(algorithm, built, 2)
     for iteration in range(3, 150):
-        numbers = [[*Pace(*state.numbers[0])._replace(blend=weight)], *state.numbers[1:]]
+        numbers = [*state.numbers[:3], [*Pace(*state.numbers[3])._replace(blend=weight, lost=False)]]
         fed.begin(iteration)
         state = algorithm.round(fed, state._replace(numbers=numbers))
-    y = state.z_y.clone().requires_grad_()
-    trees = fed.host.layout_x.unravel(state.z_x), fed.host.layout_y.unravel(y)
-    total = sum(built.problem.lower(*trees, whole(client["train"])) for client in built.clients)
-    total = total + weight * sum(built.problem.upper(*trees, own) for own in samples(fed, "val"))
+    assert torch.equal(fed.collect(state.z_x_fit), fed.collect(state.z_x_slow))
+    y, x = state.z_y_fit.clone().requires_grad_(), fed.collect(state.z_x_fit).reshape(-1, 2)
+    at = lambda i: (fed.host.layout_x.unravel(x[i % len(x)]), fed.host.layout_y.unravel(y))
+    total = sum(built.problem.lower(*at(i), whole(client["train"])) for i, client in enumerate(built.clients))
+    total = total + weight * sum(built.problem.upper(*at(i), own) for i, own in enumerate(samples(fed, "val")))
     (slope,) = torch.autograd.grad(total, y)
     assert float(slope.norm()) < 1e-6 * float(total.detach())
 
@@ -210,7 +217,7 @@ def test_a_lost_candidate_is_neither_sent_nor_computed(lower: str, upper: str) -
     built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
     fed, state = drive(SelfTuned(), built, 12)
     lost = Pace(*state.numbers[2])._replace(lost=True)
-    numbers = [*state.numbers[:2], [*lost]]
+    numbers = [*state.numbers[:2], [*lost], [*lost]]
     before = fed.ledger.columns["fy"].tolist()
     fed.iteration += 1
     after = SelfTuned().round(fed, state._replace(numbers=numbers, answer=0))

@@ -13,7 +13,8 @@ class Gait(NamedTuple):
     promise: largest share of the range of losses by which a step of x promises to lower the loss.
     brake: lag of y and u above which the steps of x are shortened.
     wait: outer iterations after which x moves although y is not warmed up.
-    blend: whether y minimises g + r f, with an r that grows while held-out samples surely gain.
+    fits: whether y minimises g + r f, with an r that grows while held-out samples surely gain; x is
+        that of the safe candidate.
     """
 
     lower: float = 0.9
@@ -22,12 +23,13 @@ class Gait(NamedTuple):
     promise: float = 0.05
     brake: float = 0.15
     wait: int = 10
-    blend: bool = False
+    fits: bool = False
 
 
 GAITS = {  # by the ending of the names of a candidate's variables
-    "": Gait(blend=True),
+    "": Gait(),
     "_slow": Gait(lower=0.2, system=0.15, momentum=0.0),
     "_eager": Gait(promise=0.2, brake=0.5, wait=3),
+    "_fit": Gait(fits=True),
 }
 SAFE = "_slow"  # the answer, unless another candidate is surely better; slow steps fit noise last

@@ -1,15 +1,16 @@
-"""Self-tuned: FedBiO's directions with measured steps, by three candidates of which samples choose.
+"""Self-tuned: FedBiO's directions with measured steps, by candidates of which samples choose.
 
 Use it when you do not want to tune step sizes; `algorithm="auto"` chooses it. It works for all
 scopes, small batches and small cohorts, with convex and non-convex lower levels. It costs one round
-per outer iteration and one round before the first; in each round it sends three times as much as
-FedBiO. `num_candidates=1` sends as much as FedBiO.
+per outer iteration and one round before the first; in each round it sends up to four times as much
+as FedBiO. `num_candidates=1` sends as much as FedBiO.
 
-Three candidates start at the same point and differ in their gait (a, b, p, k, r):
+Four candidates start at the same point and differ in their gait (a, b, p, k, r):
 
-    steady  a = b = 0.9, with momentum        p = 5 %     k = 0.15    r >= 0
+    steady  a = b = 0.9, with momentum        p = 5 %     k = 0.15    r = 0
     slow    a = 0.2, b = 0.15                 p = 5 %     k = 0.15    r = 0
     eager   a = b = 0.9, with momentum        p = 20 %    k = 0.5     r = 0
+    fit     a = b = 0.9, with momentum        x of slow               r >= 0
 
 One outer iteration of a candidate, at the means over clients of
 
@@ -32,16 +33,17 @@ losses so far, and l is multiplied by min(1, k / lag), where lag is the residual
 of its largest value. x begins to move when the lag is below one half, at the latest after ten outer
 iterations (eager: three).
 
-The steady candidate solves min_y g + r f instead of min_y g, and D and L are those of g + r f. It
-begins with r = 0, and r grows while a step of y along -u surely lowers the held-out loss, where the
-lower level is global. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
+Where the lower level is global, the fourth candidate also fits validation samples: it takes x from
+the slow candidate and solves min_y g + r f instead of min_y g, with D and L of g + r f. It begins
+with r = 0, and r grows while a step of y along -u surely lowers the held-out loss. With u = H^-1 f_y,
+-u is the derivative of y by r at r = 0.
 
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
 others decides which candidate, and which of its states, is the answer: the slow candidate, unless
 another is better by more than two standard errors of the difference over clients. Few held-out
 samples would otherwise choose by chance, and slow steps fit noise last. States before y is warmed
-up are no answer. The slow or the eager candidate ends when its held-out loss rises above its range
+up are no answer. A candidate other than the steady ends when its held-out loss rises above its range
 so far by ten times that range. Where y - t u has a lower held-out loss than y by more than two
 standard errors over clients, for a length t of six, the answer's y is y - t u: the model also fits
 validation samples. One client alone shows no standard error, and every gain counts. No result
@@ -63,18 +65,17 @@ takes `num_local_steps` steps of them per round.
 Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all samples
 in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the
 damping delta biases the hypergradient; 20 % of the validation samples have no influence on h. With
-r > 0, y minimises g + r f, and h is the hypergradient formula at that y. The answer is the best state
-on held-out samples: where y overfits, it stops before y*(x), and where r > 0 or a refit helps, it
-moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns the last state of the steady
-candidate with r = 0, without a refit.
+r > 0, y minimises g + r f. The answer is the best state on held-out samples: where y overfits, it
+stops before y*(x), and where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y;
+`holdout=0` returns the last state of the steady candidate, without a refit.
 
-Cost per outer iteration: 1 round; 3 (d_x + 2 d_y) floats each way and at most 59 floats up; in three
-of eight outer iterations 3 d_y floats each way more; per client three of each of g_y, f_x, f_y, H u
-and J u, and 21 upper losses on held-out samples; in five of eight outer iterations three or six
-products H v more; with r > 0 one f_y more, and up to three for a product. `num_candidates=1` divides
-all by three. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v
-per client. With a local lower level, no y, u or product travels, there is no round before the first
-outer iteration, and a client that joins later computes its 17 products then.
+Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three of
+eight outer iterations 4 d_y floats each way more; per client four of each of g_y, f_x, f_y, H u and
+J u, and 28 upper losses on held-out samples; in five of eight outer iterations four or eight products
+H v more; with r > 0 one f_y more, and up to three for a product. `num_candidates=1` divides all by
+four. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per
+client. With a local lower level there is no fourth candidate, no y, u or product travels, there is no
+round before the first outer iteration, and a client that joins later computes its 17 products then.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ class SelfTuned(ServerAlgorithm):
     def gaits(self) -> dict[str, Gait]:
         """Return the gaits that run, by the ending of their names."""
         most = self.num_candidates if self.learn_x else min(self.num_candidates, 2)  # with x fixed, eager is steady
-        return dict(list(GAITS.items())[: most if self.holdout else 1])
+        gaits = [(ending, gait) for ending, gait in GAITS.items() if self.refit or not gait.fits]
+        return dict(gaits[: most if self.holdout else 1])
 
     @property
     def refits(self) -> tuple[float, ...]:
@@ -225,7 +227,10 @@ class SelfTuned(ServerAlgorithm):
     def round(self, fed: Federation, state: Any) -> Any:
         probe, old = _probe(fed.iteration), state._asdict()
         paces = dict(zip(GAITS, (Pace(*one) for one in state.numbers), strict=True))
+        local = isinstance(old["z_y"], Kept)
         running = [ending for ending in self.gaits if not ending or not paces[ending].lost]
+        if local or SAFE not in running:
+            running = [ending for ending in running if not GAITS[ending].fits]
         sent: dict[str, Any] = {name: old[name] for name in "xy" if isinstance(old[name], Kept)}
         told = {ending: self.told(GAITS[ending], _of(old, ending), paces[ending]) for ending in running}
         for ending in running:
@@ -236,7 +241,8 @@ class SelfTuned(ServerAlgorithm):
         new = vars(fed.mean(self.look, **sent, probe=probe, answer=state.answer, refit=refit))
         for ending in running:
             gait, pace = GAITS[ending], paces[ending]
-            found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, pace)
+            lead = _of(new, SAFE) if gait.fits else {}
+            found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, pace, lead)
             if "held" in found:
                 held, *tried = found["held"].tolist()
                 half = len(tried) // 2
@@ -262,19 +268,26 @@ class SelfTuned(ServerAlgorithm):
             told |= {"step": self.length(pace), "cosine": pace.cosine, "moved": max(1, pace.moved)}
         if self.refits and not isinstance(own["z_y"], Kept):
             told["reach"] = float(reach(own["z_y"], own["u"], own["diagonal"]))
-            told |= {"blend": pace.blend} if gait.blend else {}
+            told |= {"blend": pace.blend} if gait.fits else {}
         return told
 
     def length(self, pace: Pace) -> float:
         return self.pace * pace.step if self.learn_x else 0.0
 
-    def stepped(self, old: dict[str, Any], new: dict[str, Any], gait: Gait, probe: str, pace: Pace) -> dict[str, Any]:
-        """Return a candidate after the steps of the variables that the server holds."""
+    def stepped(
+        self, old: dict[str, Any], new: dict[str, Any], gait: Gait, probe: str, pace: Pace, lead: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return a candidate after the steps of the variables that the server holds.
+
+        lead: the safe candidate after its steps, for a candidate that takes its x.
+        """
         if "controls" not in new:
             rows = self.measured({name: old[name][None] for name in _LOWER}, probe, new.get("product"))
             rows = lower_step(rows, new["residual_y"][None], new["residual_u"][None] if self.learn_x else None, gait)
             new |= {name: value[0] for name, value in rows.items()} | {"lags": lags(rows["controls"])[0]}
-        if self.learn_x and "z_x" not in new:
+        if gait.fits:
+            new |= {name: lead[name] for name in (*_UPPER, "figures") if name in lead}
+        elif self.learn_x and "z_x" not in new:
             rows = {name: old[name][None] for name in _UPPER}
             rows, figures = upper_step(rows, new["h"][None], self.length(pace), max(1, pace.moved), pace.cosine)
             new |= {name: value[0] for name, value in rows.items()} | {"figures": figures[0]}
@@ -298,15 +311,21 @@ class SelfTuned(ServerAlgorithm):
         given = self.begun(clients, given)
         for ending, gait in self.gaits.items():
             if "z_y" + ending in given:  # a lost candidate is not sent
-                out |= _ended(self.seen(clients, gait, probe, _of(given, ending)), ending)
+                lead = _of(out, SAFE) if gait.fits else {}
+                out |= _ended(self.seen(clients, gait, probe, _of(given, ending), lead), ending)
         safe = out.get("held" + SAFE)
         for ending in self.gaits:
             if safe is not None and ending != SAFE and "held" + ending in out:
                 out["against" + ending] = (out["held" + ending][:, :1] - safe[:, :1]) ** 2
         return out
 
-    def seen(self, clients: Clients, gait: Gait, probe: str, own: dict[str, Any]) -> dict[str, Any]:
-        """Return what a client sees and steps of one candidate."""
+    def seen(
+        self, clients: Clients, gait: Gait, probe: str, own: dict[str, Any], lead: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a client sees and steps of one candidate.
+
+        lead: the same of the safe candidate, for a candidate that takes its x.
+        """
         x, y, u = clients.rows(own["z_x"], own["z_y"], own["u"])
         local, private = "controls" in own, "m_x" in own
         rows = {name: own[name] for name in _LOWER if local} | {"z_y": y, "u": u}
@@ -327,7 +346,9 @@ class SelfTuned(ServerAlgorithm):
             out |= rows | {"lags": lags(rows["controls"])}
         else:
             out |= {"residual_y": g_y, "residual_u": g_u}
-        if private and self.learn_x:
+        if gait.fits:
+            out |= {name: lead[name] for name in _UPPER if name in lead}
+        elif private and self.learn_x:
             upper = {name: own[name] for name in _UPPER} | {"z_x": x}
             upper, figures = upper_step(upper, h, own["step"], own["moved"], own["cosine"])
             out |= upper | {"figures": figures}
