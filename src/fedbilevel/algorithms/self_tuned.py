@@ -72,8 +72,8 @@ stops before y*(x), and where r > 0 or a refit helps, it moves beyond. `refit=Fa
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three of
 eight outer iterations 4 d_y floats each way more; per client four of each of g_y, f_x, f_y, H u and
 J u, and 28 upper losses on held-out samples; in five of eight outer iterations four or eight products
-H v more; if the fit has begun, one f_y more, and up to three for a product. `num_candidates=1` divides all by
-four. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per
+H v more; if the fit has begun, one f_y more, and up to three for a product. `num_candidates=1` divides
+all by four. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per
 client. With a local lower level there is no fourth candidate, no y, u or product travels, there is no
 round before the first outer iteration, and a client that joins later computes its 17 products then.
 """
