@@ -161,7 +161,7 @@ def test_a_job_that_fails_is_named_and_ends_the_command_with_an_error(tmp_path, 
     with pytest.raises(SystemExit, match="1 jobs failed"):
         command.main([*given, "--stage", "final", "--folder", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "quadratic, no_such_algorithm, seed 20: Traceback" in said
+    assert f"quadratic, no_such_algorithm, seed {command.FIRST_SEED}: Traceback" in said
     assert "There is no algorithm named 'no_such_algorithm'" in said
 
 

@@ -149,7 +149,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     >>> data = [{"a": a, "b": a @ torch.tensor([1.0 + i, -1.0])} for i in range(3)]
     >>> clients = [{"train": one, "val": one} for one in data]
     >>> fb.solve(problem, clients, num_rounds=50)
-    <self_tuned: 49 outer iterations, 50 rounds, 0.0477 MB; upper_loss 0.6..., lower_loss 1..., lower_gradient ...>
+    <self_tuned: 49 outer iterations, 50 rounds, 0.063 MB; upper_loss 1.3..., lower_loss 1..., lower_gradient ...>
     """
     choice = None
     if isinstance(algorithm, str):
