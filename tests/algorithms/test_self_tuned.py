@@ -27,7 +27,7 @@ from support.numeric.yardstick import check_continues, drive, relative
 def test_reaches_the_closed_form_solution(lower: str, upper: str) -> None:
     task = Quadratic(**SMALL, cross=0.3, lower=lower, upper=upper)  # type: ignore[arg-type]
     closed = task.closed_form()
-    fed, state = drive(SelfTuned(holdout=0), task.build(), 600)
+    fed, state = drive(SelfTuned(holdout=0), task.build(), 800)
     x = closed.solution()
     assert relative(fed.collect(state.x), x) < 1e-8
     assert relative(fed.collect(state.y), closed.lower_solution(x)) < 1e-8
