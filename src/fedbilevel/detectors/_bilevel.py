@@ -15,7 +15,7 @@ stay at their clients.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Bilevel(Detector):
         small = self.residual * float(state.given.double().norm() / state.counts[0])
         age, mass = 0, now.new_ones(())
         for _ in range(self.num_lower_rounds):
-            found = fed.mean(self.lower_slope, model=self.sent(state, now), target=target, **_place(state))
+            found = fed.mean(self.lower_slope, model=self.sent(state, now), target=target, **state.units)
             mass = found.mass.double()
             slope = found.slope.double().view(now.shape) / mass + self.lower_l2 * now
             last, now, age = bounded_step(bound_of(gram, mass, self.lower_l2), slope, now, last, age)
@@ -71,7 +71,7 @@ class Bilevel(Detector):
     ) -> Adjoint:
         """Return u and F, or those of the losses of both halves of the clean samples."""
         model = self.sent(state, fit.model)
-        clean = fed.mean(self.clean_slopes, model=model, **_place(state))
+        clean = fed.mean(self.clean_slopes, model=model, **state.units)
         counts, losses = clean.counts.double(), clean.losses.double()
         slopes = clean.slopes.double().view(2, *fit.model.shape)
         if not halves:
@@ -80,7 +80,7 @@ class Bilevel(Detector):
 
         def product(direction: Tensor) -> Tensor:
             sent = self.sent(state, direction)
-            found = fed.mean(self.curved, model=model, direction=sent, target=target, **_place(state))
+            found = fed.mean(self.curved, model=model, direction=sent, target=target, **state.units)
             return found.curved.double().view(direction.shape) / fit.mass + self.lower_l2 * direction
 
         bound = bound_of(_rows.unpacked(state.gram.double()), fit.mass, self.lower_l2)
@@ -97,7 +97,7 @@ class Bilevel(Detector):
         """
         shift = self.lower_l2 * float((u * fit.model).sum()) if renormalised else 0.0
         model, adjoint = (self.sent(state, part) for part in (fit.model, u))
-        return fed.mean(self.target_slopes, model=model, adjoint=adjoint, shift=shift, **_place(state)).pull
+        return fed.mean(self.target_slopes, model=model, adjoint=adjoint, shift=shift, **state.units).pull
 
     def sent(self, state: Detector.State, matrix: Tensor) -> Tensor:
         return matrix.flatten().to(state.y.dtype)
@@ -188,7 +188,3 @@ def halves(label: Tensor) -> tuple[Tensor, Tensor]:
     """Return marks of every second clean sample of a client, and of the others."""
     second = torch.arange(len(label), device=label.device) % 2 == 1
     return ~second, second
-
-
-def _place(state: Detector.State) -> dict[str, Any]:
-    return {"centre": state.centre, "scale": state.scale}

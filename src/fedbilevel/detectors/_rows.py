@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from fedbilevel.tasks import soft_labels
+
 WIDEST = 16.0  # log-odds of the outermost bins; float32 cannot tell larger ones from certainty
 
 
@@ -58,11 +60,11 @@ def log_joint(score: Tensor, heat: float, transition: Tensor, label: Tensor) -> 
     return (heat * score).log_softmax(1) + transition.log()[:, label.long()].T
 
 
-def with_right(p: Tensor, label: Tensor, right: Tensor) -> Tensor:
-    """Return q (n, C) with q[label] = right (n, 1); the other classes share the rest as in p."""
+def x_with_right(p: Tensor, label: Tensor, right: Tensor) -> Tensor:
+    """Return x of q (n, C) with q[label] = right (n, 1); the other classes share the rest as in p."""
     own = p.gather(1, label.long()[:, None])
     rest = (p / (1 - own).clamp(min=1e-12)).clamp(min=1e-9) * (1 - right)
-    return torch.where(given(label, p.shape[1], p).bool(), right, rest)
+    return soft_labels.as_x(torch.where(given(label, p.shape[1], p).bool(), right, rest).log(), label)
 
 
 def likelihoods(score: Tensor, heats: Tensor, transition: Tensor, label: Tensor) -> Tensor:

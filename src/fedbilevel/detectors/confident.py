@@ -40,7 +40,6 @@ from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.own_loss import OwnLoss
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
-from fedbilevel.tasks import soft_labels
 
 MARGINS = 200  # bins of the margin, from -1 to 1
 
@@ -109,7 +108,7 @@ def marked(p: Tensor, label: Tensor, bad: Tensor) -> Tensor:
     """Return x, flat, with flags (n, 1) and a ranking by the probability of the label."""
     own = p.gather(1, label.long()[:, None])
     right = torch.where(bad, own / 2, (1 + own) / 2).clamp(1e-6, 1 - 1e-6)
-    return soft_labels.as_x(_rows.with_right(p, label, right).log(), label)
+    return _rows.x_with_right(p, label, right)
 
 
 def _bin(margin: Tensor) -> Tensor:

@@ -84,6 +84,11 @@ class Detector(ServerAlgorithm):
         age: int  # rounds of extrapolation since its last restart
         found: dict[str, Any]  # figures of the guard and of the cut
 
+        @property
+        def units(self) -> dict[str, Tensor]:
+            """Return what a phase needs to standardise features."""
+            return {"centre": self.centre, "scale": self.scale}
+
     def held_share(self) -> float:
         return 0.5
 

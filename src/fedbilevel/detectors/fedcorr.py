@@ -76,17 +76,16 @@ class FedCorr(Detector):
 
     def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
         last = fed.iteration == self.num_passes
-        place = {"centre": state.centre, "scale": state.scale}
         weights = trained(
             fed.mean, self.pulls, state, self.num_tune_rounds if last else self.num_warm_rounds, self.l2,
             x=state.x, chosen=last,
         )  # fmt: skip
         if last:
-            x = fed.mean(self.finished, x=state.x, weights=weights, **place).x
+            x = fed.mean(self.finished, x=state.x, weights=weights, **state.units).x
             return state._replace(x=x, weights=torch.zeros_like(weights))  # x holds no probabilities: no cut by rate
-        dimension = fed.gather(self.dimensions, x=state.x, weights=weights, **place).dimension
+        dimension = fed.gather(self.dimensions, x=state.x, weights=weights, **state.units).dimension
         noisy = (upper_part(dimension[:, 0]) > 0.5).to(weights)
-        x = fed.mean(self.corrected, x=state.x, weights=weights, noisy=noisy, **place).x
+        x = fed.mean(self.corrected, x=state.x, weights=weights, noisy=noisy, **state.units).x
         return state._replace(x=x, weights=weights)
 
     def _targets(self, state: Detector.State) -> str:

@@ -89,8 +89,7 @@ class FedNoRo(Detector):
 
     def _guarded(self, fed: Federation, state: Detector.State) -> Detector.State:
         noisy = state.y.new_tensor(state.found["noisy"])
-        place = {"centre": state.centre, "scale": state.scale}
-        x = fed.mean(self.answers, models=state.models, noisy=noisy, **place).x
+        x = fed.mean(self.answers, models=state.models, noisy=noisy, **state.units).x
         return super()._guarded(fed, state._replace(x=x))
 
     def _part(self, iteration: int) -> float:

@@ -43,7 +43,6 @@ from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
-from fedbilevel.tasks import soft_labels
 
 SHARP = 8.0
 
@@ -61,8 +60,7 @@ class Influence(Bilevel):
         size = float((found.squares / state.counts[0]).sqrt())
         if not size:
             return state._replace(score=found.score)
-        place = {"centre": state.centre, "scale": state.scale}
-        x = fed.mean(self.ranked, score=found.score, size=size, model=self.sent(state, fit.model), **place).x
+        x = fed.mean(self.ranked, score=found.score, size=size, model=self.sent(state, fit.model), **state.units).x
         return state._replace(x=x, score=found.score)
 
     @phase
@@ -86,5 +84,5 @@ class Influence(Bilevel):
             z = _rows.standardised(train, centre, scale)
             p = (z @ model.view(z.shape[1], -1)).softmax(1)
             right = (-SHARP * (own.view(p.shape)[:, :1] / size).asinh()).sigmoid().clamp(min=1e-30)
-            rows.append(soft_labels.as_x(_rows.with_right(p, train["label"], right).log(), train["label"]))
+            rows.append(_rows.x_with_right(p, train["label"], right))
         return {"x": clients.padded(rows)}

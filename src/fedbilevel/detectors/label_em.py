@@ -114,20 +114,19 @@ class LabelEM(Scored):
         return state
 
     def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
-        place = {"centre": state.centre, "scale": state.scale}
         labels = fed.mean(
-            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **place
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **state.units
         )
         inverse = self.inverse(fed, state)
         sums = (labels.sums + state.clean).double().view(len(inverse), -1)
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
-        scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **place)
+        scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **state.units)
         state = state._replace(x=labels.x, score=scores.score, weights=weights)
         state = self._stepped(fed, self._heated(fed, state, weights.new_ones(sums.shape[1])))
         if fed.iteration < self.num_passes:
             return state
         last = fed.mean(
-            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **place
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
         )
         return state._replace(x=last.x)
 

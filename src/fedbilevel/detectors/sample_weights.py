@@ -39,7 +39,6 @@ from fedbilevel.detectors.detector import TARGETS, Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
-from fedbilevel.tasks import soft_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,7 @@ class SampleWeights(Bilevel):
             score = fed.mean(self.adopted, trial=trial).score
         target = fed.mean(self.weighed, score=score).target
         fit = self.trained(fed, state, target, fit)
-        place = {"centre": state.centre, "scale": state.scale}
-        x = fed.mean(self.as_labels, score=score, model=self.sent(state, fit.model), **place).x
+        x = fed.mean(self.as_labels, score=score, model=self.sent(state, fit.model), **state.units).x
         return state._replace(x=x, score=score)
 
     @phase
@@ -99,5 +97,5 @@ class SampleWeights(Bilevel):
             z = _rows.standardised(train, centre, scale)
             p = (z @ model.view(z.shape[1], -1)).softmax(1)
             w = own.view(p.shape)[:, :1].sigmoid().clamp(1e-6, 1 - 1e-6)
-            rows.append(soft_labels.as_x(_rows.with_right(p, train["label"], w).log(), train["label"]))
+            rows.append(_rows.x_with_right(p, train["label"], w))
         return {"x": clients.padded(rows)}

@@ -46,7 +46,6 @@ from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.settings import setting
-from fedbilevel.tasks import soft_labels
 
 HIDDEN = 16
 
@@ -77,10 +76,14 @@ class SharedWeights(Bilevel, OwnLoss):
             first, second = 0.9 * first + 0.1 * slope.theta, 0.99 * second + 0.01 * slope.theta**2
             size = (second / (1 - 0.99**step)).sqrt() + 1e-12
             theta = theta - self.lr_function * first / (1 - 0.9**step) / size
-        place = {"centre": state.centre, "scale": state.scale}
         now = {"theta": theta, "score": state.score, "heat": state.heat}
         clean = fed.mean(
-            self.clean_weights, theta=theta, heat=state.heat, inverse=state.inverse, weights=state.weights, **place
+            self.clean_weights,
+            theta=theta,
+            heat=state.heat,
+            inverse=state.inverse,
+            weights=state.weights,
+            **state.units,
         )
         typical = float(clean.sums[0] / clean.sums[1].clamp(min=1e-12)) or 0.5
         x = fed.mean(self.as_labels, typical=typical, **now).x
@@ -136,7 +139,7 @@ class SharedWeights(Bilevel, OwnLoss):
             scores = own.view(len(label), -1)
             w = weight(theta, described(scores, label, heat))[:, None] / typical
             p = (heat * scores).softmax(1)
-            rows.append(soft_labels.as_x(_rows.with_right(p, label, w.clamp(1e-6, 1 - 1e-6)).log(), label))
+            rows.append(_rows.x_with_right(p, label, w.clamp(1e-6, 1 - 1e-6)))
         return {"x": clients.padded(rows)}
 
     def _inputs(self, clients: Clients, score: Tensor, heat: float) -> list[Tensor]:

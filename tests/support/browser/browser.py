@@ -73,6 +73,8 @@ class Browser:
         while number not in self.answers:
             self.listen(until - time.monotonic())
         answer = self.answers.pop(number)
+        if "navigated or closed" in answer.get("error", {}).get("message", ""):
+            raise Navigated(f"{method}: {answer['error']}")
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
 
@@ -102,6 +104,10 @@ class Browser:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+class Navigated(AssertionError):
+    """The page left while an expression was evaluated in it."""
 
 
 class Page:
@@ -141,9 +147,16 @@ class Page:
 
     def until(self, script, seconds=PATIENCE):
         end = time.monotonic() + seconds
-        while not self.run(script):
+        while not self.is_true(script):
             assert time.monotonic() < end, f"never true: {script}; {self.complaints}"
             time.sleep(0.05)
+
+    def is_true(self, script):
+        """Return whether an expression is true; it is not while the page leads on to another."""
+        try:
+            return bool(self.run(script))
+        except Navigated:
+            return False
 
     def until_here(self, condition, seconds=PATIENCE):
         """Wait for a condition outside of the page, such as a saved file."""
