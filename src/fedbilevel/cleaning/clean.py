@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fedbilevel import discovery
+from fedbilevel.cleaning.fold_networks import Training
 from fedbilevel.cleaning.outcome import Cleaning, caveats
 from fedbilevel.cleaning.prepared import Features, Prepared, prepared
 from fedbilevel.detectors.detector import Detector
@@ -29,6 +30,7 @@ def clean_labels(
     *,
     detector: Detector | str = "label_em",
     features: Features = "auto",
+    training: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
     flag: Literal["half", "rate"] = "half",
     names: Sequence[str] | None = None,
@@ -56,8 +58,13 @@ def clean_labels(
     features: "given" uses rows as they are; "convolutional" computes random convolutional features
         of square images; "auto" does so for images with rows and columns; "trained" first trains a
         small convolutional network by FedAvg on the given labels, in 100 more rounds, and uses its
-        last hidden layer; a module that maps images to rows, for example a pretrained network
-        without its last layer, is best.
+        last hidden layer; "out_of_fold" trains one residual network per fold of the samples, and
+        uses the class probabilities of the network that has not seen the sample; "refined" does so
+        twice, the second time with the posteriors of label_em on the first networks as targets; a
+        module that maps images to rows, for example a pretrained network without its last layer, is
+        best.
+    training: how networks of folds are trained: settings of `cleaning.fold_networks.Training`, such as
+        {"width": 32, "num_rounds": 400}.
     num_classes: number of classes; None: the largest label plus one.
     flag: "half" flags labels that are wrong with a probability above one half; "rate" flags at a
         false-discovery rate (setting `rate`), with a 95 % bound from held-out clean samples.
@@ -81,7 +88,16 @@ def clean_labels(
     chosen = _detector(detector, settings)
     if flag not in ("half", "rate"):
         raise SettingError(f"flag is {flag!r}, expected 'half' or 'rate'.")
-    ready = prepared(clients, features, num_classes, seed=seed, device=device, dtype=dtype, engine=engine)
+    where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
+    first = None
+    if isinstance(features, str) and features == "refined":
+        first = clean_labels(clients, features="out_of_fold", training=training, num_classes=num_classes, **where)
+    targets = None if first is None else first.posteriors
+    ready = prepared(
+        clients, features, num_classes, training=made(Training, training or {}), targets=targets, **where
+    )  # fmt: skip
+    if first is not None:
+        ready = ready._replace(network=_added(ready.network, first))
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
     length = chosen.num_iterations()
@@ -128,6 +144,12 @@ def _outcome(
         names, class_names, labels, posteriors, [own >= least for own in wrong], transition, found, notes, result,
         ready.rows, files,
     )  # fmt: skip
+
+
+def _added(cost: Mapping[str, float] | None, first: Cleaning) -> dict[str, float]:
+    """Return the cost of both trainings, and of the detector between them."""
+    parts = (cost or {}, first.found["network"], first.result.rows[-1])
+    return {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
 
 
 def _detector(given: Any, settings: dict[str, Any]) -> Detector:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbilevel.cleaning.fold_networks import FoldNetworks, Training, rows_of, train_folds
 from fedbilevel.cleaning.network import train_network
 from fedbilevel.data.random_features import RandomConvolutions
 from fedbilevel.errors import ProblemError, SettingError
@@ -18,7 +19,8 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.task import Shapes
 
-Features = Literal["auto", "given", "convolutional", "trained"] | Callable[[Tensor], Tensor]
+Named = Literal["auto", "given", "convolutional", "trained", "out_of_fold", "refined"]
+Features = Named | Callable[[Tensor], Tensor]
 MOST_FEATURES = 4096  # a client sends half of the square of their number once
 _AT_ONCE = 512
 
@@ -37,10 +39,20 @@ class Prepared(NamedTuple):
     network: Mapping[str, float] | None = None  # rounds and megabytes that trained the features
 
 
-def prepared(clients: Sequence[Holdings], features: Features, num_classes: int | None, **training: Any) -> Prepared:
+def prepared(
+    clients: Sequence[Holdings],
+    features: Features,
+    num_classes: int | None,
+    *,
+    training: Training = Training(),
+    targets: Sequence[np.ndarray] | None = None,
+    **where: Any,
+) -> Prepared:
     """Return clients with rows of features, and with marks of the samples in `val` that are clean.
 
-    training: seed, device, dtype and engine of a run that trains features.
+    training: how networks of folds are trained.
+    targets: class probabilities that networks of folds are trained on; None: the given labels.
+    where: seed, device, dtype and engine of a run that trains features.
 
     A client without clean samples gets one training sample in `val`, marked as not trusted, because
     every client of a run needs that role.
@@ -54,11 +66,18 @@ def prepared(clients: Sequence[Holdings], features: Features, num_classes: int |
             f"labels are from {labels.min()} to {labels.max()} and num_classes is {num_classes}, expected whole "
             "numbers from 0 to num_classes - 1 for at least two classes: number the classes from 0."
         )
-    network = None
+    network: Any = None
     if isinstance(features, str) and features == "trained":
-        network = train_network(checked, found, **training)
+        network = train_network(checked, found, **where)
+    elif isinstance(features, str) and features in ("out_of_fold", "refined"):
+        own = [client["train"] for client in checked]
+        network = train_folds(own, found, training, targets=targets, **where)
     rows = _rows_of(features if network is None else network, checked[0]["train"]["image"])
-    changed = [{role: {**part, "image": rows(part["image"])} for role, part in one.items()} for one in checked]
+    own_rows = rows if not isinstance(network, FoldNetworks) else lambda some: rows_of(network.unseen(some))
+    changed = [
+        {role: {**part, "image": (own_rows if role == "train" else rows)(part["image"])} for role, part in one.items()}
+        for one in checked
+    ]
     dims = {part["image"].shape[1] for one in changed for part in one.values()}
     if len(dims) > 1 or max(dims) > MOST_FEATURES:
         raise ProblemError(
@@ -118,12 +137,14 @@ def _alike(clients: Sequence[Mapping[str, dict[str, np.ndarray]]]) -> list[dict[
 
 def _rows_of(features: Any, images: np.ndarray) -> Callable[[Any], np.ndarray]:
     """Return the function from images to rows."""
+    if isinstance(features, FoldNetworks):
+        return lambda some: rows_of(features.probabilities(_array(some)))
     if callable(features):
         return lambda some: _by_module(features, _array(some))
     if features not in ("auto", "given", "convolutional"):
         raise SettingError(
-            f"features is {features!r:.80}, expected 'auto', 'given', 'convolutional', 'trained' or a module that maps "
-            "images to rows."
+            f"features is {features!r:.80}, expected 'auto', 'given', 'convolutional', 'trained', 'out_of_fold', "
+            "'refined' or a module that maps images to rows."
         )
     flat = lambda some: _array(some).reshape(len(some), -1).astype(np.float32)
     if features == "given" or (features == "auto" and images.ndim < 3):

@@ -36,11 +36,11 @@ class CleanCommand(StudyCommand):
 )
 @click.option(
     "--features",
-    type=click.Choice(["auto", "given", "convolutional", "trained"]),
+    type=click.Choice(["auto", "given", "convolutional", "trained", "out_of_fold", "refined"]),
     default="auto",
     show_default=True,
-    help="rows as they are given, random convolutional features, or a network that all clients train first; auto: "
-    "convolutional for images",
+    help="rows as they are given, random convolutional features, a small network that all clients train first, larger "
+    "networks that have not seen the sample, or these in two passes; auto: convolutional for images",
 )
 @click.option("--size", type=click.IntRange(min=6), default=None, help="resize images to squares of this side")
 @click.option(

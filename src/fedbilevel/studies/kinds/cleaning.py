@@ -108,7 +108,7 @@ def measured(detector: Detector, found: Cleaning, clients: Any) -> dict[str, flo
         right[name] = float(((found.rows(images) @ weight + bias).argmax(1) == labels).mean())
     accepted = found.verdict == "accepted"
     figures = {
-        **_scores(flags, wrong),
+        **flag_scores(flags, wrong),
         "average_precision": average_precision(chance, wrong),
         "flags": float(flags.mean()),
         "test_accuracy": right["cleaned" if accepted else "plain"],
@@ -119,13 +119,13 @@ def measured(detector: Detector, found: Cleaning, clients: Any) -> dict[str, flo
     cut = found.found.get("cut")
     if cut is not None:
         strict = chance >= 1 / (1 + np.exp(-cut["log_odds"]))
-        at_rate = _scores(strict, wrong)
+        at_rate = flag_scores(strict, wrong)
         figures |= {"rate_false": 1 - at_rate["precision"], "rate_recall": at_rate["recall"]}
     row, network = found.result.rows[-1], found.found.get("network", {})
     return {**figures, **{name: float(row[name]) + network.get(name, 0.0) for name in ("rounds", "megabytes")}}
 
 
-def _scores(flags: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
+def flag_scores(flags: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
     hits = float((flags & wrong).sum())
     precision, recall = hits / max(1, int(flags.sum())), hits / max(1, int(wrong.sum()))
     return {"f1": 2 * hits / max(1, int(flags.sum() + wrong.sum())), "precision": precision, "recall": recall}

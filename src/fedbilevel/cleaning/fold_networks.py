@@ -1,0 +1,172 @@
+"""Class probabilities of every sample by networks that were not trained on it.
+
+The training samples of every client are split into folds, sample j into fold j mod `num_folds`. For
+each fold, the clients train one network together (residual.py, by FedAdam) on the samples of the
+other folds. A training sample gets the class probabilities of the one network that has not seen it;
+other images get the mean of all networks. The rows that detectors read are these probabilities and
+their logarithms, so they can be compared across networks, which hidden units cannot.
+
+Clean samples take no part in the training. Networks may be trained on soft targets, such as posteriors
+of label_em, instead of the given labels.
+
+Copies: with num_copies > 1, a client trains on that many copies of its images, each shifted by up to
+an eighth of its side and, with mirror=True, mirrored or not, at random. The copies are drawn once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedbilevel.cleaning.residual import Residual
+from fedbilevel.federation.schedule import Schedule
+from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.solve import solve
+from fedbilevel.settings import Settings, setting
+
+_AT_ONCE = 1000
+_LEAST = 1e-4  # probabilities below it have the same logarithm
+_DECAY = 0.2  # share of the rounds after which the server's step has halved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Settings):
+    """How networks of folds are trained."""
+
+    num_folds: int = setting(3, "networks, each trained without one part of the samples", least=2)
+    width: int = setting(16, "filters of the first layer", least=1)
+    num_rounds: int = setting(200, "rounds of each network", least=1)
+    num_local_steps: int = setting(5, "local steps between rounds", least=1)
+    batch_size: int = setting(32, "samples per step and client", least=1)
+    lr_lower: float = setting(0.3, "local step", above=0)
+    server_lr: float = setting(0.01, "the server's first step", above=0)
+    server_damping: float = setting(0.0001, "added to the root of the server's second moment", above=0)
+    num_copies: int = setting(1, "shifted copies of every image that are trained on; 1: the image itself", least=1)
+    mirror: bool = setting(False, "half of the copies are mirrored, for photographs")
+
+
+class Network(NamedTuple):
+    """A network and the cost of its training."""
+
+    shape: Residual
+    y: Mapping[str, Tensor]
+    cost: Mapping[str, float]
+
+    def probabilities(self, images: Any) -> np.ndarray:
+        """Return class probabilities (n, C) of images."""
+        flat = torch.as_tensor(np.asarray(images, np.float32)).flatten(1)
+        like = self.y["head.weight"]
+        with torch.no_grad():
+            parts = [self.shape.scores(self.y, some.to(like)).softmax(1).cpu() for some in flat.split(_AT_ONCE)]
+        return torch.cat(parts).double().numpy() if parts else np.zeros((0, self.shape.num_classes))
+
+
+class FoldNetworks(NamedTuple):
+    members: Sequence[Network]
+
+    @property
+    def cost(self) -> dict[str, float]:
+        return {name: sum(one.cost[name] for one in self.members) for name in ("rounds", "megabytes")}
+
+    def probabilities(self, images: Any) -> np.ndarray:
+        """Return the mean of all networks, for images that none of them was trained on."""
+        return np.asarray(np.mean([one.probabilities(images) for one in self.members], axis=0))
+
+    def unseen(self, images: Any) -> np.ndarray:
+        """Return class probabilities of the training images of one client, out of fold."""
+        images = np.asarray(images)
+        num = len(self.members)
+        found = np.zeros((len(images), self.members[0].shape.num_classes))
+        for fold, one in enumerate(self.members):
+            found[fold::num] = one.probabilities(images[fold::num])
+        return found
+
+
+def rows_of(probabilities: np.ndarray) -> np.ndarray:
+    """Return the rows that detectors read."""
+    floored = np.maximum(probabilities, _LEAST)
+    return np.concatenate([probabilities, np.log(floored)], axis=1).astype(np.float32)
+
+
+def train_folds(
+    clients: Sequence[Mapping[str, np.ndarray]],
+    num_classes: int,
+    training: Training,
+    *,
+    targets: Sequence[np.ndarray] | None = None,
+    seed: int,
+    **where: Any,
+) -> FoldNetworks:
+    """Train one network per fold.
+
+    clients: `image` and `label` of the training samples of every client.
+    targets: class probabilities (n, C) of these samples to train on; None: the given labels.
+    where: device, dtype and engine, as in `solve`.
+    """
+    members = []
+    for fold in range(training.num_folds):
+        rest = [np.arange(len(client["label"])) % training.num_folds != fold for client in clients]
+        some = [
+            {name: client[name][keep] for name in ("image", "label")}
+            for client, keep in zip(clients, rest, strict=True)
+        ]
+        aims = None if targets is None else [own[keep] for own, keep in zip(targets, rest, strict=True)]
+        members.append(train_network(some, num_classes, training, targets=aims, seed=seed, **where))
+    return FoldNetworks(members)
+
+
+def train_network(
+    clients: Sequence[Mapping[str, np.ndarray]],
+    num_classes: int,
+    training: Training,
+    *,
+    targets: Sequence[np.ndarray] | None = None,
+    seed: int,
+    **where: Any,
+) -> Network:
+    """Train one network on all samples; arguments as in `train_folds`."""
+    shape = Residual.of(int(np.prod(clients[0]["image"].shape[1:])), training.width, num_classes)
+    held = []
+    for i, client in enumerate(clients):
+        aim = np.eye(num_classes)[client["label"]] if targets is None else targets[i]
+        own = _copied(np.asarray(client["image"], np.float32), shape, training, np.random.default_rng([seed, i]))
+        train = {"image": own, "aim": np.tile(aim.astype(np.float32), (training.num_copies, 1))}
+        # a run needs validation samples, which FedAdam does not learn from
+        held.append({"train": train, "val": {name: values[:1] for name, values in train.items()}})
+    loss = lambda x, y, batch: cross_entropy(shape.scores(y, batch["image"]), batch["aim"], reduction="none")
+    problem = Problem(
+        upper=loss, lower=loss, x0={"none": torch.zeros(1)}, y0=shape.initial(seed), name="fold_network"
+    )  # fmt: skip
+    num = training.num_rounds
+    result = solve(
+        problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
+        schedule=Schedule(power=1.0, offset=_DECAY * num), batch_size=training.batch_size,
+        num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
+        server_damping=training.server_damping, **where,
+    )  # fmt: skip
+    cost = {name: float(result.rows[-1][name]) for name in ("rounds", "megabytes")}
+    return Network(shape, {name: leaf.detach() for name, leaf in result.y.items()}, cost)
+
+
+def _copied(images: np.ndarray, shape: Residual, training: Training, rng: np.random.Generator) -> np.ndarray:
+    """Return flat images, or as many randomly shifted copies of each."""
+    num, side = len(images), shape.side
+    if training.num_copies == 1 or not num:
+        return images.reshape(num, -1)
+    far, found = max(1, side // 8), []
+    edges = ((0, 0), (0, 0), (far, far), (far, far))
+    wide = np.pad(images.reshape(num, shape.channels, side, side), edges, mode="reflect")
+    every = np.arange(num)[:, None, None]
+    for _ in range(training.num_copies):
+        down, right = (rng.integers(0, 2 * far + 1, (num, 1)) + np.arange(side) for _ in range(2))
+        if training.mirror:
+            right = np.where(rng.random((num, 1)) < 0.5, right[:, ::-1], right)
+        moved = wide[every, :, down[:, :, None], right[:, None, :]]  # the channels come last
+        found.append(moved.transpose(0, 3, 1, 2).reshape(num, -1))
+    return np.concatenate(found)

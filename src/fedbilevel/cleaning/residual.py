@@ -1,0 +1,76 @@
+"""A residual network for small square images, as a function of its weights.
+
+    3 x 3 filters, w of them; then three stages of 3 x 3 filters and 2 x 2 maxima with 2 w, 4 w and
+    8 w filters; after the first and the last stage, two layers whose output is added to their input;
+    maxima over what is left of the image; a linear layer
+
+Every layer is normalised over groups of 16 channels and has a ReLU. Groups need no statistics of other
+samples, so clients whose data differ do not disturb each other, and samples without labels that
+anyone trusts have no influence on the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, group_norm, linear, max_pool2d
+
+from fedbilevel.data.random_features import RandomConvolutions
+
+_GROUP = 16  # channels that are normalised together
+_CALM = 0.125  # factor of the scores, so that the first steps are short
+
+
+class Residual(NamedTuple):
+    side: int
+    channels: int
+    width: int
+    num_classes: int
+
+    @classmethod
+    def of(cls, num_pixels: int, width: int, num_classes: int) -> Residual:
+        """Return the network for images with this many numbers, which are square."""
+        shape = RandomConvolutions.of(num_pixels)
+        return cls(shape.side, shape.channels, width, num_classes)
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of filters and of their channels, by layer."""
+        w = self.width
+        return {
+            "first": (w, self.channels), "stage1": (2 * w, w), "add1a": (2 * w, 2 * w), "add1b": (2 * w, 2 * w),
+            "stage2": (4 * w, 2 * w), "stage3": (8 * w, 4 * w), "add3a": (8 * w, 8 * w), "add3b": (8 * w, 8 * w),
+        }  # fmt: skip
+
+    def initial(self, seed: int) -> dict[str, Tensor]:
+        """Return random filters of unit gain, and a last layer of zeros."""
+        rng, y = torch.Generator().manual_seed(seed), {}
+        for name, (out, into) in self.layers().items():
+            y[f"{name}.weight"] = torch.randn(out, into, 3, 3, generator=rng) * (2 / (9 * into)) ** 0.5
+            y[f"{name}.scale"], y[f"{name}.shift"] = torch.ones(out), torch.zeros(out)
+        y["head.weight"], y["head.bias"] = torch.zeros(self.num_classes, 8 * self.width), torch.zeros(self.num_classes)
+        return y
+
+    def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """Return the scores (n, C) of flat images (n, pixels), each standardised by itself."""
+        rows = images.flatten(1)
+        rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+        found = _layer(y, "first", rows.reshape(-1, self.channels, self.side, self.side))
+        found = _added(y, "add1", _layer(y, "stage1", found, halve=True))
+        found = _layer(y, "stage2", found, halve=True)
+        found = _added(y, "add3", _layer(y, "stage3", found, halve=True))
+        return _CALM * linear(found.amax((2, 3)), y["head.weight"], y["head.bias"])
+
+
+def _layer(y: Mapping[str, Tensor], name: str, images: Tensor, *, halve: bool = False) -> Tensor:
+    found = conv2d(images, y[f"{name}.weight"], padding=1)
+    if halve and found.shape[-1] > 1:
+        found = max_pool2d(found, 2)
+    groups = max(1, found.shape[1] // _GROUP)
+    return group_norm(found, groups, y[f"{name}.scale"], y[f"{name}.shift"]).relu()
+
+
+def _added(y: Mapping[str, Tensor], name: str, images: Tensor) -> Tensor:
+    return images + _layer(y, f"{name}b", _layer(y, f"{name}a", images))
