@@ -561,13 +561,25 @@ def test_colours_are_readable_in_both_themes():
 @pytest.mark.parametrize("quoted", list(quotes.quoted()), ids=lambda one: f"{one.page}:{one.place[0]}")
 def test_code_on_pages_runs_and_prints_what_they_quote(quoted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = quotes.printed(quoted.code)
+    said = quotes.printed(quoted)
     if quoted.text is None:
         assert said == ""
     else:
         assert quoted.text.strip()
         check_quoted(quoted.text, said)
-        assert len(said.splitlines()) == len(quoted.text.splitlines())
+        if quotes.GAP in quoted.text.splitlines():
+            assert quotes.shortened(quoted.text, quoted.text) == quoted.text
+        else:
+            assert len(said.splitlines()) == len(quoted.text.splitlines())
+
+
+def test_a_shortened_quotation_keeps_lines_of_the_same_form():
+    said = "begin\n a 1,234 of 5\n a 7 of 8\nleft out\n12.5% are right\n"
+    assert quotes.shortened(said, "...\n a  1 of  9\n...\n3% are right\n") == (
+        "...\n a 1,234 of 5\n...\n12.5% are right\n"
+    )
+    with pytest.raises(SystemExit, match="no line like 'c 1'"):
+        quotes.shortened(said, "...\nc 1\n")
 
 
 def parsed(line):

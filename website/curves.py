@@ -1,4 +1,4 @@
-"""Curves of every algorithm on the standard task and on the data cleaning of the demo.
+"""Curves of every algorithm on the standard task and on data cleaning.
 
 `python -m website.curves` writes curves.json. The standard task is `quadratic`: five clients that
 differ, full batches, float64, a solution in closed form. Step sizes are those that the task

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
 
 def home() -> Picture:
-    """Accuracy of the demo's label cleaning against rounds."""
+    """Accuracy of bilevel label cleaning against rounds."""
     names = {
         "fedavg": "fedavg: labels as they are",
         "fedbio": "fedbio",

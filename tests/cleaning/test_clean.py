@@ -51,7 +51,9 @@ def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
     assert found.noise["a"] == pytest.approx(0.1, abs=0.03)
     assert found.transition.sum(1) == pytest.approx(np.ones(3))
     assert found.client_transition(0).sum(1) == pytest.approx(np.ones(3))
-    assert found.result.rows[-1]["recall"] == 1
+    assert found.result.rows[-1]["recall"] == found.truth.recall == 1
+    assert found.truth.noise == dict.fromkeys("abcd", 0.1)
+    assert found.tested is None
     assert "accepted" in repr(found)
     low, high = found.interval
     assert low < found.gain < high
@@ -60,7 +62,8 @@ def test_wrong_labels_are_found_and_their_true_labels_suggested(tmp_path):
     kept = found.kept(clients)
     assert not np.concatenate([client["train"]["wrong"] for client in kept]).any()
     findings = json.loads((tmp_path / "findings.json").read_text())
-    assert findings[0]["kind"] == "histogram"
+    assert [one["kind"] for one in findings] == ["by_client", "histogram"]  # rows of five numbers are no pictures
+    assert json.loads((tmp_path / "cleaning.json").read_text())["sentences"] == found.sentences
 
 
 def test_a_client_gets_a_file_of_its_own_with_every_sample(tmp_path):
@@ -77,6 +80,20 @@ def test_a_client_gets_a_file_of_its_own_with_every_sample(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="name another folder"):
         found.write_csv(tmp_path / "file" / "inside")
+
+
+def test_both_classifiers_are_tested_also_where_the_truth_is_unknown():
+    rng = np.random.default_rng(5)
+    clients = noisy(num_wrong=30)
+    for client in clients[:2]:
+        del client["train"]["wrong"]
+        client["test"] = samples(rng, 100)
+    found = fb.clean_labels(clients)
+    assert found.truth is None
+    assert found.tested.num == 200
+    image, label = (np.concatenate([client["test"][name] for client in clients[:2]]) for name in ("image", "label"))
+    assert found.tested.cleaned == pytest.approx((found.predict(image) == label).mean())
+    assert found.tested.sentence in found.sentences
 
 
 def test_a_cleaning_that_hurts_is_rejected():

@@ -28,7 +28,8 @@ def test_built_in_data_give_tables_files_and_a_page(tmp_path):
     assert "No clean sample shows 3, 4, 5, 6, 7, 8, 9" in found.output  # three clients with a class each
     rows = list(csv.DictReader((tmp_path / "run" / "suspects" / "client-1.csv").read_text().splitlines()))
     assert set(rows[0]) == {"file", "sample", "label", "suggested", "probability", "flagged"}
-    assert "Most suspicious samples" in (tmp_path / "run" / "report.html").read_text()
+    assert "wrong, true" in found.output
+    assert '"Most suspicious labels"' in (tmp_path / "run" / "report.html").read_text()
     again = invoke(*SMALL, "--out", tmp_path / "run", "--own-noise", "--resume")
     assert again.exit_code == 0
 
@@ -52,6 +53,12 @@ def test_folders_of_images_name_clients_classes_and_files(tmp_path):
     assert [(row["label"], row["suggested"], row["flagged"]) for row in rows[:2]] == [("light", "dark", "1")] * 2
     assert rows[2]["flagged"] == "0"
     assert "dark labelled light" in found.output
+    assert "wrong, true" not in found.output
+    assert "truth" not in found.output
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '"client_names":["ann","bob"]' in page
+    assert '"held by":"bob","file":"train/light/0.png"' in page
+    assert "really wrong" not in page
 
 
 def test_no_flags_leave_no_table_of_suspects(tmp_path):

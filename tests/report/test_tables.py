@@ -47,14 +47,3 @@ def test_a_comparison_shows_who_reached_the_target_and_who_diverged():
     assert "slow (1 diverged)" in slow
     assert "0/3" in slow
     assert "0.9000 +-0.1000" in slow
-
-
-def test_the_cleaning_sentence_is_about_the_best_method():
-    rows = {
-        "a": {"test_accuracy": 0.91, "precision": 0.5, "recall": 0.5, "f1": 0.5},
-        "b": {"test_accuracy": 0.95, "precision": 0.9, "recall": 0.8, "f1": 0.847},
-    }
-    assert tables.cleaning_sentence({"test_accuracy": 0.9}, rows) == (
-        "b: test accuracy 95.0% against 90.0% without cleaning; of the samples it flags 90.0% are wrong, "
-        "and it finds 80.0% of the wrong ones (F1 0.847)."
-    )

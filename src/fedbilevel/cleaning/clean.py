@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from fedbilevel import discovery
+from fedbilevel.cleaning.findings import findings
 from fedbilevel.cleaning.fold_networks import Training
 from fedbilevel.cleaning.outcome import Cleaning, caveats
 from fedbilevel.cleaning.prepared import Features, Prepared, prepared
+from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.engines.ranks import EngineName
 from fedbilevel.errors import SettingError, UnknownNameError
@@ -23,6 +25,7 @@ from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import made
 from fedbilevel.tasks import soft_labels
+from fedbilevel.tasks.findings import accuracies
 
 
 def clean_labels(
@@ -104,12 +107,18 @@ def clean_labels(
     result = solve(
         ready.problem, ready.clients, chosen, num_iterations=length, measure_every=length, residuals=False,
         record=record, resume=resume, seed=seed, callbacks=callbacks, device=device, dtype=dtype, engine=engine,
-        describe={"cleaning": {"flag": flag}},
+        describe={"cleaning": {"flag": flag, **({} if names is None else {"names": named})}},
     )  # fmt: skip
     cleaning = _outcome(chosen, ready, result, flag, named, labelled, files)
     if result.path is not None and engine == "simulation":
-        Record(result.path).write_findings(ready.task.findings(ready.problem, _shown(ready, clients), result))
+        _write(Record(result.path), cleaning, ready, clients)
     return cleaning
+
+
+def _write(record: Record, cleaning: Cleaning, ready: Prepared, clients: Sequence[Holdings]) -> None:
+    served = accuracies(ready.problem, ready.clients, cleaning.result, role="test", right="right", of="tested")
+    record.write_findings([*findings(cleaning, _shown(ready, clients)), *served])
+    record.write_cleaning({"verdict": cleaning.verdict, "sentences": cleaning.sentences})
 
 
 def _outcome(
@@ -122,7 +131,8 @@ def _outcome(
     files: Sequence[Sequence[str]] | None,
 ) -> Cleaning:
     state, found = result.state, dict(result.state.found)
-    if "verdict" not in found:
+    is_whole = "verdict" in found  # an interrupted run has no classifiers to test
+    if not is_whole:
         found = {"verdict": "unchecked", "num_guard": 0.0, "gain": 0.0, "gain_error": float("inf"), "t": 0.0, **found}
     if ready.network is not None:
         found["network"] = ready.network
@@ -140,9 +150,10 @@ def _outcome(
         by_rate=flag == "rate", rate=chosen.rate, class_names=class_names,
     )  # fmt: skip
     transition = state.transition.double().view(ready.num_classes, -1).cpu().numpy()
+    flags, both = [own >= least for own in wrong], _classifiers(chosen, state, ready.num_classes)
     return Cleaning(
-        names, class_names, labels, posteriors, [own >= least for own in wrong], transition, found, notes, result,
-        ready.rows, files,
+        names, class_names, labels, posteriors, flags, transition, found, notes, result, ready.rows, files, both,
+        of_clients(ready.clients, flags, names), tested(ready.clients, both) if is_whole else None,
     )  # fmt: skip
 
 
@@ -150,6 +161,15 @@ def _added(cost: Mapping[str, float] | None, first: Cleaning) -> dict[str, float
     """Return the cost of both trainings, and of the detector between them."""
     parts = (cost or {}, first.found["network"], first.result.rows[-1])
     return {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
+
+
+def _classifiers(chosen: Detector, state: Any, num_classes: int) -> dict[str, Classifier]:
+    found: dict[str, Classifier] = {}
+    for number, name in enumerate(("cleaned", "plain")):
+        flat = chosen.classifier(state, number).detach().double().cpu().numpy()
+        weight, [bias] = np.split(flat.reshape(-1, num_classes), [-1])
+        found[name] = {"weight": weight, "bias": bias}
+    return found
 
 
 def _detector(given: Any, settings: dict[str, Any]) -> Detector:

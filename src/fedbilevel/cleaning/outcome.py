@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedbilevel.cleaning.truth import Classifier, Tested, Truth, classes
 from fedbilevel.errors import DataError
 from fedbilevel.runs.result import Result
 
@@ -43,6 +44,9 @@ class Cleaning:
     verdict: "accepted", "rejected" or "unchecked", as the guard decided.
     gain, interval: gain in accuracy on held-out clean samples, and its 95 % interval.
     model: the classifier that the guard chose, as weights and biases.
+    classifiers: both classifiers, `cleaned` and `plain`.
+    truth, tested: precision and recall of the flags where wrong labels are marked, and accuracies of
+        both classifiers where there are test samples.
 
     >>> import fedbilevel as fb
     >>> clients = fb.tasks.DataCleaning(noise=0.2, num_clean=40).build().clients
@@ -62,6 +66,9 @@ class Cleaning:
     result: Result
     rows: Callable[[Any], np.ndarray]
     files: Sequence[Sequence[str]] | None = None
+    classifiers: Mapping[str, Classifier] = field(default_factory=dict)
+    truth: Truth | None = None
+    tested: Tested | None = None
 
     @property
     def verdict(self) -> str:
@@ -92,7 +99,7 @@ class Cleaning:
     def predict(self, images: Any) -> np.ndarray:
         """Return the classes of images, in the form in which they were given for cleaning."""
         y = {name: leaf.detach().double().cpu().numpy() for name, leaf in self.model.items()}
-        return (self.rows(images) @ y["weight"] + y["bias"]).argmax(1)
+        return classes(y, self.rows(images))
 
     def suspects(self, most: int | None = None) -> list[Suspect]:
         """Return the flagged samples of all clients, the most suspicious ones first."""
@@ -155,6 +162,12 @@ class Cleaning:
         if self.verdict == "rejected":
             return f"{first}, but the cleaning is rejected: {measured}, so the model is the one of the given labels."
         return f"{first}, and the cleaning is accepted: {measured}."
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return the sentence, what is known of the truth, and what cannot be guaranteed."""
+        known = [one.sentence for one in (self.truth, self.tested) if one is not None]
+        return [self.sentence, *known, *self.caveats]
 
     def _suspect(self, client: int, sample: int) -> Suspect:
         q, label = self.posteriors[client][sample], int(self.labels[client][sample])

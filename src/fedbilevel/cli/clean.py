@@ -98,15 +98,23 @@ def clean_command(
         clients = task.build().clients
         features = "convolutional" if features == "auto" else features
     settings: dict[str, Any] = {"transition": "own"} if own_noise else {}
+    clean_and_show(
+        clients, folder, num_listed, detector=detector, features=features, flag=flag, rate=rate, resume=resume,
+        seed=seed, device=torch_device(device), **named, **settings,
+    )  # fmt: skip
+
+
+def clean_and_show(clients: Any, folder: Path, num_listed: int, *, detector: str, **how: Any) -> None:
+    """Clean labels; print what was found and what it is worth; write files of clients and a page.
+
+    how: keywords of `clean_labels`.
+    """
     with terminal.Bar(detector, ("test_accuracy", "f1")) as bar:
-        found = clean_labels(
-            clients, detector=detector, features=features, flag=flag, rate=rate, record=folder, resume=resume,
-            seed=seed, callbacks=[bar], device=torch_device(device), **named, **settings,
-        )  # fmt: skip
+        found = clean_labels(clients, detector=detector, record=folder, callbacks=[bar], **how)
     for table in cleaning(found, num_listed):
         terminal.console.print(table)
-    for text in (found.sentence, *found.caveats):
+    for text in found.sentences:
         terminal.say_line(text)
     found.write_csv(folder / "suspects")
-    page = write_report(folder, folder / "report.html")
+    page = write_report(folder, folder / "report.html", title="Cleaning of labels")
     terminal.say(f"Saved in {folder}; suspects of every client in {folder / 'suspects'}, pictures in {page}")

@@ -154,4 +154,4 @@ def compare_command(
             terminal.say(some if saved.exists() else none)
             sys.exit(130)
     terminal.console.print(tables.comparison(result, kind.headline))
-    terminal.say(f"Saved in {folder / 'comparison.json'}")
+    terminal.say(f"Saved in {folder / 'comparison.json'}; for a page with curves: fedbilevel report {folder}")

@@ -19,6 +19,7 @@ from fedbilevel.cli.check import check_command
 from fedbilevel.cli.clean import clean_command
 from fedbilevel.cli.compare import compare_command
 from fedbilevel.cli.data import data
+from fedbilevel.cli.demo import demo_command
 from fedbilevel.cli.federation import federation
 from fedbilevel.cli.influence import influence_command
 from fedbilevel.cli.new import new
@@ -27,7 +28,7 @@ from fedbilevel.cli.personalise import personalise_command
 from fedbilevel.cli.report import report as report_page
 from fedbilevel.cli.report import watch as watch_page
 from fedbilevel.cli.reproduce import reproduce_command
-from fedbilevel.cli.run import demo_command, resume_command, run_command
+from fedbilevel.cli.run import resume_command, run_command
 from fedbilevel.cli.tune import tune_command
 from fedbilevel.errors import FedBilevelError, RankLostError
 from fedbilevel.escapes import printable

@@ -1,4 +1,4 @@
-"""`fedbilevel run`, `resume` and `demo`: one run at a time."""
+"""`fedbilevel run` and `resume`: one run at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.report import tables
-from fedbilevel.report.page import write_report
 from fedbilevel.runs import logs
 from fedbilevel.runs.baseline import unseen_roles
 from fedbilevel.runs.choice import Choice
@@ -222,43 +221,6 @@ def _check_whole(path: Path, config: dict[str, Any]) -> None:
             f"{path} {how} and cannot be resumed alone: start the peers again with fedbilevel peer run PLAN, "
             "each with its own record."
         )
-
-
-@click.command("demo")
-@click.option("--seed", type=int, default=0, show_default=True, help="seed of the split, the noise and the runs")
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
-)
-def demo_command(seed: int, out: Path | None) -> None:
-    """Ten clients clean each other's noisy labels without sharing data."""
-    kind = discovery.task("data_cleaning")
-    task: Any = kind(data_seed=seed)  # type: ignore[call-arg]
-    folder = out or terminal.new_folder("demo")
-    terminal.console.print(
-        f"Ten clients hold handwritten digits; {task.noise:.0%} of the training labels are wrong. "
-        f"Each has {task.num_clean} clean images of a single class."
-    )
-    terminal.console.print(
-        "FedAvg trains on the labels as they are. The others learn a weight for every sample; "
-        "the weights never leave their client.\n"
-    )
-    outcomes = {}
-    for name in ("fedavg", "fedbio", "fednest", "fbo_aggitd"):
-        settings = chosen(discovery.algorithm(name), {}, kind.suggestions(name))
-        plan = {"num_iterations": kind.iterations(name), "checkpoint_every": 50, "residuals": True}
-        outcomes[name] = _go(task, settings, plan, DEFAULTS | {"seed": seed}, folder / name, quiet=True)
-        if outcomes[name].stopped == "interrupted":
-            sys.exit(130)
-    title = "Label cleaning on embedded digits"
-    rows = {name: result.final for name, result in outcomes.items()}
-    terminal.console.print(tables.outcomes(title, rows, task.headline))
-    plain = rows.pop("fedavg")
-    terminal.console.print(tables.cleaning_sentence(plain, rows))
-    page = write_report([folder / name for name in outcomes], folder / "report.html", title=title)
-    terminal.say(
-        f"\nSaved in {folder} (settings, metrics, checkpoints, solutions). "
-        f"To see curves, costs and the wrong labels found, open {page}"
-    )
 
 
 def _go(

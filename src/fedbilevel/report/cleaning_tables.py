@@ -9,18 +9,18 @@ from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.escapes import printable
 
 _MOST_CLIENTS = 20
+_NUMBERS = ("labels", "wrong, estimated", "wrong, true", "flagged", "probability")
 
 
 def cleaning(found: Cleaning, num_listed: int) -> list[Table]:
-    """Show the estimated noise of every client, and the most suspicious samples."""
-    clients = _table("Clients", "client", "labels", "wrong, estimated", "flagged", "most frequent mistake")
+    """Show the noise of every client, beside the truth if it is known, and the most suspicious samples."""
+    known = [] if found.truth is None else [f"{share:.1%}" for share in found.truth.noise.values()]
+    columns = ("client", "labels", "wrong, estimated", *(["wrong, true"] if known else []), "flagged")
+    clients = _table("Clients", *columns, "most frequent mistake")
     for i, name in enumerate(found.names[:_MOST_CLIENTS]):
-        matrix = found.client_transition(i).copy()
-        matrix[range(len(matrix)), range(len(matrix))] = 0
-        true, given = divmod(int(matrix.argmax()), len(matrix))
         clients.add_row(
-            printable(name), str(len(found.labels[i])), f"{found.noise[name]:.1%}", str(int(found.flags[i].sum())),
-            printable(f"{found.class_names[true]} labelled {found.class_names[given]} ({matrix.max():.0%})"),
+            printable(name), str(len(found.labels[i])), f"{found.noise[name]:.1%}", *known[i : i + 1],
+            str(int(found.flags[i].sum())), printable(_mistake(found, i)),
         )  # fmt: skip
     suspects = found.suspects(num_listed)
     if not suspects:
@@ -32,8 +32,16 @@ def cleaning(found: Cleaning, num_listed: int) -> list[Table]:
     return [clients, table]
 
 
+def _mistake(found: Cleaning, client: int) -> str:
+    """Return the most frequent mistake of a client, in words."""
+    matrix = found.client_transition(client).copy()
+    matrix[range(len(matrix)), range(len(matrix))] = 0
+    true, given = divmod(int(matrix.argmax()), len(matrix))
+    return f"{found.class_names[true]} labelled {found.class_names[given]} ({matrix.max():.0%})"
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in ("labels", "flagged", "probability") else "left")
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
     return table

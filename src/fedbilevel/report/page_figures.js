@@ -41,7 +41,7 @@ function heading() {
 }
 
 function cards() {
-  if (!show("headline", content.runs.length && content.metrics.length)) return;
+  if (!show("headline", content.runs.length && content.metrics.length && !cleaning())) return;
   by("cards").replaceChildren(
     ...content.curves.slice(0, MOST_CARDS).map((curve, i) => {
       const runs = whole(curve);
@@ -104,13 +104,15 @@ const axes = () =>
   );
 
 function curves() {
-  if (!show("curves", content.metrics.length && content.runs.some((run) => (run.columns.iteration ?? []).length)))
-    return;
+  const measured = content.metrics.length && content.runs.some((run) => (run.columns.iteration ?? []).length);
+  show("curves", measured && !cleaning());
+  if (!measured) return;
   state.metric = options(
     "metric",
     content.metrics.map((name) => [name, words(name)]),
     state.metric ?? content.target?.metric,
   );
+  if (cleaning()) return;
   const known = axes();
   if (!known.includes(state.axis)) state.axis = known[0];
   segments(
@@ -175,7 +177,8 @@ function side(metric, value) {
 
 function targets() {
   const names = [...content.metrics, ...content.diagnostics];
-  if (!show("target", names.length && content.curves.some((curve) => whole(curve).length))) return;
+  const measured = names.length && content.curves.some((curve) => whole(curve).length);
+  if (!show("target", measured && !cleaning())) return;
   if (!state.target)
     state.target = content.target
       ? { ...content.target, value: number(content.target.value) }

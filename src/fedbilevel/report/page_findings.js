@@ -172,6 +172,7 @@ let drawnFindings = "";
 function findings() {
   const found = content.runs.map((run, i) => i).filter((i) => content.runs[i].findings?.length);
   if (!show("findings", found.length)) return;
+  by(cleaning() ? "headline" : "studies").after(by("findings")); // suspects are what a cleaning is for
   const most = Math.max(...found.map((i) => content.runs[i].findings.length));
   state.run["findings-run"] ??= found.find((i) => content.runs[i].findings.length === most);
   const chosen = runPicker("findings-run", found),

@@ -43,6 +43,9 @@ const shortName = ({ name }) => {
 };
 const isLost = (run) => run.state === "failed" || run.state === "diverged";
 
+/* What a cleaning of labels found, if the page shows one and nothing else; it has no curve, only a start and an end. */
+const cleaning = () => (content.runs.length === 1 ? content.runs[0].cleaning : null);
+
 function between(line, at) {
   if (at >= last(line.x)) return last(line.y); // of several values at one place, the last
   const next = line.x.findIndex((x) => x > at);

@@ -15,6 +15,7 @@ from fedbilevel.report.record_files import (
     damaged,
     empty_columns,
     is_baseline,
+    is_cleaning,
     is_end,
     is_ledger,
     is_number,
@@ -71,7 +72,8 @@ def run_of_folder(folder: Path, *, partial: bool) -> dict[str, Any]:
         )
     identity, plan, length = table(config.get("identity")), table(config.get("plan")), table(config.get("run"))
     traits = _traits(config, identity, plan)
-    names = config.get("peers") or plan.get("sites") or []  # includes peers whose records were missing at collection
+    # includes peers whose records were missing at collection
+    names = config.get("peers") or plan.get("sites") or table(config.get("cleaning")).get("names") or []
     headline = config.get("headline")
     return {
         "name": folder.name or str(folder),
@@ -88,6 +90,7 @@ def run_of_folder(folder: Path, *, partial: bool) -> dict[str, Any]:
         "state": _state(folder, rows, length, end),
         "end": {"iteration": end["iteration"], "why": end.get("why")} if end is not None else None,
         "notes": _notes(end or {}, read_optional(folder / "baseline.json", dict, is_baseline, "a sentence")),
+        "cleaning": read_optional(folder / "cleaning.json", dict, is_cleaning, "sentences"),
         "resumable": isinstance(config.get("task"), str) and config.get("engine", "simulation") in _RESUMED,
         "written": max((place.stat().st_mtime for name in _WRITTEN if (place := folder / name).exists()), default=None),
         "headline": [name for name in headline if isinstance(name, str)] if isinstance(headline, list) else [],
@@ -196,6 +199,7 @@ _NO_RECORD: dict[str, Any] = {
     "headline": [],
     "ledger": None,
     "findings": None,
+    "cleaning": None,
     "clients": None,
 }
 

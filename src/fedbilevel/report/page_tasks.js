@@ -75,8 +75,10 @@ function verdict() {
   const { metric } = state,
     found = metric ? ranked(metric) : [],
     place = by("verdict");
-  if (!show("verdict", found.length)) return;
+  if (!show("verdict", found.length || cleaning())) return;
   delete place.dataset.gap;
+  const cleaned = cleaning();
+  if (cleaned) return place.replaceChildren(...cleaned.sentences.map((text) => element("p", {}, text)));
   const ended = found.every((one) => one.runs.every((run) => run.state === "finished"));
   const figure = [`${ended ? "final" : "latest"} `, explained(words(metric))];
   const unknown = content.runs.some((run) => run.task === UNRECORDED)

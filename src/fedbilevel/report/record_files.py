@@ -149,6 +149,10 @@ def is_baseline(content: Mapping[str, Any]) -> bool:
     return isinstance(content["sentence"], str)
 
 
+def is_cleaning(content: Mapping[str, Any]) -> bool:
+    return bool(content["sentences"]) and all(isinstance(one, str) for one in content["sentences"])
+
+
 def is_ledger(content: Mapping[str, Any]) -> bool:
     """Return whether the content has costs by phase, client or edge.
 

@@ -264,16 +264,6 @@ def _score(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def cleaning_sentence(floor: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> str:
-    """State the benefit of cleaning for the method with the best test accuracy."""
-    name, best = max(others.items(), key=lambda item: item[1]["test_accuracy"])
-    return (
-        f"{name}: test accuracy {best['test_accuracy']:.1%} against {floor['test_accuracy']:.1%} without cleaning; "
-        f"of the samples it flags {best['precision']:.1%} are wrong, "
-        f"and it finds {best['recall']:.1%} of the wrong ones (F1 {best['f1']:.3f})."
-    )
-
-
 def names(title: str, found: Mapping[str, type[Any]]) -> Table:
     """List names, each with the first line of its module's docstring."""
     table = Table(title=title, title_justify="left", show_header=False)

@@ -10,6 +10,7 @@
     run.toml                  the run as a file for `fedbilevel run --config` (command line only)
     baseline.json             the comparison with y trained at a fixed x, if requested
     findings.json             the task's findings at the end (command line only)
+    cleaning.json             the verdict on cleaned labels and its sentences, if labels were cleaned
     end.json                  how the run ended (finished, converged, callback, interrupted or
                               failed), after which outer iteration, and why; missing if the process
                               was killed
@@ -157,6 +158,9 @@ class Record:
 
     def write_baseline(self, content: Mapping[str, Any]) -> None:
         write_whole(self.path / "baseline.json", (json.dumps(finite(content), allow_nan=False) + "\n").encode())
+
+    def write_cleaning(self, content: Mapping[str, Any]) -> None:
+        write_whole(self.path / "cleaning.json", (json.dumps(content) + "\n").encode())
 
     def write_run_file(self, text: str) -> None:
         write_whole(self.path / "run.toml", text.encode())

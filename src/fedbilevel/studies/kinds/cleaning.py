@@ -34,6 +34,7 @@ import numpy as np
 from fedbilevel import discovery
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.cleaning.truth import compared
 from fedbilevel.detectors.as_given import AsGiven
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.errors import ProblemError, SettingError
@@ -85,7 +86,7 @@ def run(
     found = clean_labels(
         clients, detector=detector, features=settings.features, seed=repetition, device=torch_device(device)
     )
-    figures = measured(detector, found, clients)
+    figures = measured(found, clients)
     if "pooled" in row:  # all samples travel, which no ledger counts
         figures = {name: value for name, value in figures.items() if name not in ("rounds", "megabytes")}
     say(f"{detector.name()}: {found.sentence} {time.perf_counter() - begun:.1f} s")
@@ -96,21 +97,18 @@ def _without_wrong(train: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: values[~np.asarray(train["wrong"], bool)] for name, values in train.items()}
 
 
-def measured(detector: Detector, found: Cleaning, clients: Any) -> dict[str, float]:
+def measured(found: Cleaning, clients: Any) -> dict[str, float]:
     """Return the figures of a cleaning whose truth is known."""
-    wrong = np.concatenate([np.asarray(client["train"]["wrong"], bool) for client in clients])
-    chance, flags = np.concatenate(found.wrong), np.concatenate(found.flags)
-    images, labels = (np.concatenate([client["test"][name] for client in clients]) for name in ("image", "label"))
-    state, right = found.result.state, {}
-    for number, name in enumerate(("cleaned", "plain")):
-        y = detector.classifier(state, number).double().cpu().numpy()
-        weight, bias = np.split(y.reshape(-1, len(found.class_names)), [-1])
-        right[name] = float(((found.rows(images) @ weight + bias).argmax(1) == labels).mean())
+    assert found.tested is not None
+    wrong = [np.asarray(client["train"]["wrong"], bool) for client in clients]
+    right = {"cleaned": found.tested.cleaned, "plain": found.tested.plain}
+    scores = lambda flags: compared(flags, wrong, found.names)
+    at_half = scores(found.flags)
     accepted = found.verdict == "accepted"
     figures = {
-        **flag_scores(flags, wrong),
-        "average_precision": average_precision(chance, wrong),
-        "flags": float(flags.mean()),
+        **{name: getattr(at_half, name) for name in ("f1", "precision", "recall")},
+        "average_precision": average_precision(np.concatenate(found.wrong), np.concatenate(wrong)),
+        "flags": float(np.concatenate(found.flags).mean()),
         "test_accuracy": right["cleaned" if accepted else "plain"],
         **right,
         "t": float(found.found["t"]),
@@ -118,17 +116,10 @@ def measured(detector: Detector, found: Cleaning, clients: Any) -> dict[str, flo
     }
     cut = found.found.get("cut")
     if cut is not None:
-        strict = chance >= 1 / (1 + np.exp(-cut["log_odds"]))
-        at_rate = flag_scores(strict, wrong)
-        figures |= {"rate_false": 1 - at_rate["precision"], "rate_recall": at_rate["recall"]}
+        at_rate = scores([own >= 1 / (1 + np.exp(-cut["log_odds"])) for own in found.wrong])
+        figures |= {"rate_false": 1 - at_rate.precision, "rate_recall": at_rate.recall}
     row, network = found.result.rows[-1], found.found.get("network", {})
     return {**figures, **{name: float(row[name]) + network.get(name, 0.0) for name in ("rounds", "megabytes")}}
-
-
-def flag_scores(flags: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
-    hits = float((flags & wrong).sum())
-    precision, recall = hits / max(1, int(flags.sum())), hits / max(1, int(wrong.sum()))
-    return {"f1": 2 * hits / max(1, int(flags.sum() + wrong.sum())), "precision": precision, "recall": recall}
 
 
 def average_precision(chance: np.ndarray, wrong: np.ndarray) -> float:

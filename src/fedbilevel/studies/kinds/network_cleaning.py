@@ -35,11 +35,12 @@ import numpy as np
 from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
 from fedbilevel.cleaning.outcome import Cleaning
+from fedbilevel.cleaning.truth import compared
 from fedbilevel.detectors._decisions import judged
 from fedbilevel.runs.options import torch_device
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
-from fedbilevel.studies.kinds.cleaning import average_precision, flag_scores
+from fedbilevel.studies.kinds.cleaning import average_precision
 from fedbilevel.studies.outcome import RowOutcome
 
 REJECT_BELOW = -2.0  # as the guard of detectors
@@ -169,8 +170,9 @@ class Work:
         scores = [
             float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
         ]
+        found = compared([flags], [wrong], ["all"])
         return {
-            **flag_scores(flags, wrong),
+            **{name: getattr(found, name) for name in ("f1", "precision", "recall")},
             "average_precision": average_precision(chance, wrong),
             "flags": float(flags.mean()),
             "test_accuracy": scores[0 if accepted else 1],
