@@ -1,0 +1,153 @@
+"""Networks that have not seen the sample: architecture, folds, targets, copies, and the two passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedbilevel as fb
+from fedbilevel.cleaning import fold_networks
+from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
+from fedbilevel.cleaning.residual import Residual
+from fedbilevel.errors import UnknownNameError
+from fedbilevel.studies.kinds import network_cleaning
+
+BRIEF = Training(num_folds=2, width=4, num_rounds=4, batch_size=8)
+
+
+def stripes(rng, num):
+    """Images of 8 x 8 with horizontal or vertical stripes at a random shift."""
+    label = rng.integers(0, 2, num)
+    wave = np.stack([np.roll(np.tile([1.0, 1.0, -1.0, -1.0], 2), s) for s in rng.integers(0, 4, num)])
+    image = np.where((label == 0)[:, None, None], wave[:, None, :], wave[:, :, None])
+    return {"image": image + 0.3 * rng.normal(size=(num, 8, 8)), "label": label}
+
+
+def striped(num_clients=3, num=60):
+    rng = np.random.default_rng(0)
+    clients = [{"train": stripes(rng, num), "val": stripes(rng, 20)} for _ in range(num_clients)]
+    for client in clients:
+        client["train"]["label"][: num // 5] = 1 - client["train"]["label"][: num // 5]
+    return clients
+
+
+class Block(nn.Module):
+    def __init__(self, into, out, halve=False):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(into, out, 3, padding=1, bias=False), nn.GroupNorm(max(1, out // 16), out)
+        self.halve = halve
+
+    def forward(self, images):
+        found = self.conv(images)
+        return self.norm(nn.functional.max_pool2d(found, 2) if self.halve else found).relu()
+
+
+@pytest.mark.parametrize(("side", "channels", "width"), [(8, 1, 4), (32, 3, 16)])
+def test_the_scores_are_those_of_torch_modules(side, channels, width):
+    shape = Residual(side, channels, width, 5)
+    rng = torch.Generator().manual_seed(3)
+    y = {name: leaf + 0.1 * torch.randn(leaf.shape, generator=rng) for name, leaf in shape.initial(0).items()}
+    blocks = {}
+    for name, (out, into) in shape.layers().items():
+        blocks[name] = Block(into, out, halve=name.startswith("stage"))
+        weights = {"conv.weight": y[f"{name}.weight"], "norm.weight": y[f"{name}.scale"]}
+        blocks[name].load_state_dict(weights | {"norm.bias": y[f"{name}.shift"]})
+    images = 5 + 2 * torch.randn(3, channels, side, side, generator=rng)
+    found = blocks["first"](nn.LayerNorm((channels, side, side), 1e-6, False)(images))
+    found = blocks["stage1"](found)
+    found = found + blocks["add1b"](blocks["add1a"](found))
+    found = blocks["stage3"](blocks["stage2"](found))
+    found = found + blocks["add3b"](blocks["add3a"](found))
+    wanted = 0.125 * (found.amax((2, 3)) @ y["head.weight"].T + y["head.bias"])
+    assert wanted.std() > 0
+    assert torch.allclose(shape.scores(y, images.flatten(1)), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_sample_has_no_influence_on_its_own_probabilities():
+    clients = [client["train"] for client in striped()]
+    changed = [{**own, "label": own["label"].copy()} for own in clients]
+    changed[1]["label"][[5, 7]] = 1 - changed[1]["label"][[5, 7]]  # fold 1 of 2
+    first, again = (train_folds(some, 2, BRIEF, seed=0) for some in (clients, changed))
+    before, after = (folds.unseen(clients[1]["image"]) for folds in (first, again))
+    assert np.array_equal(before[1::2], after[1::2])
+    assert not np.array_equal(before[0::2], after[0::2])
+    assert first.cost["rounds"] == 8
+
+
+def test_rows_of_training_samples_are_out_of_fold_and_others_are_means():
+    class Constant(Network):
+        def probabilities(self, images):
+            return np.tile(self.y, (len(images), 1))
+
+    shape = Residual(8, 1, 4, 2)
+    folds = FoldNetworks([Constant(shape, np.array(p), {}) for p in ([0.25, 0.75], [1.0, 0.0])])
+    images = np.zeros((5, 64))
+    assert folds.unseen(images)[:, 0].tolist() == [0.25, 1.0, 0.25, 1.0, 0.25]
+    assert folds.probabilities(images)[0].tolist() == [0.625, 0.375]
+    assert np.allclose(rows_of(np.array([[1.0, 0.0]])), [[1, 0, 0, np.log(1e-4)]])
+
+
+def test_targets_replace_the_labels():
+    clients = [client["train"] for client in striped()]
+    hard = [np.eye(2)[own["label"]] for own in clients]
+    given = train_network(clients, 2, BRIEF, seed=0)
+    same = train_network(clients, 2, BRIEF, targets=hard, seed=0)
+    other = train_network(clients, 2, BRIEF, targets=[1 - one for one in hard], seed=0)
+    assert all(torch.equal(given.y[name], same.y[name]) for name in given.y)
+    image = clients[0]["image"]
+    assert np.allclose(given.probabilities(image), other.probabilities(image)[:, ::-1], atol=1e-5)
+
+
+def test_copies_are_shifted_mirrored_and_in_the_order_of_the_images():
+    shape, rng = Residual(8, 1, 4, 2), np.random.default_rng(0)
+    images = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
+    copies = fold_networks._copied(images, shape, Training(num_copies=20), rng)
+    assert copies.shape == (60, 64)
+    inner = copies.reshape(20, 3, 8, 8)[:, :, 2:6, 2:6]
+    steps = {
+        (int(one[0, 0]) - int(own[2, 2]))
+        for some in inner
+        for one, own in zip(some, images.reshape(3, 8, 8), strict=True)
+    }
+    assert steps == {8 * down + right for down in (-1, 0, 1) for right in (-1, 0, 1)}
+    assert (np.diff(inner, axis=3) == 1).all()
+    mirrored = fold_networks._copied(images, shape, Training(num_copies=20, mirror=True), rng).reshape(20, 3, 8, 8)
+    slopes = np.diff(mirrored[:, :, 2:6, 2:6], axis=3)[:, :, 0, 0]
+    assert set(slopes.flatten().tolist()) == {1.0, -1.0}
+    assert np.array_equal(fold_networks._copied(images, shape, Training(), rng), images)
+
+
+def test_two_passes_find_labels_and_count_what_they_cost():
+    clients = striped(num=100)
+    training = {"num_folds": 2, "width": 8, "num_rounds": 40, "batch_size": 16}
+    found = fb.clean_labels(clients, features="refined", training=training, detector="confident")
+    flags, wrong = np.concatenate(found.flags), np.tile(np.arange(100) < 20, 3)
+    assert flags[wrong].mean() > 0.9
+    assert flags[~wrong].mean() < 0.1
+    assert found.found["network"]["rounds"] > 4 * 40  # four networks, and label_em between them
+    fresh = stripes(np.random.default_rng(5), 200)
+    assert (found.predict(fresh["image"]) == fresh["label"]).mean() > 0.95
+    once = fb.clean_labels(clients, features="out_of_fold", training=training)
+    assert once.found["network"]["rounds"] == 80
+
+
+def test_an_unknown_setting_of_the_training_is_refused():
+    with pytest.raises(UnknownNameError, match="widht"):
+        fb.clean_labels(striped(), features="out_of_fold", training={"widht": 3})
+
+
+def test_the_study_compares_networks_on_the_same_probabilities(tmp_path):
+    task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.2, "num_clean": 20, "test_share": 0.5}
+    row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 15, "batch_size": 16}}
+    go = lambda method: network_cleaning.run(
+        {**row, "method": method}, repetition=0, folder=tmp_path, device="cpu", say=lambda text: None
+    ).figures  # fmt: skip
+    plain, right, refined = (go(method) for method in ("as_given", "only_right", "refined"))
+    assert plain["cleaned"] == plain["plain"] == right["plain"] == refined["plain"]
+    assert (plain["f1"], plain["t"], right["f1"], right["flags"]) == (0, 0, 1, pytest.approx(0.2, abs=0.01))
+    assert plain["rounds"] == right["rounds"] == 15
+    assert refined["rounds"] > 5 * 15
+    assert 0 < refined["average_precision"] <= 1
+    assert refined["test_accuracy"] == refined["cleaned" if refined["accepted"] else "plain"]
