@@ -66,7 +66,9 @@ def test_confident_learning_flags_as_many_labels_of_a_pair_as_it_counts():
 
 @pytest.mark.parametrize("kind", [OwnLoss, Confident, AsGiven])
 def test_other_detectors_train_check_and_resume_as_well(kind):
-    detector = kind(ridge=0.02, num_fit_rounds=4 - kind.num_passes)
+    detector = kind(
+        ridge=0.02, num_fit_rounds=4 - kind.num_passes
+    )  # the choice of l2 is before or after the checkpoint
     check_continues(detector, small())
     _, state = drive(detector, small(), detector.num_iterations())
     assert state.found["verdict"] == "unchecked"
@@ -74,7 +76,7 @@ def test_other_detectors_train_check_and_resume_as_well(kind):
 
 
 def test_labels_as_they_are_given_have_one_classifier():
-    _, state = drive(AsGiven(), small(), 10)
+    _, state = drive(AsGiven(num_fit_rounds=10), small(), 10)
     cleaned, plain = state.models.view(2, -1)
     assert torch.equal(cleaned, plain) or torch.allclose(cleaned, plain, atol=1e-12)
     assert state.found["cut"] is None

@@ -106,6 +106,15 @@ def test_labels_are_those_of_the_stages_in_numpy(steps, l2, k, share):
     assert drive(detector, built, detector.num_passes + 1)[1].found["cut"] is None
 
 
+def test_labels_are_corrected_with_the_smallest_l2_if_it_is_chosen():
+    found = []
+    for l2 in (None, 0.001, 0.1):
+        fed, state = drive(FedCorr(num_passes=3, num_neighbours=6, confidence=0.4, l2=l2), small(), 3)
+        found.append(posteriors(fed, state, small()))
+    assert np.array_equal(found[0], found[1])
+    assert not np.allclose(found[0], found[2])
+
+
 def test_the_classifier_is_trained_on_corrected_labels():
     built, detector = small(), FedCorr(num_passes=3, num_fit_rounds=400, num_neighbours=6, l2=0.05)
     fed, state = drive(detector, built, detector.num_passes + detector.num_fit_rounds)

@@ -87,6 +87,54 @@ def test_gradients_are_those_of_adjusted_cross_entropy_and_distillation():
     torch.testing.assert_close(found.slope.view(2, 5, CLASSES)[1], plain / 3)
 
 
+def test_slopes_while_l2_is_chosen_are_those_of_every_pair_without_the_fold():
+    """Each pair has the slopes that a fixed l2 has on clients without the fold, with shares of all labels."""
+    built, detector = small(), FedNoRo(num_fit_rounds=12, num_warm_rounds=4)
+    fed, state = drive(detector, built, 4)
+    state = state._replace(found={**state.found, "noisy": [0, 1, 0]})
+    fed.begin(5)
+    found, part = detector.summed(fed, state), 0.8 * math.exp(-5 * (1 - 4 / 12) ** 2)
+    every = parts(built)
+    orders = [Stream(0).order("fold", i, len(own[0]), iteration=0) for i, own in enumerate(every)]
+    rest = [order[len(order) // 10 :] for order in orders]
+    slopes, weights = found.slope.view(4, 2, 5, CLASSES), found.weight.view(4, 2)
+    counts = torch.tensor([len(some) + len(own[2]) for own, some in zip(every, rest, strict=True)], dtype=torch.float64)
+    for pair, models in enumerate(state.ahead.view(4, 2, 5, CLASSES)):
+        own = [[], []]
+        for i, ((z, label, zc, clean), some) in enumerate(zip(every, rest, strict=True)):
+            shares = ((torch.bincount(label, minlength=CLASSES) + 1) / (len(label) + CLASSES)).log()
+            eye, zr = torch.eye(CLASSES, dtype=torch.float64), z[some]
+            score = zr @ models[0]
+            gap = (score + shares).softmax(1) - eye[label[some]]
+            if i == 1:
+                gap = (1 - part) * gap + part * (score.softmax(1) - (score / 0.8).softmax(1))
+            for k, inside in enumerate((gap, (zr @ models[1]).softmax(1) - eye[label[some]])):
+                own[k].append(zr.T @ inside + zc.T @ ((zc @ models[k]).softmax(1) - eye[clean]))
+        mean = [slope / count for slope, count in zip(own[0], counts, strict=True)]
+        near = min(float((mean[1] - mean[i]).norm()) for i in (0, 2))
+        assert near > 1e-3
+        trust = torch.tensor([1.0, math.exp(-1), 1.0], dtype=torch.float64)
+        torch.testing.assert_close(slopes[pair, 0], sum(t * slope for t, slope in zip(trust, own[0], strict=True)) / 3)
+        torch.testing.assert_close(slopes[pair, 1], sum(own[1]) / 3)
+        torch.testing.assert_close(weights[pair], torch.stack([(trust * counts).mean(), counts.mean()]))
+
+
+def test_the_fold_counts_labels_of_noisy_clients_as_much_as_training_does():
+    built, detector = small(), FedNoRo(num_fit_rounds=12, num_warm_rounds=4)
+    fed, state = drive(detector, built, 4)
+    state = state._replace(found={**state.found, "noisy": [0, 1, 0]})
+    fed.begin(5)
+    wanted, doubt = torch.zeros(4, 2, dtype=torch.float64), 0.8 * math.exp(-5 * (1 - 4 / 12) ** 2)
+    for i, (z, label, _, _) in enumerate(parts(built)):
+        fold = Stream(0).order("fold", i, len(z), iteration=0)[: len(z) // 10]
+        shares = ((torch.bincount(label, minlength=CLASSES) + 1) / (len(label) + CLASSES)).log()
+        for pair, (cleaned, plain) in enumerate(state.models.view(4, 2, 5, CLASSES)):
+            loss = cross_entropy(z[fold] @ cleaned + shares, label[fold], reduction="sum")
+            wanted[pair, 0] += loss * ((1 - doubt) if i == 1 else 1.0)
+            wanted[pair, 1] += cross_entropy(z[fold] @ plain, label[fold], reduction="sum")
+    torch.testing.assert_close(3 * detector.fold_losses(fed, state).view(4, 2), wanted)
+
+
 def test_noisy_clients_are_the_upper_part_of_the_losses_after_the_warm_up():
     clients, noisy = some_noisy_clients()
     found = fb.clean_labels(clients, detector="fednoro", dtype=torch.float64, l2=0.03)
@@ -114,6 +162,11 @@ def test_x_has_the_labels_that_were_learned_from():
         0.999 * given + 0.001 * score.softmax(1),
     )
     np.testing.assert_allclose(posteriors(fed, state, built), wanted, atol=1e-9)
+
+
+def test_noisy_clients_are_sought_with_the_smallest_l2_if_it_is_chosen():
+    found = [drive(FedNoRo(num_warm_rounds=9, l2=l2), small(), 1)[1].found for l2 in (None, 0.001)]
+    assert found[0] == found[1]
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit():

@@ -193,15 +193,18 @@ def test_a_resumed_run_is_the_same_bit_for_bit(transition):
     check_continues(em, small())
 
 
-def test_the_cost_is_that_of_the_docstring():
-    built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12, least_clean=5)
+@pytest.mark.parametrize(("l2", "num_many"), [(0.001, 0), (None, 3)], ids=["fixed", "chosen"])
+def test_the_cost_is_that_of_the_docstring(l2, num_many):
+    built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12, least_clean=5, l2=l2)
     fed, state = drive(em, built, em.num_iterations())
     bill = fed.bill().totals()
     detection, d, c = 3 + 2 + 3 * (2 + 2), 5, CLASSES
-    assert bill["rounds"] == detection + 1 + 7 + 1  # estimates, training and guard
+    choice = num_many > 0
+    assert bill["rounds"] == detection + 1 + 7 + choice + 1  # estimates, training, choice and guard
     once = 2 * (d - 1) + 3 + c**2 + d * (d + 1) // 2 + 2 * c * d
+    training = 7 * (2 * c * d + 2) + num_many * 6 * c * d + 8 * choice
     assert bill["floats_up"] == 3 * (
-        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + (2 * 200 + 1) + 7 * (2 * c * d + 2) + 6 + c
+        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + (2 * 200 + 1) + training + 6 + c
     )
     assert all(isinstance(value, Kept) for value in (state.x, state.score, state.leverage))
 
@@ -232,6 +235,7 @@ def test_sites_have_the_posteriors_of_the_simulator_and_send_sums_only(tmp_path,
         "sums",
         "slope",
         "weight",
+        "losses",
     }
     for i, name in enumerate(federation.names):
         own = load_file(tmp_path / name / "runs" / "trial" / "solution.safetensors")

@@ -27,7 +27,7 @@ found = fb.clean_labels(
     small().clients, engine="distributed", record=sys.argv[1], dtype=torch.float64, transition="own", features="given"
 )
 if torch.distributed.get_rank() == 0:
-    np.savez(sys.argv[2], *found.posteriors)
+    np.savez(sys.argv[2], *found.posteriors, weight=found.model["weight"], l2=[*found.found["l2"].values()])
 """
 
 
@@ -46,3 +46,5 @@ def test_two_ranks_have_the_posteriors_of_one_process(tmp_path):
     with np.load(tmp_path / "found.npz") as found:
         for i, wanted in enumerate(alone.posteriors):
             np.testing.assert_allclose(found[f"arr_{i}"], wanted, atol=1e-10)
+        np.testing.assert_allclose(found["weight"], alone.model["weight"], atol=1e-10)
+        assert found["l2"].tolist() == [*alone.found["l2"].values()]

@@ -14,7 +14,7 @@ from support.sites.loopback import Loopback, simulated
     "settings",
     [
         {"name": "fedcorr", "num_passes": 3, "num_warm_rounds": 2, "num_tune_rounds": 2, "confidence": 0.1},
-        {"name": "fednoro", "num_warm_rounds": 2},
+        {"name": "fednoro", "num_warm_rounds": 2, "num_fit_rounds": 8},
     ],
     ids=lambda some: some["name"],
 )
@@ -22,8 +22,9 @@ def test_sites_have_the_labels_of_the_simulator(tmp_path, settings):
     federation = Loopback(tmp_path, 3)
     task = {"name": "data_cleaning", "num_clients": 3, "num_clean": 12, "test_share": 0.8, "learn": "labels"}
     task |= {"noise": 0.0, "noise_most": 0.9, "partition": "dirichlet"}
-    length = settings.get("num_passes", 1) + 3
-    plan = federation.plan(settings | {"num_fit_rounds": 2}, task, num_classes=10, num_iterations=length)
+    whole = {"num_passes": 1, "num_fit_rounds": 2} | settings
+    length = whole["num_passes"] + whole["num_fit_rounds"] + 1
+    plan = federation.plan({"num_fit_rounds": 2} | settings, task, num_classes=10, num_iterations=length)
     assert federation.serve(plan) == "finished"
     result, wanted = simulated(plan, tmp_path / "simulated")
     found, _ = federation.record.load()

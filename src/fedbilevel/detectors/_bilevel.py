@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._descent import bound_of, bounded_step, conjugate
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, Variable, phase
 from fedbilevel.federation.clients import Clients
@@ -51,7 +52,7 @@ class Bilevel(Detector):
     upper_space = (*Detector.upper_space, "target", "pull", "trial")
     statistics = (*Detector.statistics, "model", "direction", "adjoint")
 
-    def trained(self, fed: Federation, state: Detector.State, target: Variable, start: Fit | None = None) -> Fit:
+    def trained(self, fed: Federation, state: State, target: Variable, start: Fit | None = None) -> Fit:
         """Return W(T) by steps on a bound of its loss, from zero or from another fit."""
         gram = _rows.unpacked(state.gram.double())
         last = now = state.given.double().view(len(gram), -1) * 0 if start is None else start.model
@@ -66,9 +67,7 @@ class Bilevel(Detector):
                 break
         return Fit(last, mass)
 
-    def adjoint(
-        self, fed: Federation, state: Detector.State, target: Variable, fit: Fit, *, halves: bool = False
-    ) -> Adjoint:
+    def adjoint(self, fed: Federation, state: State, target: Variable, fit: Fit, *, halves: bool = False) -> Adjoint:
         """Return u and F, or those of the losses of both halves of the clean samples."""
         model = self.sent(state, fit.model)
         clean = fed.mean(self.clean_slopes, model=model, **state.units)
@@ -88,9 +87,7 @@ class Bilevel(Detector):
         u = conjugate(product, right, bound, self.num_system_rounds, self.residual)
         return Adjoint(u, losses / counts, counts)
 
-    def pulls(
-        self, fed: Federation, state: Detector.State, fit: Fit, u: Tensor, *, renormalised: bool = True
-    ) -> Variable:
+    def pulls(self, fed: Federation, state: State, fit: Fit, u: Tensor, *, renormalised: bool = True) -> Variable:
         """Return S dF/dT, which stays at the clients, for one u (d + 1, C).
 
         renormalised: whether S is the sum of T; otherwise it is a constant.
@@ -99,7 +96,7 @@ class Bilevel(Detector):
         model, adjoint = (self.sent(state, part) for part in (fit.model, u))
         return fed.mean(self.target_slopes, model=model, adjoint=adjoint, shift=shift, **state.units).pull
 
-    def sent(self, state: Detector.State, matrix: Tensor) -> Tensor:
+    def sent(self, state: State, matrix: Tensor) -> Tensor:
         return matrix.flatten().to(state.y.dtype)
 
     # ---- at the clients -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def bound_of(gram: Tensor, weight: Tensor, l2: float) -> Tensor:
+def bound_of(gram: Tensor, weight: Tensor, l2: float | Tensor) -> Tensor:
     """Return a matrix that is nowhere below the Hessian of a mean cross-entropy, sum z z' / 2w + l2.
 
     The Hessian of a sum of cross-entropies is at most half of that of squares (Boehning, 1992), also

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -15,13 +16,13 @@ from fedbilevel.federation.clients import Clients
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(Detector):
-    def inverse(self, fed: Federation, state: Detector.State) -> Tensor:
+    def inverse(self, fed: Federation, state: State) -> Tensor:
         """Return A = (sum z z' over all samples of all clients + lam n)^-1."""
         gram = _rows.unpacked(state.gram.double())
         diagonal = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         return torch.linalg.inv(gram + self.ridge * float(state.counts[0]) * diagonal) / fed.num_clients
 
-    def first(self, fed: Federation, state: Detector.State, sums: Tensor, loose: Tensor) -> Detector.State:
+    def first(self, fed: Federation, state: State, sums: Tensor, loose: Tensor) -> State:
         """Return the state with W = A sums, its scores and the leverages h.
 
         sums: mean over clients of sum z target', (D, C). loose: marks the classes whose targets are

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.own_loss import OwnLoss
 from fedbilevel.federation.algorithm import Federation, phase
@@ -48,7 +49,7 @@ MARGINS = 200  # bins of the margin, from -1 to 1
 class Confident(OwnLoss):
     statistics = (*Detector.statistics, "thresholds", "cuts")
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         state = self.scored(fed, state)
         now = {"score": state.score, "heat": state.heat}
         means = fed.mean(self.confidences, **now)

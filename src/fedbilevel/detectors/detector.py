@@ -1,8 +1,8 @@
 """The common part of detectors: sums of the data, two classifiers, and the guard.
 
 A detector sets x, the posterior of every training label, in its own way (`detect`). Then two linear
-classifiers are trained by sums only: `cleaned` on the labels of x, `plain` on the labels as they
-are given. The guard compares them on clean samples that no other step has read: the answer y is
+classifiers are trained by sums only (`_classifiers`): `cleaned` on the labels of x, `plain` on the
+labels as they are given. The guard compares them on clean samples that no other step has read: the answer y is
 `cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples or
 none of some class.
 
@@ -15,32 +15,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedbilevel.detectors import _rows
+from fedbilevel.detectors import _rows, _state
+from fedbilevel.detectors._classifiers import NAMES, Classifiers
 from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, judged
-from fedbilevel.detectors._descent import bound_of, bounded_step
 from fedbilevel.errors import ProblemError, SettingError
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
+from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import HELD, Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
-TARGETS = (
-    "train the cleaned classifier on labels that are kept, on all posteriors, or on all given labels weighted by "
-    "their posteriors; auto: kept labels, or posteriors if more than 80 % of the labels are estimated to be wrong"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Detector(ServerAlgorithm):
+class Detector(Classifiers):
     ridge: float = setting(0.001, "weight of the squared norm in the scores, per sample", symbol="lam", above=0)
-    l2: float = setting(0.001, "weight of the squared norm of both classifiers", above=0)
-    num_fit_rounds: int = setting(40, "rounds that train both classifiers", least=1)
-    targets: Literal["auto", "kept", "soft", "weighted"] = setting("auto", TARGETS)
     reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
@@ -64,30 +56,7 @@ class Detector(ServerAlgorithm):
     }
     num_passes: ClassVar[int] = 0  # outer iterations of `detect`; a detector may have a setting of this name
 
-    class State(NamedTuple):
-        x: Variable  # posteriors in the form of tasks/soft_labels.py, (n_i C) at each client
-        y: Tensor  # the classifier, in the units of the input
-        score: Variable
-        leverage: Variable
-        centre: Tensor  # (d,)
-        scale: Tensor  # (d,)
-        gram: Tensor  # mean over clients of sum z z' over training and clean samples, packed
-        clean: Tensor  # B_c = mean over clients of sum z e_y' over clean samples, flat
-        given: Tensor  # B = mean over clients of sum z e_label' over training samples, flat
-        counts: Tensor  # (3,) mean n_i, mean m_i, and share of the clients that have clean samples
-        inverse: Tensor  # A, packed, of detectors with scores
-        weights: Tensor  # W, flat; zeros before the first scores
-        transition: Tensor  # T, flat
-        heat: float  # b
-        models: Tensor  # both classifiers, cleaned and plain, in units of z, flat
-        ahead: Tensor  # their extrapolations
-        age: int  # rounds of extrapolation since its last restart
-        found: dict[str, Any]  # figures of the guard and of the cut
-
-        @property
-        def units(self) -> dict[str, Tensor]:
-            """Return what a phase needs to standardise features."""
-            return {"centre": self.centre, "scale": self.scale}
+    State = _state.State
 
     def held_share(self) -> float:
         return 0.5
@@ -102,7 +71,7 @@ class Detector(ServerAlgorithm):
 
     # ---- sums of the data -----------------------------------------------------------------------------------------
 
-    def init(self, fed: Federation) -> State:
+    def init(self, fed: Federation) -> _state.State:
         if bool((fed.weights != fed.weights[0]).any()):
             raise SettingError(
                 f"{self.name()} adds up the samples of all clients, but the problem weights clients by their samples: "
@@ -121,11 +90,12 @@ class Detector(ServerAlgorithm):
         variance = (moments.second / num - centre**2).clamp(min=0)
         scale = (variance + 0.01 * variance.mean()).sqrt().clamp(min=1e-12)  # features that hardly vary stay small
         sums = fed.mean(self.products, centre=centre, scale=scale, num_classes=num_classes)
-        zeros = y.new_zeros(2 * len(y))
+        zeros = y.new_zeros(2 * self.num_pairs() * len(y))
         start = 0.5 * torch.eye(num_classes, dtype=y.dtype, device=y.device) + 0.5 / num_classes
-        return self.State(
+        return _state.State(
             x, y, fed.zeros("score"), fed.zeros("leverage"), centre, scale, sums.gram, sums.clean, sums.given,
-            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros, 0, {},
+            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros,
+            [0] * self.num_pairs(), {},
         )  # fmt: skip
 
     @phase
@@ -169,74 +139,18 @@ class Detector(ServerAlgorithm):
 
     # ---- outer iterations -----------------------------------------------------------------------------------------
 
-    def round(self, fed: Federation, state: State) -> State:
+    def round(self, fed: Federation, state: _state.State) -> _state.State:
         step = fed.iteration
         if step <= self.num_passes:
             return self.detect(fed, state)
         if step <= self.num_passes + self.num_fit_rounds:
-            return self._fitted(fed, state)
+            state = state if state.found else state._replace(found=self._estimated(fed, state))
+            return self.stepped(fed, state, step - self.num_passes)
         return self._guarded(fed, state) if step == self.num_iterations() else state
-
-    def _fitted(self, fed: Federation, state: State) -> State:
-        """Take one accelerated step of both classifiers, each on a bound of its loss."""
-        if not state.found:
-            state = state._replace(found=self._estimated(fed, state))
-        found = self.summed(fed, state)
-        weight = found.weight.double().view(2, 1, 1)
-        now, last = (self._pair(state, part) for part in (state.ahead, state.models))
-        slope = self._pair(state, found.slope) / weight + self.l2 * now
-        steepest = weight.new_tensor([self.steepest(), 1.0]).view(2, 1, 1)
-        bound = bound_of(_rows.unpacked(state.gram.double()), weight / steepest, self.l2)
-        new, ahead, age = bounded_step(bound, slope, now, last, state.age)
-        models, ahead = (part.flatten().to(state.y.dtype) for part in (new, ahead))
-        return state._replace(models=models, ahead=ahead, age=age, y=self._in_input_units(state, new[0]))
-
-    def summed(self, fed: Federation, state: State) -> Any:
-        """Return the slopes of both classifiers and their weights, as means over clients."""
-        return fed.mean(
-            self.slopes, ahead=state.ahead, x=state.x, centre=state.centre, scale=state.scale,
-            targets=self._targets(state),
-        )  # fmt: skip
-
-    def gap(self, p: Tensor, target: Tensor) -> Tensor:
-        """Return the gradient of the cleaned classifier's losses in its scores, from probabilities."""
-        return p - target
-
-    def steepest(self) -> float:
-        """Return how much steeper these losses may be than cross-entropies."""
-        return 1.0
-
-    def classifier(self, state: State, number: int) -> Tensor:
-        """Return the classifier 0, cleaned, or 1, plain, in the form of y."""
-        return self._in_input_units(state, self._pair(state, state.models)[number])
-
-    @phase
-    def slopes(
-        self, clients: Clients, ahead: Tensor, x: Tensor, centre: Tensor, scale: Tensor, targets: str
-    ) -> dict[str, Tensor]:
-        """Return sum z (p - target)' for both classifiers, and the sums of their sample weights."""
-        slopes, weights = [], []
-        for train, val, own in zip(clients.samples("train"), clients.samples("val"), clients.unpadded(x), strict=True):
-            z, zc = _rows.standardised(train, centre, scale), _rows.standardised(_rows.trusted(val), centre, scale)
-            q = soft_labels.posterior(own, train["label"])
-            plain = _rows.given(train["label"], q.shape[1], z)
-            checked = _rows.given(_rows.trusted(val)["label"], q.shape[1], z)
-            right = (q * plain).sum(1, keepdim=True)
-            keep = {"soft": torch.ones_like(right), "weighted": right, "kept": (right >= 0.5).to(z.dtype)}[targets]
-            models = ahead.view(2, z.shape[1], -1)
-            both = torch.cat([*models], dim=1)  # one product for both classifiers
-            first, second = ((part @ both).view(len(part), 2, q.shape[1]).softmax(2) for part in (z, zc))
-            gap = self.gap(first[:, 0], q if targets == "soft" else plain)
-            gap = torch.stack([keep * gap, first[:, 1] - plain], dim=1)
-            clean = torch.stack([self.gap(second[:, 0], checked), second[:, 1] - checked], dim=1)
-            slope = gap.flatten(1).T @ z + clean.flatten(1).T @ zc
-            slopes.append(slope.view(2, -1, z.shape[1]).transpose(1, 2).flatten())
-            weights.append(torch.stack([keep.sum(), keep.new_tensor(len(z))]) + len(zc))
-        return {"slope": torch.stack(slopes), "weight": torch.stack(weights)}
 
     # ---- estimates and the guard ----------------------------------------------------------------------------------
 
-    def _estimated(self, fed: Federation, state: State) -> dict[str, Any]:
+    def _estimated(self, fed: Federation, state: _state.State) -> dict[str, Any]:
         """Return the estimated noise rate and the cut at the target of the false-discovery rate."""
         sums = fed.mean(
             self.odds, x=state.x, weights=state.weights, transition=state.transition, heat=state.heat,
@@ -281,15 +195,16 @@ class Detector(ServerAlgorithm):
         """Return the transition matrix of every client; here, all clients have the same matrix."""
         return [transition.view(round(math.sqrt(len(transition))), -1) for _ in range(len(clients))]
 
-    def _guarded(self, fed: Federation, state: State) -> State:
+    def _guarded(self, fed: Federation, state: _state.State) -> _state.State:
         """Compare both classifiers on clean samples that neither has seen, and choose one."""
         found = fed.mean(self.paired, models=state.models, centre=state.centre, scale=state.scale)
         figures = judged(*(found.sums.double() * fed.num_clients).tolist())
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
         verdict = "unchecked" if unchecked else "rejected" if figures["t"] < self.reject_below else "accepted"
-        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self._targets(state)}
-        return state._replace(found=whole, y=self.classifier(state, 0 if verdict == "accepted" else 1))
+        l2 = dict(zip(NAMES, self.strengths(state)[0], strict=True))
+        whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self.labels_of(state)}
+        return state._replace(found={**whole, "l2": l2}, y=self.classifier(state, 0 if verdict == "accepted" else 1))
 
     @phase
     def paired(self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -317,20 +232,3 @@ class Detector(ServerAlgorithm):
             {name: values[:0] for name, values in fields.items()} if one else fields
             for one, fields in zip(alone, held, strict=True)
         ]
-
-    # ---- forms ----------------------------------------------------------------------------------------------------
-
-    def _targets(self, state: State) -> str:
-        if self.targets != "auto":
-            return self.targets
-        return "soft" if state.found["noise"] > 0.8 else "kept"
-
-    def _pair(self, state: State, flat: Tensor) -> Tensor:
-        """Return both classifiers (2, d + 1, C) in float64."""
-        return flat.double().view(2, len(state.centre) + 1, -1)
-
-    def _in_input_units(self, state: State, model: Tensor) -> Tensor:
-        """Return a classifier of z as y, the weights and then the biases for unscaled features."""
-        weight = model[:-1] / state.scale.double()[:, None]
-        bias = model[-1] - state.centre.double() @ weight
-        return torch.cat([weight.flatten(), bias]).to(state.y.dtype)

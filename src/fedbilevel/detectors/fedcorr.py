@@ -18,6 +18,8 @@ Second stage, in the last of these outer iterations: train W on clients with m_i
 at all other clients label_j <- argmax p_j where max p_j >= theta. Third stage: the `cleaned`
 classifier of `Detector` is trained on the labels of all clients.
 
+Where l2 is chosen, it is that of the third stage; the others have the smallest one of the grid.
+
 x holds q = (1 - 0.001) e_label + 0.001 p for the corrected labels: a label is flagged if it was
 changed. It holds flags and a ranking, and no probabilities.
 
@@ -52,6 +54,7 @@ from torch import Tensor
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._descent import bound_of, bounded_step
 from fedbilevel.detectors._mixture import upper_part
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors._training import trained
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
@@ -74,10 +77,10 @@ class FedCorr(Detector):
     relabel_share: float = setting(0.5, "share of the noisy samples that may change", symbol="pi", above=0, most=1)
     clean_level: float = setting(0.1, "noise level up to which a client trains the model", symbol="kappa", least=0)
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         last = fed.iteration == self.num_passes
         weights = trained(
-            fed.mean, self.pulls, state, self.num_tune_rounds if last else self.num_warm_rounds, self.l2,
+            fed.mean, self.pulls, state, self.num_tune_rounds if last else self.num_warm_rounds, self.fixed_l2(),
             x=state.x, chosen=last,
         )  # fmt: skip
         if last:
@@ -88,7 +91,7 @@ class FedCorr(Detector):
         x = fed.mean(self.corrected, x=state.x, weights=weights, noisy=noisy, **state.units).x
         return state._replace(x=x, weights=weights)
 
-    def _targets(self, state: Detector.State) -> str:
+    def labels_of(self, state: State) -> str:
         return "soft" if self.targets == "auto" else self.targets  # corrected labels are trained on
 
     @phase
@@ -181,10 +184,10 @@ class FedCorr(Detector):
         z = _rows.standardised(train, centre, scale).double()
         last = ahead = weights.double().view(z.shape[1], -1)
         given = _rows.given(label, last.shape[1], z)
-        bound = bound_of(z.T @ z, z.new_tensor(len(z)), self.l2)
+        bound = bound_of(z.T @ z, z.new_tensor(len(z)), self.fixed_l2())
         age = 0
         for _ in range(self.num_local_steps):
-            slope = z.T @ ((z @ ahead).softmax(1) - given) / len(z) + self.l2 * ahead
+            slope = z.T @ ((z @ ahead).softmax(1) - given) / len(z) + self.fixed_l2() * ahead
             last, ahead, age = bounded_step(bound, slope, ahead, last, age)
         return (z @ last).softmax(1).to(weights.dtype)
 

@@ -18,6 +18,9 @@ a_i = log of the shares of the labels at the client i, and lambda rising to its 
     weight of client i:          n_i exp(-d_i / max d),  d_i = distance of its model from the nearest
                                  model of a clean client, and 0 at clean clients
 
+l2 is chosen by the losses of the given labels with these scores on the fold, which count 1 - lambda at
+noisy clients: their other part follows the model itself. The first stage has the smallest l2 then.
+
 At the end x has the labels that noisy clients learned from, q = (1 - lambda) e_label + lambda
 softmax(s / tau), and the given labels of clean clients, ranked by 0.001 softmax(s).
 
@@ -49,7 +52,9 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._classifiers import Part, numbers
 from fedbilevel.detectors._mixture import upper_part
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors._training import trained
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
@@ -69,30 +74,40 @@ class FedNoRo(Detector):
     heat: float = setting(0.8, "temperature of the teacher", symbol="tau", above=0)
     targets: ClassVar[Literal["soft"]] = "soft"  # type: ignore[misc]  # every sample is used
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
-        weights = trained(fed.mean, self.adjusted, state, self.num_warm_rounds, self.l2)
+    def detect(self, fed: Federation, state: State) -> State:
+        weights = trained(fed.mean, self.adjusted, state, self.num_warm_rounds, self.fixed_l2())
         found = fed.gather(self.indicators, weights=weights, centre=state.centre, scale=state.scale)
         noisy = (upper_part(scaled_losses(found.losses.double(), found.numbers.double())) > 0.5).to(weights)
         estimates = {**self._estimated(fed, state), "noisy": [int(one) for one in noisy]}
         return state._replace(found=estimates)
 
-    def summed(self, fed: Federation, state: Detector.State) -> Any:
+    def summed(self, fed: Federation, state: State) -> Any:
         noisy = state.y.new_tensor(state.found["noisy"])
-        rows = fed.gather(
-            self.distilled, ahead=state.ahead, noisy=noisy, centre=state.centre, scale=state.scale,
-            part=self._part(fed.iteration),
-        )  # fmt: skip
-        slope, weight = rows.slope.double().view(len(noisy), 2, -1), rows.weight.double()
-        trust = nearness(slope[:, 0] / weight[:, :1], noisy.bool())
-        both = torch.stack([trust, torch.ones_like(trust)], dim=1)
-        return SimpleNamespace(slope=(both[:, :, None] * slope).mean(0).flatten(), weight=(both * weight).mean(0))
+        part: Part = "rest" if self.choosing(state) else "all"
+        doubt = self._doubt(fed.iteration)
+        rows = fed.gather(self.distilled, ahead=state.ahead, noisy=noisy, doubt=doubt, part=part, **state.units)
+        slopes, weights = [], []
+        for slope in rows.slope.double().view(len(noisy), -1, 2, len(state.y)).unbind(1):
+            trust = nearness(slope[:, 0] / rows.weight.double()[:, :1], noisy.bool())
+            both = torch.stack([trust, torch.ones_like(trust)], dim=1)
+            slopes.append((both[:, :, None] * slope).mean(0).flatten())
+            weights.append((both * rows.weight.double()).mean(0))
+        return SimpleNamespace(slope=torch.cat(slopes), weight=torch.cat(weights))
 
-    def _guarded(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def fold_losses(self, fed: Federation, state: State) -> Tensor:
+        noisy = state.y.new_tensor(state.found["noisy"])
+        doubt = self._doubt(fed.iteration)
+        losses: Tensor = fed.mean(
+            self.adjusted_fold, models=state.models, noisy=noisy, doubt=doubt, **state.units
+        ).losses
+        return losses
+
+    def _guarded(self, fed: Federation, state: State) -> State:
         noisy = state.y.new_tensor(state.found["noisy"])
         x = fed.mean(self.answers, models=state.models, noisy=noisy, **state.units).x
         return super()._guarded(fed, state._replace(x=x))
 
-    def _part(self, iteration: int) -> float:
+    def _doubt(self, iteration: int) -> float:
         """Return lambda in an outer iteration."""
         left = 1 - (iteration - self.num_passes) / self.num_fit_rounds
         return self.distil * math.exp(-5 * left**2)
@@ -123,22 +138,45 @@ class FedNoRo(Detector):
 
     @phase
     def distilled(
-        self, clients: Clients, ahead: Tensor, noisy: Tensor, centre: Tensor, scale: Tensor, part: float
+        self, clients: Clients, ahead: Tensor, noisy: Tensor, centre: Tensor, scale: Tensor, doubt: float, part: Part
     ) -> dict[str, Tensor]:
-        """Return the slopes of both classifiers, and their numbers of samples."""
+        """Return the slopes of all classifiers, and the numbers of samples of both kinds."""
         slopes, counts = [], []
-        for number, (z, label, zc, clean) in zip(clients.ids.tolist(), _both(clients, centre, scale), strict=True):
-            models = ahead.view(2, z.shape[1], -1)
+        for number, (z, label, zc, clean), used in zip(
+            clients.ids.tolist(), _both(clients, centre, scale), numbers(clients, part), strict=True
+        ):
+            models = ahead.view(-1, z.shape[1], len(clients.host.y0) // z.shape[1])
             given, checked = (_rows.given(some, models.shape[2], z) for some in (label, clean))
-            score = z @ models[0]
-            gap = (score + _log_shares(given)).softmax(1) - given
-            if bool(noisy[number]):
-                gap = (1 - part) * gap + part * (score.softmax(1) - (score / self.heat).softmax(1))
-            plain = (z @ models[1]).softmax(1) - given
-            rest = [(zc @ model).softmax(1) - checked for model in models]
-            slopes.append(torch.cat([(z.T @ a + zc.T @ b).flatten() for a, b in zip((gap, plain), rest, strict=True)]))
+            shares, z, given = _log_shares(given), z[used], given[used]
+            own = []
+            for i, model in enumerate(models):
+                score = z @ model
+                gap = (score if i % 2 else score + shares).softmax(1) - given  # the second of each pair is plain
+                if bool(noisy[number]) and i % 2 == 0:
+                    gap = (1 - doubt) * gap + doubt * (score.softmax(1) - (score / self.heat).softmax(1))
+                own.append((z.T @ gap + zc.T @ ((zc @ model).softmax(1) - checked)).flatten())
+            slopes.append(torch.cat(own))
             counts.append(z.new_tensor([len(z) + len(zc)] * 2))
         return {"slope": torch.stack(slopes), "weight": torch.stack(counts)}
+
+    @phase
+    def adjusted_fold(
+        self, clients: Clients, models: Tensor, noisy: Tensor, centre: Tensor, scale: Tensor, doubt: float
+    ) -> dict[str, Tensor]:
+        """Return sums of losses on the fold: those of given labels, weighted as in training."""
+        rows = []
+        for number, (z, label, _, _), used in zip(
+            clients.ids.tolist(), _both(clients, centre, scale), numbers(clients, "fold"), strict=True
+        ):
+            given = _rows.given(label, len(clients.host.y0) // z.shape[1], z)
+            own = []
+            for i, model in enumerate(models.view(-1, z.shape[1], given.shape[1])):
+                score = z[used] @ model
+                logs = (score if i % 2 else score + _log_shares(given)).log_softmax(1)
+                weight = 1 - doubt if bool(noisy[number]) and i % 2 == 0 else 1.0
+                own.append(-weight * (given[used] * logs).sum())
+            rows.append(torch.stack(own))
+        return {"losses": torch.stack(rows)}
 
     @phase
     def answers(self, clients: Clients, models: Tensor, noisy: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Any]:

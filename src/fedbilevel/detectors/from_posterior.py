@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._bilevel import LOWER_L2, Bilevel, Fit, halves
-from fedbilevel.detectors.detector import Detector
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.federation.algorithm import Federation, Variable, phase
 from fedbilevel.federation.clients import Clients
@@ -56,11 +56,11 @@ class FromPosterior(LabelEM, Bilevel):  # fields of the first base count
 
     statistics = (*Bilevel.statistics, "copies", "before", "after")
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         state = super().detect(fed, state)
         return state if fed.iteration < self.num_passes else self.improved(fed, state)
 
-    def improved(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def improved(self, fed: Federation, state: State) -> State:
         """Return the state with the last accepted posteriors."""
         score = fed.mean(self.logits, x=state.x).score
         fit = self.trained(fed, state, fed.mean(self.as_targets, score=score).target)
@@ -79,9 +79,7 @@ class FromPosterior(LabelEM, Bilevel):  # fields of the first base count
         x = fed.mean(self.as_labels, score=score).x
         return state._replace(x=x, score=score, weights=torch.zeros_like(state.weights))
 
-    def proposed(
-        self, fed: Federation, state: Detector.State, score: Variable, fit: Fit, half: int, step: float
-    ) -> Variable:
+    def proposed(self, fed: Federation, state: State, score: Variable, fit: Fit, half: int, step: float) -> Variable:
         """Return the scores after one step for the loss of a half."""
         target = fed.mean(self.as_targets, score=score).target
         u = self.adjoint(fed, state, target, fit, halves=True).u[half]
@@ -89,7 +87,7 @@ class FromPosterior(LabelEM, Bilevel):  # fields of the first base count
         size = float((found.squares / state.counts[0]).sqrt())
         return fed.mean(self.moved, score=score, pull=found.pull, step=step / max(size, 1e-12)).trial
 
-    def agreed(self, fed: Federation, state: Detector.State, before: Fit, after: Fit, half: int) -> bool:
+    def agreed(self, fed: Federation, state: State, before: Fit, after: Fit, half: int) -> bool:
         """Return whether the loss of a half falls surely from one classifier to the other."""
         both = {"before": self.sent(state, before.model), "after": self.sent(state, after.model)}
         sums = fed.mean(self.falls, half=half, centre=state.centre, scale=state.scale, **both).sums

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._bilevel import LOWER_L2, Bilevel
-from fedbilevel.detectors.detector import Detector
+from fedbilevel.detectors._state import State
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
@@ -52,7 +52,7 @@ class Influence(Bilevel):
     lower_l2: float = setting(3.0, LOWER_L2, symbol="lam_W", above=0)
     num_passes: ClassVar[int] = 1
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         target = fed.mean(self.given_targets, x=state.x).target
         fit = self.trained(fed, state, target)
         u = self.adjoint(fed, state, target, fit).u[0]

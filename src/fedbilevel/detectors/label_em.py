@@ -40,8 +40,7 @@ reason.
 
 Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) rounds of detection, in which
 a client sends D (D + 1) / 2 + O(C D) floats once, C D + 13 per outer iteration and C^2 + 13 per step;
-then
-num_fit_rounds rounds of 2 C D floats, and two rounds for estimates and the guard. No derivative is
+then the training of `as_given`, and two rounds for estimates and the guard. No derivative is
 evaluated; a phase reads all of a client's samples.
 """
 
@@ -56,6 +55,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._scored import Scored
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -77,7 +77,7 @@ class LabelEM(Scored):
     )
     pull: float = setting(50.0, "samples with which the shared T counts in a client's own T", above=0)
 
-    def init(self, fed: Federation) -> Detector.State:
+    def init(self, fed: Federation) -> State:
         state = super().init(fed)
         clean, given = (part.double().view(len(state.centre) + 1, -1) for part in (state.clean, state.given))
         loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples by class
@@ -86,7 +86,7 @@ class LabelEM(Scored):
         copies = torch.where(loose.bool(), torch.zeros_like(clean[-1]), given[-1] / clean[-1].clamp(min=1e-9))
         return self._stepped(fed, self._heated(fed, state, copies.to(state.y.dtype)))
 
-    def _heated(self, fed: Federation, state: Detector.State, copies: Tensor) -> Detector.State:
+    def _heated(self, fed: Federation, state: State, copies: Tensor) -> State:
         """Return the state with the b that the clean samples choose, if there are enough of them."""
         if float(state.counts[1]) * fed.num_clients < self.least_clean:
             return state
@@ -96,7 +96,7 @@ class LabelEM(Scored):
         ).fit  # fmt: skip
         return state._replace(heat=HEATS[int(fit.argmax())])
 
-    def _stepped(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
         few = float(state.counts[1]) * fed.num_clients < self.least_clean
         for _ in range(self.num_steps):
@@ -113,7 +113,7 @@ class LabelEM(Scored):
                 break
         return state
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         labels = fed.mean(
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **state.units
         )

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors._scored import Scored
-from fedbilevel.detectors.detector import Detector
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.label_em import HEATS
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -39,13 +39,13 @@ from fedbilevel.tasks import soft_labels
 class OwnLoss(Scored):
     num_passes: ClassVar[int] = 1
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         state = self.scored(fed, state)
         # without W there is no cut at a false-discovery rate: these q estimate too many wrong labels for it
         x = fed.mean(self.probabilities, score=state.score, heat=state.heat).x
         return state._replace(x=x, weights=torch.zeros_like(state.weights))
 
-    def scored(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def scored(self, fed: Federation, state: State) -> State:
         """Return the state with W, leave-one-out scores, and b, which maximises the likelihood.
 
         There is no model of the noise: with a uniform T, posteriors are those of the classifier.

@@ -7,7 +7,9 @@ The `cleaned` classifier of `Detector` is the minimiser of
 
     (sum of losses of training and clean samples) / number + l2/2 |W|^2
 
-with the losses of tasks/robust_losses.py; `plain` has cross-entropy. At the end x has the
+with the losses of tasks/robust_losses.py; `plain` has cross-entropy. The same losses choose l2 on
+the fold: a likelihood would ask for probabilities as flat as the noise, which these losses avoid.
+At the end x has the
 probabilities of the `cleaned` classifier, so a label is flagged if its own probability is below one
 half.
 
@@ -33,6 +35,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -53,13 +56,16 @@ class RobustLoss(Detector):
     def robust(self) -> Robust:
         return Robust(self.loss, self.gce_power, self.sce_forward, self.sce_reverse, self.sce_floor)
 
+    def losses(self, scores: Tensor, target: Tensor) -> Tensor:
+        return self.robust().losses(scores, target)
+
     def gap(self, p: Tensor, target: Tensor) -> Tensor:
         return self.robust().share((p * target).sum(1, keepdim=True)) * (p - target)
 
     def steepest(self) -> float:
         return self.robust().steepest
 
-    def _guarded(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def _guarded(self, fed: Federation, state: State) -> State:
         x = fed.mean(self.answers, models=state.models, centre=state.centre, scale=state.scale).x
         return super()._guarded(fed, state._replace(x=x))
 

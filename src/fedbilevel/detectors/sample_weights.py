@@ -35,7 +35,8 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._bilevel import Bilevel
-from fedbilevel.detectors.detector import TARGETS, Detector
+from fedbilevel.detectors._classifiers import TARGETS
+from fedbilevel.detectors._state import State
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
@@ -48,7 +49,7 @@ class SampleWeights(Bilevel):
     step: float = setting(0.5, "root mean square of the first change of v", above=0)
     num_passes: ClassVar[int] = 1
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         score, fit = fed.zeros("score"), None
         for _ in range(self.num_steps):
             target = fed.mean(self.weighed, score=score).target

@@ -40,7 +40,8 @@ from torch.func import vjp
 
 from fedbilevel.detectors import _rows
 from fedbilevel.detectors._bilevel import Bilevel, Fit
-from fedbilevel.detectors.detector import TARGETS, Detector
+from fedbilevel.detectors._classifiers import TARGETS
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.own_loss import OwnLoss
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
@@ -65,7 +66,7 @@ class SharedWeights(Bilevel, OwnLoss):
     num_passes: ClassVar[int] = 1
     statistics = (*Bilevel.statistics, "theta")
 
-    def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+    def detect(self, fed: Federation, state: State) -> State:
         state = self.scored(fed, state)
         theta = initial(state.transition.double()).to(state.y.dtype)
         first = second = torch.zeros_like(theta)
@@ -89,7 +90,7 @@ class SharedWeights(Bilevel, OwnLoss):
         x = fed.mean(self.as_labels, typical=typical, **now).x
         return state._replace(x=x, weights=torch.zeros_like(state.weights))
 
-    def hypergradient(self, fed: Federation, state: Detector.State, theta: Tensor, start: Fit | None = None) -> Slope:
+    def hypergradient(self, fed: Federation, state: State, theta: Tensor, start: Fit | None = None) -> Slope:
         """Return dF/dtheta and F at theta; start: a classifier to start from."""
         now = {"theta": theta, "score": state.score, "heat": state.heat}
         target = fed.mean(self.weighed, **now).target

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.cleaning.prepared import Features, prepared
+from fedbilevel.detectors._state import State
 from fedbilevel.detectors.as_given import AsGiven
 from fedbilevel.detectors.confident import marked
 from fedbilevel.detectors.detector import Detector
@@ -78,7 +79,7 @@ def with_labels(detector: AsGiven, rows: Sequence[Tensor]) -> Detector:
     class Known(AsGiven):
         num_passes: ClassVar[int] = 1
 
-        def detect(self, fed: Federation, state: Detector.State) -> Detector.State:
+        def detect(self, fed: Federation, state: State) -> State:
             return state._replace(x=fed.mean(self.known, x=state.x).x)
 
         @phase
