@@ -35,7 +35,7 @@ NAMES = ("cleaned", "plain")
 L2_GRID = (0.001, 0.01, 0.1, 1.0)
 TARGETS = (
     "train the cleaned classifier on labels that are kept, on all posteriors, or on all given labels weighted by "
-    "their posteriors; auto: kept labels, or posteriors if more than 80 % of the labels are estimated to be wrong"
+    "their posteriors; auto: kept labels, or posteriors if more than half of the labels are estimated to be wrong"
 )
 Part = Literal["all", "rest", "fold"]  # of a client's training samples
 
@@ -114,7 +114,7 @@ class Classifiers(ServerAlgorithm):
         """Return the targets of the cleaned classifier."""
         if self.targets != "auto":
             return self.targets
-        return "soft" if state.found["noise"] > 0.8 else "kept"
+        return "soft" if state.found["noise"] > 0.5 else "kept"
 
     # ---- what a detector may change -------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def bounded_step(bound: Tensor, slope: Tensor, now: Tensor, last: Tensor, age: i
     The step bound^-1 slope cannot increase the loss. After a step that went uphill from the last
     point, the extrapolation starts anew.
     """
-    new = now - torch.linalg.solve(bound, slope)
+    new = now - torch.cholesky_solve(slope, torch.linalg.cholesky(bound))
     age = 0 if bool((slope * (new - last)).sum() > 0) else age + 1
     return new, new + age / (age + 3) * (new - last), age
 
@@ -40,13 +40,14 @@ def conjugate(
     """
     dot = lambda one, other: (one * other).sum((1, 2), keepdim=True)
     u, rest, goal = torch.zeros_like(right), right, residual**2 * dot(right, right)
-    ahead = direction = torch.linalg.solve(bound, rest)
+    factor = torch.linalg.cholesky(bound)
+    ahead = direction = torch.cholesky_solve(rest, factor)
     for _ in range(num_rounds):
         if bool((dot(rest, rest) <= goal).all()):
             break
         image, old = product(direction), dot(rest, ahead)
         length = old / dot(direction, image).clamp(min=1e-300)
         u, rest = u + length * direction, rest - length * image
-        ahead = torch.linalg.solve(bound, rest)
+        ahead = torch.cholesky_solve(rest, factor)
         direction = ahead + dot(rest, ahead) / old.clamp(min=1e-300) * direction
     return u
