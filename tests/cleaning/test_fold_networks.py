@@ -71,8 +71,8 @@ def test_a_sample_has_no_influence_on_its_own_probabilities():
     changed[1]["label"][[5, 7]] = 1 - changed[1]["label"][[5, 7]]  # fold 1 of 2
     first, again = (train_folds(some, 2, BRIEF, seed=0) for some in (clients, changed))
     before, after = (folds.unseen(clients[1]["image"]) for folds in (first, again))
-    assert np.array_equal(before[1::2], after[1::2])
-    assert not np.array_equal(before[0::2], after[0::2])
+    assert np.allclose(before[1::2], after[1::2], rtol=0, atol=1e-5)  # derivatives may be evaluated in two ways
+    assert np.abs(before[0::2] - after[0::2]).max() > 1e-4
     assert first.cost["rounds"] == 8
 
 
@@ -82,10 +82,12 @@ def test_rows_of_training_samples_are_out_of_fold_and_others_are_means():
             return np.tile(self.y, (len(images), 1))
 
     shape = Residual(8, 1, 4, 2)
-    folds = FoldNetworks([Constant(shape, np.array(p), {}) for p in ([0.25, 0.75], [1.0, 0.0])])
+    folds = FoldNetworks([[Constant(shape, np.array(p), {}) for p in ([0.25, 0.75], [1.0, 0.0])]])
     images = np.zeros((5, 64))
     assert folds.unseen(images)[:, 0].tolist() == [0.25, 1.0, 0.25, 1.0, 0.25]
     assert folds.probabilities(images)[0].tolist() == [0.625, 0.375]
+    both = folds + FoldNetworks([[Constant(shape, np.array([0.75, 0.25]), {})] * 3])
+    assert both.unseen(images)[:, 0].tolist() == [0.5, 0.875, 0.5, 0.875, 0.5]
     assert np.allclose(rows_of(np.array([[1.0, 0.0]])), [[1, 0, 0, np.log(1e-4)]])
 
 
@@ -95,7 +97,7 @@ def test_targets_replace_the_labels():
     given = train_network(clients, 2, BRIEF, seed=0)
     same = train_network(clients, 2, BRIEF, targets=hard, seed=0)
     other = train_network(clients, 2, BRIEF, targets=[1 - one for one in hard], seed=0)
-    assert all(torch.equal(given.y[name], same.y[name]) for name in given.y)
+    assert all(torch.allclose(given.y[name], same.y[name], rtol=0, atol=1e-5) for name in given.y)
     image = clients[0]["image"]
     assert np.allclose(given.probabilities(image), other.probabilities(image)[:, ::-1], atol=1e-5)
 

@@ -130,21 +130,24 @@ def test_the_fold_of_a_robust_classifier_has_the_loss_that_it_minimises(loss):
     assert np.abs(np.array(wanted)[:, 0] - entropy).min() > 0.1
 
 
-def test_the_fold_is_drawn_so_that_labels_in_turn_are_all_in_it():
-    """Every tenth sample of a data set whose labels take turns would be one class."""
+def test_the_fold_is_drawn_so_that_it_has_all_classes_of_labels_in_turn():
+    """Every tenth sample of these clients has the class 2."""
     built = small()
-    label = np.arange(60) % CLASSES
-    train = {"image": np.random.default_rng(0).normal(size=(60, 4)) + 3 * EYE[label] @ np.eye(3, 4), "label": label}
-    train["wrong"] = np.zeros(60, bool)
-    clients = [{**one, "train": train} for one in built.clients]
-    fold = fold_of(Built(built.problem, clients)).reshape(3, 60)
+    label = np.where(np.arange(60) % 10 == 9, 2, np.arange(60) % 2)
+    train = {"image": np.random.default_rng(0).normal(size=(60, 4)), "label": label, "wrong": np.zeros(60, bool)}
+    built = Built(built.problem, [{**one, "train": train} for one in built.clients])
+    fold = fold_of(built).reshape(3, 60)
     assert fold.sum(1).tolist() == [6, 6, 6]
     assert (fold[0] != fold[1]).any()
+    shown = np.tile(label, (3, 1))[fold]
+    assert {*shown} == {0, 1, 2}
     detector = AsGiven(num_fit_rounds=2)
-    fed, state = drive(detector, Built(built.problem, clients), 0)
-    state = state._replace(found={"noise": 0.0}, models=torch.zeros_like(state.models))
-    found = fed.mean(detector.folded, models=state.models, x=state.x, targets="kept", **state.units)
-    assert found.losses.tolist() == pytest.approx([6 * np.log(CLASSES)] * 8)
+    fed, state = drive(detector, built, 0)
+    models = state.models.view(8, 5, CLASSES).clone()
+    models[:, -1] = torch.tensor([0.0, 1.0, 3.0])  # biases alone, so a loss depends on the label alone
+    found = fed.mean(detector.folded, models=models.flatten(), x=state.x, targets="kept", **state.units)
+    wanted = -log_softmax([0.0, 1.0, 3.0])[shown].sum() / 3
+    assert found.losses.tolist() == pytest.approx([wanted] * 8)
 
 
 def test_without_a_fold_l2_is_the_smallest():
@@ -165,6 +168,8 @@ def test_the_first_half_of_the_rounds_chooses(rounds):
     state = detector.round(fed, state)
     assert state.found["l2"].keys() == {"cleaned", "plain"}
     assert len(state.models) == 2 * len(state.y)
+    assert state.age == [0]  # steps with all samples begin without extrapolation
+    assert torch.equal(state.ahead, state.models)
     assert torch.equal(state.y, detector.classifier(state, 0))
 
 

@@ -16,6 +16,7 @@ from fedbilevel.cleaning.outcome import Cleaning, caveats
 from fedbilevel.cleaning.prepared import Features, Prepared, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
 from fedbilevel.detectors.detector import Detector
+from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.engines.ranks import EngineName
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
@@ -63,9 +64,9 @@ def clean_labels(
         small convolutional network by FedAvg on the given labels, in 100 more rounds, and uses its
         last hidden layer; "out_of_fold" trains one residual network per fold of the samples, and
         uses the class probabilities of the network that has not seen the sample; "refined" does so
-        twice, the second time with the posteriors of label_em on the first networks as targets; a
-        module that maps images to rows, for example a pretrained network without its last layer, is
-        best.
+        twice, the second time with the posteriors of label_em on the first networks as targets, and
+        uses the mean of both; a module that maps images to rows, for example a pretrained network
+        without its last layer, is best.
     training: how networks of folds are trained: settings of `cleaning.fold_networks.Training`, such as
         {"width": 32, "num_rounds": 400}.
     num_classes: number of classes; None: the largest label plus one.
@@ -92,27 +93,48 @@ def clean_labels(
     if flag not in ("half", "rate"):
         raise SettingError(f"flag is {flag!r}, expected 'half' or 'rate'.")
     where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
-    first = None
-    if isinstance(features, str) and features == "refined":
-        first = clean_labels(clients, features="out_of_fold", training=training, num_classes=num_classes, **where)
-    targets = None if first is None else first.posteriors
-    ready = prepared(
-        clients, features, num_classes, training=made(Training, training or {}), targets=targets, **where
-    )  # fmt: skip
-    if first is not None:
-        ready = ready._replace(network=_added(ready.network, first))
+    ready, spent = _ready(clients, features, num_classes, made(Training, training or {}), where)
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
-    length = chosen.num_iterations()
-    result = solve(
-        ready.problem, ready.clients, chosen, num_iterations=length, measure_every=length, residuals=False,
-        record=record, resume=resume, seed=seed, callbacks=callbacks, device=device, dtype=dtype, engine=engine,
-        describe={"cleaning": {"flag": flag, **({} if names is None else {"names": named})}},
+    result = _detected(
+        ready, chosen, record=record, resume=resume, callbacks=callbacks,
+        describe={"cleaning": {"flag": flag, **({} if names is None else {"names": named})}}, **where,
     )  # fmt: skip
-    cleaning = _outcome(chosen, ready, result, flag, named, labelled, files)
+    cleaning = _outcome(chosen, ready, result, spent, flag, named, labelled, files)
     if result.path is not None and engine == "simulation":
         _write(Record(result.path), cleaning, ready, clients)
     return cleaning
+
+
+def _ready(
+    clients: Sequence[Holdings], features: Features, num_classes: int | None, training: Training, where: dict[str, Any]
+) -> tuple[Prepared, dict[str, float]]:
+    """Return what the detector reads, and the cost of making it."""
+    again = isinstance(features, str) and features == "refined"
+    ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, **where)
+    parts = []
+    if again:
+        found = _detected(ready, LabelEM(), **where)
+        first = (ready.network, _posteriors(found, ready))
+        ready = prepared(clients, features, num_classes, training=training, first=first, **where)
+        parts.append(found.rows[-1])
+    if ready.network is not None:
+        parts.append(ready.network.cost)
+    return ready, {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes") if parts}
+
+
+def _detected(ready: Prepared, detector: Detector, **options: Any) -> Result:
+    num = detector.num_iterations()
+    return solve(
+        ready.problem, ready.clients, detector, num_iterations=num, measure_every=num, residuals=False, **options
+    )
+
+
+def _posteriors(result: Result, ready: Prepared) -> list[np.ndarray]:
+    return [
+        soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(client["train"]["label"])).double().numpy()
+        for tree, client in zip(result.x, ready.clients, strict=True)
+    ]
 
 
 def _write(record: Record, cleaning: Cleaning, ready: Prepared, clients: Sequence[Holdings]) -> None:
@@ -125,6 +147,7 @@ def _outcome(
     chosen: Detector,
     ready: Prepared,
     result: Result,
+    spent: Mapping[str, float],
     flag: str,
     names: list[str],
     class_names: list[str],
@@ -134,13 +157,10 @@ def _outcome(
     is_whole = "verdict" in found  # an interrupted run has no classifiers to test
     if not is_whole:
         found = {"verdict": "unchecked", "num_guard": 0.0, "gain": 0.0, "gain_error": float("inf"), "t": 0.0, **found}
-    if ready.network is not None:
-        found["network"] = ready.network
+    if spent:
+        found["network"] = spent
     labels = [client["train"]["label"] for client in ready.clients]
-    posteriors = [
-        soft_labels.posterior(tree["logit"].detach().cpu(), torch.as_tensor(label)).double().numpy()
-        for tree, label in zip(result.x, labels, strict=True)
-    ]
+    posteriors = _posteriors(result, ready)
     wrong = [1 - q[np.arange(len(q)), label] for q, label in zip(posteriors, labels, strict=True)]
     cut = found.get("cut")
     least = 0.5 if flag == "half" else 2.0 if cut is None else float(1 / (1 + np.exp(-cut["log_odds"])))
@@ -155,12 +175,6 @@ def _outcome(
         names, class_names, labels, posteriors, flags, transition, found, notes, result, ready.rows, files, both,
         of_clients(ready.clients, flags, names), tested(ready.clients, both) if is_whole else None,
     )  # fmt: skip
-
-
-def _added(cost: Mapping[str, float] | None, first: Cleaning) -> dict[str, float]:
-    """Return the cost of both trainings, and of the detector between them."""
-    parts = (cost or {}, first.found["network"], first.result.rows[-1])
-    return {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
 
 
 def _classifiers(chosen: Detector, state: Any, num_classes: int) -> dict[str, Classifier]:

@@ -68,24 +68,35 @@ class Network(NamedTuple):
 
 
 class FoldNetworks(NamedTuple):
-    members: Sequence[Network]
+    """One network per fold, from one or several passes.
+
+    passes: by pass, the networks without the folds 0, 1, ...; their probabilities are averaged.
+    """
+
+    passes: Sequence[Sequence[Network]]
 
     @property
     def cost(self) -> dict[str, float]:
-        return {name: sum(one.cost[name] for one in self.members) for name in ("rounds", "megabytes")}
+        return {
+            name: sum(one.cost[name] for members in self.passes for one in members) for name in ("rounds", "megabytes")
+        }
 
     def probabilities(self, images: Any) -> np.ndarray:
         """Return the mean of all networks, for images that none of them was trained on."""
-        return np.asarray(np.mean([one.probabilities(images) for one in self.members], axis=0))
+        return np.asarray(np.mean([one.probabilities(images) for members in self.passes for one in members], axis=0))
 
     def unseen(self, images: Any) -> np.ndarray:
         """Return class probabilities of the training images of one client, out of fold."""
         images = np.asarray(images)
-        num = len(self.members)
-        found = np.zeros((len(images), self.members[0].shape.num_classes))
-        for fold, one in enumerate(self.members):
-            found[fold::num] = one.probabilities(images[fold::num])
+        found = np.zeros((len(images), self.passes[0][0].shape.num_classes))
+        for members in self.passes:
+            for fold, one in enumerate(members):
+                found[fold :: len(members)] += one.probabilities(images[fold :: len(members)]) / len(self.passes)
         return found
+
+    def __add__(self, other: Any) -> FoldNetworks:
+        """Return the networks of the passes of both."""
+        return FoldNetworks([*self.passes, *other.passes])
 
 
 def rows_of(probabilities: np.ndarray) -> np.ndarray:
@@ -118,7 +129,7 @@ def train_folds(
         ]
         aims = None if targets is None else [own[keep] for own, keep in zip(targets, rest, strict=True)]
         members.append(train_network(some, num_classes, training, targets=aims, seed=seed, **where))
-    return FoldNetworks(members)
+    return FoldNetworks([members])
 
 
 def train_network(

@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
     clients: list[dict[str, dict[str, np.ndarray]]]
     num_classes: int
     rows: Callable[[Any], np.ndarray]
-    network: Mapping[str, float] | None = None  # rounds and megabytes that trained the features
+    network: Any = None  # that trained the features; its `cost` has rounds and megabytes
 
 
 def prepared(
@@ -45,13 +45,13 @@ def prepared(
     num_classes: int | None,
     *,
     training: Training = Training(),
-    targets: Sequence[np.ndarray] | None = None,
+    first: tuple[FoldNetworks, Sequence[np.ndarray]] | None = None,
     **where: Any,
 ) -> Prepared:
     """Return clients with rows of features, and with marks of the samples in `val` that are clean.
 
     training: how networks of folds are trained.
-    targets: class probabilities that networks of folds are trained on; None: the given labels.
+    first: for features="refined", the networks of the first pass, and the posteriors to train on.
     where: seed, device, dtype and engine of a run that trains features.
 
     A client without clean samples gets one training sample in `val`, marked as not trusted, because
@@ -71,7 +71,8 @@ def prepared(
         network = train_network(checked, found, **where)
     elif isinstance(features, str) and features in ("out_of_fold", "refined"):
         own = [client["train"] for client in checked]
-        network = train_folds(own, found, training, targets=targets, **where)
+        network = train_folds(own, found, training, targets=None if first is None else first[1], **where)
+        network = network if first is None else first[0] + network
     rows = _rows_of(features if network is None else network, checked[0]["train"]["image"])
     own_rows = rows if not isinstance(network, FoldNetworks) else lambda some: rows_of(network.unseen(some))
     changed = [
@@ -86,8 +87,7 @@ def prepared(
         )
     whole = _alike(changed)
     task = DataCleaning(learn="labels", num_clients=len(whole))
-    cost = None if network is None else network.cost
-    return Prepared(task, task.problem(Shapes.of(whole[0], found)), whole, found, rows, cost)
+    return Prepared(task, task.problem(Shapes.of(whole[0], found)), whole, found, rows, network)
 
 
 def _checked(client: Holdings, number: int) -> dict[str, dict[str, np.ndarray]]:

@@ -33,7 +33,11 @@ from fedbilevel.tasks import soft_labels
 @dataclass(frozen=True, kw_only=True)
 class Detector(Classifiers):
     ridge: float = setting(0.001, "weight of the squared norm in the scores, per sample", symbol="lam", above=0)
-    reject_below: float = setting(-2.0, "the guard rejects the cleaned classifier if its t is below this value")
+    reject_below: float = setting(
+        -2.0,
+        "the guard rejects the cleaned classifier if its t is below this value, or if it is right less often by more "
+        "than a standard error",
+    )
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
@@ -201,7 +205,9 @@ class Detector(Classifiers):
         figures = judged(*(found.sums.double() * fed.num_clients).tolist())
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
-        verdict = "unchecked" if unchecked else "rejected" if figures["t"] < self.reject_below else "accepted"
+        # a classifier that is unsure of noisy labels has a low likelihood even where it is right more often
+        worse = figures["t"] < self.reject_below or figures["gain"] < -figures["gain_error"]
+        verdict = "unchecked" if unchecked else "rejected" if worse else "accepted"
         l2 = dict(zip(NAMES, self.strengths(state)[0], strict=True))
         whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self.labels_of(state)}
         return state._replace(found={**whole, "l2": l2}, y=self.classifier(state, 0 if verdict == "accepted" else 1))

@@ -8,8 +8,8 @@ Row: {"task": {"name": "data_cleaning", ...its settings}, "training": {...settin
     cleanlab    cleanlab flags labels by the probabilities out of fold, pooled; a network is trained
                 on the other labels
     refined     label_em turns these probabilities into posteriors; networks are trained on the
-                posteriors, out of fold again; on their probabilities, `confident` flags labels and
-                label_em gives the posteriors that the last network is trained on
+                posteriors, out of fold again; on the mean probabilities of both passes, `confident`
+                flags labels and label_em gives the posteriors that the last network is trained on
 
 The two networks `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
 samples that no other step has read: every second one of each client.
@@ -120,9 +120,9 @@ class Work:
 
     def refined(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
         first = self._detected(self.folds("given"), "label_em")
-        again = self.folds("refined", first.posteriors)
+        again = self.folds("given") + self.folds("refined", first.posteriors)
         last, soft = (self._detected(again, name) for name in ("confident", "label_em"))
-        parts = (self.folds("given").cost, again.cost, *(one.result.rows[-1] for one in (first, last, soft)))
+        parts = (again.cost, *(one.result.rows[-1] for one in (first, last, soft)))
         cost = {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
         network = self.network("refined", self.train, soft.posteriors)
         return np.concatenate(last.flags), np.concatenate(last.wrong), network, cost
@@ -165,14 +165,15 @@ class Work:
         right = [one.argmax(1) == guard["label"] for one in both]
         gain = right[0].astype(float) - right[1]
         sums = (len(gain), better.sum(), (better**2).sum(), gain.sum(), (gain**2).sum(), right[1].sum())
-        t = judged(*map(float, sums))["t"]
-        accepted = t >= REJECT_BELOW
+        found = judged(*map(float, sums))
+        t = found["t"]
+        accepted = t >= REJECT_BELOW and found["gain"] >= -found["gain_error"]
         scores = [
             float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
         ]
-        found = compared([flags], [wrong], ["all"])
+        truth = compared([flags], [wrong], ["all"])
         return {
-            **{name: getattr(found, name) for name in ("f1", "precision", "recall")},
+            **{name: getattr(truth, name) for name in ("f1", "precision", "recall")},
             "average_precision": average_precision(chance, wrong),
             "flags": float(flags.mean()),
             "test_accuracy": scores[0 if accepted else 1],
