@@ -111,7 +111,7 @@ def test_label_em_finds_more_wrong_labels_than_its_rivals_and_robust_losses_are_
         assert accuracy["label-em"] > accuracy[row]
     for robust in ("gce", "sce"):
         assert f1[robust] > max(f1[row] for row in rivals if row not in ("gce", "sce", "confident-ridge"))
-    assert f1["sce"] > f1["confident-ridge"] > f1["cleanlab"] - 0.011
+    assert f1["sce"] > f1["confident-ridge"] > f1["cleanlab"] - 0.03
 
 
 def test_what_the_page_on_cleaning_says_about_rivals():
@@ -127,15 +127,27 @@ def test_what_the_page_on_cleaning_says_about_rivals():
     assert ours["dirichlet"]["fednoro"]["accepted"] == 0
     for row in ("as-given-l2", "gce", "sce", "fedcorr", "fednoro"):
         assert 0 < accuracy("right", "right") - accuracy("right", row) < 0.03
-    large = means("cleaning-mnist", "rho02")
-    for row in ("gce", "sce", "cleanlab"):
-        assert large[row]["test_accuracy"] > large["label-em"]["test_accuracy"]
-        assert large[row]["f1"] < large["label-em"]["f1"]
-    for row in ("gce", "sce"):
-        assert large[row]["average_precision"] > large["label-em"]["average_precision"]
-        assert large[row]["rounds"] < large["label-em"]["rounds"]
-    for row in ("cleanlab", "confident-ridge"):
-        assert abs(accuracy("right", "right") - accuracy("right", row)) < 0.003
+    for row in ("cleanlab", "confident"):
+        assert accuracy("right", "right") - accuracy("right", row) < 0.001
+    for panel in ("rho005", "rho01", "rho02", "rho04", "rho08", "rho095"):
+        large = means("cleaning-mnist", panel)
+        for figure in ("f1", "test_accuracy"):
+            assert large["label-em"][figure] > large["cleanlab"][figure]
+        robust = large["gce"]["test_accuracy"] - large["label-em"]["test_accuracy"]
+        if panel in ("rho02", "rho04"):
+            assert robust > 0
+            assert large["gce"]["average_precision"] > large["label-em"]["average_precision"]
+        if panel in ("rho08", "rho095"):
+            assert robust < -0.005
+
+
+def test_no_accepted_cleaning_by_label_em_loses_accuracy():
+    """Means over repetitions; the guard decides each of them."""
+    for name in ("cleaning-digits", "cleaning-mnist", "cleaning-bilevel"):
+        for panel, rows in experiment.read(RESULTS / name).content["result"].items():
+            own = rows["label-em"]["figures"]
+            assert own["accepted"]["mean"] == 1
+            assert own["cleaned"]["mean"] > own["plain"]["mean"] - 0.003, (name, panel)
 
 
 @pytest.mark.parametrize("panel", ["way5-shot1", "way5-shot5"])
