@@ -5,8 +5,7 @@
     maxima over what is left of the image; a linear layer
 
 Every layer is normalised over groups of 16 channels and has a ReLU. Groups need no statistics of other
-samples, so clients whose data differ do not disturb each other, and samples without labels that
-anyone trusts have no influence on the rest.
+samples, so clients whose data differ do not disturb each other.
 """
 
 from __future__ import annotations
