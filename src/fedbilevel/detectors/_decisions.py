@@ -46,10 +46,10 @@ def judged(
     num = round(num)
     if num < 2:
         return {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
-    error = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
-    deviation = error(better, squares)
+    spread = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
+    deviation = spread(better, squares)
     t = better / num / deviation if deviation > 0 else 0.0
     return {
-        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(error(gain, gain_squares), 1.5 / num),
+        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(spread(gain, gain_squares), 1.5 / num),
         "plain_accuracy": right / num,
     }  # fmt: skip
