@@ -27,20 +27,18 @@ client I of g_y. The server keeps two more vectors of d_y floats.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
-from fedbilevel.federation.clients import Clients
-from fedbilevel.settings import StepSize, setting, step_size
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.federation.algorithm import Federation, Variable
+from fedbilevel.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAdam(ServerAlgorithm):
-    lr_lower: StepSize = step_size(0.1, "local step of y", symbol="gamma")
-    num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
+class FedAdam(FedAvg):
     server_lr: float = setting(0.01, "the server's step", symbol="eta", above=0)
     server_momentum: float = setting(
         0.9, "how much of the momentum stays in a round", symbol="beta_1", least=0, most=0.9999
@@ -50,7 +48,6 @@ class FedAdam(ServerAlgorithm):
     )
     server_damping: float = setting(0.001, "added to the root of the second moment", symbol="tau", above=0)
 
-    learns_x = False
     decays = ("server_lr",)
     lower_space = ("y", "momentum", "second")
     refuses = {"local": "the server takes the steps of Adam, on one y of all clients: use fedavg"}
@@ -61,20 +58,13 @@ class FedAdam(ServerAlgorithm):
         momentum: Tensor
         second: Tensor
 
-    def init(self, fed: Federation) -> State:
+    def init(self, fed: Federation) -> Any:
         x, y = fed.initial()
         return self.State(x, y, torch.zeros_like(y), torch.full_like(y, self.server_damping**2))
 
-    def round(self, fed: Federation, state: State) -> State:
+    def round(self, fed: Federation, state: Any) -> Any:
         change = fed.mean(self.local_steps, x=state.x, y=state.y).y - state.y
         momentum = self.server_momentum * state.momentum + (1 - self.server_momentum) * change
         second = self.server_decay * state.second + (1 - self.server_decay) * change**2
         step = momentum / (second.sqrt() + self.server_damping)
         return self.State(state.x, state.y + self.server_lr * step, momentum, second)
-
-    @phase
-    def local_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        y = clients.rows(y)
-        for step in clients.steps(self.num_local_steps):
-            y = step.where(y - self.lr_lower * clients.lower_grad(x, y, step.batch("train", "B")), y)
-        return {"y": y}

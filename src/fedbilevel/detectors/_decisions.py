@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -53,3 +54,11 @@ def judged(
         "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(spread(gain, gain_squares), 1.5 / num),
         "plain_accuracy": right / num,
     }  # fmt: skip
+
+
+def is_worse(figures: Mapping[str, float], reject_below: float) -> bool:
+    """Return whether the guard rejects: by the likelihood, or by the share of right answers.
+
+    A classifier that is unsure of noisy labels has a low likelihood even where it is right more often.
+    """
+    return figures["t"] < reject_below or figures["gain"] < -figures["gain_error"]

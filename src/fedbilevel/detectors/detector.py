@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows, _state
 from fedbilevel.detectors._classifiers import NAMES, Classifiers
-from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, judged
+from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, is_worse, judged
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import HELD, Clients
@@ -205,9 +205,7 @@ class Detector(Classifiers):
         figures = judged(*(found.sums.double() * fed.num_clients).tolist())
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
-        # a classifier that is unsure of noisy labels has a low likelihood even where it is right more often
-        worse = figures["t"] < self.reject_below or figures["gain"] < -figures["gain_error"]
-        verdict = "unchecked" if unchecked else "rejected" if worse else "accepted"
+        verdict = "unchecked" if unchecked else "rejected" if is_worse(figures, self.reject_below) else "accepted"
         l2 = dict(zip(NAMES, self.strengths(state)[0], strict=True))
         whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self.labels_of(state)}
         return state._replace(found={**whole, "l2": l2}, y=self.classifier(state, 0 if verdict == "accepted" else 1))

@@ -36,7 +36,7 @@ from fedbilevel.cleaning.clean import clean_labels
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
 from fedbilevel.cleaning.outcome import Cleaning
 from fedbilevel.cleaning.truth import compared
-from fedbilevel.detectors._decisions import judged
+from fedbilevel.detectors._decisions import is_worse, judged
 from fedbilevel.runs.options import torch_device
 from fedbilevel.settings import Settings, made, setting
 from fedbilevel.studies import given
@@ -166,8 +166,7 @@ class Work:
         gain = right[0].astype(float) - right[1]
         sums = (len(gain), better.sum(), (better**2).sum(), gain.sum(), (gain**2).sum(), right[1].sum())
         found = judged(*map(float, sums))
-        t = found["t"]
-        accepted = t >= REJECT_BELOW and found["gain"] >= -found["gain_error"]
+        accepted = not is_worse(found, REJECT_BELOW)
         scores = [
             float((one.probabilities(test["image"]).argmax(1) == test["label"]).mean()) for one in (cleaned, plain)
         ]
@@ -179,7 +178,7 @@ class Work:
             "test_accuracy": scores[0 if accepted else 1],
             "cleaned": scores[0],
             "plain": scores[1],
-            "t": t,
+            "t": found["t"],
             "accepted": float(accepted),
             **{name: cost[name] + cleaned.cost[name] for name in ("rounds", "megabytes")},
         }
