@@ -60,6 +60,17 @@ def test_one_local_step_settles_at_the_lower_solution():
     assert relative(state.y, task.closed_form().lower_solution(np.zeros(4))) < 1e-9
 
 
+@pytest.mark.parametrize("strategy", ["loop", "vmap", "auto"])
+def test_one_local_step_is_adam_on_the_mean_gradient_however_it_is_evaluated(strategy):
+    task = Quadratic()
+    chosen = FedAdam(lr_lower=0.1, num_local_steps=1, server_lr=0.05, server_momentum=0.8, server_damping=0.02)
+    fed, state = drive(chosen, task.build(), 7, strategy=strategy)
+    wanted = by_hand(task, 7, gamma=0.1, steps=1, eta=0.05, beta1=0.8, beta2=0.99, tau=0.02)
+    assert np.abs(wanted).max() > 0.05
+    assert relative(state.y, wanted) < 1e-12
+    assert fed.ledger.totals()["gy"] == 7 * task.num_clients  # also where one derivative serves all
+
+
 def test_a_schedule_shortens_the_servers_step_alone():
     half = FedAdam(server_lr=0.2, lr_lower=0.1).scaled(0.5)
     assert (half.server_lr, half.lr_lower) == (0.1, 0.1)

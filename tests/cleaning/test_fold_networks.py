@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fedbilevel as fb
-from fedbilevel.cleaning import fold_networks
+from fedbilevel.cleaning.augment import moved
 from fedbilevel.cleaning.fold_networks import FoldNetworks, Network, Training, rows_of, train_folds, train_network
 from fedbilevel.cleaning.residual import Residual
 from fedbilevel.errors import UnknownNameError
@@ -102,23 +104,32 @@ def test_targets_replace_the_labels():
     assert np.allclose(given.probabilities(image), other.probabilities(image)[:, ::-1], atol=1e-5)
 
 
-def test_copies_are_shifted_mirrored_and_in_the_order_of_the_images():
-    shape, rng = Residual(8, 1, 4, 2), np.random.default_rng(0)
-    images = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
-    copies = fold_networks._copied(images, shape, Training(num_copies=20), rng)
-    assert copies.shape == (60, 64)
-    inner = copies.reshape(20, 3, 8, 8)[:, :, 2:6, 2:6]
-    steps = {
-        (int(one[0, 0]) - int(own[2, 2]))
-        for some in inner
-        for one, own in zip(some, images.reshape(3, 8, 8), strict=True)
-    }
-    assert steps == {8 * down + right for down in (-1, 0, 1) for right in (-1, 0, 1)}
-    assert (np.diff(inner, axis=3) == 1).all()
-    mirrored = fold_networks._copied(images, shape, Training(num_copies=20, mirror=True), rng).reshape(20, 3, 8, 8)
-    slopes = np.diff(mirrored[:, :, 2:6, 2:6], axis=3)[:, :, 0, 0]
-    assert set(slopes.flatten().tolist()) == {1.0, -1.0}
-    assert np.array_equal(fold_networks._copied(images, shape, Training(), rng), images)
+def test_images_are_shifted_and_mirrored_by_their_own_draws():
+    images = torch.arange(3 * 2 * 64.0).view(3, 2, 8, 8)
+    rng = np.random.default_rng(0)
+    draw = torch.tensor(rng.random((3, 3)))
+    found = moved(images, draw, shift=0.25, mirror=True)
+    for image, own, one in zip(images.numpy(), draw.numpy(), found.numpy(), strict=True):
+        down, right = (int(np.floor(value * 5)) - 2 for value in own[:2])
+        wide = np.pad(image, ((0, 0), (2, 2), (2, 2)), mode="reflect")
+        wanted = wide[:, 2 + down : 10 + down, 2 + right : 10 + right]
+        assert np.array_equal(one, wanted[:, :, ::-1] if own[2] < 0.5 else wanted)
+    assert len({bool(value < 0.5) for value in draw[:, 2]}) == 2
+    still = moved(images, draw, shift=0.0, mirror=False)
+    assert torch.equal(still, images)
+
+
+def test_images_of_a_training_change_from_step_to_step():
+    clients = [client["train"] for client in striped()]
+    plain = train_network(clients, 2, BRIEF, seed=0)
+    other = train_network(clients, 2, dataclasses.replace(BRIEF, shift=0.125), seed=0)
+    again = train_network(clients, 2, dataclasses.replace(BRIEF, shift=0.125), seed=0)
+    assert max(float((plain.y[name] - other.y[name]).abs().max()) for name in plain.y) > 1e-3
+    assert all(torch.allclose(other.y[name], again.y[name], rtol=0, atol=1e-5) for name in other.y)
+    mirrored = train_network(clients, 2, dataclasses.replace(BRIEF, mirror=True), seed=0)
+    image = np.asarray(clients[0]["image"])
+    assert np.allclose(mirrored.probabilities(image), mirrored.probabilities(image[:, :, ::-1]), atol=1e-6)
+    assert not np.allclose(plain.probabilities(image), plain.probabilities(image[:, :, ::-1]), atol=1e-6)
 
 
 def test_two_passes_find_labels_and_count_what_they_cost():

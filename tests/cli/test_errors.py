@@ -212,6 +212,10 @@ CALLS = {
         {"schedule": Schedule("fast")},
         "the schedule's power is 'fast', expected a value between 0",
     ),
+    "a schedule that ends before it begins": (
+        {"schedule": Schedule(end=-1)},
+        "the schedule's end is -1, expected a number of outer iterations, or 0",
+    ),
     "a schedule that begins nowhere": (
         {"schedule": Schedule(0.5, math.nan)},
         "the schedule's offset is nan, expected a finite number",

@@ -138,3 +138,10 @@ def test_schedules_start_at_one_and_fall():
     assert schedule(1) == 1
     assert schedule(13) == pytest.approx(0.5)
     assert Schedule()(1000) == 1
+
+
+def test_a_linear_schedule_falls_to_its_last_step_and_multiplies_the_other_decay():
+    linear = Schedule(end=5)
+    assert [linear(t) for t in (1, 2, 3, 4, 5, 6, 500)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    both = Schedule(power=0.5, offset=0.0, end=10)
+    assert both(4) == pytest.approx(0.5 * 0.7)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.fednest import lower_gradient
 from fedbilevel.federation.algorithm import Federation, Variable
 from fedbilevel.settings import setting
 
@@ -63,8 +64,16 @@ class FedAdam(FedAvg):
         return self.State(x, y, torch.zeros_like(y), torch.full_like(y, self.server_damping**2))
 
     def round(self, fed: Federation, state: Any) -> Any:
-        change = fed.mean(self.local_steps, x=state.x, y=state.y).y - state.y
+        change = self.change(fed, state)
         momentum = self.server_momentum * state.momentum + (1 - self.server_momentum) * change
         second = self.server_decay * state.second + (1 - self.server_decay) * change**2
         step = momentum / (second.sqrt() + self.server_damping)
         return self.State(state.x, state.y + self.server_lr * step, momentum, second)
+
+    def change(self, fed: Federation, state: Any) -> Tensor:
+        """Return d. One local step is linear in the gradients, so engines may compute one of their mean."""
+        if self.num_local_steps == 1:
+            return -self.lr_lower * fed.mean(self.lower_gradient, x=state.x, y=state.y).q
+        return fed.mean(self.local_steps, x=state.x, y=state.y).y - state.y
+
+    lower_gradient = lower_gradient

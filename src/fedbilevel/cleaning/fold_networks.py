@@ -9,8 +9,8 @@ their logarithms, so they can be compared across networks, which hidden units ca
 Clean samples take no part in the training. Networks may be trained on soft targets, such as posteriors
 of label_em, instead of the given labels.
 
-Copies: with num_copies > 1, a client trains on that many copies of its images, each shifted by up to
-an eighth of its side and, with mirror=True, mirrored or not, at random. The copies are drawn once.
+With shift > 0 or mirror=True, every image is shifted, or mirrored or not, at random and anew in every
+step (augment.py). With mirror=True, probabilities are means over an image and its mirror image.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedbilevel.cleaning.augment import NUM_DRAWS, moved
 from fedbilevel.cleaning.residual import Residual
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.problem.problem import Problem
@@ -32,7 +33,6 @@ from fedbilevel.settings import Settings, setting
 
 _AT_ONCE = 1000
 _LEAST = 1e-4  # probabilities below it have the same logarithm
-_DECAY = 0.2  # share of the rounds after which the server's step has halved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +47,34 @@ class Training(Settings):
     lr_lower: float = setting(0.3, "local step", above=0)
     server_lr: float = setting(0.01, "the server's first step", above=0)
     server_damping: float = setting(0.0001, "added to the root of the server's second moment", above=0)
-    num_copies: int = setting(1, "shifted copies of every image that are trained on; 1: the image itself", least=1)
-    mirror: bool = setting(False, "half of the copies are mirrored, for photographs")
+    shift: float = setting(0.0, "largest shift of an image in a step, as a share of its side", least=0, most=0.5)
+    mirror: bool = setting(False, "half of the images are mirrored in a step, for photographs")
 
 
 class Network(NamedTuple):
-    """A network and the cost of its training."""
+    """A network and the cost of its training.
+
+    mirror: whether probabilities are means over an image and its mirror image.
+    """
 
     shape: Residual
     y: Mapping[str, Tensor]
     cost: Mapping[str, float]
+    mirror: bool = False
 
     def probabilities(self, images: Any) -> np.ndarray:
         """Return class probabilities (n, C) of images."""
         flat = torch.as_tensor(np.asarray(images, np.float32)).flatten(1)
         like = self.y["head.weight"]
         with torch.no_grad():
-            parts = [self.shape.scores(self.y, some.to(like)).softmax(1).cpu() for some in flat.split(_AT_ONCE)]
+            parts = [self._chances(some.to(like)).cpu() for some in flat.split(_AT_ONCE)]
         return torch.cat(parts).double().numpy() if parts else np.zeros((0, self.shape.num_classes))
+
+    def _chances(self, flat: Tensor) -> Tensor:
+        found = self.shape.scores(self.y, flat).softmax(1)
+        if not self.mirror:
+            return found
+        return (found + self.shape.scores(self.y, self.shape.images(flat).flip(3)).softmax(1)) / 2
 
 
 class FoldNetworks(NamedTuple):
@@ -146,38 +156,27 @@ def train_network(
     held = []
     for i, client in enumerate(clients):
         aim = np.eye(num_classes)[client["label"]] if targets is None else targets[i]
-        own = _copied(np.asarray(client["image"], np.float32), shape, training, np.random.default_rng([seed, i]))
-        train = {"image": own, "aim": np.tile(aim.astype(np.float32), (training.num_copies, 1))}
+        image = np.asarray(client["image"], np.float32)
+        train = {"image": image.reshape(len(image), -1), "aim": aim.astype(np.float32)}
         # a run needs validation samples, which FedAdam does not learn from
         held.append({"train": train, "val": {name: values[:1] for name, values in train.items()}})
-    loss = lambda x, y, batch: cross_entropy(shape.scores(y, batch["image"]), batch["aim"], reduction="none")
+
+    def loss(x: Any, y: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+        images = shape.images(batch["image"])
+        if "draw" in batch:
+            images = moved(images, batch["draw"], shift=training.shift, mirror=training.mirror)
+        return cross_entropy(shape.scores(y, images), batch["aim"], reduction="none")
+
     problem = Problem(
-        upper=loss, lower=loss, x0={"none": torch.zeros(1)}, y0=shape.initial(seed), name="fold_network"
+        upper=loss, lower=loss, x0={"none": torch.zeros(1)}, y0=shape.initial(seed), name="fold_network",
+        draws={"train": NUM_DRAWS} if training.shift or training.mirror else {},
     )  # fmt: skip
     num = training.num_rounds
     result = solve(
         problem, held, "fedadam", num_iterations=num, measure_every=num, residuals=False, seed=seed,
-        schedule=Schedule(power=1.0, offset=_DECAY * num), batch_size=training.batch_size,
+        schedule=Schedule(end=num), batch_size=training.batch_size,
         num_local_steps=training.num_local_steps, lr_lower=training.lr_lower, server_lr=training.server_lr,
         server_damping=training.server_damping, **where,
     )  # fmt: skip
     cost = {name: float(result.rows[-1][name]) for name in ("rounds", "megabytes")}
-    return Network(shape, {name: leaf.detach() for name, leaf in result.y.items()}, cost)
-
-
-def _copied(images: np.ndarray, shape: Residual, training: Training, rng: np.random.Generator) -> np.ndarray:
-    """Return flat images, or as many randomly shifted copies of each."""
-    num, side = len(images), shape.side
-    if training.num_copies == 1 or not num:
-        return images.reshape(num, -1)
-    far, found = max(1, side // 8), []
-    edges = ((0, 0), (0, 0), (far, far), (far, far))
-    wide = np.pad(images.reshape(num, shape.channels, side, side), edges, mode="reflect")
-    every = np.arange(num)[:, None, None]
-    for _ in range(training.num_copies):
-        down, right = (rng.integers(0, 2 * far + 1, (num, 1)) + np.arange(side) for _ in range(2))
-        if training.mirror:
-            right = np.where(rng.random((num, 1)) < 0.5, right[:, ::-1], right)
-        moved = wide[every, :, down[:, :, None], right[:, None, :]]  # the channels come last
-        found.append(moved.transpose(0, 3, 1, 2).reshape(num, -1))
-    return np.concatenate(found)
+    return Network(shape, {name: leaf.detach() for name, leaf in result.y.items()}, cost, training.mirror)

@@ -52,11 +52,15 @@ class Residual(NamedTuple):
         y["head.weight"], y["head.bias"] = torch.zeros(self.num_classes, 8 * self.width), torch.zeros(self.num_classes)
         return y
 
+    def images(self, flat: Tensor) -> Tensor:
+        """Return flat images (n, pixels) as squares (n, channels, side, side)."""
+        return flat.reshape(-1, self.channels, self.side, self.side)
+
     def scores(self, y: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Return the scores (n, C) of flat images (n, pixels), each standardised by itself."""
+        """Return the scores (n, C) of images, flat or square, each standardised by itself."""
         rows = images.flatten(1)
         rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
-        found = _layer(y, "first", rows.reshape(-1, self.channels, self.side, self.side))
+        found = _layer(y, "first", self.images(rows))
         found = _added(y, "add1", _layer(y, "stage1", found, halve=True))
         found = _layer(y, "stage2", found, halve=True)
         found = _added(y, "add3", _layer(y, "stage3", found, halve=True))

@@ -241,6 +241,13 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
         help="offset in the decay of step sizes",
     ),
     click.option(
+        "--schedule-end",
+        type=int,
+        default=DEFAULTS["schedule_end"],
+        show_default=True,
+        help="step sizes also decay linearly over this many outer iterations; 0: they do not",
+    ),
+    click.option(
         "--batch-size", type=int, default=None, help="samples per minibatch (default: all of a client's samples)"
     ),
     click.option(

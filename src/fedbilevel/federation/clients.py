@@ -55,7 +55,8 @@ class Step:
         times: number of batches to join into one.
         """
         size = self._clients.batch_size(role)
-        key = (role, "", 1) if size is None else (role, purpose, times)  # all samples: one batch, whatever it is for
+        alike = size is None and not self._clients.num_draws(role)  # all samples: one batch, whatever it is for
+        key = (role, "", 1) if alike else (role, purpose, times)
         if key not in self._batches:
             self._batches[key] = self._schedule.batch(role, purpose, self.index, size, times, self.active)
         return self._batches[key]
@@ -88,6 +89,13 @@ class _Schedule:
         self._drawn: dict[tuple[str, str, int], tuple[int, Tensor]] = {}
 
     def batch(self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None) -> Batch:
+        batch = self._samples(role, purpose, index, size, times, active)
+        num = self.clients.num_draws(role)
+        return batch.drawn(self.clients.numbers(batch, purpose, index, num)) if num else batch
+
+    def _samples(
+        self, role: str, purpose: str, index: int, size: int | None, times: int, active: Tensor | None
+    ) -> Batch:
         clients = self.clients
         data = clients.host.data_of(role)
         if size is None:
@@ -239,16 +247,37 @@ class Clients:
 
         They are drawn with replacement, or taken in an order that is drawn again for every pass.
         """
-        if self._ids_there is None:
-            self._ids_there = self._ids.to(self.device)
         data, stream, (iteration, call) = self.host.data_of(role), self.host.stream, self._when
         if self.host.sampling == "epochs":
             draw, sizes = stream.epochs, data.sizes[role][self.positions]
         else:
             draw, sizes = stream.integers, data.num_samples(self.positions, role)
         return draw(
-            f"{role}/{purpose}", self._ids_there, sizes, iteration=iteration, call=call, steps=steps, width=width
+            f"{role}/{purpose}", self._ids_here(), sizes, iteration=iteration, call=call, steps=steps, width=width
         )
+
+    def num_draws(self, role: str) -> int:
+        """Return how many random numbers the problem asks for each sample of this role."""
+        return self.host.problem.draws.get(role, 0)
+
+    def numbers(self, batch: Batch, purpose: str, step: int, num: int) -> Tensor:
+        """Return random numbers (k, b, num) from 0 to 1 for the samples of a batch.
+
+        The numbers of a sample depend on its place in the batch, not on the padding after it.
+        """
+        iteration, call = self._when
+        k, width = batch.fields["index"].shape
+        words = self.host.stream.bits(
+            f"{batch.role}/{purpose}/draw", self._ids_here(), iteration=iteration, call=call,
+            steps=range(step, step + 1), width=width * num,
+        )  # fmt: skip
+        return ((words >> 8).to(self.dtype) * 2.0**-24).view(k, width, num)  # 24 bits are exact in float32
+
+    def _ids_here(self) -> Tensor:
+        """Return the numbers of the clients on the device of the data."""
+        if self._ids_there is None:
+            self._ids_there = self._ids.to(self.device)
+        return self._ids_there
 
     # ---- derivatives, each charged for the rows that use it -------------------------------------------------------
 

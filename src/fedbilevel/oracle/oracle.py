@@ -167,7 +167,10 @@ class Oracle(Evaluation):
             pooled,
             vectors[0].device.type,
             *(tuple(v.shape) for v in vectors),
-            *((b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields) for b in batches),
+            *(
+                (b.role, tuple(b.fields["index"].shape), b.size, "features" in b.fields, "draw" in b.fields)
+                for b in batches
+            ),
         )
         plan = self._plans.get(key)
         if self.frozen and (plan is None or not plan.settled):

@@ -21,7 +21,7 @@ from fedbilevel.problem.holdings import Holdings as Holdings
 from fedbilevel.problem.holdings import check_clients, fields_of
 
 REQUIRED = ("train", "val")
-RESERVED = ("index", "weight", "features")  # filled in by the library
+RESERVED = ("index", "weight", "features", "draw")  # filled in by the library
 
 
 class Gathered(Mapping[str, Tensor]):
@@ -79,6 +79,10 @@ class Batch:
         """
         n = int(self.counts[i])
         return {name: self.fields[name][i, :n] for name in (self.fields if names is None else names)}
+
+    def drawn(self, draw: Tensor) -> Batch:
+        """Return this batch with the field `draw`, random numbers (k, b, n) for its samples."""
+        return replace(self, fields=self.fields.plus(draw=draw))
 
     def whole(self) -> Batch:
         return self.data.batch(self.positions, self.role)

@@ -5,9 +5,9 @@ variable.
 
 `upper(x, y, batch)` is f_i and `lower(x, y, batch)` is g_i on a batch of one client.
 x and y are dicts of named tensors.
-A batch holds the client's fields and three names that the library fills in: `index` (position of
-each sample within its client), `weight` (1/n, zero on padding) and, if the problem has `features`,
-the values of the features.
+A batch holds the client's fields and names that the library fills in: `index` (position of each
+sample within its client), `weight` (1/n, zero on padding), if the problem has `features`, the values
+of the features, and, if it has `draws`, random numbers.
 A loss returns one value per sample, shape (n,), and the library sums them with the weights.
 The weights sum to one, so a penalty added to every entry counts once.
 A loss may also return that sum itself, `(batch["weight"] * loss_per_sample).sum()`.
@@ -66,6 +66,9 @@ class Problem:
     features: optional `features(x, batch) -> Tensor` with one entry per sample. Losses find it as
         `batch["features"]`, and the library computes it once per x instead of once per call.
         It never changes a result.
+    draws: by role, how many random numbers from 0 to 1 every sample of a training batch gets, as
+        `batch["draw"]` of shape (n, number). They are drawn anew for every batch, by address, for
+        augmentations and resampled episodes. Measurements draw nothing and have no such field.
     client_weights: how clients are averaged: `equal` (every client counts the same, as in the
         papers) or `by_samples` (in proportion to its training samples).
     statistics: per role, a function (x, y, batch) -> dict of values per sample, shape (n,), which
@@ -78,8 +81,8 @@ class Problem:
         distance to a known solution.
 
     A batch holds the client's own fields. The names `weight` (1/n, 0 on padding), `index` (position
-    of the sample within its client and role) and `features` are reserved: the library fills them
-    in, and a client with a field of that name is refused.
+    of the sample within its client and role), `features` and `draw` are reserved: the library fills
+    them in, and a client with a field of that name is refused.
 
     >>> import torch
     >>> import fedbilevel as fb
@@ -98,6 +101,7 @@ class Problem:
     y0: Tree
     scopes: Scopes = Scopes()
     features: Callable[[Any, Fields], Tensor] | None = None
+    draws: Mapping[str, int] = field(default_factory=dict)
     client_weights: Literal["equal", "by_samples"] = "equal"
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
     metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty
@@ -137,9 +141,22 @@ class Problem:
                 f"statistics is {self.statistics!r}, expected a function of (x, y, batch) for each role, "
                 "e.g. {'val': accuracy}."
             )
+        self._check_draws()
         if not callable(self.x0):
             check_tree("x0", self.x0)
         check_tree("y0", self.y0)
+
+    def _check_draws(self) -> None:
+        if not isinstance(self.draws, Mapping) or not all(type(num) is int and num > 0 for num in self.draws.values()):
+            raise ProblemError(
+                f"draws is {self.draws!r}, expected a number of random numbers per sample for each role, "
+                "e.g. {'train': 3}."
+            )
+        if self.draws and self.features is not None:
+            raise ProblemError(
+                "the problem has features, which are computed once per sample, and draws, which change samples: "
+                "compute the features inside the losses."
+            )
 
     def __repr__(self) -> str:
         shapes = lambda tree: (
@@ -175,6 +192,7 @@ class Problem:
         y0: Tree | None = None,
         scopes: Scopes = Scopes(),
         features: Callable[[Any, Fields], Tensor] | None = None,
+        draws: Mapping[str, int] = MappingProxyType({}),
         client_weights: Literal["equal", "by_samples"] = "equal",
         statistics: Mapping[str, Statistics] = MappingProxyType({}),
         metrics: Callable[[Mapping[str, float]], dict[str, float]] = _empty,
@@ -233,6 +251,7 @@ class Problem:
             y0=start_y,
             scopes=scopes,
             features=None if features is None else (lambda x, batch: features(of_x(x), batch)),
+            draws=draws,
             client_weights=client_weights,
             statistics={role: bind(function) for role, function in statistics.items()},
             metrics=metrics,

@@ -48,6 +48,8 @@ def check_losses(
         point = layout_x.unravel(away(xs)), layout_y.unravel(away(ys))
         if trial.padded_at(start, point, value, (xs, ys)):
             per_sample.add(label)
+        if problem.draws.get(role):
+            trial.with_draws(start, problem.draws[role])
         if label == "lower":
             _check_dependence(value, start[1])
     return per_sample
@@ -102,6 +104,12 @@ class _Trial(NamedTuple):
                 "a loss must not draw random numbers; move them into the data."
             )
         return value
+
+    def with_draws(self, start: tuple[Tree, Tree], num: int) -> None:
+        """Evaluate the loss on a batch with random numbers, as in a run; raise if it fails."""
+        weight = self.fields["weight"]
+        drawn = {**self.fields, "draw": torch.full((len(weight), num), 0.5, dtype=weight.dtype, device=weight.device)}
+        self._value(*start, drawn, f"{self.label}() failed on a batch of the first client with {num} draws per sample")
 
     def padded_at(
         self, start: tuple[Tree, Tree], point: tuple[Tree, Tree], at_start: Tensor, leaves: tuple[Tensor, Tensor]

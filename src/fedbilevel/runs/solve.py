@@ -91,7 +91,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         batch_size: samples per minibatch, one number or one per role, {"train": 64, "val": None}.
             None: all samples of the client.
         sampling: "replacement" samples with replacement; "epochs" passes through shuffled data.
-        schedule: Schedule(power, offset) lets step sizes fall over the outer iterations.
+        schedule: Schedule(power, offset, end) lets step sizes fall over the outer iterations.
 
     Participation.
         cohort: Cohort(fraction) lets a part of the clients take part in a round (with a server).
