@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ import torch
 
 from fedbilevel import discovery
 from fedbilevel.cleaning.findings import findings
-from fedbilevel.cleaning.fold_networks import Training
+from fedbilevel.cleaning.fold_networks import FoldNetworks, Training
 from fedbilevel.cleaning.outcome import Cleaning, caveats
 from fedbilevel.cleaning.prepared import Features, Prepared, prepared
 from fedbilevel.cleaning.truth import Classifier, of_clients, tested
+from fedbilevel.detectors._scored import Scored
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.engines.ranks import EngineName
@@ -94,6 +96,8 @@ def clean_labels(
         raise SettingError(f"flag is {flag!r}, expected 'half' or 'rate'.")
     where: dict[str, Any] = {"seed": seed, "device": device, "dtype": dtype, "engine": engine}
     ready, spent = _ready(clients, features, num_classes, made(Training, training or {}), where)
+    if isinstance(ready.network, FoldNetworks) and isinstance(chosen, Scored):
+        chosen = replace(chosen, reads="probabilities")
     labelled = _names("class_names", class_names, ready.num_classes, "class")
     named = _names("names", names, len(ready.clients), "client")
     result = _detected(
@@ -114,7 +118,7 @@ def _ready(
     ready = prepared(clients, "out_of_fold" if again else features, num_classes, training=training, **where)
     parts = []
     if again:
-        found = _detected(ready, LabelEM(), **where)
+        found = _detected(ready, LabelEM(reads="probabilities"), **where)
         first = (ready.network, _posteriors(found, ready))
         ready = prepared(clients, features, num_classes, training=training, first=first, **where)
         parts.append(found.rows[-1])

@@ -49,6 +49,7 @@ class Training(Settings):
     server_damping: float = setting(0.0001, "added to the root of the server's second moment", above=0)
     shift: float = setting(0.0, "largest shift of an image in a step, as a share of its side", least=0, most=0.5)
     mirror: bool = setting(False, "half of the images are mirrored in a step, for photographs")
+    weight_decay: float = setting(0.0, "weight of the squared norm of the network's weights, halved", least=0)
 
 
 class Network(NamedTuple):
@@ -71,10 +72,9 @@ class Network(NamedTuple):
         return torch.cat(parts).double().numpy() if parts else np.zeros((0, self.shape.num_classes))
 
     def _chances(self, flat: Tensor) -> Tensor:
-        found = self.shape.scores(self.y, flat).softmax(1)
-        if not self.mirror:
-            return found
-        return (found + self.shape.scores(self.y, self.shape.images(flat).flip(3)).softmax(1)) / 2
+        scores = lambda images: self.shape.scores(self.y, images).softmax(1)
+        found = scores(flat)
+        return (found + scores(self.shape.images(flat).flip(3))) / 2 if self.mirror else found
 
 
 class FoldNetworks(NamedTuple):
@@ -165,7 +165,10 @@ def train_network(
         images = shape.images(batch["image"])
         if "draw" in batch:
             images = moved(images, batch["draw"], shift=training.shift, mirror=training.mirror)
-        return cross_entropy(shape.scores(y, images), batch["aim"], reduction="none")
+        fit = cross_entropy(shape.scores(y, images), batch["aim"], reduction="none")
+        if not training.weight_decay:
+            return fit
+        return fit + 0.5 * training.weight_decay * torch.stack([(leaf**2).sum() for leaf in y.values()]).sum()
 
     problem = Problem(
         upper=loss, lower=loss, x0={"none": torch.zeros(1)}, y0=shape.initial(seed), name="fold_network",

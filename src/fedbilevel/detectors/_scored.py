@@ -1,8 +1,10 @@
-"""Detectors whose scores are those of a ridge regression without the scored sample."""
+"""Detectors whose scores come from a ridge regression without the scored sample, or from networks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +14,29 @@ from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import Clients
+from fedbilevel.settings import setting
+
+LEAST = 1e-4  # class probabilities below it count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(Detector):
+    reads: Literal["features", "probabilities"] = setting(
+        "features",
+        "rows are features, scored by a ridge regression, or class probabilities by networks that have not seen the "
+        "sample, whose logarithms are the scores",
+    )
+
+    def read(self, fed: Federation, state: State) -> State:
+        """Return the state with the scores of networks."""
+        num_classes = round(len(state.transition) ** 0.5)
+        return state._replace(score=fed.mean(self.read_scores, num_classes=num_classes).score)
+
+    @phase
+    def read_scores(self, clients: Clients, num_classes: int) -> dict[str, Tensor]:
+        """Keep the logarithms of the class probabilities, which are the first entries of a row."""
+        return {"score": clients.padded([logs(rows, num_classes).flatten() for rows in clients.samples("train")])}
+
     def inverse(self, fed: Federation, state: State) -> Tensor:
         """Return A = (sum z z' over all samples of all clients + lam n)^-1."""
         gram = _rows.unpacked(state.gram.double())
@@ -62,7 +83,12 @@ class Scored(Detector):
 
         copies: by class, how often a clean sample is counted in W; None: once.
         """
-        matrix, found = _rows.unpacked(inverse), []
+        found: list[tuple[Tensor, Tensor]] = []
+        if self.reads == "probabilities":
+            num_classes = len(weights) // (len(centre) + 1)
+            checks = [_rows.trusted(val) for val in clients.samples("val")]
+            return [(logs(checked, num_classes), checked["label"]) for checked in checks]
+        matrix = _rows.unpacked(inverse)
         for val in clients.samples("val"):
             checked = _rows.trusted(val)
             z = _rows.standardised(checked, centre, scale)
@@ -72,3 +98,8 @@ class Scored(Detector):
             score = _rows.leave_one_out(z, model, h, own if copies is None else copies * own)
             found.append((score, checked["label"]))
         return found
+
+
+def logs(fields: Mapping[str, Tensor], num_classes: int) -> Tensor:
+    """Return logarithms of the class probabilities in the rows of a client."""
+    return _rows.inputs(fields)[:, :num_classes].clamp(min=LEAST).log()

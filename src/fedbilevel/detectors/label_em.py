@@ -22,6 +22,8 @@ come before the first q, because where most labels are wrong that T is far off. 
 choose b, from 13 values, because the noisy labels cannot tell a weak classifier from noise: a larger
 b with more noise in T fits them as well. With fewer than `least_clean` clean samples,
 b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j] over the training samples in every step.
+With reads="probabilities", S_j are logarithms of class probabilities by networks that have not seen
+the sample; they stay, so only the last outer iteration does something, and b is a temperature.
 With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
 differ in their noise.
 
@@ -63,6 +65,7 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
 HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
+OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,15 @@ class LabelEM(Scored):
     )
     pull: float = setting(50.0, "samples with which the shared T counts in a client's own T", above=0)
 
+    @property
+    def heats(self) -> tuple[float, ...]:
+        """Return the values of b."""
+        return HEATS if self.reads == "features" else tuple(heat / OF_LOGS for heat in HEATS)
+
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
+        if self.reads == "probabilities":
+            return self._stepped(fed, self._heated(fed, self.read(fed, state), state.y.new_zeros(0)))
         clean, given = (part.double().view(len(state.centre) + 1, -1) for part in (state.clean, state.given))
         loose = (clean[-1] < 0.5 / fed.num_clients).to(state.y.dtype)  # the last row counts samples by class
         scaled = clean * (given[-1] / clean[-1].clamp(min=0.5 / fed.num_clients))
@@ -94,7 +104,7 @@ class LabelEM(Scored):
             self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
             scale=state.scale,
         ).fit  # fmt: skip
-        return state._replace(heat=HEATS[int(fit.argmax())])
+        return state._replace(heat=self.heats[int(fit.argmax())])
 
     def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
@@ -104,7 +114,7 @@ class LabelEM(Scored):
             counts = fed.num_clients * step.counts.double().view(round(math.sqrt(len(state.transition))), -1)
             transition = _rows.rows_normed(counts + self.prior).flatten().to(state.y.dtype)
             heat, change = (
-                HEATS[int(step.fit.argmax())] if few else state.heat,
+                self.heats[int(step.fit.argmax())] if few else state.heat,
                 float((transition - state.transition).abs().max()),
             )
             settled = change < self.tolerance and heat == state.heat
@@ -114,9 +124,11 @@ class LabelEM(Scored):
         return state
 
     def detect(self, fed: Federation, state: State) -> State:
-        labels = fed.mean(
-            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **state.units
-        )
+        sent = {"score": state.score, "transition": state.transition, "heat": state.heat}
+        if self.reads == "probabilities":  # the scores of networks stay, and T has settled
+            done = fed.iteration < self.num_passes
+            return state if done else state._replace(x=fed.mean(self.labels, last=True, **sent, **state.units).x)
+        labels = fed.mean(self.labels, last=False, **sent, **state.units)
         inverse = self.inverse(fed, state)
         sums = (labels.sums + state.clean).double().view(len(inverse), -1)
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
@@ -141,14 +153,14 @@ class LabelEM(Scored):
         rows = []
         for score, label in self.clean_scores(clients, inverse, weights, copies, centre, scale):
             own = label.long()[:, None]
-            rows.append(torch.stack([(b * score).log_softmax(1).gather(1, own).sum() for b in HEATS]))
+            rows.append(torch.stack([(b * score).log_softmax(1).gather(1, own).sum() for b in self.heats]))
         return {"fit": torch.stack(rows)}
 
     @phase
     def expected(self, clients: Clients, score: Tensor, transition: Tensor, heat: float) -> dict[str, Tensor]:
         """Return N and the log-likelihood at every b; renew the client's own T."""
         counts, fit = [], []
-        heats = torch.tensor(HEATS)
+        heats = torch.tensor(self.heats)
         matrices = self.own(clients, transition)
         for train, own, matrix in zip(clients.samples("train"), clients.unpadded(score), matrices, strict=True):
             scores, label = own.view(len(train["label"]), -1), train["label"]

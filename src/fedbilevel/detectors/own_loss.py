@@ -50,6 +50,9 @@ class OwnLoss(Scored):
 
         There is no model of the noise: with a uniform T, posteriors are those of the classifier.
         """
+        if self.reads == "probabilities":
+            uniform = torch.full_like(state.transition, len(state.transition) ** -0.5)
+            return self.read(fed, state)._replace(heat=1.0, transition=uniform)
         sums = (state.given + state.clean).double().view(len(state.centre) + 1, -1)
         num_classes = sums.shape[1]
         state = self.first(fed, state, sums, state.y.new_ones(num_classes))

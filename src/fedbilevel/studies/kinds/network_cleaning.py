@@ -138,8 +138,9 @@ class Work:
             for client in self.clients
         ]
         return clean_labels(
-            clients, detector=detector, features="given", num_classes=self.num_classes, seed=self.where["seed"]
-        )
+            clients, detector=detector, reads="probabilities", features="given", num_classes=self.num_classes,
+            seed=self.where["seed"],
+        )  # fmt: skip
 
     def _kept(self, flags: np.ndarray) -> list[dict[str, np.ndarray]]:
         parts = np.split(flags, np.cumsum([len(own["label"]) for own in self.train])[:-1])
