@@ -19,6 +19,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import Settings
+from fedbilevel.tasks.rival import Rival
 
 Kind = Literal["float", "int", "bool"]
 _WORDS: dict[str, str] = {"float": "floating-point numbers", "int": "whole numbers", "bool": "true or false"}
@@ -205,6 +206,10 @@ class Task(Settings):
         if "data_seed" not in values:
             return self
         return dataclasses.replace(self, data_seed=values["data_seed"] + r)  # type: ignore[call-arg]
+
+    def rivals(self) -> Mapping[str, Rival]:
+        """Return plain ways to the same end, by name; each measures this task's figures under the same names."""
+        return {}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:
         """Return results of a solution besides figures, in the forms of tasks/findings.py.

@@ -1,0 +1,37 @@
+"""Plain ways to the end that a task serves: the runs that a bilevel method must beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
+
+
+class Way(NamedTuple):
+    """One run of a plain algorithm on a problem of its own.
+
+    The problem measures the figures of the task under the same names, on the same test samples.
+    """
+
+    problem: Problem
+    clients: Sequence[Holdings]
+    algorithm: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+class Rival(NamedTuple):
+    """A plain way, tuned as a competent practitioner would tune it.
+
+    title: what is done, in words.
+    ways: runs by label; with several, the run with the lowest upper loss, which validation samples
+        measure, is chosen.
+    refit: returns, for the label of the chosen run, a last run on training and validation samples
+        together; None: the chosen run is the answer.
+    """
+
+    title: str
+    ways: Mapping[str, Way]
+    refit: Callable[[str], Way] | None = None
