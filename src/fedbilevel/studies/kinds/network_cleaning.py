@@ -128,7 +128,10 @@ class Work:
         return np.concatenate(last.flags), np.concatenate(last.wrong), network, cost
 
     def _detected(self, folds: FoldNetworks, detector: str) -> Cleaning:
-        """Run a detector on the probabilities of networks, without the clean samples of the guard."""
+        """Run a detector on the probabilities of networks, without the clean samples of the guard.
+
+        Its own linear classifiers are not used, so they get one round.
+        """
         rows = lambda part: {**part, "image": rows_of(folds.probabilities(part["image"]))}
         clients = [
             {
@@ -138,7 +141,7 @@ class Work:
             for client in self.clients
         ]
         return clean_labels(
-            clients, detector=detector, reads="probabilities", features="given", num_classes=self.num_classes,
+            clients, detector=detector, reads="probabilities", num_fit_rounds=1, features="given", num_classes=self.num_classes,
             seed=self.where["seed"],
         )  # fmt: skip
 
