@@ -196,3 +196,15 @@ def test_problems_of_a_new_user_pass_the_checks_and_run(name):
     given = {"lr_upper": 0.01, "lr_lower": 0.01, "lr_system": 0.01}
     result = fb.solve(built.problem, few, "fedbio", num_rounds=2, residuals=False, **given)
     assert 0 <= result.rows[-1]["test_accuracy"] <= 1
+
+
+def test_the_table_keeps_recorded_rivals_whose_runs_are_elsewhere(tmp_path):
+    one = {"figure": 2.0, "diverged": False, "rounds": 8, "megabytes": 1.0, "seconds": 1.0}
+    for seed in (1, 2):
+        table.final_place(tmp_path, "tiny", "self_tuned", seed).write_text(json.dumps(one))
+    old = {"mean": 3.0, "deviation": 0.0, "diverged": 0, "values": [3.0, 3.0]}
+    short = {**old, "values": [1.0]}  # of fewer seeds
+    recorded = {"tiny": {"methods": {"fedbio": old, "penalty": short, "self_tuned": old}}}
+    found = table.collect({"tiny": TINY}, "self_tuned", ["fedbio", "penalty"], [1, 2], tmp_path, recorded)["tiny"]
+    assert {name: method["mean"] for name, method in found["methods"].items()} == {"self_tuned": 2.0, "fedbio": 3.0}
+    assert (found["best_rival"], found["gain"]) == ("fedbio", pytest.approx(1 / 3))

@@ -9,6 +9,7 @@ interrupted command leaves complete pairs.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _write_table(plan: Plan, place: Path, skipped: dict[str, str]) -> None:
     pairs = {name: PAIRS[name] for name in plan.pairs}
-    results = table.collect(pairs, plan.ours, plan.rivals, plan.seeds, plan.folder)
+    before = json.loads((place / "results.json").read_text())["pairs"] if (place / "results.json").exists() else {}
+    results = table.collect(pairs, plan.ours, plan.rivals, plan.seeds, plan.folder, before)
     content = {"ours": plan.ours, "summary": table.summary(results, plan.ours), "skipped": skipped, "pairs": results}
     write(place / "results.json", content)
     text = table.markdown(results, plan.ours, plan.rivals, skipped)

@@ -16,8 +16,18 @@ WITHIN = 0.02  # of the best rival
 Results = dict[str, dict[str, Any]]
 
 
-def collect(pairs: Mapping[str, Pair], ours: str, rivals: Sequence[str], seeds: Sequence[int], folder: Path) -> Results:
-    """Return figures by pair and method, for all runs that are done."""
+def collect(
+    pairs: Mapping[str, Pair],
+    ours: str,
+    rivals: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    recorded: Results | None = None,
+) -> Results:
+    """Return figures by pair and method, for all runs that are done.
+
+    recorded: an earlier table, which holds rivals whose runs are not in the folder.
+    """
     found: Results = {}
     for name, pair in pairs.items():
         methods: dict[str, Any] = {}
@@ -25,6 +35,9 @@ def collect(pairs: Mapping[str, Pair], ours: str, rivals: Sequence[str], seeds: 
             places = [place for seed in seeds if (place := final_place(folder, name, algorithm, seed)).exists()]
             runs = [json.loads(place.read_text()) for place in places]
             if not runs:
+                known = (recorded or {}).get(name, {}).get("methods", {})
+                if algorithm != ours and len(known.get(algorithm, {}).get("values", ())) == len(seeds):
+                    methods[algorithm] = known[algorithm]
                 continue
             values = [one["figure"] for one in runs]
             methods[algorithm] = {
