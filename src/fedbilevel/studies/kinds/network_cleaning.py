@@ -141,8 +141,8 @@ class Work:
             for client in self.clients
         ]
         return clean_labels(
-            clients, detector=detector, reads="probabilities", num_fit_rounds=1, features="given", num_classes=self.num_classes,
-            seed=self.where["seed"],
+            clients, detector=detector, reads="probabilities", num_fit_rounds=1, features="given",
+            num_classes=self.num_classes, seed=self.where["seed"],
         )  # fmt: skip
 
     def _kept(self, flags: np.ndarray) -> list[dict[str, np.ndarray]]:
