@@ -69,12 +69,13 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all samples
-in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the
-damping delta biases the hypergradient; 20 % of the validation samples have no influence on h. With
-r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to r. The answer is the best state on held-out samples: where y overfits, it
-stops before y*(x), and where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y;
-`holdout=0` returns the last state of the steady candidate, without a refit.
+Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all
+samples in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H
+u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
+on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to
+r. The answer is the best state on held-out samples: where y overfits, it stops before y*(x), and
+where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns
+the last state of the steady candidate, without a refit.
 
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three of
 eight outer iterations 4 d_y floats each way more; per client five of g_y, four of each of f_x and f_y,
