@@ -442,7 +442,7 @@ def test_the_slow_gait_is_slow_and_without_momentum() -> None:
     y = u = torch.zeros_like(right)
     for _ in range(3):
         rows = lower_step(rows, times(h)(rows["z_y"]) - right, times(h)(rows["u"]) - right, GAITS["_slow"])
-        y, u = y - 0.2 / top * (times(h)(y) - right) / d, u - 0.15 / top * (times(h)(u) - right) / d
+        y, u = y - 0.2 / top * (times(h)(y) - right) / d, u - 0.2 / top * (times(h)(u) - right) / d
     torch.testing.assert_close(rows["z_y"], y, rtol=1e-12, atol=0)
     torch.testing.assert_close(rows["u"], u, rtol=1e-12, atol=0)
 

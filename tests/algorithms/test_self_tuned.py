@@ -48,6 +48,7 @@ def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
     built = Quadratic(**SMALL, lower=lower, upper=upper).build()  # type: ignore[arg-type]
     fed, state = drive(SelfTuned(num_candidates=num_candidates), built, num)
     fits = num_candidates == 4 and lower == "global"
+    differs = num_candidates > 1 and lower == "global"  # the slow candidate takes differences over r u
     num_candidates = 4 if fits else min(num_candidates, 3)  # with a local lower level, no candidate fits
     vectors, numbers = 8 + 2, 3  # rays in 1..6, 9 and 10, diagonals in 8 and 16; u'Hu in 7, 11 and 15
     up, down = num * (1 + 2 * 6), 0  # the held-out loss, and its changes by six refits with their squares
@@ -63,6 +64,7 @@ def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
         up += 2 * num  # lags
     up, down = num_candidates * up, num_candidates * down
     up += (num_candidates - 1) * num  # squared differences from the slow candidate
+    up -= numbers if differs else 0  # its u'Hu
     up -= num * (dx if upper == "shared" else 4) if fits else 0  # x is that of the slow candidate
     down -= (num - 1) * dx if fits and upper == "shared" else 0
     if lower == "global":
@@ -72,10 +74,53 @@ def test_ledger(lower: str, upper: str, num_candidates: int) -> None:
     assert fed.ledger.rounds == num + (lower == "global")
     assert columns["floats_up"].tolist() == [up] * 3
     assert columns["floats_down"].tolist() == [down] * 3
-    assert columns["hvp"].tolist() == [17 + steps + num_candidates * (8 + 2 * 2 + numbers)] * 3
     assert Pace(*state.numbers[3]).blend == 0.0  # otherwise, it costs more of f_y
-    for name in ("gy", "fx", "fy", "jvp"):
-        assert columns[name].tolist() == [steps] * 3
+    assert (Pace(*state.numbers[1]).blend > 0.0) == differs
+    later = num - 1 if differs else 0  # its first outer iteration has r = 0
+    products = num_candidates * (8 + 2 * 2 + numbers) - (numbers if differs else 0)
+    slopes = 2 * 7 + 3 * 2 if differs else 0  # of f, for its rays in 2..6, 9 and 10, and its diagonals
+    counts = {"gy": steps + later, "fx": steps, "fy": steps + slopes, "jvp": steps - later, "gx": 2 * later}
+    counts["hvp"] = 17 + steps - later + products
+    for name, count in counts.items():
+        assert columns[name].tolist() == [count] * 3
+
+
+@pytest.mark.parametrize("upper", ["shared", "private"])
+def test_the_slow_candidate_takes_the_directions_of_the_penalty_method(upper: str) -> None:
+    """y minimises g + r f and y + r u minimises g, with x at its start; h is then a difference over r u."""
+    built = Quadratic(**SMALL, upper=upper, num_samples=10).build()  # type: ignore[arg-type]
+    fed, state = drive(SelfTuned(pace=1e-15), built, 400)
+    r = Pace(*state.numbers[1]).blend
+    assert r > 0
+    y, x = state.z_y_slow, fed.collect(state.z_x_slow).reshape(-1, 2)
+    vals, trains = samples(fed, "val"), [whole(client["train"]) for client in built.clients]
+
+    def slopes(f_weight: float, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean derivatives of g + f_weight f by every client's x and by y."""
+        rows, at = x.expand(3, 2).clone().requires_grad_(), at.clone().requires_grad_()
+        trees = [(fed.host.layout_x.unravel(row), fed.host.layout_y.unravel(at)) for row in rows]
+        total = sum(built.problem.lower(*tree, own) for tree, own in zip(trees, trains, strict=True))
+        total = total + f_weight * sum(built.problem.upper(*tree, own) for tree, own in zip(trees, vals, strict=True))
+        return torch.autograd.grad(total, (rows, at))
+
+    (near, at_y), (far, at_z), (_, start) = slopes(r, y), slopes(0.0, y + r * state.u_slow), slopes(0.0, 0 * y)
+    assert float(at_y.norm()) < 1e-6 * float(start.norm())
+    assert float(at_z.norm()) < 1e-6 * float(start.norm())
+    h = (near - far) / r
+    found = fed.collect(state.m_x_slow).reshape(-1, 2)
+    torch.testing.assert_close(found, h if upper == "private" else h.mean(0, keepdim=True), rtol=1e-4, atol=1e-6)
+
+
+def test_a_direction_joins_several_minibatches() -> None:
+    built = Quadratic(**SMALL, num_samples=10).build()
+    paid = [
+        drive(SelfTuned(num_local_steps=num, num_candidates=1, holdout=0), built, 1, batch_size=2)[0]
+        .ledger.columns["samples"]
+        .tolist()
+        for num in (1, 3)
+    ]
+    per_direction = 2 * 2 * 2  # two more batches of two samples, of train and of val
+    assert [more - few for few, more in zip(*paid, strict=True)] == [per_direction] * 3
 
 
 def test_a_client_that_joins_late_pays_for_its_own_preparation() -> None:

@@ -15,6 +15,8 @@ class Gait(NamedTuple):
     wait: outer iterations after which x moves although y is not warmed up.
     fits: whether y minimises g + r f, with an r that grows while held-out samples surely gain; x is
         that of the safe candidate.
+    weight: r of a candidate whose y minimises g + r f with its own x, as a share of |g_y| / |f_y| at
+        the start.
     """
 
     lower: float = 0.9
@@ -24,11 +26,12 @@ class Gait(NamedTuple):
     brake: float = 0.15
     wait: int = 10
     fits: bool = False
+    weight: float = 0.0
 
 
 GAITS = {  # by the ending of the names of a candidate's variables
     "": Gait(),
-    "_slow": Gait(lower=0.2, system=0.15, momentum=0.0),
+    "_slow": Gait(lower=0.2, system=0.2, momentum=0.0, promise=0.1, weight=0.1),
     "_eager": Gait(promise=0.2, brake=0.5, wait=3),
     "_fit": Gait(fits=True),
 }

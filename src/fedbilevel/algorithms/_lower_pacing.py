@@ -121,6 +121,12 @@ def reach(y: Tensor, u: Tensor, d: Tensor) -> Tensor:
     return norm(y, d) / norm(u, d)
 
 
+def balance(own: Mapping[str, Any]) -> float:
+    """Return |g_y| / |f_y| in the metric 1/D, from residuals at u = 0; without f_y, return 0."""
+    g_y, f_y = (float(norm(own[name], 1 / own["diagonal"])) for name in ("residual_y", "residual_u"))
+    return g_y / f_y if f_y > TINY else 0.0
+
+
 def refitted(rows: Mapping[str, Any], length: float) -> Any:
     """Return the average of y after a step along -u; no step returns it as it is."""
     return rows["a_y"] - length * reach(rows["z_y"], rows["u"], rows["diagonal"]) * rows["u"] if length else rows["a_y"]

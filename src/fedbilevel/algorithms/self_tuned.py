@@ -8,7 +8,7 @@ as FedBiO. `num_candidates=1` sends as much as FedBiO.
 Four candidates start at the same point and differ in their gait (a, b, p, k, r):
 
     steady  a = b = 0.9, with momentum        p = 5 %     k = 0.15    r = 0
-    slow    a = 0.2, b = 0.15                 p = 5 %     k = 0.15    r = 0
+    slow    a = b = 0.2                       p = 10 %    k = 0.15    r = 0.1 |g_y| / |f_y| at the start
     eager   a = b = 0.9, with momentum        p = 20 %    k = 0.5     r = 0
     fit     a = b = 0.9, with momentum        x of slow               r >= 0
 
@@ -20,12 +20,19 @@ One outer iteration of a candidate, at the means over clients of
     v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - b (s / L) v_u
     x   <- x - l m / sqrt(max h^2),     m <- (m + h) / 2
 
+With a batch size, a direction joins `num_local_steps` minibatches. With its own r > 0, the slow
+candidate replaces derivatives along u by differences over r u:
+
+    h = f_x - (g_x(x, y + r u) - g_x(x, y)) / r,      H u <- (grad_y g(x, y + r u) - grad_y g(x, y)) / r
+
+Its y minimises g + r f and y + r u minimises g, as in the penalty method with lam = 1 / r.
+
 D is a diagonal that makes the rows of D^-1/2 H D^-1/2 equally long, estimated from products of H
 with random signs. L is the largest eigenvalue of D^-1/2 H D^-1/2, by power iteration. Products
 for D and L are sent along with the directions in three of eight outer iterations. c_y and c_u are
 cosines of successive residuals, as running means of at least zero: steady residuals give momentum,
 noisy ones do not. s falls while a cosine is negative, which shows noise or too long steps. delta is
-twice the negative part of u' H u / (L u' D u).
+twice the negative part of u' H u / (L u' D u), and zero for a difference over r u.
 
 The length l grows while h agrees with the last direction and falls when it does not. It has two
 limits: a step never promises to lower the upper loss by more than the share p of the range of
@@ -33,10 +40,10 @@ losses so far, and l is multiplied by min(1, k / lag), where lag is the residual
 of its largest value. x begins to move when the lag is below one half, at the latest after ten outer
 iterations (eager: three).
 
-Where the lower level is global, the fourth candidate also fits validation samples: it takes x from
-the slow candidate and solves min_y g + r f instead of min_y g, with D and L of g + r f. It begins
-with r = 0, and r grows while a step of y along -u surely lowers the held-out loss. With u = H^-1 f_y,
--u is the derivative of y by r at r = 0.
+Where the lower level is global, two candidates also fit validation samples: they solve min_y g + r f
+instead of min_y g, with D and L of g + r f. The slow candidate has a constant r. The fourth takes x
+from the slow candidate and begins with r = 0; its r grows while a step of y along -u surely lowers
+the held-out loss. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
 
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
@@ -62,20 +69,23 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all samples
-in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H u < 0 the
-damping delta biases the hypergradient; 20 % of the validation samples have no influence on h. With
-r > 0, y minimises g + r f. The answer is the best state on held-out samples: where y overfits, it
-stops before y*(x), and where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y;
-`holdout=0` returns the last state of the steady candidate, without a refit.
+Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all
+samples in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H
+u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
+on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to
+r. The answer is the best state on held-out samples: where y overfits, it stops before y*(x), and
+where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns
+the last state of the steady candidate, without a refit.
 
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three of
-eight outer iterations 4 d_y floats each way more; per client four of each of g_y, f_x, f_y, H u and
-J u, and 28 upper losses on held-out samples; in five of eight outer iterations four or eight products
-H v more; if the fit has begun, one f_y more, and up to three for a product. `num_candidates=1` divides
-all by four. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per
-client. With a local lower level there is no fourth candidate, no y, u or product travels, there is no
-round before the first outer iteration, and a client that joins later computes its 17 products then.
+eight outer iterations 4 d_y floats each way more; per client five of g_y, four of each of f_x and f_y,
+three of each of H u and J u, two of g_x (in the first, four of each but g_x), and 28 upper losses on
+held-out samples; in five of eight outer iterations three to eight products H v more; if r > 0, up to
+three f_y for a product; if the fit has begun, one f_y more. `num_candidates=1`: d_x + 2 d_y floats each
+way and one of each derivative but g_x. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1
+floats up; 17 products H v per client. With a local lower level there is no fourth candidate, r = 0, no
+y, u or product travels, there is no round before the first outer iteration, and a client that joins
+later computes its 17 products then.
 """
 
 from __future__ import annotations
@@ -93,6 +103,7 @@ from fedbilevel.algorithms._lower_pacing import (
     TINY,
     Controls,
     Rows,
+    balance,
     dot,
     equilibrated,
     first_metric,
@@ -159,7 +170,9 @@ class SelfTuned(ServerAlgorithm):
     num_candidates: int = setting(
         len(GAITS), "gaits that run side by side; every one costs as much as one run", least=1, most=len(GAITS)
     )
-    num_local_steps: int = setting(5, "steps of y and u per round with a local lower level", least=1)
+    num_local_steps: int = setting(
+        5, "steps of y and u per round with a local lower level; otherwise minibatches per direction", least=1
+    )
 
     upper_space = ("x", *_named(_UPPER))
     lower_space = ("y", *_named(_LOWER))
@@ -242,13 +255,15 @@ class SelfTuned(ServerAlgorithm):
         for ending in running:
             gait, pace = GAITS[ending], paces[ending]
             lead = _of(new, SAFE) if gait.fits else {}
+            if gait.weight and not pace.age and "blend" in told[ending]:
+                pace = pace._replace(blend=gait.weight * balance(_of(old | new, ending)))
             found = self.stepped(_of(old, ending), _of(new, ending), gait, probe, pace, lead)
             if "held" in found:
                 held, *tried = found["held"].tolist()
                 half = len(tried) // 2
                 if "against" in found:
                     pace = pace.compared(held - float(new["held" + SAFE][0]), float(found["against"]), fed.num_answers)
-                far = told[ending]["reach"] if "blend" in told[ending] else 0.0
+                far = told[ending]["reach"] if gait.fits and "blend" in told[ending] else 0.0
                 pace = pace.tried(tried[:half], tried[half:], fed.num_answers, far)
                 figures = found["figures"].tolist() if self.learn_x else [0.0] * 4
                 paces[ending] = pace.after(held, found["lags"].tolist(), figures, gait)
@@ -268,7 +283,7 @@ class SelfTuned(ServerAlgorithm):
             told |= {"step": self.length(pace), "cosine": pace.cosine, "moved": max(1, pace.moved)}
         if self.refits and not isinstance(own["z_y"], Kept):
             told["reach"] = float(reach(own["z_y"], own["u"], own["diagonal"]))
-            told |= {"blend": pace.blend} if gait.fits else {}
+            told |= {"blend": pace.blend} if gait.fits or gait.weight else {}
         return told
 
     def length(self, pace: Pace) -> float:
@@ -329,17 +344,16 @@ class SelfTuned(ServerAlgorithm):
         x, y, u = clients.rows(own["z_x"], own["z_y"], own["u"])
         local, private = "controls" in own, "m_x" in own
         rows = {name: own[name] for name in _LOWER if local} | {"z_y": y, "u": u}
-        vector = rows.get(probe, own.get(probe))
-        product = self.product(clients, x, y, probe, vector, own.get("blend", 0.0)) if vector is not None else None
+        r = own.get("blend", 0.0)
+        vector = None if probe == "u" and r and gait.weight else rows.get(probe, own.get(probe))  # no H u, no damping
+        product = self.product(clients, x, y, probe, vector, r) if vector is not None else None
         out: dict[str, Any] = {}
         if local:
             rows = self.measured(rows, probe, product)
         elif product is not None:
             out["product"] = product
         for step in clients.steps(self.num_local_steps if local else 1):
-            h, g_y, g_u = self.residuals(clients, step, x, rows)
-            if own.get("blend"):
-                g_y = g_y + own["blend"] * clients.upper_grad_y(x, rows["z_y"], step.batch("val", "B_f"))
+            h, g_y, g_u = self.residuals(clients, step, x, rows, gait, r)
             if local:
                 rows = lower_step(rows, g_y, g_u, gait)
         if local:
@@ -362,11 +376,21 @@ class SelfTuned(ServerAlgorithm):
             out["held"] = torch.cat([held, *changes, *(change**2 for change in changes)], dim=1)
         return out
 
-    def residuals(self, clients: Clients, step: Any, x: Tensor, rows: Rows) -> tuple[Any, Tensor, Any]:
-        """Return h, g_y and g_u; without learning x, only g_y."""
+    def residuals(
+        self, clients: Clients, step: Any, x: Tensor, rows: Rows, gait: Gait, r: float
+    ) -> tuple[Any, Tensor, Any]:
+        """Return h, g_y and g_u, where y minimises g + r f; without learning x, only g_y."""
+        times, y = 1 if "controls" in rows else self.num_local_steps, rows["z_y"]
         if not self.learn_x:
-            return None, clients.lower_grad(x, rows["z_y"], step.batch("train", "B_g")), None
-        return step_directions(clients, step, x, rows["z_y"], rows["u"], "shared")
+            return None, clients.lower_grad(x, y, step.batch("train", "B_g", times=times)), None
+        if not r or gait.fits:
+            h, g_y, g_u = step_directions(clients, step, x, y, rows["u"], "shared", times=times)
+            return h, g_y + r * clients.upper_grad_y(x, y, step.batch("val", "B_f", times=times)) if r else g_y, g_u
+        train, z = step.batch("train", "B_g", times=times), y + r * rows["u"]
+        f_x, f_y = clients.upper_grads(x, y, step.batch("val", "B_f", times=times))
+        at_y, at_z = clients.lower_grad(x, y, train), clients.lower_grad(x, z, train)
+        h = f_x - (clients.lower_grad_x(x, z, train) - clients.lower_grad_x(x, y, train)) / r
+        return h, at_y + r * f_y, (at_z - at_y) / r - f_y
 
     def product(self, clients: Clients, x: Tensor, y: Tensor, probe: str, vector: Tensor, blend: float) -> Tensor:
         """Return H times the ray, u' H u, or a new diagonal, each of every client.
