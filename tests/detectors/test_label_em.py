@@ -32,7 +32,7 @@ from support.sites.loopback import Loopback, simulated
 def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition, least_clean):
     built = small()
     em = LabelEM(
-        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7, least_clean=least_clean
+        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7, least_clean=least_clean, num_refinements=0,
     )  # fmt: skip
     fed, state = drive(em, built, em.num_passes)
     hand = ByHand(built, em)
@@ -81,7 +81,7 @@ def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarr
 
 @pytest.mark.parametrize("targets", ["kept", "soft", "weighted"])
 def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
-    built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets)
+    built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets, num_refinements=0)
     _, state = drive(em, built, em.num_passes + em.num_fit_rounds)
     hand = ByHand(built, em)
     q, given = hand.passes(), np.eye(CLASSES)[hand.label]
@@ -198,13 +198,14 @@ def test_the_cost_is_that_of_the_docstring(l2, num_many):
     built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12, least_clean=5, l2=l2)
     fed, state = drive(em, built, em.num_iterations())
     bill = fed.bill().totals()
-    detection, d, c = 3 + 2 + 3 * (2 + 2), 5, CLASSES
+    detection, d, c = 3 + 2 + 3 * (2 + 2) + 2 * (20 + 1 + 2), 5, CLASSES
     choice = num_many > 0
     assert bill["rounds"] == detection + 1 + 7 + choice + 1  # estimates, training, choice and guard
     once = 2 * (d - 1) + 3 + c**2 + d * (d + 1) // 2 + 2 * c * d
+    refinement = 2 * (20 * 5 * (c * d + 1) + 41)
     training = 7 * (2 * c * d + 2) + num_many * 6 * c * d + 8 * choice
     assert bill["floats_up"] == 3 * (
-        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + (2 * 200 + 1) + training + 6 + c
+        once + (2 + 5 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + refinement + (2 * 200 + 1) + training + 6 + c
     )
     assert all(isinstance(value, Kept) for value in (state.x, state.score, state.leverage))
 

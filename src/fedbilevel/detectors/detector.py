@@ -67,10 +67,14 @@ class Detector(Classifiers):
 
     def num_iterations(self) -> int:
         """Return the number of outer iterations of a whole run: detection, training, guard."""
-        return self.num_passes + self.num_fit_rounds + 1
+        return self.num_detections() + self.num_fit_rounds + 1
+
+    def num_detections(self) -> int:
+        """Return the number of outer iterations of `detect`."""
+        return self.num_passes
 
     def detect(self, fed: Federation, state: Any) -> Any:
-        """Return the state with another x; runs in the first `num_passes` outer iterations."""
+        """Return the state with another x; runs in the first `num_detections()` outer iterations."""
         return state
 
     # ---- sums of the data -----------------------------------------------------------------------------------------
@@ -144,12 +148,12 @@ class Detector(Classifiers):
     # ---- outer iterations -----------------------------------------------------------------------------------------
 
     def round(self, fed: Federation, state: _state.State) -> _state.State:
-        step = fed.iteration
-        if step <= self.num_passes:
+        step, first = fed.iteration, self.num_detections()
+        if step <= first:
             return self.detect(fed, state)
-        if step <= self.num_passes + self.num_fit_rounds:
+        if step <= first + self.num_fit_rounds:
             state = state if state.found else state._replace(found=self._estimated(fed, state))
-            return self.stepped(fed, state, step - self.num_passes)
+            return self.stepped(fed, state, step - first)
         return self._guarded(fed, state) if step == self.num_iterations() else state
 
     # ---- estimates and the guard ----------------------------------------------------------------------------------
@@ -181,19 +185,23 @@ class Detector(Classifiers):
         seen: training samples. unseen: clean samples that no other phase reads, whose label is right.
         """
         seen, unseen, wrong = [], [], []
-        for train, held, own, matrix in zip(
-            clients.samples("train"), self._unread(clients), clients.unpadded(x), self.own(clients, transition),
-            strict=True,
+        for client, train, held, own, matrix in zip(
+            clients.ids.tolist(), clients.samples("train"), self._unread(clients), clients.unpadded(x),
+            self.own(clients, transition), strict=True,
         ):  # fmt: skip
             q = soft_labels.posterior(own, train["label"])
             right = q.gather(1, train["label"].long()[:, None])
-            z = _rows.standardised(held, centre, scale)
-            log_q = _rows.log_posterior(z @ weights.view(z.shape[1], -1), heat, matrix, held["label"])
+            score = self.unseen_scores(clients, client, _rows.standardised(held, centre, scale), weights)
+            log_q = _rows.log_posterior(score, heat, matrix, held["label"])
             safe = log_q.exp().gather(1, held["label"].long()[:, None])
             seen.append(_rows.binned(right, NUM_BINS))
             unseen.append(_rows.binned(safe, NUM_BINS))
             wrong.append((1 - right).sum()[None])
         return {"seen": torch.stack(seen), "unseen": torch.stack(unseen), "wrong": torch.stack(wrong)}
+
+    def unseen_scores(self, clients: Clients, client: int, z: Tensor, weights: Tensor) -> Tensor:
+        """Return scores of samples that were not used, spread as those of training samples are."""
+        return z @ weights.view(z.shape[1], -1)
 
     def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
         """Return the transition matrix of every client; here, all clients have the same matrix."""

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._scored import Scored
+from fedbilevel.detectors._folds import Folds
 from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
@@ -66,9 +66,10 @@ HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelEM(Scored):
+class LabelEM(Folds):
     statistics = (*Detector.statistics, "copies")
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
+    num_refinements: int = setting(2, "outer iterations with scores of logistic classifiers, after these", least=0)
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
     tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
     prior: float = setting(1.0, "samples that the prior adds to every entry of T", above=0)
@@ -76,6 +77,9 @@ class LabelEM(Scored):
         "shared", "one matrix T for all clients, or one for each client, which never travels"
     )
     pull: float = setting(50.0, "samples with which the shared T counts in a client's own T", above=0)
+
+    def num_detections(self) -> int:
+        return self.num_passes + self.num_refinements
 
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
@@ -114,6 +118,17 @@ class LabelEM(Scored):
         return state
 
     def detect(self, fed: Federation, state: State) -> State:
+        first = fed.iteration <= self.num_passes
+        state = self._stepped(fed, self._by_ridge(fed, state) if first else self.by_folds(fed, state))
+        if fed.iteration < self.num_passes:
+            return state
+        last = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
+        )
+        return state._replace(x=last.x)
+
+    def _by_ridge(self, fed: Federation, state: State) -> State:
+        """Return the state with W of the present posteriors, its leave-one-out scores and b."""
         labels = fed.mean(
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **state.units
         )
@@ -122,13 +137,7 @@ class LabelEM(Scored):
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
         scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **state.units)
         state = state._replace(x=labels.x, score=scores.score, weights=weights)
-        state = self._stepped(fed, self._heated(fed, state, weights.new_ones(sums.shape[1])))
-        if fed.iteration < self.num_passes:
-            return state
-        last = fed.mean(
-            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
-        )
-        return state._replace(x=last.x)
+        return self._heated(fed, state, weights.new_ones(sums.shape[1]))
 
     @phase
     def clean_fit(
@@ -196,6 +205,11 @@ class LabelEM(Scored):
             z, q = _rows.standardised(train, centre, scale), soft_labels.posterior(own, train["label"])
             score.append(_rows.leave_one_out(z, weights.view(z.shape[1], -1), h.view(q.shape), q).flatten())
         return {"score": clients.padded(score)}
+
+    def unseen_scores(self, clients: Clients, client: int, z: Tensor, weights: Tensor) -> Tensor:
+        if not self.num_refinements:
+            return super().unseen_scores(clients, client, z, weights)
+        return self.out_of_fold(z, weights, self.folds(clients, "held", client, len(z)))
 
     def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
         """Return the matrix T of every client."""
