@@ -32,7 +32,8 @@ from support.sites.loopback import Loopback, simulated
 def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition, least_clean):
     built = small()
     em = LabelEM(
-        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7, least_clean=least_clean, num_refinements=0,
+        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_refinements=0, num_steps=7,
+        least_clean=least_clean,
     )  # fmt: skip
     fed, state = drive(em, built, em.num_passes)
     hand = ByHand(built, em)

@@ -102,7 +102,7 @@ class Detector(Classifiers):
         start = 0.5 * torch.eye(num_classes, dtype=y.dtype, device=y.device) + 0.5 / num_classes
         return _state.State(
             x, y, fed.zeros("score"), fed.zeros("leverage"), centre, scale, sums.gram, sums.clean, sums.given,
-            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros,
+            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, y.new_zeros(0), zeros, zeros,
             [0] * self.num_pairs(), {},
         )  # fmt: skip
 

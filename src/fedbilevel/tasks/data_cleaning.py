@@ -134,7 +134,7 @@ class DataCleaning(Task):
     }
     suggested_iterations = {
         "*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 51, "from_posterior": 51,
-        **dict.fromkeys(("confident", "own_loss", "influence", "shared_weights", "sample_weights"), 42),
+        "shared_weights": 71, **dict.fromkeys(("confident", "own_loss", "influence", "sample_weights"), 42),
     }  # fmt: skip
     headline = ("test_accuracy", "f1", "precision", "recall")
     needs = {
