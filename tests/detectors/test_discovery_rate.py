@@ -21,7 +21,9 @@ def clients(seed: int, noise: tuple[float, ...]) -> list[dict]:
             label = rng.choice(3, num, p=np.roll([0.5, 0.3, 0.2], i))
             roles[role] = {"image": centres[label] + rng.normal(size=(num, 5)), "label": label}
         train = roles["train"]
-        drawn = np.where(rng.random(len(train["label"])) < share, rng.integers(0, 3, len(train["label"])), train["label"])
+        drawn = np.where(
+            rng.random(len(train["label"])) < share, rng.integers(0, 3, len(train["label"])), train["label"]
+        )
         roles["train"] = {**train, "label": drawn, "wrong": drawn != train["label"]}
         found.append(roles)
     return found

@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
+from fedbilevel.detectors._classifiers import TARGETS
 from fedbilevel.detectors._folds import Folds
 from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
@@ -68,6 +69,7 @@ HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 @dataclass(frozen=True, kw_only=True)
 class LabelEM(Folds):
     statistics = (*Detector.statistics, "copies")
+    targets: Literal["auto", "kept", "soft", "weighted"] = setting("soft", TARGETS)
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
     num_refinements: int = setting(2, "outer iterations with scores of logistic classifiers, after these", least=0)
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
