@@ -83,7 +83,7 @@ def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarr
 @pytest.mark.parametrize("targets", ["kept", "soft", "weighted"])
 def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
     built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets, num_refinements=0)
-    _, state = drive(em, built, em.num_passes + em.num_fit_rounds)
+    _, state = drive(em, built, em.num_detections() + em.num_fit_rounds)
     hand = ByHand(built, em)
     q, given = hand.passes(), np.eye(CLASSES)[hand.label]
     right = (q * given).sum(1)
