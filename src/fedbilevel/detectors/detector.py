@@ -2,9 +2,19 @@
 
 A detector sets x, the posterior of every training label, in its own way (`detect`). Then two linear
 classifiers are trained by sums only (`_classifiers`): `cleaned` on the labels of x, `plain` on the
-labels as they are given. The guard compares them on clean samples that no other step has read: the answer y is
-`cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples or
-none of some class.
+labels as they are given. The guard compares them on clean samples that no other step has read: the
+answer y is `cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such
+samples or none of some class.
+
+The guard accepts `cleaned` if all of three hold, with t the mean of paired differences in standard
+errors:
+
+    t of the log-likelihood >= reject_below
+    right answers: not fewer by more than a standard error
+    t of the calibrated log-likelihood >= accept_above
+
+Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
+of the held samples. Both classifiers have one, so the advantage of choosing it cancels.
 
 Symbols: z is a standardised row of features with a one at its end, C the number of classes, n_i and
 m_i the numbers of training samples and of clean samples that the client i uses, n = sum n_i. All

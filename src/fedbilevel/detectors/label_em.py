@@ -1,7 +1,7 @@
 """Label EM: posteriors of the true labels from sums only.
 
 Use it when labels of the training samples are wrong and the clients have some clean samples, at
-least one of every class among all of them. The posteriors stay at their clients. It costs 50 to 110
+least one of every class among all of them. The posteriors stay at their clients. It costs 90 to 160
 rounds, in one of which each client sends D (D + 1) / 2 floats for D features.
 
 Every sample has a true class k with probability p_k(z), and the given label l with probability
@@ -25,23 +25,30 @@ b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j] over the training s
 With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
 differ in their noise.
 
-Afterwards both classifiers of `Detector` are trained and the guard decides.
+The last `num_refinements` outer iterations replace the ridge regression by logistic regressions on
+q, one for each of K folds, which score the samples of the fold that they have not seen (`_folds`).
+They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
+too, from 41 values.
+
+Afterwards both classifiers of `Detector` are trained, the cleaned one on the posteriors, and the
+guard decides.
 
 Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
 algorithm", Applied Statistics 1979, for q and T. The scores are own work.
 
-Deviations: (1) The classifier inside EM is a ridge regression with a softmax of heat b, not a
-fitted likelihood, because its leave-one-out scores are exact and need sums only. (2) The prior of T
-adds `prior` samples to every entry.
+Deviations: (1) The classifier of the first outer iterations is a ridge regression with a softmax of
+heat b, not a fitted likelihood, because its leave-one-out scores are exact and need sums only. (2)
+The prior of T adds `prior` samples to every entry.
 
 Bias: errors of the classifier that depend on the class are counted as noise in T, so EM flags too
 many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
 reason.
 
-Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) rounds of detection, in which
-a client sends D (D + 1) / 2 + O(C D) floats once, C D + 13 per outer iteration and C^2 + 13 per step;
-then the training of `as_given`, and two rounds for estimates and the guard. No derivative is
-evaluated; a phase reads all of a client's samples.
+Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) + num_refinements
+(num_fold_rounds + 1 + num_steps) rounds of detection, in which a client sends D (D + 1) / 2 + O(C D)
+floats once, C D + 13 per outer iteration with a ridge regression, K (C D + 1) per fold round and
+C^2 + 13 per step; then the training of `as_given`, and three rounds for estimates and the guard. No
+derivative is evaluated; a phase reads all of a client's samples.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ the label is an input. (3) Weights are renormalised over all samples of all clie
 
 Bias: a function of loss and label cannot tell a hard sample from a wrong label.
 
+A step is one outer iteration, so a run can be resumed between steps.
+
 Cost of a whole run: the rounds of `own_loss`, then num_upper_steps times at most num_lower_rounds +
 num_system_rounds + 1 rounds of C D floats and one round of 16 C + 49 floats, and the rounds of
 `as_given`.
