@@ -40,49 +40,75 @@ def minimiser(z: np.ndarray, target: np.ndarray, l2: float) -> np.ndarray:
     return flat.view(z.shape[1], CLASSES).numpy()
 
 
-@pytest.mark.parametrize("least_clean", [2, 99], ids=["b-by-clean-samples", "b-by-training-samples"])
-def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sample(least_clean):
+def test_refined_posteriors_are_those_of_classifiers_without_the_fold_of_the_sample():
     built = small()
     em = LabelEM(
-        ridge=0.02, num_passes=3, num_refinements=2, num_folds=3, num_fold_rounds=600, num_steps=4, l2=0.03,
-        least_clean=least_clean,
+        ridge=2.0, num_passes=3, num_refinements=2, num_folds=3, num_fold_rounds=600, num_steps=4, l2=0.03,
+        least_clean=2,
     )  # fmt: skip
-    fed, state = drive(em, built, em.num_detections())
     hand = ByHand(built, em)
-    q = hand.passes()
+    q, models, taken = hand.passes(), None, []
     used = tuple(num - round(0.5 * num) for num in CLEAN)
     assert sum(used) == len(hand.yc)
     fold, clean_fold = folds("train", SIZES, 3), folds("val", used, 3)
+    likely = lambda b, S: log_softmax(b * S, axis=1)[range(len(S)), hand.yc].sum()
+    best = likely(hand.heat, clean_scores(hand, q_before=hand.q_before))
     for _ in range(em.num_refinements):
         S, Sc = np.zeros((len(q), CLASSES)), np.zeros((len(hand.yc), CLASSES))
-        models = []
+        found = []
         for k in range(3):
             z = np.concatenate([hand.z[fold != k], hand.zc[clean_fold != k]])
             target = np.concatenate([q[fold != k], np.eye(CLASSES)[hand.yc[clean_fold != k]]])
-            models.append(minimiser(z, target, 0.03))
-            S[fold == k], Sc[clean_fold == k] = hand.z[fold == k] @ models[k], hand.zc[clean_fold == k] @ models[k]
-        each = lambda b, own=Sc: log_softmax(b * own, axis=1)[range(len(own)), hand.yc].sum()
-        hand.heat = max(FOLD_HEATS, key=each) if least_clean == 2 else 1.0
+            found.append(minimiser(z, target, 0.03))
+            S[fold == k], Sc[clean_fold == k] = hand.z[fold == k] @ found[k], hand.zc[clean_fold == k] @ found[k]
+        heat = max(FOLD_HEATS, key=lambda b, Sc=Sc: likely(b, Sc))
+        taken.append(likely(heat, Sc) > best)
+        if not taken[-1]:
+            break
+        best, hand.heat, models = likely(heat, Sc), heat, np.stack(found)
         hand.steps(S)
         q = hand.posterior(S)
-    np.testing.assert_allclose(state.weights.view(3, 5, CLASSES), np.stack(models), atol=1e-8)
+    fed, state = drive(em, built, em.num_detections())
+    assert taken == [True, True]
+    np.testing.assert_allclose(state.weights.view(3, 5, CLASSES), models, atol=1e-8)
     np.testing.assert_allclose(posteriors(fed, state, built), q, atol=1e-8)
     assert state.heat == hand.heat
+    assert float(state.learned) * 3 == pytest.approx(best, abs=1e-9)
     assert len({*fold}) == len({*clean_fold}) == 3
     assert np.abs(q - hand.passes()).max() > 0.01  # the refinement changes something
 
 
+def clean_scores(hand: ByHand, q_before: np.ndarray) -> np.ndarray:
+    """Scores of the clean samples by the last ridge regression, each without itself."""
+    gram, sums = hand.gram + hand.em.ridge * len(hand.z) * np.eye(5), hand.z.T @ q_before + hand.B
+    without = lambda z, y: np.linalg.solve(gram - np.outer(z, z), sums - np.outer(z, np.eye(CLASSES)[y]))
+    return np.stack([z @ without(z, y) for z, y in zip(hand.zc, hand.yc, strict=True)])
+
+
+@pytest.mark.parametrize("why", ["few clean samples", "less likely"])
+def test_scores_that_are_not_more_likely_change_nothing(why):
+    built = small()
+    settings = {"least_clean": 99} if why == "few clean samples" else {"least_clean": 2, "l2": 100.0}  # W near zero
+    refined, plain = (LabelEM(ridge=0.02, num_refinements=num, **settings) for num in (2, 0))
+    fed, state = drive(refined, built, refined.num_detections())
+    wanted = posteriors(*drive(plain, built, plain.num_passes), built)
+    np.testing.assert_array_equal(posteriors(fed, state, built), wanted)
+    state = drive(refined, built, refined.num_detections() + 1)[1]
+    assert refined.labels_of(state) == "kept"
+
+
 def test_samples_of_the_guard_are_scored_by_the_classifier_of_one_fold():
     """So their scores are spread as those of training samples are, which the false-discovery rate needs."""
-    built, em = small(), LabelEM(ridge=0.02, num_folds=4, num_fold_rounds=5)
+    built, em = small(), LabelEM(ridge=2.0, l2=0.1, num_folds=3, num_fold_rounds=100, least_clean=2)
     fed, state = drive(em, built, em.num_detections() + 1)
     hand = ByHand(built, em)
     sizes = tuple(round(0.5 * num) for num in CLEAN)
-    models = state.weights.view(4, 5, CLASSES).numpy()
-    S = np.stack([z @ models[k] for z, k in zip(hand.zh, folds("held", sizes, 4), strict=True)])
+    models = state.weights.view(3, 5, CLASSES).numpy()
+    assert em.labels_of(state) == "soft"
+    S = np.stack([z @ models[k] for z, k in zip(hand.zh, folds("held", sizes, 3), strict=True)])
     T = normed(state.transition.view(CLASSES, CLASSES).numpy())
     q = softmax(log_softmax(state.heat * S, axis=1) + np.log(T[:, hand.yh].T), axis=1)
-    odds = np.log(1 / q[range(len(S)), hand.yh] - 1)
+    odds = np.log((1 / q[range(len(S)), hand.yh] - 1).clip(np.exp(-15.9), np.exp(15.9)))
     wanted = np.histogram(odds, bins=np.linspace(-16, 16, 201))[0]
     phase = {"x": state.x, "weights": state.weights, "transition": state.transition, "heat": state.heat}
     found = fed.mean(em.odds, **phase, **state.units).unseen * fed.num_clients

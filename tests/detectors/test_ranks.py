@@ -19,7 +19,14 @@ from support.numeric.labels import small
 pytestmark = [pytest.mark.wait, pytest.mark.slow]
 
 CASES = {
-    "label_em": {"transition": "own", "num_fold_rounds": 5},
+    "label_em": {
+        "transition": "own",
+        "num_fold_rounds": 100,
+        "ridge": 2.0,
+        "l2": 0.1,
+        "num_folds": 3,
+        "least_clean": 2,
+    },
     "influence": {},
     "shared_weights": {"num_upper_steps": 3},
     "from_posterior": {"num_upper_steps": 3, "num_fold_rounds": 5, "least_t": -1e9},  # every step is accepted

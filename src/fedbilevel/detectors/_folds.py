@@ -6,7 +6,9 @@ divided into K folds by address. For every fold k,
     W_k = argmin of (sum of CE(W; z_j, q_j) over training and clean samples outside of k) / number
           + l2/2 |W|^2,      S_j = z_j' W_k for the samples j of the fold k
 
-with posteriors q as targets. All W_k are trained side by side in the same rounds, from W = 0.
+with posteriors q as targets. All W_k are trained side by side in the same rounds, from W = 0. The
+scores replace the present ones only if the clean samples, each scored without itself, are more likely
+by them, at the best b of each.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from fedbilevel.federation.clients import Clients
 from fedbilevel.settings import setting
 from fedbilevel.tasks import soft_labels
 
+CLOSED = 1.0  # in place of a log-likelihood: no scores are compared with it any more
 FOLD_HEATS = tuple(2.0 ** (i / 8) for i in range(-16, 25))  # 1/4 to 8
 
 
@@ -35,7 +38,7 @@ class Folds(Scored):
     num_fold_rounds: int = setting(20, "rounds that train the classifiers of the folds", least=1)
 
     def by_folds(self, fed: Federation, state: State) -> State:
-        """Return the state with W_k as weights, the scores S, and the b that the clean samples choose."""
+        """Return the state with W_k as weights, S and b, or the present ones if these are more likely."""
         gram = _rows.unpacked(state.gram.double())
         last = now = gram.new_zeros(self.num_folds, len(gram), len(state.y) // len(gram))
         age, l2 = [0] * self.num_folds, self.fixed_l2()
@@ -47,10 +50,11 @@ class Folds(Scored):
             new, further, age = (list(part) for part in zip(*steps, strict=True))
             last, now = torch.stack(new), torch.stack(further)
         weights = last.flatten().to(state.y.dtype)
-        scored = fed.mean(self.fold_scores, weights=weights, **state.units)
-        few = float(state.counts[1]) * fed.num_clients < self.least_clean
-        heat = 1.0 if few else FOLD_HEATS[int(scored.fit.argmax())]
-        return state._replace(weights=weights, score=scored.score, heat=heat)
+        fit = fed.mean(self.fold_fit, weights=weights, **state.units).fit.double()
+        if not float(fit.max()) > float(state.learned):
+            return state._replace(learned=torch.full_like(state.learned, CLOSED))  # x stays, and so would this answer
+        score = fed.mean(self.fold_scores, weights=weights, **state.units).score
+        return state._replace(weights=weights, score=score, heat=FOLD_HEATS[int(fit.argmax())], learned=fit.max()[None])
 
     @phase
     def fold_slopes(
@@ -75,15 +79,21 @@ class Folds(Scored):
         return {"slope": torch.stack(slopes), "weight": torch.stack(counts)}
 
     @phase
-    def fold_scores(self, clients: Clients, weights: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Keep S, and return the log-likelihood of the clean samples at every b."""
-        rows, fits = [], []
-        for z, _, fold in self.divided(clients, "train", centre, scale):
-            rows.append(self.out_of_fold(z, weights, fold).flatten())
+    def fold_fit(self, clients: Clients, weights: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Return the log-likelihood of the clean samples at every b."""
+        fits = []
         for z, label, fold in self.divided(clients, "val", centre, scale):
             score, own = self.out_of_fold(z, weights, fold), label.long()[:, None]
             fits.append(torch.stack([(b * score).log_softmax(1).gather(1, own).sum() for b in FOLD_HEATS]))
-        return {"score": clients.padded(rows), "fit": torch.stack(fits)}
+        return {"fit": torch.stack(fits)}
+
+    @phase
+    def fold_scores(self, clients: Clients, weights: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Keep S."""
+        rows = []
+        for z, _, fold in self.divided(clients, "train", centre, scale):
+            rows.append(self.out_of_fold(z, weights, fold).flatten())
+        return {"score": clients.padded(rows)}
 
     def out_of_fold(self, z: Tensor, weights: Tensor, fold: Tensor) -> Tensor:
         """Return the scores (n, C) of samples, each by the classifier that has not seen its fold."""

@@ -28,10 +28,11 @@ differ in their noise.
 The last `num_refinements` outer iterations replace the ridge regression by logistic regressions on
 q, one for each of K folds, which score the samples of the fold that they have not seen (`_folds`).
 They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
-too, from 41 values.
+too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
+samples, they never do.
 
-Afterwards both classifiers of `Detector` are trained, the cleaned one on the posteriors, and the
-guard decides.
+Afterwards both classifiers of `Detector` are trained and the guard decides. With targets="auto", the
+cleaned classifier learns from the posteriors if they were refined.
 
 Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
 algorithm", Applied Statistics 1979, for q and T. The scores are own work.
@@ -61,8 +62,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._classifiers import TARGETS
-from fedbilevel.detectors._folds import Folds
+from fedbilevel.detectors._folds import CLOSED, Folds
 from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
@@ -76,7 +76,6 @@ HEATS = tuple(2.0 ** (i / 2) for i in range(13))  # 1 to 64
 @dataclass(frozen=True, kw_only=True)
 class LabelEM(Folds):
     statistics = (*Detector.statistics, "copies")
-    targets: Literal["auto", "kept", "soft", "weighted"] = setting("soft", TARGETS)
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
     num_refinements: int = setting(2, "outer iterations with scores of logistic classifiers, after these", least=0)
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
@@ -90,6 +89,10 @@ class LabelEM(Folds):
     def num_detections(self) -> int:
         return self.num_passes + self.num_refinements
 
+    def labels_of(self, state: State) -> str:
+        refined = len(state.weights) > len(state.y)
+        return "soft" if refined and self.targets == "auto" else super().labels_of(state)
+
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
         clean, given = (part.double().view(len(state.centre) + 1, -1) for part in (state.clean, state.given))
@@ -102,12 +105,12 @@ class LabelEM(Folds):
     def _heated(self, fed: Federation, state: State, copies: Tensor) -> State:
         """Return the state with the b that the clean samples choose, if there are enough of them."""
         if float(state.counts[1]) * fed.num_clients < self.least_clean:
-            return state
+            return state._replace(learned=torch.full((1,), CLOSED, dtype=torch.float64, device=state.y.device))
         fit = fed.mean(
             self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
             scale=state.scale,
         ).fit  # fmt: skip
-        return state._replace(heat=HEATS[int(fit.argmax())])
+        return state._replace(heat=HEATS[int(fit.argmax())], learned=fit.double().max()[None])
 
     def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
@@ -127,10 +130,14 @@ class LabelEM(Folds):
         return state
 
     def detect(self, fed: Federation, state: State) -> State:
-        first = fed.iteration <= self.num_passes
-        state = self._stepped(fed, self._by_ridge(fed, state) if first else self.by_folds(fed, state))
-        if fed.iteration < self.num_passes:
-            return state
+        if fed.iteration <= self.num_passes:
+            state = self._stepped(fed, self._by_ridge(fed, state))
+            if fed.iteration < self.num_passes:
+                return state
+        else:
+            if float(state.learned) == CLOSED:
+                return state
+            state = self._stepped(fed, self.by_folds(fed, state))
         last = fed.mean(
             self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
         )
@@ -216,7 +223,7 @@ class LabelEM(Folds):
         return {"score": clients.padded(score)}
 
     def unseen_scores(self, clients: Clients, client: int, z: Tensor, weights: Tensor) -> Tensor:
-        if not self.num_refinements:
+        if len(weights) == len(clients.host.y0):
             return super().unseen_scores(clients, client, z, weights)
         return self.out_of_fold(z, weights, self.folds(clients, "held", client, len(z)))
 
