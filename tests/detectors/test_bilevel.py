@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_without_clean_samples_no_label_is_doubted(kind):
     built = small()
     none = [{**one["val"], "trusted": np.zeros(len(one["val"]["label"]), bool)} for one in built.clients]
     clients = [{**one, "val": val} for one, val in zip(built.clients, none, strict=True)]
-    fed, state = drive(kind(), Built(built.problem, clients), 1)
+    fed, state = drive(kind(), Built(built.problem, clients), kind().num_detections())
     label = np.concatenate([client["train"]["label"] for client in built.clients])
     assert (posteriors(fed, state, built)[range(len(label)), label] > 0.99).all()
 
@@ -192,7 +194,7 @@ def test_weights_of_the_shared_function_are_relative_to_those_of_clean_samples()
 
 def test_the_shared_function_learns_to_doubt_wrong_labels():
     built = small()
-    fed, state = drive(SharedWeights(lower_l2=0.05), built, 1)
+    fed, state = drive(SharedWeights(lower_l2=0.05), built, 30)
     label, wrong = (np.concatenate([client["train"][name] for client in built.clients]) for name in ("label", "wrong"))
     q = posteriors(fed, state, built)[range(len(label)), label]
     assert q[wrong].mean() < q[~wrong].mean() - 0.3
@@ -267,10 +269,10 @@ def test_without_an_accepted_step_the_posteriors_are_those_of_label_em():
     built = small()
     refused = FromPosterior(num_passes=2, ridge=0.02, least_t=1e9, num_upper_steps=3)
     em = LabelEM(num_passes=2, ridge=0.02)
-    wanted = posteriors(*drive(em, built, 2), built)
-    np.testing.assert_array_equal(posteriors(*drive(refused, built, 2), built), wanted)
+    wanted = posteriors(*drive(em, built, 4), built)
+    np.testing.assert_array_equal(posteriors(*drive(refused, built, 4), built), wanted)
     taken = FromPosterior(num_passes=2, ridge=0.02, least_t=-1e9, num_upper_steps=3)
-    fed, state = drive(taken, built, 2)
+    fed, state = drive(taken, built, 4)
     assert np.abs(posteriors(fed, state, built) - wanted).max() > 0.05
     assert not bool(state.weights.any())  # no cut at a false-discovery rate
 
@@ -280,9 +282,16 @@ def test_without_an_accepted_step_the_posteriors_are_those_of_label_em():
 BRIEF = {
     "influence": Influence(num_lower_rounds=5, num_system_rounds=3, num_fit_rounds=3),
     "sample_weights": SampleWeights(num_lower_rounds=5, num_system_rounds=3, num_steps=2, num_fit_rounds=3),
-    "shared_weights": SharedWeights(num_lower_rounds=5, num_system_rounds=3, num_upper_steps=2, num_fit_rounds=3),
+    "shared_weights": SharedWeights(num_lower_rounds=5, num_system_rounds=3, num_upper_steps=4, num_fit_rounds=3),
     "from_posterior": FromPosterior(
-        num_lower_rounds=5, num_system_rounds=3, num_upper_steps=2, num_passes=2, num_fit_rounds=2, least_t=-9.0
+        num_lower_rounds=5,
+        num_system_rounds=3,
+        num_upper_steps=2,
+        num_passes=1,
+        num_refinements=2,
+        num_fold_rounds=3,
+        num_fit_rounds=2,
+        least_t=-9.0,
     ),
 }
 
@@ -297,8 +306,10 @@ def test_the_order_of_clients_changes_nothing(name):
     built, detector = small(), BRIEF[name]
     order = [2, 0, 1]
     clients = [placed(built.clients[old], old, new) for new, old in enumerate(order)]
-    fed, state = drive(detector, built, detector.num_passes)
-    other, permuted = drive(detector, Built(built.problem, clients), detector.num_passes)
+    detector = dataclasses.replace(detector, num_refinements=0) if name == "from_posterior" else detector  # addressed
+    num = detector.num_detections()
+    fed, state = drive(detector, built, num)
+    other, permuted = drive(detector, Built(built.problem, clients), num)
     sizes = [len(client["train"]["label"]) for client in built.clients]
     parts = np.split(posteriors(fed, state, built), np.cumsum(sizes)[:-1])
     wanted = np.concatenate([parts[old] for old in order])
@@ -327,8 +338,8 @@ def test_sites_have_the_posteriors_of_the_simulator_and_send_sums_only(tmp_path,
     often = {"num_lower_rounds": 3, "num_system_rounds": 2, "num_fit_rounds": 2}
     many = {"sample_weights": "num_steps", "shared_weights": "num_upper_steps", "from_posterior": "num_upper_steps"}
     own = {many[name]: 2} if name in many else {}
-    own |= {"num_passes": 1, "least_t": -9.0} if name == "from_posterior" else {}
-    plan = federation.plan({"name": name, **often, **own}, task, num_classes=10, num_iterations=4)
+    own |= {"num_passes": 1, "num_refinements": 1, "least_t": -9.0} if name == "from_posterior" else {}
+    plan = federation.plan({"name": name, **often, **own}, task, num_classes=10, num_iterations=5)
     assert federation.serve(plan) == "finished"
     result, wanted = simulated(plan, tmp_path / "simulated")
     found, _ = federation.record.load()

@@ -61,7 +61,7 @@ def cases(hand, q, targets):
 @pytest.mark.parametrize("targets", ["kept", "soft", "weighted"])
 def test_l2_and_both_classifiers_are_those_of_dense_minimisers(targets, seed):
     built, em = small(), LabelEM(ridge=0.02, num_fit_rounds=1200, targets=targets)
-    fed, state = drive(em, built, em.num_passes + em.num_fit_rounds, seed=seed)
+    fed, state = drive(em, built, em.num_detections() + em.num_fit_rounds, seed=seed)
     hand, q, fold = ByHand(built, em, seed), posteriors(fed, state, built), fold_of(built, seed)
     assert fold.sum() == 3 + 4 + 2
     for k, (target, mass) in enumerate(cases(hand, q, targets)):
@@ -85,7 +85,7 @@ def test_classifiers_may_have_another_l2_and_none_is_always_chosen():
     chosen = set()
     for seed in range(6):
         em = LabelEM(ridge=0.02, num_fit_rounds=60)
-        chosen.add(tuple(drive(em, small(), em.num_passes + 60, seed=seed)[1].found["l2"].values()))
+        chosen.add(tuple(drive(em, small(), em.num_detections() + 60, seed=seed)[1].found["l2"].values()))
     assert any(one != other for one, other in chosen)
     assert len({one for pair in chosen for one in pair}) > 1
 
@@ -93,7 +93,7 @@ def test_classifiers_may_have_another_l2_and_none_is_always_chosen():
 def test_a_number_takes_the_steps_of_that_l2_and_chooses_nothing():
     """Accelerated steps on the bound of both classifiers, which restart together."""
     built, detector = small(), LabelEM(ridge=0.02, l2=0.003, num_fit_rounds=9, targets="weighted")
-    fed, state = drive(detector, built, detector.num_passes + 9)
+    fed, state = drive(detector, built, detector.num_detections() + 9)
     hand, q = ByHand(built, detector), posteriors(fed, state, built)
     last = ahead = np.zeros((2, 5, CLASSES))
     age = 0

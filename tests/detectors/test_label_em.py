@@ -13,7 +13,7 @@ from scipy.stats import chi2
 
 from fedbilevel import discovery
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._decisions import discovery_cut, judged, upper_bound
+from fedbilevel.detectors._decisions import TEMPERATURES, discovery_cut, is_worse, judged, temperature, upper_bound
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.detectors.label_em import LabelEM
 from fedbilevel.errors import ProblemError, ScopeError, SettingError
@@ -32,7 +32,8 @@ from support.sites.loopback import Loopback, simulated
 def test_posteriors_transitions_and_heat_are_those_of_plain_numpy_with_explicit_refits(transition, least_clean):
     built = small()
     em = LabelEM(
-        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_steps=7, least_clean=least_clean
+        transition=transition, ridge=0.02, pull=7.0, num_passes=4, num_refinements=0, num_steps=7,
+        least_clean=least_clean,
     )  # fmt: skip
     fed, state = drive(em, built, em.num_passes)
     hand = ByHand(built, em)
@@ -81,8 +82,8 @@ def losses(hand: ByHand, model: torch.Tensor, target: np.ndarray, mass: np.ndarr
 
 @pytest.mark.parametrize("targets", ["kept", "soft", "weighted"])
 def test_both_classifiers_are_the_minimisers_of_their_losses(targets):
-    built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets)
-    _, state = drive(em, built, em.num_passes + em.num_fit_rounds)
+    built, em = small(), LabelEM(ridge=0.02, l2=0.05, num_fit_rounds=400, targets=targets, num_refinements=0)
+    _, state = drive(em, built, em.num_detections() + em.num_fit_rounds)
     hand = ByHand(built, em)
     q, given = hand.passes(), np.eye(CLASSES)[hand.label]
     right = (q * given).sum(1)
@@ -111,7 +112,14 @@ def test_the_guard_pairs_both_classifiers_on_clean_samples_that_nothing_else_has
     assert state.found["t"] == pytest.approx(t, rel=1e-9)
     right = [(hand.zh @ model).argmax(1) == hand.yh for model in models]
     assert state.found["gain"] == pytest.approx(float(right[0].mean() - right[1].mean()), abs=1e-12)
-    assert state.found["verdict"] == ("accepted" if t >= -2 else "rejected")
+    fair = []
+    for model in models:
+        each = [log_softmax(b * hand.zh @ model, axis=1)[range(9), hand.yh] for b in TEMPERATURES]
+        fair.append(max(each, key=np.sum))
+    gain = fair[0] - fair[1]
+    evidence = gain.mean() / (gain.std(ddof=1) / 3)
+    assert state.found["evidence"] == pytest.approx(evidence, rel=1e-9)
+    assert state.found["verdict"] == ("accepted" if t >= -2 and evidence >= 1 else "rejected")
     few = drive(LabelEM(ridge=0.02, num_fit_rounds=5, least_clean=10), built, em.num_iterations())[1]
     assert few.found["verdict"] == "unchecked"
     assert torch.equal(few.y, em.classifier(few, 1))
@@ -169,6 +177,22 @@ def test_without_two_samples_the_guard_knows_nothing():
     assert judged(1, 0.3, 0.09, 0, 0, 1)["t"] == 0
     assert judged(4, 2.0, 1.0, 0, 0, 1)["t"] == 0  # equal differences: no spread to compare with
     assert judged(2, 1.0, 1.0, 1, 1, 1)["t"] == pytest.approx(1.0)
+    assert judged(1, 0.3, 0.09, 0, 0, 1, 0.2, 0.04)["evidence"] == 0
+    assert judged(2, 0, 0, 0, 0, 1, 1.0, 1.0)["evidence"] == pytest.approx(1.0)
+
+
+def test_the_guard_accepts_evidence_only():
+    figures = {"t": 3.0, "gain": 0.01, "gain_error": 0.02}
+    assert not is_worse(figures, -2.0)
+    assert not is_worse({**figures, "evidence": 1.1}, -2.0, 1.0)
+    assert is_worse({**figures, "evidence": 0.9}, -2.0, 1.0)  # not worse, but not surely better
+    assert is_worse({**figures, "evidence": 9.0, "gain": -0.03}, -2.0, 1.0)
+    assert is_worse({**figures, "evidence": 9.0, "t": -2.1}, -2.0, 1.0)
+
+
+def test_without_samples_the_temperature_is_one():
+    assert temperature([0.0] * len(TEMPERATURES)) == 1.0
+    assert temperature([float(b == 2.0) for b in TEMPERATURES]) == 2.0
 
 
 @pytest.mark.parametrize("place", [1, 77, 198])
@@ -198,13 +222,14 @@ def test_the_cost_is_that_of_the_docstring(l2, num_many):
     built, em = small(), LabelEM(num_passes=3, num_steps=2, num_fit_rounds=7, tolerance=1e-12, least_clean=5, l2=l2)
     fed, state = drive(em, built, em.num_iterations())
     bill = fed.bill().totals()
-    detection, d, c = 3 + 2 + 3 * (2 + 2), 5, CLASSES
+    detection, d, c = 3 + 2 + 3 * (2 + 2) + 2 * (20 + 1 + 2), 5, CLASSES
     choice = num_many > 0
-    assert bill["rounds"] == detection + 1 + 7 + choice + 1  # estimates, training, choice and guard
+    assert bill["rounds"] == detection + 1 + 7 + choice + 2  # estimates, training, choice and guard
     once = 2 * (d - 1) + 3 + c**2 + d * (d + 1) // 2 + 2 * c * d
+    refinement = 2 * (20 * 5 * (c * d + 1) + 41)
     training = 7 * (2 * c * d + 2) + num_many * 6 * c * d + 8 * choice
     assert bill["floats_up"] == 3 * (
-        once + (2 + 3 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + (2 * 200 + 1) + training + 6 + c
+        once + (2 + 5 * 2) * (c**2 + 13) + 3 * c * d + 4 * 13 + refinement + (2 * 200 + 1) + training + 8 + c + 2 * 33
     )
     assert all(isinstance(value, Kept) for value in (state.x, state.score, state.leverage))
 
@@ -236,6 +261,7 @@ def test_sites_have_the_posteriors_of_the_simulator_and_send_sums_only(tmp_path,
         "slope",
         "weight",
         "losses",
+        "fits",
     }
     for i, name in enumerate(federation.names):
         own = load_file(tmp_path / name / "runs" / "trial" / "solution.safetensors")

@@ -55,7 +55,8 @@ def clean_labels(
 
     Only sums and models travel between the clients and the server. Half of the clean samples are
     held out: on them, the classifier of the cleaned labels is compared with the classifier of the
-    given labels, and it is rejected if its log-likelihood is significantly lower.
+    given labels. It is accepted only if its calibrated log-likelihood is significantly higher, and if
+    it is not right less often.
 
     clients: one dict per client. `train` has `image` and `label`; `val` has the samples whose labels
         were checked, and may be absent at some clients; `test` is optional.
@@ -160,7 +161,15 @@ def _outcome(
     state, found = result.state, dict(result.state.found)
     is_whole = "verdict" in found  # an interrupted run has no classifiers to test
     if not is_whole:
-        found = {"verdict": "unchecked", "num_guard": 0.0, "gain": 0.0, "gain_error": float("inf"), "t": 0.0, **found}
+        found = {
+            "verdict": "unchecked",
+            "num_guard": 0.0,
+            "gain": 0.0,
+            "gain_error": float("inf"),
+            "t": 0.0,
+            "evidence": 0.0,
+            **found,
+        }
     if spent:
         found["network"] = spent
     labels = [client["train"]["label"] for client in ready.clients]

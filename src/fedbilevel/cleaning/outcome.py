@@ -156,11 +156,14 @@ class Cleaning:
         low, high = (100 * value for value in self.interval)
         measured = (
             f"on {self.found['num_guard']:.0f} held-out clean samples, the model trained on cleaned labels is right "
-            f"{100 * self.gain:+.1f} points more often (95 % interval {low:+.1f} to {high:+.1f}, t of the "
-            f"log-likelihood {self.found['t']:.1f})"
+            f"{100 * self.gain:+.1f} points more often (95 % interval {low:+.1f} to {high:+.1f}, t of the calibrated "
+            f"log-likelihood {self.found['evidence']:.1f})"
         )
         if self.verdict == "rejected":
-            return f"{first}, but the cleaning is rejected: {measured}, so the model is the one of the given labels."
+            return (
+                f"{first}, but the cleaning is rejected: {measured}, which is no sure gain, so the model is the one of "
+                "the given labels."
+            )
         return f"{first}, and the cleaning is accepted: {measured}."
 
     @property

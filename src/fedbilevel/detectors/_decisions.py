@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
 
 NUM_BINS = 200  # of the log-odds of a wrong label
+TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # factors of scores, 1/16 to 16
 
 
 def discovery_cut(seen: Tensor, unseen: Tensor, num_right: float, rate: float) -> dict[str, float] | None:
@@ -36,29 +37,41 @@ def upper_bound(count: Tensor) -> Tensor:
     return more * (1 - 1 / (9 * more) + 1.645 / (3 * more.sqrt())) ** 3
 
 
+def temperature(fits: Sequence[float]) -> float:
+    """Return the factor of scores with the largest likelihood; of equal ones, that nearest to one."""
+    best = max(range(len(fits)), key=lambda i: (fits[i], -abs(math.log(TEMPERATURES[i]))))
+    return TEMPERATURES[best]
+
+
 def judged(
-    num: float, better: float, squares: float, gain: float, gain_squares: float, right: float
+    num: float, better: float, squares: float, gain: float, gain_squares: float, right: float, *fair: float
 ) -> dict[str, float]:
     """Return means, standard errors and t of paired differences; t is 0 without two samples.
 
     The error of the gain is at least 1.5 / num: if no answer of num samples differs, the gain is still
     below 3 / num with a probability of 95 % only.
+
+    fair: sum and squares of the differences in calibrated log-likelihood, of which `evidence` is the t.
     """
     num = round(num)
     if num < 2:
-        return {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
+        few = {"num_guard": num, "t": 0.0, "gain": 0.0, "gain_error": math.inf, "plain_accuracy": 0.0}
+        return {**few, "evidence": 0.0} if fair else few
     spread = lambda total, square: math.sqrt(max(0.0, square / num - (total / num) ** 2) / (num - 1))
-    deviation = spread(better, squares)
-    t = better / num / deviation if deviation > 0 else 0.0
-    return {
-        "num_guard": num, "t": t, "gain": gain / num, "gain_error": max(spread(gain, gain_squares), 1.5 / num),
-        "plain_accuracy": right / num,
+    t = lambda total, square: total / num / spread(total, square) if spread(total, square) > 0 else 0.0
+    figures = {
+        "num_guard": num, "t": t(better, squares), "gain": gain / num,
+        "gain_error": max(spread(gain, gain_squares), 1.5 / num), "plain_accuracy": right / num,
     }  # fmt: skip
+    return {**figures, "evidence": t(*fair)} if fair else figures
 
 
-def is_worse(figures: Mapping[str, float], reject_below: float) -> bool:
-    """Return whether the guard rejects: by the likelihood, or by the share of right answers.
+def is_worse(figures: Mapping[str, float], reject_below: float, accept_above: float = -math.inf) -> bool:
+    """Return whether the guard rejects: by the likelihood, by right answers, or for lack of evidence.
 
     A classifier that is unsure of noisy labels has a low likelihood even where it is right more often.
+    So a likelihood that is not lower is no evidence for the other classifier, and a few hundred right
+    answers hardly differ; the evidence is the calibrated likelihood.
     """
-    return figures["t"] < reject_below or figures["gain"] < -figures["gain_error"]
+    lower = figures["t"] < reject_below or figures["gain"] < -figures["gain_error"]
+    return lower or figures.get("evidence", math.inf) < accept_above

@@ -24,6 +24,7 @@ class State(NamedTuple):
     weights: Tensor  # W, flat; zeros before the first scores
     transition: Tensor  # T, flat
     heat: float  # b
+    learned: Tensor  # what else a detector goes on from, flat
     models: Tensor  # both classifiers, cleaned and plain, in units of z, flat; for every l2 while it is chosen
     ahead: Tensor  # their extrapolations
     age: list[int]  # rounds of extrapolation since its last restart, of every pair of classifiers

@@ -11,7 +11,7 @@ Deviations: (1) Steps are extrapolated and restarted when they go uphill.
 Bias: none; the minimum is that of the pooled samples.
 
 Cost of a whole run: 2 rounds, in which a client sends D (D + 1) / 2 + O(C D) floats; training; one
-round each for estimates and the guard. Training with a number l2 is num_fit_rounds rounds of 2 C D
+round for estimates and two for the guard. Training with a number l2 is num_fit_rounds rounds of 2 C D
 floats. With l2 = None, the first half of these rounds has 8 C D floats, and one more round has 8.
 """
 

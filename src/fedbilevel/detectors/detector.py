@@ -2,9 +2,19 @@
 
 A detector sets x, the posterior of every training label, in its own way (`detect`). Then two linear
 classifiers are trained by sums only (`_classifiers`): `cleaned` on the labels of x, `plain` on the
-labels as they are given. The guard compares them on clean samples that no other step has read: the answer y is
-`cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such samples or
-none of some class.
+labels as they are given. The guard compares them on clean samples that no other step has read: the
+answer y is `cleaned` if the guard accepts it, and otherwise `plain`, also where there are too few such
+samples or none of some class.
+
+The guard accepts `cleaned` if all of three hold, with t the mean of paired differences in standard
+errors:
+
+    t of the log-likelihood >= reject_below
+    right answers: not fewer by more than a standard error
+    t of the calibrated log-likelihood >= accept_above
+
+Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
+of the held samples. Both classifiers have one, so the advantage of choosing it cancels.
 
 Symbols: z is a standardised row of features with a one at its end, C the number of classes, n_i and
 m_i the numbers of training samples and of clean samples that the client i uses, n = sum n_i. All
@@ -22,7 +32,7 @@ from torch import Tensor
 
 from fedbilevel.detectors import _rows, _state
 from fedbilevel.detectors._classifiers import NAMES, Classifiers
-from fedbilevel.detectors._decisions import NUM_BINS, discovery_cut, is_worse, judged
+from fedbilevel.detectors._decisions import NUM_BINS, TEMPERATURES, discovery_cut, is_worse, judged, temperature
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.federation.algorithm import Federation, phase
 from fedbilevel.federation.clients import HELD, Clients
@@ -38,6 +48,9 @@ class Detector(Classifiers):
         "the guard rejects the cleaned classifier if its t is below this value, or if it is right less often by more "
         "than a standard error",
     )
+    accept_above: float = setting(
+        1.0, "standard errors by which the calibrated likelihood of an accepted classifier is higher, at least"
+    )
     least_clean: int = setting(20, "clean samples without which they decide nothing", least=2)
     rate: float = setting(0.05, "target of the false-discovery rate", above=0, most=0.5)
 
@@ -51,6 +64,7 @@ class Detector(Classifiers):
         "transition",
         "ahead",
         "models",
+        "heats",
     )
     needs_everyone = True
     learns_x = minimises = False
@@ -67,10 +81,14 @@ class Detector(Classifiers):
 
     def num_iterations(self) -> int:
         """Return the number of outer iterations of a whole run: detection, training, guard."""
-        return self.num_passes + self.num_fit_rounds + 1
+        return self.num_detections() + self.num_fit_rounds + 1
+
+    def num_detections(self) -> int:
+        """Return the number of outer iterations of `detect`."""
+        return self.num_passes
 
     def detect(self, fed: Federation, state: Any) -> Any:
-        """Return the state with another x; runs in the first `num_passes` outer iterations."""
+        """Return the state with another x; runs in the first `num_detections()` outer iterations."""
         return state
 
     # ---- sums of the data -----------------------------------------------------------------------------------------
@@ -98,7 +116,7 @@ class Detector(Classifiers):
         start = 0.5 * torch.eye(num_classes, dtype=y.dtype, device=y.device) + 0.5 / num_classes
         return _state.State(
             x, y, fed.zeros("score"), fed.zeros("leverage"), centre, scale, sums.gram, sums.clean, sums.given,
-            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, zeros, zeros,
+            moments.counts, y.new_zeros(0), torch.zeros_like(y), start.flatten(), 1.0, y.new_zeros(0), zeros, zeros,
             [0] * self.num_pairs(), {},
         )  # fmt: skip
 
@@ -144,12 +162,12 @@ class Detector(Classifiers):
     # ---- outer iterations -----------------------------------------------------------------------------------------
 
     def round(self, fed: Federation, state: _state.State) -> _state.State:
-        step = fed.iteration
-        if step <= self.num_passes:
+        step, first = fed.iteration, self.num_detections()
+        if step <= first:
             return self.detect(fed, state)
-        if step <= self.num_passes + self.num_fit_rounds:
+        if step <= first + self.num_fit_rounds:
             state = state if state.found else state._replace(found=self._estimated(fed, state))
-            return self.stepped(fed, state, step - self.num_passes)
+            return self.stepped(fed, state, step - first)
         return self._guarded(fed, state) if step == self.num_iterations() else state
 
     # ---- estimates and the guard ----------------------------------------------------------------------------------
@@ -181,19 +199,23 @@ class Detector(Classifiers):
         seen: training samples. unseen: clean samples that no other phase reads, whose label is right.
         """
         seen, unseen, wrong = [], [], []
-        for train, held, own, matrix in zip(
-            clients.samples("train"), self._unread(clients), clients.unpadded(x), self.own(clients, transition),
-            strict=True,
+        for client, train, held, own, matrix in zip(
+            clients.ids.tolist(), clients.samples("train"), self._unread(clients), clients.unpadded(x),
+            self.own(clients, transition), strict=True,
         ):  # fmt: skip
             q = soft_labels.posterior(own, train["label"])
             right = q.gather(1, train["label"].long()[:, None])
-            z = _rows.standardised(held, centre, scale)
-            log_q = _rows.log_posterior(z @ weights.view(z.shape[1], -1), heat, matrix, held["label"])
+            score = self.unseen_scores(clients, client, _rows.standardised(held, centre, scale), weights)
+            log_q = _rows.log_posterior(score, heat, matrix, held["label"])
             safe = log_q.exp().gather(1, held["label"].long()[:, None])
             seen.append(_rows.binned(right, NUM_BINS))
             unseen.append(_rows.binned(safe, NUM_BINS))
             wrong.append((1 - right).sum()[None])
         return {"seen": torch.stack(seen), "unseen": torch.stack(unseen), "wrong": torch.stack(wrong)}
+
+    def unseen_scores(self, clients: Clients, client: int, z: Tensor, weights: Tensor) -> Tensor:
+        """Return scores of samples that were not used, spread as those of training samples are."""
+        return z @ weights.view(z.shape[1], -1)
 
     def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
         """Return the transition matrix of every client; here, all clients have the same matrix."""
@@ -201,29 +223,53 @@ class Detector(Classifiers):
 
     def _guarded(self, fed: Federation, state: _state.State) -> _state.State:
         """Compare both classifiers on clean samples that neither has seen, and choose one."""
-        found = fed.mean(self.paired, models=state.models, centre=state.centre, scale=state.scale)
+        fits = fed.mean(self.calibration, models=state.models, **state.units).fits.double().view(2, -1)
+        heats = state.models.new_tensor([temperature(own.tolist()) for own in fits])
+        found = fed.mean(self.paired, models=state.models, heats=heats, **state.units)
         figures = judged(*(found.sums.double() * fed.num_clients).tolist())
         unseen = int((found.classes * fed.num_clients < 0.5).sum())  # classes that the guard cannot speak for
         unchecked = figures["num_guard"] < self.least_clean or unseen > 0
-        verdict = "unchecked" if unchecked else "rejected" if is_worse(figures, self.reject_below) else "accepted"
+        worse = is_worse(figures, self.reject_below, self.accept_above)
+        verdict = "unchecked" if unchecked else "rejected" if worse else "accepted"
         l2 = dict(zip(NAMES, self.strengths(state)[0], strict=True))
         whole = {**state.found, **figures, "unseen": unseen, "verdict": verdict, "targets": self.labels_of(state)}
         return state._replace(found={**whole, "l2": l2}, y=self.classifier(state, 0 if verdict == "accepted" else 1))
 
     @phase
-    def paired(self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Return number, sums and squares of differences in log-likelihood and in right answers."""
+    def calibration(self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Return log-likelihoods of the held samples, by classifier and temperature."""
+        rows = []
+        for scores, label in self._held_scores(clients, models, centre, scale):
+            rows.append(torch.stack([_logs(b * score, label).sum() for score in scores for b in TEMPERATURES]))
+        return {"fits": torch.stack(rows)}
+
+    @phase
+    def paired(
+        self, clients: Clients, models: Tensor, heats: Tensor, centre: Tensor, scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Return number, sums and squares of differences in log-likelihood and in right answers.
+
+        heats: temperatures of both classifiers, for the differences in calibrated log-likelihood.
+        """
         rows, classes = [], []
-        for held in self._unread(clients):
-            z, label = _rows.standardised(held, centre, scale), held["label"].long()[:, None]
-            scores = [z @ model for model in models.view(2, z.shape[1], -1)]
-            logs = [score.log_softmax(1).gather(1, label)[:, 0] for score in scores]
-            right = [(score.argmax(1) == label[:, 0]).to(z.dtype) for score in scores]
-            better, gain = logs[0] - logs[1], right[0] - right[1]
-            parts = (torch.ones_like(gain), better, better**2, gain, gain**2, right[1])
+        for scores, label in self._held_scores(clients, models, centre, scale):
+            right = [(score.argmax(1) == label).to(score.dtype) for score in scores]
+            better, gain = _logs(scores[0], label) - _logs(scores[1], label), right[0] - right[1]
+            fair = _logs(heats[0] * scores[0], label) - _logs(heats[1] * scores[1], label)
+            parts = (torch.ones_like(gain), better, better**2, gain, gain**2, right[1], fair, fair**2)
             rows.append(torch.stack([part.sum() for part in parts]))
-            classes.append(_rows.given(held["label"], scores[0].shape[1], z).sum(0))
+            classes.append(_rows.given(label, scores[0].shape[1], scores[0]).sum(0))
         return {"sums": torch.stack(rows), "classes": torch.stack(classes)}
+
+    def _held_scores(
+        self, clients: Clients, models: Tensor, centre: Tensor, scale: Tensor
+    ) -> list[tuple[list[Tensor], Tensor]]:
+        """Return the scores of both classifiers and the labels of the held samples of every client."""
+        found = []
+        for held in self._unread(clients):
+            z = _rows.standardised(held, centre, scale)
+            found.append(([z @ model for model in models.view(2, z.shape[1], -1)], held["label"].long()))
+        return found
 
     def _unread(self, clients: Clients) -> list[dict[str, Tensor]]:
         """Return the clean samples of every client that only the guard reads.
@@ -236,3 +282,8 @@ class Detector(Classifiers):
             {name: values[:0] for name, values in fields.items()} if one else fields
             for one, fields in zip(alone, held, strict=True)
         ]
+
+
+def _logs(score: Tensor, label: Tensor) -> Tensor:
+    """Return the log-likelihood of every sample."""
+    return score.log_softmax(1).gather(1, label[:, None])[:, 0]

@@ -58,7 +58,7 @@ class FromPosterior(LabelEM, Bilevel):  # fields of the first base count
 
     def detect(self, fed: Federation, state: State) -> State:
         state = super().detect(fed, state)
-        return state if fed.iteration < self.num_passes else self.improved(fed, state)
+        return state if fed.iteration < self.num_detections() else self.improved(fed, state)
 
     def improved(self, fed: Federation, state: State) -> State:
         """Return the state with the last accepted posteriors."""

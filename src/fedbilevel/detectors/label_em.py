@@ -1,7 +1,7 @@
 """Label EM: posteriors of the true labels from sums only.
 
 Use it when labels of the training samples are wrong and the clients have some clean samples, at
-least one of every class among all of them. The posteriors stay at their clients. It costs 50 to 110
+least one of every class among all of them. The posteriors stay at their clients. It costs 90 to 160
 rounds, in one of which each client sends D (D + 1) / 2 floats for D features.
 
 Every sample has a true class k with probability p_k(z), and the given label l with probability
@@ -23,27 +23,35 @@ choose b, from 13 values, because the noisy labels cannot tell a weak classifier
 b with more noise in T fits them as well. With fewer than `least_clean` clean samples,
 b = argmax of sum_j log sum_k softmax(b S_j)_k T[k, label_j] over the training samples in every step.
 With reads="probabilities", S_j are logarithms of class probabilities by networks that have not seen
-the sample; they stay, so only the last outer iteration does something, and b is a temperature.
+the sample; they stay, nothing refines them, and b is a temperature.
 With transition="own", client i has T_i = rownorm(N_i + pull T), which never travels, for clients that
 differ in their noise.
 
-Afterwards both classifiers of `Detector` are trained and the guard decides.
+The last `num_refinements` outer iterations replace the ridge regression by logistic regressions on
+q, one for each of K folds, which score the samples of the fold that they have not seen (`_folds`).
+They are better classifiers, but have no exact leave-one-out scores. The clean samples choose b here
+too, from 41 values, and whether such scores replace those before; with fewer than `least_clean` clean
+samples, they never do.
+
+Afterwards both classifiers of `Detector` are trained and the guard decides. With targets="auto", the
+cleaned classifier learns from the posteriors if they were refined.
 
 Reference: Dawid and Skene, "Maximum likelihood estimation of observer error-rates using the EM
 algorithm", Applied Statistics 1979, for q and T. The scores are own work.
 
-Deviations: (1) The classifier inside EM is a ridge regression with a softmax of heat b, not a
-fitted likelihood, because its leave-one-out scores are exact and need sums only. (2) The prior of T
-adds `prior` samples to every entry.
+Deviations: (1) The classifier of the first outer iterations is a ridge regression with a softmax of
+heat b, not a fitted likelihood, because its leave-one-out scores are exact and need sums only. (2)
+The prior of T adds `prior` samples to every entry.
 
 Bias: errors of the classifier that depend on the class are counted as noise in T, so EM flags too
 many labels where features are weak. The guard and the cut at a false-discovery rate exist for this
 reason.
 
-Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) rounds of detection, in which
-a client sends D (D + 1) / 2 + O(C D) floats once, C D + 13 per outer iteration and C^2 + 13 per step;
-then the training of `as_given`, and two rounds for estimates and the guard. No derivative is
-evaluated; a phase reads all of a client's samples.
+Cost of a whole run: at most 3 + num_steps + num_passes (2 + num_steps) + num_refinements
+(num_fold_rounds + 1 + num_steps) rounds of detection, in which a client sends D (D + 1) / 2 + O(C D)
+floats once, C D + 13 per outer iteration with a ridge regression, K (C D + 1) per fold round and
+C^2 + 13 per step; then the training of `as_given`, and three rounds for estimates and the guard. No
+derivative is evaluated; a phase reads all of a client's samples.
 """
 
 from __future__ import annotations
@@ -56,7 +64,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.detectors import _rows
-from fedbilevel.detectors._scored import Scored
+from fedbilevel.detectors._folds import CLOSED, Folds
 from fedbilevel.detectors._state import State
 from fedbilevel.detectors.detector import Detector
 from fedbilevel.federation.algorithm import Federation, phase
@@ -69,9 +77,10 @@ OF_LOGS = 4.0  # scores that are logarithms of probabilities need smaller factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelEM(Scored):
+class LabelEM(Folds):
     statistics = (*Detector.statistics, "copies")
     num_passes: int = setting(8, "outer iterations with new scores", least=1)  # type: ignore[misc]
+    num_refinements: int = setting(2, "outer iterations with scores of logistic classifiers, after these", least=0)
     num_steps: int = setting(20, "E and M steps per outer iteration, at most", least=1)
     tolerance: float = setting(0.002, "change of the entries of T at which these steps end", above=0)
     prior: float = setting(1.0, "samples that the prior adds to every entry of T", above=0)
@@ -84,6 +93,13 @@ class LabelEM(Scored):
     def heats(self) -> tuple[float, ...]:
         """Return the values of b."""
         return HEATS if self.reads == "features" else tuple(heat / OF_LOGS for heat in HEATS)
+
+    def num_detections(self) -> int:
+        return self.num_passes + self.num_refinements
+
+    def labels_of(self, state: State) -> str:
+        refined = len(state.weights) > len(state.y)
+        return "soft" if refined and self.targets == "auto" else super().labels_of(state)
 
     def init(self, fed: Federation) -> State:
         state = super().init(fed)
@@ -99,12 +115,12 @@ class LabelEM(Scored):
     def _heated(self, fed: Federation, state: State, copies: Tensor) -> State:
         """Return the state with the b that the clean samples choose, if there are enough of them."""
         if float(state.counts[1]) * fed.num_clients < self.least_clean:
-            return state
+            return state._replace(learned=torch.full((1,), CLOSED, dtype=torch.float64, device=state.y.device))
         fit = fed.mean(
             self.clean_fit, inverse=state.inverse, weights=state.weights, copies=copies, centre=state.centre,
             scale=state.scale,
         ).fit  # fmt: skip
-        return state._replace(heat=self.heats[int(fit.argmax())])
+        return state._replace(heat=self.heats[int(fit.argmax())], learned=fit.double().max()[None])
 
     def _stepped(self, fed: Federation, state: State) -> State:
         """Take E and M steps at the present scores until T hardly changes."""
@@ -124,23 +140,31 @@ class LabelEM(Scored):
         return state
 
     def detect(self, fed: Federation, state: State) -> State:
-        sent = {"score": state.score, "transition": state.transition, "heat": state.heat}
-        if self.reads == "probabilities":  # the scores of networks stay, and T has settled
-            done = fed.iteration < self.num_passes
-            return state if done else state._replace(x=fed.mean(self.labels, last=True, **sent, **state.units).x)
-        labels = fed.mean(self.labels, last=False, **sent, **state.units)
+        if fed.iteration <= self.num_passes:
+            if self.reads == "features":
+                state = self._stepped(fed, self._by_ridge(fed, state))
+            if fed.iteration < self.num_passes:
+                return state
+        else:
+            if self.reads == "probabilities" or float(state.learned) == CLOSED:
+                return state
+            state = self._stepped(fed, self.by_folds(fed, state))
+        last = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
+        )
+        return state._replace(x=last.x)
+
+    def _by_ridge(self, fed: Federation, state: State) -> State:
+        """Return the state with W of the present posteriors, its leave-one-out scores and b."""
+        labels = fed.mean(
+            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=False, **state.units
+        )
         inverse = self.inverse(fed, state)
         sums = (labels.sums + state.clean).double().view(len(inverse), -1)
         weights = (fed.num_clients * inverse @ sums).flatten().to(state.y.dtype)
         scores = fed.mean(self.scores, x=labels.x, leverage=state.leverage, weights=weights, **state.units)
         state = state._replace(x=labels.x, score=scores.score, weights=weights)
-        state = self._stepped(fed, self._heated(fed, state, weights.new_ones(sums.shape[1])))
-        if fed.iteration < self.num_passes:
-            return state
-        last = fed.mean(
-            self.labels, score=state.score, transition=state.transition, heat=state.heat, last=True, **state.units
-        )
-        return state._replace(x=last.x)
+        return self._heated(fed, state, weights.new_ones(sums.shape[1]))
 
     @phase
     def clean_fit(
@@ -208,6 +232,11 @@ class LabelEM(Scored):
             z, q = _rows.standardised(train, centre, scale), soft_labels.posterior(own, train["label"])
             score.append(_rows.leave_one_out(z, weights.view(z.shape[1], -1), h.view(q.shape), q).flatten())
         return {"score": clients.padded(score)}
+
+    def unseen_scores(self, clients: Clients, client: int, z: Tensor, weights: Tensor) -> Tensor:
+        if len(weights) == len(clients.host.y0):
+            return super().unseen_scores(clients, client, z, weights)
+        return self.out_of_fold(z, weights, self.folds(clients, "held", client, len(z)))
 
     def own(self, clients: Clients, transition: Tensor) -> list[Tensor]:
         """Return the matrix T of every client."""

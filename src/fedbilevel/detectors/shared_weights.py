@@ -23,6 +23,8 @@ the label is an input. (3) Weights are renormalised over all samples of all clie
 
 Bias: a function of loss and label cannot tell a hard sample from a wrong label.
 
+A step is one outer iteration, so a run can be resumed between steps.
+
 Cost of a whole run: the rounds of `own_loss`, then num_upper_steps times at most num_lower_rounds +
 num_system_rounds + 1 rounds of C D floats and one round of 16 C + 49 floats, and the rounds of
 `as_given`.
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,21 +65,36 @@ class SharedWeights(Bilevel, OwnLoss):
     num_upper_steps: int = setting(30, "steps of the function", least=1)
     lr_function: float = setting(0.1, "step of Adam for the function", above=0)
 
-    num_passes: ClassVar[int] = 1
     statistics = (*Bilevel.statistics, "theta")
 
+    def num_detections(self) -> int:
+        return self.num_upper_steps
+
     def detect(self, fed: Federation, state: State) -> State:
-        state = self.scored(fed, state)
+        """Take one step of the function; the last one sets x."""
+        step = fed.iteration
+        state = self.scored(fed, state) if step == 1 else state
+        theta, first, second, start = self._gone_on(state)
+        slope = self.hypergradient(fed, state, theta, start)
+        first, second = 0.9 * first + 0.1 * slope.theta, 0.99 * second + 0.01 * slope.theta**2
+        size = (second / (1 - 0.99**step)).sqrt() + 1e-12
+        theta = theta - self.lr_function * first / (1 - 0.9**step) / size
+        parts = (theta, first, second, slope.fit.mass[None], slope.fit.model)
+        state = state._replace(learned=torch.cat([part.double().flatten() for part in parts]))
+        return state if step < self.num_upper_steps else self._weighted(fed, state, theta)
+
+    def _gone_on(self, state: State) -> tuple[Tensor, Tensor, Tensor, Fit | None]:
+        """Return theta, both moments of Adam, and the classifier to start from."""
         theta = initial(state.transition.double()).to(state.y.dtype)
-        first = second = torch.zeros_like(theta)
-        fit = None
-        for step in range(1, self.num_upper_steps + 1):
-            slope = self.hypergradient(fed, state, theta, fit)
-            fit = slope.fit
-            first, second = 0.9 * first + 0.1 * slope.theta, 0.99 * second + 0.01 * slope.theta**2
-            size = (second / (1 - 0.99**step)).sqrt() + 1e-12
-            theta = theta - self.lr_function * first / (1 - 0.9**step) / size
-        now = {"theta": theta, "score": state.score, "heat": state.heat}
+        if not len(state.learned):
+            return theta, torch.zeros_like(theta), torch.zeros_like(theta), None
+        num = len(theta)
+        *parts, mass, model = state.learned.split([num, num, num, 1, len(state.learned) - 3 * num - 1])
+        theta, first, second = (part.to(state.y.dtype) for part in parts)
+        return theta, first, second, Fit(model.view(len(state.centre) + 1, -1), mass[0])
+
+    def _weighted(self, fed: Federation, state: State, theta: Tensor) -> State:
+        """Return the state with the weights of the function as x."""
         clean = fed.mean(
             self.clean_weights,
             theta=theta,
@@ -87,7 +104,7 @@ class SharedWeights(Bilevel, OwnLoss):
             **state.units,
         )
         typical = float(clean.sums[0] / clean.sums[1].clamp(min=1e-12)) or 0.5
-        x = fed.mean(self.as_labels, typical=typical, **now).x
+        x = fed.mean(self.as_labels, theta=theta, score=state.score, heat=state.heat, typical=typical).x
         return state._replace(x=x, weights=torch.zeros_like(state.weights))
 
     def hypergradient(self, fed: Federation, state: State, theta: Tensor, start: Fit | None = None) -> Slope:

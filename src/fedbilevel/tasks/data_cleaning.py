@@ -133,8 +133,8 @@ class DataCleaning(Task):
         "fbo_aggitd": {"lr_upper": 1000.0, "num_lower_rounds": 5, "num_local_steps": 5},
     }
     suggested_iterations = {
-        "*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 49, "from_posterior": 49,
-        **dict.fromkeys(("confident", "own_loss", "influence", "shared_weights", "sample_weights"), 42),
+        "*": 400, "fedavg": 100, "fednest": 60, "fbo_aggitd": 60, "label_em": 51, "from_posterior": 51,
+        "shared_weights": 71, **dict.fromkeys(("confident", "own_loss", "influence", "sample_weights"), 42),
     }  # fmt: skip
     headline = ("test_accuracy", "f1", "precision", "recall")
     needs = {

@@ -108,7 +108,7 @@ class ByHand:
         self.heated(many, self.B * many)
         self.steps(S)
         for _ in range(self.em.num_passes):
-            q = self.posterior(S)
+            q = self.q_before = self.posterior(S)
             S = np.stack([self.refit_without(j, q) for j in range(len(q))])
             self.heated([1.0] * CLASSES, self.z.T @ q + self.B)
             self.steps(S)
