@@ -23,6 +23,10 @@ roles. A bad source is the text of a role, corrupted in one of four ways: with i
 random order, backwards, with half of its characters replaced by random ones, or with its first line
 repeated over and over.
 
+Rivals: sources weighted alike (`uniform`) or by characters (`proportional`), with and without half of
+the target samples among the training samples, and these alone (`target`). The other half stops
+training early and chooses.
+
 Figures: test_loss is the cross-entropy per character of target text, and good_weight the sum of the
 weights of the good sources.
 
@@ -34,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,9 +53,11 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _SYMBOLS = "abcdefghijkl"  # of the chains
+_STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
 _CORRUPTIONS = ("shuffled", "backwards", "half random", "repeated line")
 
 
@@ -124,8 +130,7 @@ class Mixing(Task):
         return Problem(
             upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
             lower=lambda x, y, batch: (
-                num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch)
-                + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+                num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
             x0={"logit": torch.zeros(num_sources)},
             y0=self._weights(context, shapes.classes()),
@@ -133,6 +138,37 @@ class Mixing(Task):
             metrics=_metrics if tested else lambda sums: {},
             name="mixing",
         )
+
+    def rivals(self) -> dict[str, Rival]:
+        built = self.build()
+        num_sources = len(built.problem.x0["logit"])
+        halves = [_halved(client, num_sources) for client in built.clients]
+        counts = np.sum([np.bincount(one["train"]["source"], minlength=num_sources + 1) for one in halves], 0)
+        equal = torch.as_tensor(counts.sum() / (len(counts) * counts.clip(1)), dtype=torch.float32)
+        each, no_target = torch.ones(num_sources + 1), torch.ones(num_sources + 1)
+        no_target[-1] = 0.0
+
+        def way(weights: Tensor) -> Way:
+            scaled = weights * counts.sum() / float((weights * torch.as_tensor(counts)).sum())
+            lower = lambda x, y, batch: (
+                scaled.to(batch["weight"])[batch["source"]] * _entropy(y, batch) + self._decay(y)
+            )
+            return Way(replace(built.problem, lower=lower), halves, settings=_STOPPED)
+
+        return {
+            "uniform": Rival(
+                "every source counts the same",
+                {"sources": way(equal * no_target), "sources and target": way(equal)},
+            ),
+            "proportional": Rival(
+                "every character counts the same",
+                {"sources": way(no_target), "sources and target": way(each)},
+            ),
+            "target": Rival("target samples alone", {"target": way(1 - no_target)}),
+        }
+
+    def _decay(self, y: Any) -> Any:
+        return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Return the learned weight of every source, and the test loss of every client."""
@@ -198,6 +234,19 @@ class Mixing(Task):
         layers = {"hidden": (self.num_hidden, context * self.num_embedding), "out": (num_characters, self.num_hidden)}
         embedding = torch.randn(num_characters, self.num_embedding, generator=draw)
         return {"embedding": embedding, **uniform(layers, draw)}
+
+
+def _halved(client: Holdings, source: int) -> Holdings:
+    """Return a client that trains on half of its target samples too, as a source of their own.
+
+    The other half stays for validation; a single sample serves both ends.
+    """
+    train, val = client["train"], client["val"]
+    half = max(1, len(val["label"]) // 2)
+    joined = {name: np.concatenate([train[name], val[name][:half]]) for name in ("context", "label")}
+    joined["source"] = np.concatenate([train["source"], np.full(half, source)])
+    rest = {name: value[half:] if len(value) > half else value for name, value in val.items()}
+    return {**client, "train": joined, "val": rest}
 
 
 def _logits(y: Any, batch: Any) -> Tensor:

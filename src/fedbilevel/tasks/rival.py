@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
+
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"learn_x": False, "holdout": 0.0}
+)  # of self_tuned: y alone, to its minimum
 
 
 class Way(NamedTuple):
@@ -18,8 +24,8 @@ class Way(NamedTuple):
 
     problem: Problem
     clients: Sequence[Holdings]
-    algorithm: str
-    settings: Mapping[str, Any] = MappingProxyType({})
+    algorithm: str = "self_tuned"
+    settings: Mapping[str, Any] = PLAIN
 
 
 class Rival(NamedTuple):
@@ -35,3 +41,9 @@ class Rival(NamedTuple):
     title: str
     ways: Mapping[str, Way]
     refit: Callable[[str], Way] | None = None
+
+
+def with_validation(clients: Sequence[Holdings]) -> list[Holdings]:
+    """Return clients whose training samples include their validation samples."""
+    joined = lambda client, name: np.concatenate([np.asarray(client[role][name]) for role in ("train", "val")])
+    return [{**client, "train": {name: joined(client, name) for name in client["train"]}} for client in clients]
