@@ -167,7 +167,12 @@ class Imbalance(Task):
         return {
             "plain": Rival("cross-entropy on all images", way(_entropy)),
             "logit_adjustment": Rival(
-                "cross-entropy of logits shifted by log priors", way(lambda z, batch: _entropy(z + shifts.to(z), batch))
+                "cross-entropy of logits shifted by log priors",
+                way(lambda z, batch: _entropy(z + shifts.to(z), batch)),
+                start=lambda label, y: {
+                    "x0": {"delta": torch.zeros(num_classes), "ell": shifts - shifts.mean()},
+                    "y0": y,
+                },
             ),
             "class_balanced": Rival(
                 "cross-entropy weighted by effective numbers of samples",

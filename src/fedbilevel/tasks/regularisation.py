@@ -167,18 +167,33 @@ class Regularisation(Task):
         pooled = with_validation(built.clients)
         every = sum(len(client["train"]["label"]) for client in pooled)
 
-        def grid(way: Callable[[float], Callable[[Any], Tensor]], title: str) -> Rival:
+        def grid(way: Callable[[float], Callable[[Any], Tensor]], title: str, power: int) -> Rival:
             return Rival(
                 f"{title}, {len(_GRID)} values by validation samples",
                 {f"{weight:g}": _plain(built.problem, way(weight), built.clients) for weight in _GRID},
                 lambda label: _plain(built.problem, way(float(label)), pooled),
+                lambda label, y: {"x0": {"lambda": self._matched(float(label), y, power)}, "y0": y},
             )
 
         return {
             "l2": Rival("one L2 penalty 1/n", {"1/n": _plain(built.problem, _ridge(1 / every), pooled)}),
-            "l2_grid": grid(_ridge, "one L2 penalty"),
-            "l1_grid": grid(_lasso, "one L1 penalty"),
+            "l2_grid": grid(_ridge, "one L2 penalty", 2),
+            "l1_grid": grid(_lasso, "one L1 penalty", 1),
         }
+
+    def _matched(self, weight: float, y: Any, power: int) -> Tensor:
+        """Return lambda whose weight decay has the same gradient at y as the L2 or L1 penalty.
+
+        weight |w| has the gradient of r w^2 / 2 with r = weight / |w|. The bias has hardly any decay.
+        """
+        size = (y["weight"] ** 2 + _ROUND**2).sqrt()
+        r = torch.cat([weight * size ** (power - 2), torch.full_like(y["bias"], 0.1 * min(_GRID))])
+        r = (r - self.l2).clamp(min=0.1 * min(_GRID))
+        if self.parametrisation == "sigmoid":
+            return torch.logit(r.clamp(max=0.95 * self.most) / self.most)
+        return {"exp": torch.log, "softplus": lambda own: own.expm1().log(), "linear": torch.clone}[
+            self.parametrisation
+        ](r)
 
     def _with_noise(self, clients: Clients) -> Clients:
         if not self.num_noise:

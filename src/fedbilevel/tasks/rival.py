@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.layout import Tree
 from fedbilevel.problem.problem import Problem
 
 PLAIN: Mapping[str, Any] = MappingProxyType(
@@ -36,11 +37,14 @@ class Rival(NamedTuple):
         measure, is chosen.
     refit: returns, for the label of the chosen run, a last run on training and validation samples
         together; None: the chosen run is the answer.
+    start: returns, for the chosen label and the y of the answer, the x0 (and y0) with which a bilevel
+        run begins at this rival; None: the x0 and y0 of the task.
     """
 
     title: str
     ways: Mapping[str, Way]
     refit: Callable[[str], Way] | None = None
+    start: Callable[[str, Tree], dict[str, Tree]] | None = None
 
 
 def with_validation(clients: Sequence[Holdings]) -> list[Holdings]:
