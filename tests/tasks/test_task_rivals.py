@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -172,3 +174,22 @@ def test_noise_columns_are_added_and_change_nothing_else():
     assert abs(noise.mean()) < 0.15
     assert 0.85 < noise.std() < 1.15
     assert noisy.problem.x0["lambda"].shape == (9,)
+
+
+def test_fairness_of_one_is_the_squared_mean_plus_the_variance_over_clients():
+    plain, fair = (dataclasses.replace(MIXING, fairness=fairness, kl=0.0).build() for fairness in (0.0, 1.0))
+    populations = [Population(*built, dtype=torch.float64) for built in (plain, fair)]
+    y = populations[0].y0 + 0.3
+    each = [
+        Population(plain.problem, [client], dtype=torch.float64).measure(populations[0].x0, y)["upper_loss"]
+        for client in plain.clients
+    ]
+    found = populations[1].measure(populations[1].x0, y)
+    assert found["upper_loss"] == pytest.approx(0.5 * (np.mean(each) ** 2 + np.var(each)), rel=1e-9)
+    worst = [
+        Population(plain.problem, [client], dtype=torch.float64).measure(populations[0].x0, y)["test_loss"]
+        for client in plain.clients
+    ]
+    assert found["worst_test_loss"] == pytest.approx(max(worst), rel=1e-9)
+    assert "worst_test_loss" not in populations[0].measure(populations[0].x0, y)
+    assert fb.check_problem(*fair, show=False).ok

@@ -23,6 +23,11 @@ roles. A bad source is the text of a role, corrupted in one of four ways: with i
 random order, backwards, with half of its characters replaced by random ones, or with its first line
 repeated over and over.
 
+With `fairness` q > 0 the upper level minds clients that are served badly: F_i = CE(y; target_i) is
+replaced by F_i^(1+q) / (1+q), as in q-fair federated learning (Li et al., ICLR 2020). The mean over
+clients of F^2 is the squared mean plus the variance, so q = 1 penalises the variance between
+clients; for large q only the worst client counts. `worst_test_loss` is then a figure too.
+
 Rivals: sources weighted alike (`uniform`) or by characters (`proportional`), with and without half of
 the target samples among the training samples, and these alone (`target`). The other half stops
 training early and chooses.
@@ -88,6 +93,9 @@ class Mixing(Task):
     num_hidden: int = setting(32, "units of the hidden layer", least=1)
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
     kl: float = setting(0.01, "weight of the divergence from uniform weights in the upper level", least=0)
+    fairness: float = setting(
+        0.0, "how much clients that are served badly count; 0: the mean, 1: with the variance", symbol="q", least=0
+    )
     data_seed: int = setting(0, "seed of the texts, of the split and of the initial weights", least=0)
 
     suggested = {
@@ -128,7 +136,7 @@ class Mixing(Task):
         (context,) = shapes.sample("context", "train", "val", "test", kinds=("int",), ndim=1)
         num_sources, tested = self.num_good + self.num_bad, shapes.has("test", "context", "label")
         return Problem(
-            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
+            upper=lambda x, y, batch: self._served(_entropy(y, batch), batch) + self.kl * _divergence(x["logit"]),
             lower=lambda x, y, batch: (
                 num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
@@ -136,8 +144,16 @@ class Mixing(Task):
             y0=self._weights(context, shapes.classes()),
             statistics={"test": _tested(self.num_good)} if tested else {},
             metrics=_metrics if tested else lambda sums: {},
+            across=_worst if tested and self.fairness else None,
             name="mixing",
         )
+
+    def _served(self, losses: Tensor, batch: Any) -> Tensor:
+        """Return the losses of a client's samples or, with fairness, one number for the client."""
+        if not self.fairness:
+            return losses
+        power = 1 + self.fairness
+        return (batch["weight"] * losses).sum() ** power / power
 
     def rivals(self) -> dict[str, Rival]:
         built = self.build()
@@ -277,6 +293,11 @@ def _tested(num_good: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
 def _metrics(sums: Any) -> dict[str, float]:
     """Divide sums over all clients."""
     return {"test_loss": sums["loss"] / sums["tested"], "good_weight": sums["good"] / sums["tested"]}
+
+
+def _worst(sums: Any) -> dict[str, float]:
+    """Return the test loss of the client that is served worst."""
+    return {"worst_test_loss": float((sums["loss"] / sums["tested"]).max())}
 
 
 def _chain(rng: np.random.Generator) -> np.ndarray:
