@@ -31,7 +31,7 @@ def scored(problem, result, clients) -> np.ndarray:
 
 
 class Watched(Regularisation):
-    """A task that keeps the clients of its rivals and of its problem."""
+    """A task that keeps the clients of its rivals."""
 
     seen: list = []
 
@@ -40,26 +40,36 @@ class Watched(Regularisation):
         return {"l2": super().rivals()["l2"]}
 
 
-def test_no_run_sees_the_samples_that_choose():
-    task = Watched(**SMALL)
-    found = fb.guarded(task, num_rounds=20, seed=3)
-    whole, kept = task.build().clients, Watched.seen.pop()
-    apart = []
-    for full, part in zip(whole, kept, strict=True):
-        rows = {tuple(row) for row in part["val"]["input"].tolist()}
-        out = np.array([tuple(row) not in rows for row in full["val"]["input"].tolist()])
-        assert (out.sum(), len(part["val"]["label"])) == (4, 12)  # a quarter is left out
-        apart.append({name: value[out] for name, value in full["val"].items()})
-    l2 = found.contenders["l2"]
-    assert [len(client["train"]["label"]) for client in found.rivals["l2"].way.clients] == [32] * 3
-    np.testing.assert_allclose(np.sort(l2.losses), np.sort(scored(l2.problem, l2.result, apart)), rtol=1e-5)
-    bilevel = found.contenders["bilevel"]
+def test_samples_are_judged_by_runs_that_did_not_see_them():
+    Watched.seen.clear()
+    found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3)
+    whole = Regularisation(**SMALL).build().clients
+    *folds, last = Watched.seen
+    assert [len(clients[0]["val"]["label"]) for clients in folds] == [12] * 4
+    assert [client["val"]["label"].tolist() for client in last] == [c["val"]["label"].tolist() for c in whole]
+    expected = []
+    for kept in folds:
+        apart = []
+        for full, part in zip(whole, kept, strict=True):
+            rows = {tuple(row) for row in part["val"]["input"].tolist()}
+            out = np.array([tuple(row) not in rows for row in full["val"]["input"].tolist()])
+            apart.append({name: value[out] for name, value in full["val"].items()})
+        own = Regularisation(**SMALL)
+        way = own.with_built(Built(own.build().problem, kept)).rivals()["l2"].ways["1/n"]
+        assert [len(client["train"]["label"]) for client in way.clients] == [32] * 3
+        result = fb.solve(
+            way.problem, way.clients, "self_tuned", num_rounds=20, seed=3, residuals=False, **way.settings
+        )
+        expected.append(scored(way.problem, result, apart))
+    l2, bilevel = found.contenders["l2"], found.contenders["bilevel"]
+    np.testing.assert_allclose(l2.losses, np.concatenate(expected), rtol=1e-5)
+    assert len(l2.losses) == 48  # every validation sample once
     gaps = bilevel.losses - l2.losses
     assert found.difference == pytest.approx(gaps.mean())
-    assert found.error == pytest.approx(gaps.std(ddof=1) / math.sqrt(12))
+    assert found.error == pytest.approx(gaps.std(ddof=1) / math.sqrt(48))
     assert found.answer == ("bilevel" if gaps.mean() < -found.error else "l2")
     assert found.figures == found.contenders[found.answer].figures
-    assert found.costs["rounds"] == 60  # the rival, the bilevel run and its refit
+    assert found.costs["rounds"] == 5 * 60  # the rival, the bilevel run and its refit, in four folds and at last
     assert found.answer in found.sentence
     assert repr(found).startswith("<the answer is")
 
@@ -79,9 +89,9 @@ class Spoilt(Regularisation):
 
 def test_a_bad_rival_loses_and_a_good_rival_is_kept():
     large = {**SMALL, "num_train": 80, "num_val": 80}
-    assert fb.guarded(Spoilt(num_noise=5, **large), num_rounds=40).answer == "bilevel"
+    assert fb.guarded(Spoilt(num_noise=5, **large), num_rounds=30, num_folds=2).answer == "bilevel"
     stiff = Spoilt(weight=0.01, **{**large, "l2": 50.0})
-    assert fb.guarded(stiff, num_rounds=40).answer == "only"  # x can lower no penalty below 50
+    assert fb.guarded(stiff, num_rounds=30, num_folds=2).answer == "only"  # x can lower no penalty below 50
 
 
 def test_the_bilevel_run_starts_at_the_best_rival():
@@ -104,6 +114,6 @@ def test_what_cannot_be_guarded_is_refused():
     task = Regularisation(**SMALL)
     built = task.build()
     one = [{**client, "val": {name: value[:1] for name, value in client["val"].items()}} for client in built.clients]
-    with pytest.raises(SettingError, match="fewer than two validation samples, so that none can be left out"):
+    with pytest.raises(SettingError, match="no client has two validation samples, so that none can be left out"):
         fb.guarded(task.with_built(Built(built.problem, one)), num_rounds=2)
     assert isinstance(task, Task)

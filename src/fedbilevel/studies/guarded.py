@@ -1,11 +1,14 @@
 """Never worse than the plain way: a bilevel run beside the task's rivals, and a choice by samples apart.
 
-A part of every client's validation samples stays out of all runs. The rivals run first. Where the
-best of them says where x and y could start (`Rival.start`), the bilevel run starts there, so that it
-begins at the plain practice. Then y is trained once more with the learned x on training and
-validation samples together. The samples that were left out choose the best rival and the better of
-both bilevel answers, by their mean upper loss. The answer is the rival, unless the bilevel answer is
-better by more than one standard error of the paired difference. Test samples have no influence.
+The validation samples of every client are divided into folds. Without one fold at a time, the rivals
+run, and the bilevel run: it starts at the best rival that says where x and y could start
+(`Rival.start`), so that it begins at the plain practice. Where validation samples can serve for
+training, y is also trained once more with the learned x on training and validation samples. The
+samples of the fold, which no run of the fold saw, judge all answers by their upper loss.
+
+Over all folds, they choose the best rival, and whether y is refitted. The answer is the rival,
+unless the bilevel answer is better by more than one standard error of the paired difference. At last
+all runs are repeated with all samples. Test samples have no influence.
 """
 
 from __future__ import annotations
@@ -26,20 +29,25 @@ from fedbilevel.problem.holdings import fields_of
 from fedbilevel.problem.problem import Problem, with_features
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
-from fedbilevel.studies.rivals import RivalOutcome, run_rival
+from fedbilevel.settings import whole_number
+from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.rival import PLAIN, with_validation
 from fedbilevel.tasks.task import Built, Task
 
 _COSTS = ("rounds", "megabytes", "seconds")
+_BILEVEL = ("bilevel", "bilevel, refitted")
 
 
 class Contender(NamedTuple):
-    """A possible answer: figures, and upper losses of the samples that no run saw."""
+    """A possible answer, trained on all samples.
+
+    losses: upper losses of validation samples, each from a run that did not see the sample.
+    """
 
     problem: Problem
     result: Result
     figures: Mapping[str, float]
-    losses: np.ndarray
+    losses: np.ndarray = np.empty(0)
 
     @property
     def held_loss(self) -> float:
@@ -51,16 +59,17 @@ class Guarded:
     """The answer of `guarded`, with the figures of both sides.
 
     answer: "bilevel", or the name of a rival.
-    contenders: the best rival under its name, and `bilevel`.
-    rivals: outcomes of all rivals.
-    difference: mean loss of bilevel minus that of the best rival, on samples that no run saw.
+    rival: the name of the best rival.
+    contenders: all rivals under their names, and `bilevel`.
+    difference: mean loss of bilevel minus that of the best rival, on samples that their runs did not
+        see.
     error: standard error of the difference, over samples.
     costs: rounds, megabytes and seconds of all runs.
     """
 
     answer: str
+    rival: str
     contenders: Mapping[str, Contender]
-    rivals: Mapping[str, RivalOutcome]
     difference: float
     error: float
     costs: Mapping[str, float]
@@ -75,11 +84,10 @@ class Guarded:
 
     @property
     def sentence(self) -> str:
-        rival = next(name for name in self.contenders if name != "bilevel")
         losses = {name: one.held_loss for name, one in self.contenders.items()}
         return (
-            f"the answer is {self.answer}: on {len(self.contenders[rival].losses)} samples that no run saw, the upper "
-            f"loss is {losses['bilevel']:.4g} with bilevel and {losses[rival]:.4g} with {rival} "
+            f"the answer is {self.answer}: on {len(self.contenders[self.rival].losses)} held-out samples, the upper "
+            f"loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
             f"(difference {self.difference:+.2g}, standard error {self.error:.2g})"
         )
 
@@ -87,54 +95,73 @@ class Guarded:
         return f"<{self.sentence}>"
 
 
-def guarded(task: Task, *, num_rounds: int, seed: int = 0, share: float = 0.25, **options: Any) -> Guarded:
-    """Run self_tuned and the rivals of a task, and choose by validation samples that no run saw.
+def guarded(task: Task, *, num_rounds: int, num_folds: int = 4, seed: int = 0, **options: Any) -> Guarded:
+    """Run self_tuned and the rivals of a task, and choose by validation samples that runs did not see.
 
-    share: of every client's validation samples that are left out, at least one.
+    num_folds: parts of the validation samples; everything runs once without each, and once with all.
     options: further keywords of `solve`.
 
     >>> import fedbilevel as fb
     >>> task = fb.tasks.Regularisation(num_noise=20, parametrisation="sigmoid")
-    >>> found = fb.guarded(task, num_rounds=60)
+    >>> found = fb.guarded(task, num_rounds=20, num_folds=2)
     >>> sorted(found.contenders), found.answer in found.contenders
-    (['bilevel', 'l1_grid'], True)
+    (['bilevel', 'l1_grid', 'l2', 'l2_grid'], True)
     """
     if not isinstance(task, Task):
         raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
+    num_folds = whole_number("num_folds", num_folds, 2)
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
-    parts = [_divided(client, Stream(seed), i, share) for i, client in enumerate(built.clients)]
-    kept, apart = [one for one, _ in parts], [other for _, other in parts]
-    if not all(len(next(iter(one.values()))) for one in apart):
-        raise SettingError("a client has fewer than two validation samples, so that none can be left out: give more.")
-    plans = task.with_built(Built(built.problem, kept)).rivals()
-    rivals = {name: run_rival(rival, **options) for name, rival in plans.items()}
-    plain = {
-        name: Contender(one.way.problem, one.result, one.figures, _losses(one.way.problem, one.result, apart))
-        for name, one in rivals.items()
-        if one.result is not None and one.failed is None
+    folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
+    paid = dict.fromkeys(_COSTS, 0.0)
+    losses: dict[str, list[np.ndarray]] = {}
+    for k in range(num_folds):
+        kept, apart = [own[k][0] for own in folds], [own[k][1] for own in folds]
+        for name, one in _contest(task.with_built(Built(built.problem, kept)), options, paid).items():
+            losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
+    held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
+    if not all(map(len, held.values())):
+        raise SettingError("no client has two validation samples, so that none can be left out: give more.")
+    final = {
+        name: one._replace(losses=held[name])
+        for name, one in _contest(task.with_built(built), options, paid).items()
+        if name in held
     }
+    plain = [name for name in final if name not in _BILEVEL]
     if not plain:
         raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
-    best = min(plain, key=lambda name: plain[name].held_loss)
-    start, problem = plans[best].start, built.problem
-    if start is not None:
-        problem = dataclasses.replace(problem, **start(rivals[best].chosen, plain[best].result.y))
-    runs = [solve(problem, kept, "self_tuned", **options)]
-    if (x := _common(runs[0].x)) is not None and isinstance(runs[0].y, Mapping) and _alike(kept):
-        runs.append(_refitted(dataclasses.replace(problem, x0=x), kept, options))
-    found = [Contender(problem, one, _figures(one), _losses(problem, one, apart)) for one in runs]
-    bilevel = min(found, key=lambda one: one.held_loss)
-    gaps = bilevel.losses - plain[best].losses
+    best = min(plain, key=lambda name: final[name].held_loss)
+    bilevel = min((final[name] for name in _BILEVEL if name in final), key=lambda one: one.held_loss)
+    gaps = bilevel.losses - final[best].losses
     error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
-    paid = [*(one.costs for one in rivals.values()), *(one.final for one in runs)]
-    return Guarded(
-        "bilevel" if gaps.mean() < -error else best,
-        {best: plain[best], "bilevel": bilevel},
-        rivals,
-        float(gaps.mean()),
-        error,
-        {name: float(sum(one[name] for one in paid)) for name in _COSTS},
-    )
+    contenders = {**{name: final[name] for name in plain}, "bilevel": bilevel}
+    answer = "bilevel" if gaps.mean() < -error else best
+    return Guarded(answer, best, contenders, float(gaps.mean()), error, paid)
+
+
+def _contest(task: Task, options: Mapping[str, Any], paid: dict[str, float]) -> dict[str, Contender]:
+    """Run the rivals of a task, then the bilevel run and its refit, and add their costs to `paid`."""
+    (problem, clients), plans = task.build(), task.rivals()
+    rivals = {name: run_rival(rival, **options) for name, rival in plans.items()}
+    good = {name: one for name, one in rivals.items() if one.result is not None and one.failed is None}
+    found = {
+        name: Contender(one.way.problem, one.result, one.figures)
+        for name, one in good.items()
+        if one.result is not None
+    }
+    starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
+    if starts:
+        first = min(starts, key=lambda name: min(good[name].tried.values()))
+        start = plans[first].start
+        assert start is not None
+        problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result.y))
+    runs = {"bilevel": solve(problem, clients, "self_tuned", **options)}
+    x, y = _common(runs["bilevel"].x), runs["bilevel"].y
+    if x is not None and isinstance(y, Mapping) and _alike(clients):
+        runs["bilevel, refitted"] = _refitted(dataclasses.replace(problem, x0=x), clients, options)
+    for costs in (*(one.costs for one in rivals.values()), *(one.final for one in runs.values())):
+        for name in _COSTS:
+            paid[name] += float(costs[name])
+    return found | {name: Contender(problem, one, _figures(one)) for name, one in runs.items()}
 
 
 def _refitted(problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]) -> Result:
@@ -160,14 +187,27 @@ def _figures(result: Result) -> dict[str, float]:
     return {name: float(result.final[name]) for name in figures_of(result.final)}
 
 
-def _divided(client: Holdings, stream: Stream, number: int, share: float) -> tuple[Holdings, Mapping[str, np.ndarray]]:
-    """Return a client without a part of its validation samples, and this part."""
+def _divided(
+    client: Holdings, stream: Stream, number: int, num_folds: int
+) -> list[tuple[Holdings, Mapping[str, np.ndarray]]]:
+    """Return, for every fold, the client without these validation samples, and the samples.
+
+    A single validation sample stays in all folds.
+    """
     fields = {name: np.asarray(value) for name, value in fields_of(client["val"], f"'val' of client {number}").items()}
     size = len(next(iter(fields.values())))
-    kept, out = (rows.numpy() for rows in stream.divided("guarded", number, size, share, least=1))
-    return {**client, "val": {name: value[kept] for name, value in fields.items()}}, {
-        name: value[out] for name, value in fields.items()
-    }
+    order = stream.order("guarded", number, size, iteration=0).numpy()
+    found = []
+    for k in range(num_folds):
+        out = np.sort(order[k::num_folds]) if size > 1 else order[:0]
+        kept = np.setdiff1d(np.arange(size), out)
+        found.append(
+            (
+                {**client, "val": {name: value[kept] for name, value in fields.items()}},
+                {name: value[out] for name, value in fields.items()},
+            )
+        )
+    return found
 
 
 @torch.no_grad()
@@ -177,6 +217,8 @@ def _losses(problem: Problem, result: Result, apart: Sequence[Mapping[str, np.nd
     for i, fields in enumerate(apart):
         x, y = (value if isinstance(value, Mapping) else value[i] for value in (result.x, result.y))
         size = len(next(iter(fields.values())))
+        if not size:
+            continue
         dtype = next(iter(y.values())).dtype
         batch = {name: torch.as_tensor(value) for name, value in fields.items()}
         batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
@@ -184,4 +226,4 @@ def _losses(problem: Problem, result: Result, apart: Sequence[Mapping[str, np.nd
         x, y = ({name: leaf.detach().cpu() for name, leaf in tree.items()} for tree in (x, y))
         losses = problem.upper(x, y, with_features(problem, x, batch))
         found.append(np.atleast_1d(losses.double().numpy()))
-    return np.concatenate(found)
+    return np.concatenate([np.empty(0), *found])

@@ -71,7 +71,8 @@ def values_of(
     experiment: Experiment, found: Sequence[tuple[Any, Mapping[str, Any]]]
 ) -> dict[tuple[str, str], list[float]]:
     """Return the figure of a verdict by panel and row, in the order of repetitions."""
-    name, values = experiment.content.get("verdict", {}).get("figure"), {}
+    name = experiment.content.get("verdict", {}).get("figure")
+    values: dict[tuple[str, str], list[float]] = {}
     for job, content in sorted(found, key=lambda one: one[0].repetition):
         if name in content["figures"]:
             values.setdefault((job.panel, job.row), []).append(float(content["figures"][name]))

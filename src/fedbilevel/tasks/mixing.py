@@ -157,7 +157,7 @@ class Mixing(Task):
 
     def rivals(self) -> dict[str, Rival]:
         built = self.build()
-        num_sources = len(built.problem.x0["logit"])
+        num_sources = self.num_good + self.num_bad
         halves = [_halved(client, num_sources) for client in built.clients]
         counts = np.sum([np.bincount(one["train"]["source"], minlength=num_sources + 1) for one in halves], 0)
         equal = torch.as_tensor(counts.sum() / (len(counts) * counts.clip(1)), dtype=torch.float32)

@@ -155,9 +155,12 @@ class Regularisation(Task):
 
     def decay(self, x: Any) -> Tensor:
         """Return the learned weight decay r of every entry of y, without l2."""
-        shapes = {"exp": torch.exp, "softplus": softplus, "sigmoid": lambda own: self.most * torch.sigmoid(own)}
         value: Tensor = x["lambda"]
-        return shapes.get(self.parametrisation, lambda own: own)(value)
+        if self.parametrisation == "exp":
+            return value.exp()
+        if self.parametrisation == "sigmoid":
+            return self.most * torch.sigmoid(value)
+        return softplus(value) if self.parametrisation == "softplus" else value
 
     def _lower(self, x: Any, y: Any, batch: Any) -> Tensor:
         return _losses(y, batch) + 0.5 * ((self.decay(x) + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
@@ -189,11 +192,11 @@ class Regularisation(Task):
         size = (y["weight"] ** 2 + _ROUND**2).sqrt()
         r = torch.cat([weight * size ** (power - 2), torch.full_like(y["bias"], 0.1 * min(_GRID))])
         r = (r - self.l2).clamp(min=0.1 * min(_GRID))
+        if self.parametrisation == "exp":
+            return r.log()
         if self.parametrisation == "sigmoid":
             return torch.logit(r.clamp(max=0.95 * self.most) / self.most)
-        return {"exp": torch.log, "softplus": lambda own: own.expm1().log(), "linear": torch.clone}[
-            self.parametrisation
-        ](r)
+        return r.expm1().log() if self.parametrisation == "softplus" else r
 
     def _with_noise(self, clients: Clients) -> Clients:
         if not self.num_noise:

@@ -44,7 +44,7 @@ class Rival(NamedTuple):
     title: str
     ways: Mapping[str, Way]
     refit: Callable[[str], Way] | None = None
-    start: Callable[[str, Tree], dict[str, Tree]] | None = None
+    start: Callable[[str, Tree], dict[str, Any]] | None = None
 
 
 def with_validation(clients: Sequence[Holdings]) -> list[Holdings]:

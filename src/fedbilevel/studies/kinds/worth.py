@@ -43,7 +43,8 @@ def run(
     say(f"{task.name()} by {method}")
     begun, more = time.process_time(), {}
     if method == "self_tuned":
-        last = solve(*task.build(), "self_tuned", num_rounds=rounds, **options).final
+        built = task.build()
+        last = solve(built.problem, built.clients, "self_tuned", num_rounds=rounds, **options).final
     elif method == "guarded":
         found = guarded(task, num_rounds=rounds, **options)
         last, more = {**found.figures, **found.costs}, {"bilevel": float(found.answer == "bilevel")}
