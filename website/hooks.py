@@ -104,9 +104,10 @@ def _results(text: str, folder: Path) -> tuple[str, list[str]]:
 def api_page() -> str:
     """List every public name in groups; names without a group are at the end."""
     groups = {
-        "Run": ["solve", "compare", "tune", "write_report", "Result"],
+        "Run": ["solve", "compare", "guarded", "Guarded", "tune", "write_report", "Result"],
         "Problems": ["Problem", "Scopes"],
         "Cleaning of labels": ["clean_labels", "Cleaning"],
+        "Features and sources": ["select_features", "SelectedFeatures", "mix_sources", "MixedSources"],
         "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
         "Step sizes": ["suggest_steps", "curvature", "projection_radius"],

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from fedbilevel.runs.solve import solve
     from fedbilevel.runs.step_sizes import curvature, projection_radius, suggest_steps
     from fedbilevel.studies.compare import compare
+    from fedbilevel.studies.features import SelectedFeatures, select_features
+    from fedbilevel.studies.guarded import Guarded, guarded
     from fedbilevel.studies.search import tune
+    from fedbilevel.studies.sources import MixedSources, mix_sources
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
     "checks.algorithm": ["check_algorithm"],
@@ -52,7 +55,10 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "report.page": ["write_report"],
     "runs.step_sizes": ["curvature", "projection_radius", "suggest_steps"],
     "studies.compare": ["compare"],
+    "studies.features": ["SelectedFeatures", "select_features"],
+    "studies.guarded": ["Guarded", "guarded"],
     "studies.search": ["tune"],
+    "studies.sources": ["MixedSources", "mix_sources"],
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -64,12 +70,15 @@ __all__ = [
     "Cohort",
     "EarlyStopping",
     "FedBilevelError",
+    "Guarded",
+    "MixedSources",
     "Network",
     "Problem",
     "Progress",
     "Result",
     "Schedule",
     "Scopes",
+    "SelectedFeatures",
     "check_algorithm",
     "check_engine",
     "check_hypergradient",
@@ -77,8 +86,11 @@ __all__ = [
     "clean_labels",
     "compare",
     "curvature",
+    "guarded",
+    "mix_sources",
     "projection_radius",
     "read_folders",
+    "select_features",
     "solve",
     "suggest_steps",
     "tasks",

@@ -59,6 +59,7 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "test_accuracy_bottom_decile": "Test accuracy of the client below which a tenth of the clients lie.",
     "bottom_decile": "Test accuracy of the client below which a tenth of the clients lie.",
     "test_loss": "Mean loss over test samples. Lower is better.",
+    "worst_test_loss": "Test loss of the client that is served worst. Lower is better.",
     "precision": "Share of the flagged samples that are flagged rightly. Higher is better.",
     "recall": "Share of the samples to be flagged that are flagged. Higher is better.",
     "f1": "Harmonic mean of precision and recall. Higher is better.",

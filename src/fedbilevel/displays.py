@@ -78,6 +78,11 @@ def algorithm(one: Any, warnings: Mapping[str, str]) -> str:
     )
 
 
+def ranking(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
+    """Show rows of a ranking, such as features or sources, and a remark."""
+    return _block(title, _table("", heads, rows), note)
+
+
 def _variables(level: str, tree: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(level, str(name), " x ".join(map(str, leaf.shape)) or "scalar") for name, leaf in tree.items()]
 

@@ -159,6 +159,22 @@ def curve(
     return figure
 
 
+def bars(values: Mapping[str, float], *, label: str, mark: float | None = None, shown: bool = False) -> Any:
+    """Return a figure with one horizontal bar per name, the first on top.
+
+    mark: a value with a dashed line, such as a threshold.
+    """
+    figure = _figure(6.0, 1.0 + 0.25 * len(values), shown=shown)
+    axes = figure.add_subplot()
+    axes.barh(list(values), list(values.values()), color="C0")
+    if mark is not None:
+        axes.axvline(mark, color="0.4", linewidth=1, linestyle="--")
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def _wrapped(title: str) -> str:
     return "\n".join(part for line in title.split("\n") for part in textwrap.wrap(line, 62))
 

@@ -92,6 +92,12 @@ def run_options(kind: type[Task], given: dict[str, dict[str, Any]], values: dict
     metavar="NAME.SETTING=VALUE",
     help="change a setting of an algorithm, or of the task, network or averaging (task.SETTING=VALUE, ...)",
 )
+@click.option(
+    "--rivals/--no-rivals",
+    default=True,
+    show_default=True,
+    help="also run the plain ways to the same end that the task knows, each with all runs by which it is tuned",
+)
 @with_looks
 @with_run_options
 def compare_command(
@@ -101,6 +107,7 @@ def compare_command(
     repetitions: int,
     num_rounds: int | None,
     changes: tuple[str, ...],
+    rivals: bool,
     baseline: bool | None,
     **values: Any,
 ) -> None:
@@ -145,6 +152,7 @@ def compare_command(
                 progress=show,
                 measure_every=every,
                 baseline=baseline,
+                rivals=rivals,
                 **{name: values[name] for name in ("residuals", "stationarity")},
                 **keywords(options),
             )

@@ -12,7 +12,7 @@ from fedbilevel.cli.flags import jobs_option
 from fedbilevel.errors import SettingError
 from fedbilevel.report import tables
 from fedbilevel.runs.options import torch_device
-from fedbilevel.studies import experiment, pictures, reproduce
+from fedbilevel.studies import experiment, pictures, reproduce, verdicts
 
 
 def _parts(text: str) -> list[str]:
@@ -95,7 +95,8 @@ def reproduce_command(
         except KeyboardInterrupt:
             terminal.console.print("Stopped. The same command resumes it.")
             sys.exit(130)
-    for table in tables.reproduction(chosen_one, reproduce.summary(found)):
+    judged = verdicts.verdicts(chosen_one, verdicts.values_of(chosen_one, found))
+    for table in tables.reproduction(chosen_one, reproduce.summary(found), judged):
         terminal.console.print(table)
     if quick:
         terminal.say(

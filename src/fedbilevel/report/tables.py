@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich import box
@@ -19,6 +20,7 @@ from fedbilevel.studies.influence.result import PAPER, Instance, Study
 from fedbilevel.studies.reproduce import Figure
 from fedbilevel.studies.tune import Chosen
 from fedbilevel.studies.tuned import Tuned, listed
+from fedbilevel.studies.verdicts import Verdict, recorded_values, verdicts
 
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
@@ -142,7 +144,11 @@ def instances(title: str, rows: Sequence[Instance]) -> Table:
     return table
 
 
-def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Table]:
+def reproduction(
+    experiment: Experiment,
+    means: Mapping[tuple[str, str], Mapping[str, Any]],
+    judged: Mapping[tuple[str, str], Verdict] = MappingProxyType({}),
+) -> list[Table]:
     """Make a table per panel: our mean +- deviation (the paper's value; the difference)."""
     tables = []
     for panel in dict.fromkeys(panel for panel, _ in means):
@@ -155,13 +161,17 @@ def reproduction(experiment: Experiment, means: Mapping[tuple[str, str], Mapping
         table.add_column("")
         for heading in experiment.figures.values():
             table.add_column(heading, justify="right")
+        is_judged = any(place == panel for place, _ in judged)
+        if is_judged:
+            table.add_column(_against(experiment))
         for (place, row), figures in means.items():
             if place == panel:
                 theirs = experiment.paper(panel, row)
                 cells = [
                     _beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()
                 ]
-                table.add_row(experiment.row_title(row), *cells)
+                word = [judged[panel, row].shown() if (panel, row) in judged else "-"] if is_judged else []
+                table.add_row(experiment.row_title(row), *cells, *word)
         tables.append(table)
     return tables
 
@@ -178,6 +188,8 @@ def recorded(experiment: Experiment) -> str:
         f"{experiment.content['source']}. `fedbilevel reproduce {experiment.name}`",
         "",
     ]
+    found = verdicts(experiment, recorded_values(experiment)) if "verdict" in experiment.content else {}
+    last = [_against(experiment)] if found else []
     for panel in experiment.content["panels"]:
         rows = {row: result[panel][row] for row in experiment.content["rows"] if row in result.get(panel, {})}
         if not rows:
@@ -185,9 +197,9 @@ def recorded(experiment: Experiment) -> str:
         lines += [
             f"**{experiment.panel_title(panel)}**",
             "",
-            "| | " + " | ".join([*experiment.figures.values(), "repetitions"]) + " |",
+            "| | " + " | ".join([*experiment.figures.values(), *last, "repetitions"]) + " |",
         ]
-        lines.append("|---" * (len(experiment.figures) + 2) + "|")
+        lines.append("|---" * (len(experiment.figures) + len(last) + 2) + "|")
         for row, entry in rows.items():
             figures = {
                 name: Figure(**value)
@@ -198,7 +210,10 @@ def recorded(experiment: Experiment) -> str:
             }
             theirs = experiment.paper(panel, row)
             cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
-            lines.append("| " + " | ".join([experiment.row_title(row), *cells, str(entry["repetitions"])]) + " |")
+            word = [found[panel, row].shown() if (panel, row) in found else "-"] if found else []
+            lines.append(
+                "| " + " | ".join([experiment.row_title(row), *cells, *word, str(entry["repetitions"])]) + " |"
+            )
         if (experiment.path.parent / f"{panel}.png").exists():
             lines += ["", f"![{experiment.panel_title(panel)}]({experiment.name}/{panel}.png)"]
         places = {(entry["commit"], entry["machine"], entry["time"][:10]) for entry in rows.values()}
@@ -208,6 +223,11 @@ def recorded(experiment: Experiment) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _against(experiment: Experiment) -> str:
+    """Return the heading of verdicts."""
+    return f"{experiment.row_title(experiment.content['verdict']['row'])} against this row"
 
 
 def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:

@@ -25,6 +25,8 @@ from fedbilevel.runs.resume import versions
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import whole_number
 from fedbilevel.studies.comparison import Comparison, Target, outcome
+from fedbilevel.studies.rivals import run_rival
+from fedbilevel.tasks.rival import Rival
 from fedbilevel.tasks.task import Built, Task
 
 FIXED = "x fixed at x0"  # name of the baseline
@@ -45,6 +47,7 @@ def compare(  # one explicit keyword per option, so that help() and editors show
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
     baseline: bool | None = None,
+    rivals: bool = True,
     **options: Any,
 ) -> Comparison:
     """Run several algorithms on the same data with the same seeds.
@@ -63,6 +66,9 @@ def compare(  # one explicit keyword per option, so that help() and editors show
     baseline: also train y with x fixed at x0, once per repetition, as the outcome "x fixed at x0";
         by default, if the task has test data and FedAvg is not one of the algorithms. The run is
         FedAvg with the task's settings and as many rounds as the longest of the others.
+    rivals: also run the task's rivals, the plain ways to the same end, as outcomes of their names;
+        every run of a rival has as many rounds as the longest of the algorithms, its costs include
+        all runs by which it was tuned, and `chosen` in `Comparison.runs` names the chosen one.
     options: further keywords of `solve`.
 
     A run that diverges is recorded as diverged and has not reached the target.
@@ -98,18 +104,25 @@ def compare(  # one explicit keyword per option, so that help() and editors show
     }
     if baseline not in (None, True, False):
         raise SettingError(f"baseline is {baseline!r:.80}, expected True, False or None.")
-    book = _Book(_folder(record), task, target, [*methods, FIXED], about)
+    if not isinstance(rivals, bool):
+        raise SettingError(f"rivals is {rivals!r:.80}, expected True or False.")
+    book = _Book(_folder(record), task, target, [*methods], about)
     for r in range(repetitions):
-        built = task.repeated(r).build()
+        same = task.repeated(r)
+        built = same.build()
         for name, algorithm in methods.items():
             peers = isinstance(algorithm, PeerAlgorithm)
             where = {"network": network, "averaging": averaging} if peers else {"cohort": cohort}
             given = {"num_iterations": iterations[name], "num_rounds": num_rounds, "seed": seed + r, **where, **options}
             tell = None if progress is None else functools.partial(progress, name, r)
             rows, diverged = _one(built, algorithm, target, tell, given)
-            book.add(name, r, algorithm, rows, diverged)
+            book.add(name, r, algorithm.asdict(), rows, diverged)
+        rounds = book.longest(r)
+        for name, rival in same.with_built(built).rivals().items() if rivals and rounds else ():
+            own = {"num_rounds": rounds, "seed": seed + r, "cohort": cohort, **options}
+            _add_rival(book, r, name if name not in methods else f"{name} (rival)", rival, target, progress, own)
         if baseline or (baseline is None and "fedavg" not in methods and unseen_roles(built.problem)):
-            _add_baseline(book, r, built, target, progress, {"seed": seed + r, "cohort": cohort, **options})
+            _add_baseline(book, r, built, target, progress, {"seed": seed + r, "cohort": cohort, **options}, rounds)
     return book.comparison()
 
 
@@ -120,14 +133,34 @@ def _add_baseline(
     target: Target | None,
     progress: Callable[[str, int, Progress], None] | None,
     options: Mapping[str, Any],
+    rounds: int,
 ) -> None:
     """Run FedAvg with x fixed at x0, for as many rounds as the longest run of the repetition."""
     [plain] = named(["fedavg"], book.task).values()
-    rounds = max((one["rows"][-1]["rounds"] for one in book.runs if one["repetition"] == r and one["rows"]), default=0)
     if rounds:
         tell = None if progress is None else functools.partial(progress, FIXED, r)
         rows, diverged = _one(built, plain, target, tell, {"num_rounds": rounds, **options})
-        book.add(FIXED, r, plain, rows, diverged)
+        book.add(FIXED, r, plain.asdict(), rows, diverged)
+
+
+def _add_rival(
+    book: _Book,
+    r: int,
+    name: str,
+    rival: Rival,
+    target: Target | None,
+    progress: Callable[[str, int, Progress], None] | None,
+    options: Mapping[str, Any],
+) -> None:
+    tell = () if progress is None else (functools.partial(progress, name, r),)
+    found = run_rival(rival, callbacks=tell, **options)
+    if target is not None and found.rows:
+        target.check(found.rows[0])
+    given = {
+        key: one if isinstance(one, bool | int | float | str) else str(one) for key, one in found.way.settings.items()
+    }
+    settings = {"rival": rival.title, "algorithm": found.way.algorithm, **given}
+    book.add(name, r, settings, found.rows, found.failed, chosen=found.chosen)
 
 
 def _one(
@@ -184,9 +217,25 @@ class _Book:
         outcomes = [outcome(name, self.runs, self.target) for name in self.names if name in done]
         return Comparison(self.task.name(), self.target, outcomes, self.runs)
 
-    def add(self, name: str, r: int, algorithm: Algorithm, rows: list[Mapping[str, Any]], diverged: str | None) -> None:
+    def longest(self, r: int) -> int:
+        """Return the rounds of the longest run of a repetition."""
+        return max(
+            (one["rows"][-1]["rounds"] for one in self.runs if one["repetition"] == r and one["rows"]), default=0
+        )
+
+    def add(
+        self,
+        name: str,
+        r: int,
+        settings: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]],
+        diverged: str | None,
+        **more: Any,
+    ) -> None:
+        """Add a run; `more` are facts that may differ between repetitions of the same settings."""
+        self.names += [name] if name not in self.names else []
         self.runs.append(
-            {"algorithm": name, "repetition": r, "settings": algorithm.asdict(), "rows": rows, "diverged": diverged}
+            {"algorithm": name, "repetition": r, "settings": settings, "rows": rows, "diverged": diverged, **more}
         )
         if self.folder is not None:
             target = self.target._asdict() if self.target is not None else None

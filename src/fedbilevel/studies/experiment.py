@@ -9,6 +9,8 @@ The file states the runs, the figures that the paper printed, and the last recor
                             in per cent if the heading ends with ", %"
     [plot]                  x and y of the lines, and which axes are logarithmic;
                             kind = "points" for prediction against truth
+    [verdict]               row and figure: whether this row wins, ties or loses against each other row,
+                            by that figure over repetitions (studies/verdicts.py)
     extends, select         an experiment to start from, and which of its panels and rows:
                             select = {panels = [...], rows = [...]}
     [settings]              settings of all rows
@@ -45,7 +47,7 @@ from fedbilevel.runs.record import write_whole
 from fedbilevel.studies.experiment_checks import Tree, among, check_kinds, check_names
 
 FILE = "experiment.toml"
-_INHERITED = ("study", "repetitions", "figures", "plot", "settings", "panels", "rows", "quick")
+_INHERITED = ("study", "repetitions", "figures", "plot", "verdict", "settings", "panels", "rows", "quick")
 
 
 @dataclass(frozen=True)

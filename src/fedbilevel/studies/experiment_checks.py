@@ -21,6 +21,7 @@ _TOP = {
     "repetitions": "whole",
     "figures": "table",
     "plot": "table",
+    "verdict": "table",
     "settings": "table",
     "panels": "table",
     "rows": "table",
@@ -41,6 +42,7 @@ _ROW = {
     "paper": "table",
 }
 _PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
+_VERDICT = {"row": "text", "figure": "text"}
 _QUICK = {"repetitions": "whole", "rows": "names", "panels": "names", "settings": "table"}
 _SELECT = {"panels": "names", "rows": "names"}
 _NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9_.+=-]*")  # names are parts of file names, joined by --
@@ -51,6 +53,7 @@ def check_kinds(path: Path, content: Tree) -> None:
     _kinds(path, "", content, _TOP)
     _each(path, "figures", content.get("figures", {}), "text")
     _kinds(path, "plot", content.get("plot", {}), _PLOT)
+    _kinds(path, "verdict", content.get("verdict", {}), _VERDICT)
     _kinds(path, "quick", content.get("quick", {}), _QUICK)
     _kinds(path, "select", content.get("select", {}), _SELECT)
     for kind, allowed in (("panels", _PANEL), ("rows", _ROW)):
@@ -90,6 +93,11 @@ def check_names(path: Path, content: Tree) -> None:
         raise ExperimentError(
             f"{path}: plot is {plot}, expected x and y, kind = 'lines' or 'points', and log with 'x', 'y' or both."
         )
+    judged = content.get("verdict", {})
+    if judged and set(judged) != set(_VERDICT):
+        raise ExperimentError(f"{path}: verdict is {judged}, expected a row and a figure.")
+    among(path, "verdict.row", [judged["row"]] if judged else [], content["rows"])
+    among(path, "verdict.figure", [judged["figure"]] if judged else [], content["figures"])
     panels, rows, quick = content["panels"], content["rows"], content.get("quick", {})
     for name, one in rows.items():
         for key in ("only", "in", "from", "paper"):

@@ -34,6 +34,7 @@ from fedbilevel.studies.comparison import Spread
 from fedbilevel.studies.experiment import Experiment, Job, write
 from fedbilevel.studies.pictures import draw_panel
 from fedbilevel.studies.provenance import commit, machine
+from fedbilevel.studies.verdicts import values_of
 
 Say = Callable[[str], None]
 _POINTS = 60  # largest number of points of a recorded line
@@ -208,6 +209,7 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
         by_place.setdefault((job.panel, job.row), []).append(content)
     kept = experiment.path.parent / "curves.json"
     curves = _curves(kept)
+    values = values_of(experiment, found)
     means, digests = summary(found), {(job.panel, job.row): job.digest for job, _ in found}
     for (panel, row), contents in by_place.items():
         there = experiment.content.get("result", {}).get(panel, {}).get(row, {})
@@ -230,6 +232,8 @@ def record(experiment: Experiment, found: Sequence[tuple[Job, Mapping[str, Any]]
                     {"mean": _rounded(figure.mean), "deviation": _rounded(figure.deviation), "runs": figure.runs}
                 )
                 figures[name] = one
+        if "verdict" in experiment.content:
+            entry["values"] = [_rounded(value) for value in values.get((panel, row), [])]
         entry["figures"] = figures
         nested(document, "result", panel)[row] = entry
     write(experiment, "result", document)

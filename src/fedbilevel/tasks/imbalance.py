@@ -11,7 +11,13 @@ This is the vector-scaling loss: s_c multiplies and ell_c shifts the logit of cl
 x = 0, s = 1 and the loss is plain cross-entropy, so FedAvg with x at its start is ordinary
 training. s lies in (0, 2), so x can raise the curvature of the lower level four times and no more.
 Every client has `num_val` validation images of every class, which makes the plain mean f_i the
-class-balanced one.
+class-balanced one. `start = "adjusted"` starts ell at the logarithm of the class priors of the long
+tail, so that training at the start is logit adjustment instead of plain training.
+
+Rivals, on training and validation images together, each image counting the same: `plain`
+cross-entropy; `logit_adjustment` (Menon et al., ICLR 2021), cross-entropy of z + log prior;
+`class_balanced` (Cui et al., CVPR 2019), cross-entropy weighted by (1 - beta) / (1 - beta^n_c) with
+beta = 1 - 1/n. Priors and counts n_c need one sum over clients, n is the number of all images.
 
 Figures: balanced test accuracy is the mean over classes of the share of right answers, and
 the accuracy of the rarest class is that of the last class.
@@ -28,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +50,7 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.rival import Rival, Way, with_validation
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 
@@ -80,6 +87,9 @@ class Imbalance(Task):
     )
     num_hidden: int = setting(32, "units of the hidden layer", least=1)
     l2: float = setting(0.01, "weight of the squared norm of y in the lower level", above=0)
+    start: Literal["plain", "adjusted"] = setting(
+        "plain", "initial x: plain cross-entropy, or logit adjustment by the priors of the long tail"
+    )
     data_seed: int = setting(0, "seed of the split and of the initial weights", least=0)
 
     suggested = {
@@ -126,15 +136,52 @@ class Imbalance(Task):
         num_classes, tested = shapes.classes(), shapes.has("test", "image", "label")
         return Problem(
             upper=lambda x, y, batch: _entropy(_logits(y, batch), batch),
-            lower=lambda x, y, batch: (
-                _entropy(_adjusted(x, y, batch), batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
-            ),
-            x0={"delta": torch.zeros(num_classes), "ell": torch.zeros(num_classes)},
+            lower=lambda x, y, batch: _entropy(_adjusted(x, y, batch), batch) + self._decay(y),
+            x0={"delta": torch.zeros(num_classes), "ell": self._shifts(num_classes)},
             y0=self._weights(num_pixels, num_classes),
             statistics={"test": _tested(num_classes)} if tested else {},
             metrics=_metrics(num_classes) if tested else lambda sums: {},
             name="imbalance",
         )
+
+    def _shifts(self, num_classes: int) -> Tensor:
+        """Return the initial ell: the log priors of the long tail with mean zero, or zeros."""
+        if self.start == "plain":
+            return torch.zeros(num_classes)
+        places = torch.arange(num_classes) / max(1, num_classes - 1)
+        return (0.5 - places) * math.log(self.imbalance_ratio)
+
+    def rivals(self) -> dict[str, Rival]:
+        built = self.build()
+        pooled, num_classes = with_validation(built.clients), len(built.problem.y0["out.bias"])
+        labels = np.concatenate([client["train"]["label"] for client in pooled])
+        counts = torch.as_tensor(np.bincount(labels, minlength=num_classes).clip(1), dtype=torch.float32)
+        shifts = (counts / counts.sum()).log()
+        numbers = -torch.expm1(counts * math.log1p(-1 / len(labels)))  # of effective samples, times 1 - beta
+        weights = (1 / numbers) / (counts / numbers).sum() * len(labels)
+
+        def way(loss: Callable[[Tensor, Any], Tensor]) -> dict[str, Way]:
+            lower = lambda x, y, batch: loss(_logits(y, batch), batch) + self._decay(y)
+            return {"train and val": Way(replace(built.problem, lower=lower, client_weights="by_samples"), pooled)}
+
+        return {
+            "plain": Rival("cross-entropy on all images", way(_entropy)),
+            "logit_adjustment": Rival(
+                "cross-entropy of logits shifted by log priors",
+                way(lambda z, batch: _entropy(z + shifts.to(z), batch)),
+                start=lambda label, y: {
+                    "x0": {"delta": torch.zeros(num_classes), "ell": shifts - shifts.mean()},
+                    "y0": y,
+                },
+            ),
+            "class_balanced": Rival(
+                "cross-entropy weighted by effective numbers of samples",
+                way(lambda z, batch: weights.to(z)[batch["label"]] * _entropy(z, batch)),
+            ),
+        }
+
+    def _decay(self, y: Any) -> Any:
+        return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Return accuracy, learned scale and shift of every class, and accuracies of clients."""

@@ -23,6 +23,15 @@ roles. A bad source is the text of a role, corrupted in one of four ways: with i
 random order, backwards, with half of its characters replaced by random ones, or with its first line
 repeated over and over.
 
+With `fairness` q > 0 the upper level minds clients that are served badly: F_i = CE(y; target_i) is
+replaced by F_i^(1+q) / (1+q), as in q-fair federated learning (Li et al., ICLR 2020). The mean over
+clients of F^2 is the squared mean plus the variance, so q = 1 penalises the variance between
+clients; for large q only the worst client counts. `worst_test_loss` is then a figure too.
+
+Rivals: sources weighted alike (`uniform`) or by characters (`proportional`), with and without half of
+the target samples among the training samples, and these alone (`target`). The other half stops
+training early and chooses.
+
 Figures: test_loss is the cross-entropy per character of target text, and good_weight the sum of the
 weights of the good sources.
 
@@ -34,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,9 +58,11 @@ from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, by_client, counted, of_client, ranking, share
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 _SYMBOLS = "abcdefghijkl"  # of the chains
+_STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
 _CORRUPTIONS = ("shuffled", "backwards", "half random", "repeated line")
 
 
@@ -82,6 +93,9 @@ class Mixing(Task):
     num_hidden: int = setting(32, "units of the hidden layer", least=1)
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
     kl: float = setting(0.01, "weight of the divergence from uniform weights in the upper level", least=0)
+    fairness: float = setting(
+        0.0, "how much clients that are served badly count; 0: the mean, 1: with the variance", symbol="q", least=0
+    )
     data_seed: int = setting(0, "seed of the texts, of the split and of the initial weights", least=0)
 
     suggested = {
@@ -122,17 +136,55 @@ class Mixing(Task):
         (context,) = shapes.sample("context", "train", "val", "test", kinds=("int",), ndim=1)
         num_sources, tested = self.num_good + self.num_bad, shapes.has("test", "context", "label")
         return Problem(
-            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
+            upper=lambda x, y, batch: self._served(_entropy(y, batch), batch) + self.kl * _divergence(x["logit"]),
             lower=lambda x, y, batch: (
-                num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch)
-                + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+                num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
             x0={"logit": torch.zeros(num_sources)},
             y0=self._weights(context, shapes.classes()),
             statistics={"test": _tested(self.num_good)} if tested else {},
             metrics=_metrics if tested else lambda sums: {},
+            across=_worst if tested and self.fairness else None,
             name="mixing",
         )
+
+    def _served(self, losses: Tensor, batch: Any) -> Tensor:
+        """Return the losses of a client's samples or, with fairness, one number for the client."""
+        if not self.fairness:
+            return losses
+        power = 1 + self.fairness
+        return (batch["weight"] * losses).sum() ** power / power
+
+    def rivals(self) -> dict[str, Rival]:
+        built = self.build()
+        num_sources = self.num_good + self.num_bad
+        halves = [_halved(client, num_sources) for client in built.clients]
+        counts = np.sum([np.bincount(one["train"]["source"], minlength=num_sources + 1) for one in halves], 0)
+        equal = torch.as_tensor(counts.sum() / (len(counts) * counts.clip(1)), dtype=torch.float32)
+        each, no_target = torch.ones(num_sources + 1), torch.ones(num_sources + 1)
+        no_target[-1] = 0.0
+
+        def way(weights: Tensor) -> Way:
+            scaled = weights * counts.sum() / float((weights * torch.as_tensor(counts)).sum())
+            lower = lambda x, y, batch: (
+                scaled.to(batch["weight"])[batch["source"]] * _entropy(y, batch) + self._decay(y)
+            )
+            return Way(replace(built.problem, lower=lower), halves, settings=_STOPPED)
+
+        return {
+            "uniform": Rival(
+                "every source counts the same",
+                {"sources": way(equal * no_target), "sources and target": way(equal)},
+            ),
+            "proportional": Rival(
+                "every character counts the same",
+                {"sources": way(no_target), "sources and target": way(each)},
+            ),
+            "target": Rival("target samples alone", {"target": way(1 - no_target)}),
+        }
+
+    def _decay(self, y: Any) -> Any:
+        return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         """Return the learned weight of every source, and the test loss of every client."""
@@ -200,6 +252,19 @@ class Mixing(Task):
         return {"embedding": embedding, **uniform(layers, draw)}
 
 
+def _halved(client: Holdings, source: int) -> Holdings:
+    """Return a client that trains on half of its target samples too, as a source of their own.
+
+    The other half stays for validation; a single sample serves both ends.
+    """
+    train, val = client["train"], client["val"]
+    half = max(1, len(val["label"]) // 2)
+    joined = {name: np.concatenate([train[name], val[name][:half]]) for name in ("context", "label")}
+    joined["source"] = np.concatenate([train["source"], np.full(half, source)])
+    rest = {name: value[half:] if len(value) > half else value for name, value in val.items()}
+    return {**client, "train": joined, "val": rest}
+
+
 def _logits(y: Any, batch: Any) -> Tensor:
     z = y["embedding"][batch["context"]].flatten(1)
     z = gelu(linear(z, y["hidden.weight"], y["hidden.bias"]))
@@ -228,6 +293,11 @@ def _tested(num_good: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
 def _metrics(sums: Any) -> dict[str, float]:
     """Divide sums over all clients."""
     return {"test_loss": sums["loss"] / sums["tested"], "good_weight": sums["good"] / sums["tested"]}
+
+
+def _worst(sums: Any) -> dict[str, float]:
+    """Return the test loss of the client that is served worst."""
+    return {"worst_test_loss": float((sums["loss"] / sums["tested"]).max())}
 
 
 def _chain(rng: np.random.Generator) -> np.ndarray:

@@ -7,7 +7,9 @@ one entry for each entry of y:
     f_i(y)           = BCE(y; val_i)
 
 `parametrisation`: `exp` is r = exp(lambda), always positive; the curvature of the lower level grows
-with it, so the step of y must still suit the largest r. `linear` is r = lambda from 0 as the paper
+with it, so the step of y must still suit the largest r. `softplus` is r = log(1 + exp(lambda)),
+which grows no faster than lambda, and `sigmoid` is r = most * sigmoid(lambda), which stays below
+`most`: single penalties cannot become arbitrarily stiff. `linear` is r = lambda from 0 as the paper
 prints it. Nothing keeps it positive: once the mean of r(lambda_i) + l2 is negative in one entry, g
 is unbounded below and y* is a local minimum at best. Use `linear` to compare hypergradients at a
 point rather than to optimise.
@@ -23,6 +25,13 @@ data/mixture.py). Of the training part of `a9a`, every client gets its own sampl
 (i.i.d., without replacement), and likewise test samples of the test part. `w8a` has no test part,
 so a random quarter of it becomes the test part. In `adult`, the clients are the most common work
 classes (private, self-employed, local government, ...), and each has people of its own class.
+`num_noise` adds columns of standard normal numbers, which say nothing about the label. With many of
+them, one penalty for all features is either too small for noise or too large for the others: the
+reason to learn one penalty per feature.
+
+Rivals: `l2` is one penalty 1/n, the default of common libraries, and `l2_grid` chooses one penalty
+by validation samples; `l1_grid` does so for the sum of absolute weights, smoothed within 0.01. All
+train on training and validation samples together and do not penalise the bias.
 
 Reference: Terashita, Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
 Networks", eq. (11) and appendix A.1. Differences from it: l2 keeps the lower level strongly convex
@@ -31,7 +40,9 @@ Networks", eq. (11) and appendix A.1. Differences from it: l2 keeps the lower le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,11 +56,16 @@ from fedbilevel.data.sets.adult import adult
 from fedbilevel.data.sets.mixture import mixture
 from fedbilevel.data.sets.w8a import w8a
 from fedbilevel.errors import ProblemError
+from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
+from fedbilevel.tasks.rival import Rival, Way, with_validation
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 Clients = list[dict[str, dict[str, np.ndarray]]]
+_USUAL = 0.01  # weight decay at the start of softplus and sigmoid
+_GRID = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+_ROUND = 0.01  # |w| is smooth within this distance of zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +77,15 @@ class Regularisation(Task):
     num_train: int = setting(100, "training samples per client", least=1)
     num_val: int = setting(100, "validation samples per client", least=1)
     num_test: int = setting(1000, "test samples per client", least=1)
-    parametrisation: Literal["exp", "linear"] = setting(
-        "exp", "weight decay r = exp(lambda), or r = lambda, which may lose convexity"
+    num_noise: int = setting(0, "columns of noise that are added to the features", least=0)
+    parametrisation: Literal["exp", "softplus", "sigmoid", "linear"] = setting(
+        "exp",
+        "weight decay r = exp(lambda), softplus(lambda), most * sigmoid(lambda), or lambda, which may be negative",
     )
-    start: float | None = setting(None, "initial lambda of every feature (by default -2 for exp, 0 for linear)")
+    most: float = setting(1.0, "bound of the weight decay under sigmoid", above=0)
+    start: float | None = setting(
+        None, "initial lambda of every feature (by default -2 for exp, 0 for linear, and r = 0.01 for the others)"
+    )
     upper: Literal["private", "shared"] = setting("private", "one lambda per client, or one for all")
     l2: float = setting(0.001, "weight of the squared norm of y in the lower level; 0 as in the paper", least=0)
     dirichlet: float = setting(
@@ -99,7 +120,7 @@ class Regularisation(Task):
     def build(self) -> Built:
         rng = np.random.default_rng(self.data_seed)
         made = {"mixture": self._mixture, "adult": self._work_classes}.get(self.data, self._at_random)
-        clients = made(rng)
+        clients = self._with_noise(made(rng))
         return Built(self.problem(Shapes.of(clients[0], num_classes=2)), clients)
 
     def problem(self, shapes: Shapes) -> Problem:
@@ -124,11 +145,68 @@ class Regularisation(Task):
         )
 
     def _start(self) -> float:
-        return float(self.start) if self.start is not None else -2.0 if self.parametrisation == "exp" else 0.0
+        usual = {
+            "exp": -2.0,
+            "linear": 0.0,
+            "softplus": math.log(math.expm1(_USUAL)),
+            "sigmoid": -math.log(max(1.0, self.most / _USUAL - 1)),
+        }
+        return float(self.start) if self.start is not None else usual[self.parametrisation]
+
+    def decay(self, x: Any) -> Tensor:
+        """Return the learned weight decay r of every entry of y, without l2."""
+        value: Tensor = x["lambda"]
+        if self.parametrisation == "exp":
+            return value.exp()
+        if self.parametrisation == "sigmoid":
+            return self.most * torch.sigmoid(value)
+        return softplus(value) if self.parametrisation == "softplus" else value
 
     def _lower(self, x: Any, y: Any, batch: Any) -> Tensor:
-        decay = x["lambda"].exp() if self.parametrisation == "exp" else x["lambda"]
-        return _losses(y, batch) + 0.5 * ((decay + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
+        return _losses(y, batch) + 0.5 * ((self.decay(x) + self.l2) * torch.cat([y["weight"], y["bias"]]) ** 2).sum()
+
+    def rivals(self) -> dict[str, Rival]:
+        built = self.build()
+        pooled = with_validation(built.clients)
+        every = sum(len(client["train"]["label"]) for client in pooled)
+
+        def grid(way: Callable[[float], Callable[[Any], Tensor]], title: str, power: int) -> Rival:
+            return Rival(
+                f"{title}, {len(_GRID)} values by validation samples",
+                {f"{weight:g}": _plain(built.problem, way(weight), built.clients) for weight in _GRID},
+                lambda label: _plain(built.problem, way(float(label)), pooled),
+                lambda label, y: {"x0": {"lambda": self._matched(float(label), y, power)}, "y0": y},
+            )
+
+        return {
+            "l2": Rival("one L2 penalty 1/n", {"1/n": _plain(built.problem, _ridge(1 / every), pooled)}),
+            "l2_grid": grid(_ridge, "one L2 penalty", 2),
+            "l1_grid": grid(_lasso, "one L1 penalty", 1),
+        }
+
+    def _matched(self, weight: float, y: Any, power: int) -> Tensor:
+        """Return lambda whose weight decay has the same gradient at y as the L2 or L1 penalty.
+
+        weight |w| has the gradient of r w^2 / 2 with r = weight / |w|. The bias has hardly any decay.
+        """
+        size = (y["weight"] ** 2 + _ROUND**2).sqrt()
+        r = torch.cat([weight * size ** (power - 2), torch.full_like(y["bias"], 0.1 * min(_GRID))])
+        r = (r - self.l2).clamp(min=0.1 * min(_GRID))
+        if self.parametrisation == "exp":
+            return r.log()
+        if self.parametrisation == "sigmoid":
+            return torch.logit(r.clamp(max=0.95 * self.most) / self.most)
+        return r.expm1().log() if self.parametrisation == "softplus" else r
+
+    def _with_noise(self, clients: Clients) -> Clients:
+        if not self.num_noise:
+            return clients
+        rng = np.random.default_rng([self.data_seed, 1])  # of its own, so that samples do not depend on num_noise
+        for client in clients:
+            for fields in client.values():
+                noise = rng.standard_normal((len(fields["label"]), self.num_noise))
+                fields["input"] = np.hstack([fields["input"], noise.astype(fields["input"].dtype)])
+        return clients
 
     def _mixture(self, rng: np.random.Generator) -> Clients:
         drawn = mixture(
@@ -200,6 +278,19 @@ class Regularisation(Task):
             )
         order = rng.permutation(num_samples)[: self.num_clients * num_each]
         return [order[part] for part in iid(len(order), self.num_clients, rng)]
+
+
+def _plain(problem: Problem, penalty: Callable[[Any], Tensor], clients: Sequence[Holdings]) -> Way:
+    lower = lambda x, y, batch: _losses(y, batch) + penalty(y["weight"])
+    return Way(replace(problem, lower=lower, x0={"lambda": torch.zeros(1)}, scopes=Scopes()), clients)
+
+
+def _ridge(weight: float) -> Callable[[Any], Tensor]:
+    return lambda w: 0.5 * weight * (w**2).sum()
+
+
+def _lasso(weight: float) -> Callable[[Any], Tensor]:
+    return lambda w: weight * ((w**2 + _ROUND**2).sqrt() - _ROUND).sum()
 
 
 def _scores(y: Any, batch: Any) -> Tensor:

@@ -6,8 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.layout import Tree
 from fedbilevel.problem.problem import Problem
+
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"learn_x": False, "holdout": 0.0}
+)  # of self_tuned: y alone, to its minimum
 
 
 class Way(NamedTuple):
@@ -18,8 +25,8 @@ class Way(NamedTuple):
 
     problem: Problem
     clients: Sequence[Holdings]
-    algorithm: str
-    settings: Mapping[str, Any] = MappingProxyType({})
+    algorithm: str = "self_tuned"
+    settings: Mapping[str, Any] = PLAIN
 
 
 class Rival(NamedTuple):
@@ -30,8 +37,17 @@ class Rival(NamedTuple):
         measure, is chosen.
     refit: returns, for the label of the chosen run, a last run on training and validation samples
         together; None: the chosen run is the answer.
+    start: returns, for the chosen label and the y of the answer, the x0 (and y0) with which a bilevel
+        run begins at this rival; None: the x0 and y0 of the task.
     """
 
     title: str
     ways: Mapping[str, Way]
     refit: Callable[[str], Way] | None = None
+    start: Callable[[str, Tree], dict[str, Any]] | None = None
+
+
+def with_validation(clients: Sequence[Holdings]) -> list[Holdings]:
+    """Return clients whose training samples include their validation samples."""
+    joined = lambda client, name: np.concatenate([np.asarray(client[role][name]) for role in ("train", "val")])
+    return [{**client, "train": {name: joined(client, name) for name in client["train"]}} for client in clients]

@@ -7,6 +7,7 @@ made from settings and `Shapes`, which describe the shapes and types of samples 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -207,8 +208,18 @@ class Task(Settings):
             return self
         return dataclasses.replace(self, data_seed=values["data_seed"] + r)  # type: ignore[call-arg]
 
+    def with_built(self, built: Built) -> Self:
+        """Return the task on this problem and these clients: `build` and `rivals` use them."""
+        own = copy.copy(self)
+        object.__setattr__(own, "build", lambda: built)
+        return own
+
     def rivals(self) -> Mapping[str, Rival]:
-        """Return plain ways to the same end, by name; each measures this task's figures under the same names."""
+        """Return plain ways to the same end, by name.
+
+        They are made from the clients of `self.build()`, and each measures this task's figures under
+        the same names.
+        """
         return {}
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[dict[str, Any]]:

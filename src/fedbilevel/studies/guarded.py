@@ -1,0 +1,229 @@
+"""Never worse than the plain way: a bilevel run beside the task's rivals, and a choice by samples apart.
+
+The validation samples of every client are divided into folds. Without one fold at a time, the rivals
+run, and the bilevel run: it starts at the best rival that says where x and y could start
+(`Rival.start`), so that it begins at the plain practice. Where validation samples can serve for
+training, y is also trained once more with the learned x on training and validation samples. The
+samples of the fold, which no run of the fold saw, judge all answers by their upper loss.
+
+Over all folds, they choose the best rival, and whether y is refitted. The answer is the rival,
+unless the bilevel answer is better by more than one standard error of the paired difference. At last
+all runs are repeated with all samples. Test samples have no influence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fedbilevel.columns import figures_of
+from fedbilevel.errors import ProblemWarning, SettingError
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.draws import Stream
+from fedbilevel.problem.holdings import fields_of
+from fedbilevel.problem.problem import Problem, with_features
+from fedbilevel.runs.result import Result
+from fedbilevel.runs.solve import solve
+from fedbilevel.settings import whole_number
+from fedbilevel.studies.rivals import run_rival
+from fedbilevel.tasks.rival import PLAIN, with_validation
+from fedbilevel.tasks.task import Built, Task
+
+_COSTS = ("rounds", "megabytes", "seconds")
+_BILEVEL = ("bilevel", "bilevel, refitted")
+
+
+class Contender(NamedTuple):
+    """A possible answer, trained on all samples.
+
+    losses: upper losses of validation samples, each from a run that did not see the sample.
+    """
+
+    problem: Problem
+    result: Result
+    figures: Mapping[str, float]
+    losses: np.ndarray = np.empty(0)
+
+    @property
+    def held_loss(self) -> float:
+        return float(self.losses.mean())
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Guarded:
+    """The answer of `guarded`, with the figures of both sides.
+
+    answer: "bilevel", or the name of a rival.
+    rival: the name of the best rival.
+    contenders: all rivals under their names, and `bilevel`.
+    difference: mean loss of bilevel minus that of the best rival, on samples that their runs did not
+        see.
+    error: standard error of the difference, over samples.
+    costs: rounds, megabytes and seconds of all runs.
+    """
+
+    answer: str
+    rival: str
+    contenders: Mapping[str, Contender]
+    difference: float
+    error: float
+    costs: Mapping[str, float]
+
+    @property
+    def result(self) -> Result:
+        return self.contenders[self.answer].result
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return dict(self.contenders[self.answer].figures)
+
+    @property
+    def sentence(self) -> str:
+        losses = {name: one.held_loss for name, one in self.contenders.items()}
+        return (
+            f"the answer is {self.answer}: on {len(self.contenders[self.rival].losses)} held-out samples, the upper "
+            f"loss is {losses['bilevel']:.4g} with bilevel and {losses[self.rival]:.4g} with {self.rival} "
+            f"(difference {self.difference:+.2g}, standard error {self.error:.2g})"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.sentence}>"
+
+
+def guarded(task: Task, *, num_rounds: int, num_folds: int = 4, seed: int = 0, **options: Any) -> Guarded:
+    """Run self_tuned and the rivals of a task, and choose by validation samples that runs did not see.
+
+    num_folds: parts of the validation samples; everything runs once without each, and once with all.
+    options: further keywords of `solve`.
+
+    >>> import fedbilevel as fb
+    >>> task = fb.tasks.Regularisation(num_noise=20, parametrisation="sigmoid")
+    >>> found = fb.guarded(task, num_rounds=20, num_folds=2)
+    >>> sorted(found.contenders), found.answer in found.contenders
+    (['bilevel', 'l1_grid', 'l2', 'l2_grid'], True)
+    """
+    if not isinstance(task, Task):
+        raise SettingError(f"task is {task!r:.80}, expected a task with its settings, e.g. Regularisation().")
+    num_folds = whole_number("num_folds", num_folds, 2)
+    built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
+    folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
+    paid = dict.fromkeys(_COSTS, 0.0)
+    losses: dict[str, list[np.ndarray]] = {}
+    for k in range(num_folds):
+        kept, apart = [own[k][0] for own in folds], [own[k][1] for own in folds]
+        for name, one in _contest(task.with_built(Built(built.problem, kept)), options, paid).items():
+            losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
+    held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
+    if not all(map(len, held.values())):
+        raise SettingError("no client has two validation samples, so that none can be left out: give more.")
+    final = {
+        name: one._replace(losses=held[name])
+        for name, one in _contest(task.with_built(built), options, paid).items()
+        if name in held
+    }
+    plain = [name for name in final if name not in _BILEVEL]
+    if not plain:
+        raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
+    best = min(plain, key=lambda name: final[name].held_loss)
+    bilevel = min((final[name] for name in _BILEVEL if name in final), key=lambda one: one.held_loss)
+    gaps = bilevel.losses - final[best].losses
+    error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
+    contenders = {**{name: final[name] for name in plain}, "bilevel": bilevel}
+    answer = "bilevel" if gaps.mean() < -error else best
+    return Guarded(answer, best, contenders, float(gaps.mean()), error, paid)
+
+
+def _contest(task: Task, options: Mapping[str, Any], paid: dict[str, float]) -> dict[str, Contender]:
+    """Run the rivals of a task, then the bilevel run and its refit, and add their costs to `paid`."""
+    (problem, clients), plans = task.build(), task.rivals()
+    rivals = {name: run_rival(rival, **options) for name, rival in plans.items()}
+    good = {name: one for name, one in rivals.items() if one.result is not None and one.failed is None}
+    found = {
+        name: Contender(one.way.problem, one.result, one.figures)
+        for name, one in good.items()
+        if one.result is not None
+    }
+    starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
+    if starts:
+        first = min(starts, key=lambda name: min(good[name].tried.values()))
+        start = plans[first].start
+        assert start is not None
+        problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result.y))
+    runs = {"bilevel": solve(problem, clients, "self_tuned", **options)}
+    x, y = _common(runs["bilevel"].x), runs["bilevel"].y
+    if x is not None and isinstance(y, Mapping) and _alike(clients):
+        runs["bilevel, refitted"] = _refitted(dataclasses.replace(problem, x0=x), clients, options)
+    for costs in (*(one.costs for one in rivals.values()), *(one.final for one in runs.values())):
+        for name in _COSTS:
+            paid[name] += float(costs[name])
+    return found | {name: Contender(problem, one, _figures(one)) for name, one in runs.items()}
+
+
+def _refitted(problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]) -> Result:
+    """Train y once more, with x as it was learned, on training and validation samples together."""
+    with warnings.catch_warnings():  # validation samples are among the training samples on purpose
+        warnings.simplefilter("ignore", ProblemWarning)
+        return solve(problem, with_validation(clients), "self_tuned", **options, **PLAIN)
+
+
+def _common(x: Any) -> dict[str, Any] | None:
+    """Return the x of all clients, or None if private blocks differ."""
+    first, *others = [x] if isinstance(x, Mapping) else x
+    same = all(torch.allclose(one[name], leaf) for one in others for name, leaf in first.items())
+    return {name: leaf.detach().cpu().clone() for name, leaf in first.items()} if same else None
+
+
+def _alike(clients: Sequence[Holdings]) -> bool:
+    """Return whether validation samples have every field that training needs."""
+    return all(set(client["train"]) <= set(client["val"]) for client in clients)
+
+
+def _figures(result: Result) -> dict[str, float]:
+    return {name: float(result.final[name]) for name in figures_of(result.final)}
+
+
+def _divided(
+    client: Holdings, stream: Stream, number: int, num_folds: int
+) -> list[tuple[Holdings, Mapping[str, np.ndarray]]]:
+    """Return, for every fold, the client without these validation samples, and the samples.
+
+    A single validation sample stays in all folds.
+    """
+    fields = {name: np.asarray(value) for name, value in fields_of(client["val"], f"'val' of client {number}").items()}
+    size = len(next(iter(fields.values())))
+    order = stream.order("guarded", number, size, iteration=0).numpy()
+    found = []
+    for k in range(num_folds):
+        out = np.sort(order[k::num_folds]) if size > 1 else order[:0]
+        kept = np.setdiff1d(np.arange(size), out)
+        found.append(
+            (
+                {**client, "val": {name: value[kept] for name, value in fields.items()}},
+                {name: value[out] for name, value in fields.items()},
+            )
+        )
+    return found
+
+
+@torch.no_grad()
+def _losses(problem: Problem, result: Result, apart: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Return the upper losses of samples that no run saw, all clients after one another."""
+    found = []
+    for i, fields in enumerate(apart):
+        x, y = (value if isinstance(value, Mapping) else value[i] for value in (result.x, result.y))
+        size = len(next(iter(fields.values())))
+        if not size:
+            continue
+        dtype = next(iter(y.values())).dtype
+        batch = {name: torch.as_tensor(value) for name, value in fields.items()}
+        batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+        batch |= {"weight": torch.full((size,), 1 / size, dtype=dtype), "index": torch.arange(size)}
+        x, y = ({name: leaf.detach().cpu() for name, leaf in tree.items()} for tree in (x, y))
+        losses = problem.upper(x, y, with_features(problem, x, batch))
+        found.append(np.atleast_1d(losses.double().numpy()))
+    return np.concatenate([np.empty(0), *found])

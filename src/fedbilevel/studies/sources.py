@@ -1,0 +1,216 @@
+"""How much each source of data should count for one model that is judged on a target.
+
+Every source is a client, and keeps its samples. x holds one logit per source, y a linear classifier:
+
+    g(x, y) = sum_s w_s CE(y; source s) + l2/2 |y|^2,   w = softmax(x)
+    f(x, y) = CE(y; target) + kl * KL(w || uniform)
+
+Target samples are dealt to the clients, which all see the same task. x starts at uniform weights. The
+answer is the guarded choice (studies/guarded.py) between learned weights and the plain ways: sources
+alike (`uniform`), samples alike (`proportional`), both with half of the target samples among the
+training samples, or these alone (`target`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, log_softmax, softmax
+
+from fedbilevel import displays
+from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.holdings import fields_of
+from fedbilevel.problem.problem import Problem
+from fedbilevel.settings import setting
+from fedbilevel.studies.guarded import Guarded, guarded
+from fedbilevel.tasks.rival import Rival, Way
+from fedbilevel.tasks.task import Built, Task
+
+_STOPPED = {"learn_x": False}  # of self_tuned: validation samples choose the state
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MixedSources:
+    """Weights of the sources, and the model that the guard chose.
+
+    weights: learned weight of every source, whether or not the guard chose them.
+    """
+
+    weights: Mapping[str, float]
+    sizes: Mapping[str, int]
+    guard: Guarded
+    centre: np.ndarray
+    scale: np.ndarray
+
+    def predict(self, inputs: Any) -> np.ndarray:
+        """Return the class of every row of inputs."""
+        rows = (np.asarray(inputs, dtype=float) - self.centre) / self.scale
+        y = {name: leaf.detach().double().numpy() for name, leaf in self.guard.result.y.items()}
+        return np.asarray((rows @ y["weight"].T + y["bias"]).argmax(1))
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per source, the heaviest first; `pandas.DataFrame` reads it."""
+        rows = [
+            {"source": name, "weight": weight, "samples": self.sizes[name]} for name, weight in self.weights.items()
+        ]
+        return sorted(rows, key=lambda row: -cast("float", row["weight"]))
+
+    def plot(self) -> Any:
+        """Draw the weights as a matplotlib figure; the dashed line is the uniform weight."""
+        from fedbilevel import plots  # needs an extra
+
+        rows = {row["source"]: row["weight"] for row in self.table()}
+        return plots.bars(rows, label="weight", mark=1 / len(rows), shown=True)
+
+    def __repr__(self) -> str:
+        return f"<weights of {len(self.weights)} sources; {self.guard.sentence}>"
+
+    def _repr_html_(self) -> str:
+        rows = [[row["source"], f"{row['weight']:.3f}", str(row["samples"])] for row in self.table()]
+        note = f"{self.guard.sentence[:1].upper()}{self.guard.sentence[1:]}."
+        return displays.ranking(f"Weights of {len(rows)} sources", ("source", "weight", "samples"), rows, note)
+
+
+def mix_sources(
+    sources: Mapping[str, Any] | Sequence[Any],
+    target: Any,
+    *,
+    num_rounds: int = 200,
+    l2: float = 0.001,
+    kl: float = 0.01,
+    seed: int = 0,
+    **options: Any,
+) -> MixedSources:
+    """Learn how much each source counts for a linear classifier that serves the target.
+
+    sources: one table `{"input": rows, "label": classes from 0}` per source, in a list or by name.
+    target: the same for the target distribution, at least two samples per source.
+    num_rounds: rounds of every run.
+    l2, kl: weights of the squared norm of y, and of the divergence from uniform weights.
+    options: further keywords of `solve`.
+
+    >>> import numpy as np
+    >>> import fedbilevel as fb
+    >>> draw = np.random.default_rng(0)
+    >>> def source(num, wrong):
+    ...     rows = draw.standard_normal((num, 3))
+    ...     label = (rows @ [1.0, -1.0, 0.5] > 0) ^ (draw.random(num) < wrong)
+    ...     return {"input": rows, "label": label.astype(int)}
+    >>> found = fb.mix_sources({"good": source(200, 0), "bad": source(200, 0.9)}, source(60, 0), num_rounds=60)
+    >>> found.table()[0]["source"]
+    'good'
+    """
+    named = dict(sources) if isinstance(sources, Mapping) else {f"source {i}": one for i, one in enumerate(sources)}
+    if len(named) < 2:
+        raise SettingError(f"there are {len(named)} sources, expected at least two to weigh against one another.")
+    tables = {name: _fields(one, f"the source {name!r}") for name, one in named.items()}
+    goal = _fields(target, "the target")
+    if len(goal["label"]) < 4 * len(tables):
+        raise SettingError(
+            f"the target has {len(goal['label'])} samples, expected at least {4 * len(tables)}: four per source."
+        )
+    if len({one["input"].shape[1] for one in (*tables.values(), goal)}) > 1:
+        raise ProblemError("the sources and the target have different numbers of columns: give the same features.")
+    rows = np.concatenate([one["input"] for one in tables.values()])
+    centre, scale = rows.mean(0), np.where(rows.std(0) > 0, rows.std(0), 1.0)
+    scaled = lambda one: {**one, "input": ((one["input"] - centre) / scale).astype(np.float32)}
+    order = np.random.default_rng([seed, 0]).permutation(len(goal["label"]))
+    clients: list[Holdings] = []
+    for i, own in enumerate(tables.values()):
+        dealt = {name: value[np.sort(order[i :: len(tables)])] for name, value in goal.items()}
+        train = {**scaled(own), "source": np.full(len(own["label"]), i)}
+        clients.append({"train": train, "val": scaled(dealt)})
+    num_classes = 1 + max(int(one["label"].max()) for one in (*tables.values(), goal))
+    task = _Sources(l2=l2, kl=kl)
+    problem = task.problem_of(len(tables), num_classes, rows.shape[1])
+    guard = guarded(task.with_built(Built(problem, clients)), num_rounds=num_rounds, seed=seed, **options)
+    weights = softmax(guard.contenders["bilevel"].result.x["logit"].double(), 0).tolist()
+    sizes = {name: len(one["label"]) for name, one in tables.items()}
+    return MixedSources(dict(zip(tables, weights, strict=True)), sizes, guard, centre, scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sources(Task):
+    """The task of `mix_sources`; its data are given."""
+
+    l2: float = setting(0.001, "weight of the squared norm of y in the lower level", above=0)
+    kl: float = setting(0.01, "weight of the divergence from uniform weights in the upper level", least=0)
+
+    def problem_of(self, num_sources: int, num_classes: int, dim: int) -> Problem:
+        return Problem(
+            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
+            lower=lambda x, y, batch: (
+                num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
+            ),
+            x0={"logit": torch.zeros(num_sources)},
+            y0={"weight": torch.zeros(num_classes, dim), "bias": torch.zeros(num_classes)},
+            name="mix_sources",
+        )
+
+    def rivals(self) -> dict[str, Rival]:
+        """Return the plain ways; every client trains on half of its target samples too."""
+        built = self.build()
+        clients, sizes = zip(*(_halved(client) for client in built.clients), strict=True)
+        own, goal = (np.array([size[i] for size in sizes], dtype=float) for i in (0, 1))
+        num, both = len(own), own + goal
+
+        def way(source: np.ndarray, target: np.ndarray) -> Way:
+            """Return a run in which samples of client i weigh source[i], and its target samples target[i]."""
+            total = (source * own + target * goal).sum()
+            each = torch.as_tensor(np.stack([source, target], 1) * (num * both / total)[:, None], dtype=torch.float32)
+
+            def lower(x: Any, y: Any, batch: Any) -> Tensor:
+                weights = each.to(batch["weight"])[batch["source"], batch["is_target"]]
+                return weights * _entropy(y, batch) + self._decay(y)
+
+            return Way(dataclasses.replace(built.problem, lower=lower), clients, settings=_STOPPED)
+
+        one, none, alike = np.ones(num), np.zeros(num), np.full(num, 1 / goal.sum())
+        return {
+            "uniform": Rival(
+                "every source counts the same",
+                {"sources": way(1 / own, none), "sources and target": way(1 / own, alike)},
+            ),
+            "proportional": Rival(
+                "every sample counts the same", {"sources": way(one, none), "sources and target": way(one, one)}
+            ),
+            "target": Rival("target samples alone", {"target": way(none, one)}),
+        }
+
+    def _decay(self, y: Any) -> Any:
+        return 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
+
+
+def _fields(given: Any, where: str) -> dict[str, np.ndarray]:
+    found = {name: np.asarray(value) for name, value in fields_of(given, where).items()}
+    if not {"input", "label"} <= set(found) or found["input"].ndim != 2 or found["label"].dtype.kind not in "iub":
+        raise ProblemError(f"{where} has no rows 'input' and whole numbers 'label': give both.")
+    return {"input": found["input"].astype(float), "label": found["label"].astype(np.int64)}
+
+
+def _halved(client: Holdings) -> tuple[Holdings, tuple[int, int]]:
+    """Return a client that trains on half of its target samples too, and both numbers of samples."""
+    train, val = client["train"], client["val"]
+    half = max(1, len(val["label"]) // 2)
+    joined = {name: np.concatenate([train[name], val[name][:half]]) for name in ("input", "label")}
+    joined["source"] = np.full(len(joined["label"]), train["source"][0])
+    joined["is_target"] = np.repeat([0, 1], [len(train["label"]), half])
+    rest = {name: value[half:] if len(value) > half else value for name, value in val.items()}
+    return {**client, "train": joined, "val": rest}, (len(train["label"]), half)
+
+
+def _entropy(y: Any, batch: Any) -> Tensor:
+    return cross_entropy(batch["input"] @ y["weight"].mT + y["bias"], batch["label"], reduction="none")
+
+
+def _divergence(logit: Tensor) -> Tensor:
+    """Return KL(softmax(logit) || uniform)."""
+    log_weights = log_softmax(logit, 0)
+    return (log_weights.exp() * (log_weights + math.log(len(logit)))).sum()

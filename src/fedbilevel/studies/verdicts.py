@@ -1,0 +1,103 @@
+"""Verdicts of an experiment: one row against each of the others, paired by repetition.
+
+Repetition r of both rows has the same data, so that their difference is free of what the data do to
+both. The 95 % interval is Student's, over repetitions. A row wins where the whole interval is on
+its better side, loses where it is on the other, and ties otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedbilevel.columns import falls
+from fedbilevel.studies.experiment import Experiment
+
+_LEVEL = 0.95
+
+
+class Verdict(NamedTuple):
+    """The difference of a figure, the chosen row minus the other, with its interval."""
+
+    difference: float
+    low: float
+    high: float
+    word: str
+
+    def shown(self, scale: float = 1.0) -> str:
+        if math.isinf(self.high):
+            return f"{self.word} ({self.difference * scale:+.3g})"
+        return f"{self.word} ({self.difference * scale:+.3g}, {self.low * scale:+.3g} to {self.high * scale:+.3g})"
+
+
+def verdict(ours: Sequence[float], theirs: Sequence[float], *, lower_is_better: bool) -> Verdict:
+    """Compare two rows by the differences of their repetitions; one repetition decides nothing."""
+    gaps = [one - other for one, other in zip(ours, theirs, strict=True)]
+    mean, num = statistics.fmean(gaps), len(gaps)
+    half = math.inf if num < 2 else _quantile(num - 1) * statistics.stdev(gaps) / math.sqrt(num)
+    low, high = mean - half, mean + half
+    better, worse = (high < 0, low > 0) if lower_is_better else (low > 0, high < 0)
+    return Verdict(mean, low, high, "wins" if better else "loses" if worse else "ties")
+
+
+def verdicts(
+    experiment: Experiment, values: Mapping[tuple[str, str], Sequence[float]]
+) -> dict[tuple[str, str], Verdict]:
+    """Return the verdict on the experiment's chosen row against every other row of its panel.
+
+    values: figures by panel and row, one per repetition.
+    """
+    chosen = experiment.content.get("verdict", {}).get("row")
+    found = {}
+    for (panel, row), theirs in values.items():
+        ours = values.get((panel, chosen), ())
+        num = min(len(ours), len(theirs))
+        if row != chosen and num:
+            found[panel, row] = verdict(ours[:num], theirs[:num], lower_is_better=lower(experiment, panel))
+    return found
+
+
+def lower(experiment: Experiment, panel: str) -> bool:
+    """Return whether lower values of a panel's figure are better."""
+    name = (
+        experiment.content["panels"][panel].get("settings", {}).get("figure", experiment.content["verdict"]["figure"])
+    )
+    return falls(str(name))
+
+
+def values_of(
+    experiment: Experiment, found: Sequence[tuple[Any, Mapping[str, Any]]]
+) -> dict[tuple[str, str], list[float]]:
+    """Return the figure of a verdict by panel and row, in the order of repetitions."""
+    name = experiment.content.get("verdict", {}).get("figure")
+    values: dict[tuple[str, str], list[float]] = {}
+    for job, content in sorted(found, key=lambda one: one[0].repetition):
+        if name in content["figures"]:
+            values.setdefault((job.panel, job.row), []).append(float(content["figures"][name]))
+    return values
+
+
+def recorded_values(experiment: Experiment) -> dict[tuple[str, str], list[float]]:
+    result = experiment.content.get("result", {})
+    return {
+        (panel, row): one["values"] for panel, rows in result.items() for row, one in rows.items() if "values" in one
+    }
+
+
+def _quantile(freedom: int) -> float:
+    """Return the two-sided quantile of Student's t by bisection of its integral."""
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    density = lambda t: scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+
+    def covered(t: float, num: int = 2000) -> float:  # Simpson's rule on (-t, t)
+        step = t / num
+        inner = sum((4 if i % 2 else 2) * density(i * step) for i in range(1, num))
+        return 2 * step / 3 * (density(0.0) + inner + density(t))
+
+    low, high = 0.0, 20.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if covered(middle) < _LEVEL else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,119 @@
+"""The guarded choice: samples that no run saw choose between the bilevel answer and the best rival."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import fedbilevel as fb
+from fedbilevel.errors import SettingError
+from fedbilevel.problem.problem import Scopes
+from fedbilevel.tasks.quadratic import Quadratic
+from fedbilevel.tasks.regularisation import Regularisation, _losses
+from fedbilevel.tasks.rival import Rival, Way, with_validation
+from fedbilevel.tasks.task import Built, Task
+
+SMALL = {"num_train": 20, "num_val": 16, "num_test": 10, "parametrisation": "sigmoid"}
+
+
+def scored(problem, result, clients) -> np.ndarray:
+    """Cross-entropy of every sample, in plain numpy."""
+    weight, bias = (result.y[name].double().numpy() for name in ("weight", "bias"))
+    found = []
+    for fields in clients:
+        scores = fields["input"] @ weight + bias
+        found.append(np.logaddexp(0, scores) - fields["label"] * scores)
+    return np.concatenate(found)
+
+
+class Watched(Regularisation):
+    """A task that keeps the clients of its rivals."""
+
+    seen: list = []
+
+    def rivals(self):
+        Watched.seen.append(self.build().clients)
+        return {"l2": super().rivals()["l2"]}
+
+
+def test_samples_are_judged_by_runs_that_did_not_see_them():
+    Watched.seen.clear()
+    found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3)
+    whole = Regularisation(**SMALL).build().clients
+    *folds, last = Watched.seen
+    assert [len(clients[0]["val"]["label"]) for clients in folds] == [12] * 4
+    assert [client["val"]["label"].tolist() for client in last] == [c["val"]["label"].tolist() for c in whole]
+    expected = []
+    for kept in folds:
+        apart = []
+        for full, part in zip(whole, kept, strict=True):
+            rows = {tuple(row) for row in part["val"]["input"].tolist()}
+            out = np.array([tuple(row) not in rows for row in full["val"]["input"].tolist()])
+            apart.append({name: value[out] for name, value in full["val"].items()})
+        own = Regularisation(**SMALL)
+        way = own.with_built(Built(own.build().problem, kept)).rivals()["l2"].ways["1/n"]
+        assert [len(client["train"]["label"]) for client in way.clients] == [32] * 3
+        result = fb.solve(
+            way.problem, way.clients, "self_tuned", num_rounds=20, seed=3, residuals=False, **way.settings
+        )
+        expected.append(scored(way.problem, result, apart))
+    l2, bilevel = found.contenders["l2"], found.contenders["bilevel"]
+    np.testing.assert_allclose(l2.losses, np.concatenate(expected), rtol=1e-5)
+    assert len(l2.losses) == 48  # every validation sample once
+    gaps = bilevel.losses - l2.losses
+    assert found.difference == pytest.approx(gaps.mean())
+    assert found.error == pytest.approx(gaps.std(ddof=1) / math.sqrt(48))
+    assert found.answer == ("bilevel" if gaps.mean() < -found.error else "l2")
+    assert found.figures == found.contenders[found.answer].figures
+    assert found.costs["rounds"] == 5 * 60  # the rival, the bilevel run and its refit, in four folds and at last
+    assert found.answer in found.sentence
+    assert repr(found).startswith("<the answer is")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spoilt(Regularisation):
+    """Rivals that are far too strongly, or hardly, penalised."""
+
+    weight: float = 50.0
+
+    def rivals(self):
+        built, pooled = self.build(), with_validation(self.build().clients)
+        lower = lambda x, y, batch: _losses(y, batch) + 0.5 * self.weight * (y["weight"] ** 2).sum()
+        problem = dataclasses.replace(built.problem, lower=lower, x0={"lambda": torch.zeros(1)}, scopes=Scopes())
+        return {"only": Rival("one penalty", {"one": Way(problem, pooled)})}
+
+
+def test_a_bad_rival_loses_and_a_good_rival_is_kept():
+    large = {**SMALL, "num_train": 80, "num_val": 80}
+    assert fb.guarded(Spoilt(num_noise=5, **large), num_rounds=30, num_folds=2).answer == "bilevel"
+    stiff = Spoilt(weight=0.01, **{**large, "l2": 50.0})
+    assert fb.guarded(stiff, num_rounds=30, num_folds=2).answer == "only"  # x can lower no penalty below 50
+
+
+def test_the_bilevel_run_starts_at_the_best_rival():
+    """At the matched lambda, weight decay has the gradient of the penalty at the rival's y."""
+    task = Regularisation(**SMALL, l2=0.0)
+    y = {"weight": torch.tensor([0.5, -0.2, 0.0, 1.0, -2.0]), "bias": torch.tensor([0.3])}
+    for name, gradient in (("l2_grid", lambda w: 0.03 * w), ("l1_grid", lambda w: 0.03 * w / (w**2 + 1e-4).sqrt())):
+        start = task.rivals()[name].start("0.03", y)
+        decay = task.decay(start["x0"])[:5]
+        expected = gradient(y["weight"])
+        torch.testing.assert_close(decay * y["weight"], expected, rtol=1e-4, atol=1e-6)
+        assert start["y0"] is y
+
+
+def test_what_cannot_be_guarded_is_refused():
+    with pytest.raises(SettingError, match="task is 'regularisation', expected a task with its settings"):
+        fb.guarded("regularisation", num_rounds=2)
+    with pytest.raises(SettingError, match="quadratic has no rival that ends well: use solve"):
+        fb.guarded(Quadratic(), num_rounds=2)
+    task = Regularisation(**SMALL)
+    built = task.build()
+    one = [{**client, "val": {name: value[:1] for name, value in client["val"].items()}} for client in built.clients]
+    with pytest.raises(SettingError, match="no client has two validation samples, so that none can be left out"):
+        fb.guarded(task.with_built(Built(built.problem, one)), num_rounds=2)
+    assert isinstance(task, Task)
