@@ -124,6 +124,8 @@ class HyperRepresentation(Task):
     suggested = {
         "*": {"lr_lower": 0.5, "lr_system": 0.2, "lr_upper": 0.2, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
+        "fedrep": {"num_local_steps": 5},
+        "fedbabu": {"num_local_steps": 5},
         "fbo_aggitd": {"lr_upper": 0.5, "num_lower_rounds": 5},
         "fednest": {"lr_upper": 0.5, "num_lower_rounds": 3, "num_terms": 5},
         "lfednest": {"lr_upper": 0.1, "lr_system": 0.01, "num_lower_rounds": 3},
