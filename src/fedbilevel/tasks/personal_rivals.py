@@ -1,26 +1,41 @@
-"""Plain ways to personalise a classifier: one network, tuned copies, own heads, own statistics."""
+"""Plain ways to train and personalise a classifier, and figures by client that they share.
+
+They are rivals of the tasks `personalisation` and `representation`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
-from fedbilevel.tasks.networks import NETWORKS
 from fedbilevel.tasks.rival import Rival, Way
-from fedbilevel.tasks.task import Shapes
 
-if TYPE_CHECKING:
-    from fedbilevel.tasks.personalisation import Personalisation
+Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
 
-STEPS = (0.03, 0.1, 0.3)  # of FedAvg: a factor of three around the step that suits most of these networks
+
+def answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+        right = score(x, y, batch).argmax(-1) == batch["label"]
+        return {f"{role}_right": right, f"{role}_samples": torch.ones_like(right)}
+
+    return answers
+
+
+def across_clients(found: Any) -> dict[str, float]:
+    accuracy = found["test_right"] / found["test_samples"]
+    return {
+        "test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)),
+        "test_accuracy_mean_client": float(accuracy.mean()),
+    }
 
 
 def joined(clients: Sequence[Holdings]) -> list[Holdings]:
@@ -68,55 +83,63 @@ def tuned(
     return Rival(title, MappingProxyType(ways), again if refitted is not None else None)
 
 
-def personal_rivals(task: Personalisation) -> Mapping[str, Rival]:
-    """Return the plain ways of the task `personalisation`."""
-    plain = dataclasses.replace(task, personalise="none", lower="global")
-    built = plain.build()
-    shared, clients = built.problem, built.clients
-    num_pixels, num_classes = clients[0]["train"]["image"].shape[1], shared.y0["out.bias"].shape[0]
-    side, network = math.isqrt(num_pixels), NETWORKS[task.model]
+def network_rivals(
+    shared: Problem,
+    adjusted: Problem,
+    heads: Problem | None,
+    clients: Sequence[Holdings],
+    num_classes: int,
+    *,
+    steps: Sequence[float],
+    refit: bool,
+) -> Mapping[str, Rival]:
+    """Return plain ways to train a network of all clients, with or without parts of their own.
+
+    shared: the whole network is y and global. adjusted: the same, with `prior` added to the logits.
+    heads: the last layer is y and local, all other layers are x; None if there are no other layers.
+    steps: steps of gradient descent to choose from.
+    refit: whether the chosen run is repeated on training and validation samples.
+    """
     kinds: dict[str, Callable[[Sequence[Holdings]], Sequence[Holdings]]] = {
-        "given": lambda some: some,
         "standardised": standardised,
         "prior": functools.partial(with_prior, num_classes=num_classes),
         "both": lambda some: with_prior(standardised(some), num_classes),
     }
     # own statistics are those of all samples that a run trains on
-    data = {name: (of(clients), of(joined(clients)) if task.val_share else None) for name, of in kinds.items()}
-    measured = tuple(shared.statistics)
-    adjusted = plain.classified(
-        lambda x, y, batch: network(y, batch["image"], side) + batch["prior"],
-        shared.x0, shared.y0, shared.scopes, measured,
-    )  # fmt: skip
-    alone = dataclasses.replace(shared, scopes=Scopes(lower="local", upper="private"))
-    steps = [{"lr_lower": lr, "num_local_steps": 5} for lr in STEPS]
-    body = [{**own, "lr_upper": own["lr_lower"]} for own in steps]
-    again = data["given"][1]
+    again = joined(clients) if refit else None
+    data = {name: (of(clients), of(again) if again else None) for name, of in kinds.items()}
+    alone = dataclasses.replace(shared, scopes=Scopes(lower="local", upper=shared.scopes.upper))
+    plain = [{"lr_lower": lr, "num_local_steps": 5} for lr in steps]
     found = {
-        "fedavg": tuned("FedAvg, one network without a personal part", shared, clients, "fedavg", steps, again),
+        "fedavg": tuned("FedAvg, one network without a personal part", shared, clients, "fedavg", plain, again),
         "fedadam": tuned(
             "FedAdam, one network without a personal part", shared, clients, "fedadam",
             [{"lr_lower": 0.1, "server_lr": lr, "num_local_steps": 5} for lr in (0.003, 0.01, 0.03)], again,
         ),
         "fine_tuned": tuned(
             "FedAvg, then every client tunes its own copy", shared, clients, "fedavg_plus",
-            [{**own, "num_tuning_steps": num} for own in steps for num in (5, 30)], again,
+            [{**own, "num_tuning_steps": num} for own in plain for num in (5, 30)], again,
         ),
         "ditto": tuned(
             "Ditto, personal networks near a common one", shared, clients, "ditto",
-            [{**own, "prox_weight": weight} for own in steps for weight in (0.1, 1.0)], again,
+            [{**own, "prox_weight": weight} for own in plain for weight in (0.1, 1.0)], again,
         ),
-        "standardised": tuned("FedAvg on inputs that each client standardises", shared, data["standardised"][0],
-                              "fedavg", steps, data["standardised"][1]),
-        "prior": tuned("FedAvg with each client's own label prior", adjusted, data["prior"][0], "fedavg", steps,
-                       data["prior"][1]),
-        "prior_standardised": tuned("FedAvg with own label prior and standardised inputs", adjusted, data["both"][0],
-                                    "fedavg", steps, data["both"][1]),
-        "local": tuned("every client alone", alone, clients, "fedavg", steps, again),
+        "standardised": tuned(
+            "FedAvg on inputs that each client standardises", shared, data["standardised"][0], "fedavg", plain,
+            data["standardised"][1],
+        ),
+        "prior": tuned(
+            "FedAvg with each client's own label prior", adjusted, data["prior"][0], "fedavg", plain, data["prior"][1]
+        ),
+        "prior_standardised": tuned(
+            "FedAvg with own label prior and standardised inputs", adjusted, data["both"][0], "fedavg", plain,
+            data["both"][1],
+        ),
+        "local": tuned("every client alone", alone, clients, "fedavg", plain, again),
     }  # fmt: skip
-    if task.model != "linear":
-        heads = dataclasses.replace(task, personalise="head").problem(Shapes.of(clients[0], num_classes))
-        found["fedbabu"] = tuned("FedBABU, a body under a fixed head, tuned last layer", heads, clients, "fedbabu",
-                                 [{**own, "num_tuning_steps": 30} for own in body], again)  # fmt: skip
+    if heads is not None:
+        body = [{**own, "lr_upper": own["lr_lower"]} for own in plain]
+        longer = [{**own, "num_tuning_steps": 30} for own in body]
         found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", body, again)
+        found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
     return MappingProxyType(found)

@@ -42,8 +42,9 @@ the bottom decile is the quantile 0.1 of the clients' test accuracies, with line
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -63,11 +64,9 @@ from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.networks import NETWORKS, Network, split_off
-from fedbilevel.tasks.personal_rivals import personal_rivals
+from fedbilevel.tasks.personal_rivals import Score, across_clients, answers, network_rivals
 from fedbilevel.tasks.rival import Rival
 from fedbilevel.tasks.task import Built, Shapes, Task
-
-Score = Callable[[Any, Any, Any], Tensor]
 
 
 class _Sizes(NamedTuple):
@@ -201,14 +200,28 @@ class Personalisation(Task):
             x0=x0,
             y0=y0,
             scopes=scopes,
-            statistics={role: _answers(score, role) for role in measured},
+            statistics={role: answers(score, role) for role in measured},
             metrics=_metrics,
-            across=_across if "test" in measured else None,
+            across=across_clients if "test" in measured else None,
             name="personalisation",
         )
 
     def rivals(self) -> Mapping[str, Rival]:
-        return personal_rivals(self)
+        """Return plain ways on the same network, which take the same regulariser."""
+        plain = dataclasses.replace(self, personalise="none", lower="global")
+        shared, clients = plain.build()
+        num_pixels, num_classes = clients[0]["train"]["image"].shape[1], len(shared.y0["out.bias"])
+        side, network, measured = math.isqrt(num_pixels), NETWORKS[self.model], tuple(shared.statistics)
+        adjusted = plain.classified(
+            lambda x, y, batch: network(y, batch["image"], side) + batch["prior"],
+            shared.x0, shared.y0, shared.scopes, measured,
+        )  # fmt: skip
+        given = Shapes.of(clients[0], num_classes)
+        heads = None if self.model == "linear" else dataclasses.replace(self, personalise="head").problem(given)
+        return network_rivals(
+            shared, adjusted, heads, clients, num_classes,
+            steps=(0.03, 0.1, 0.3), refit=self.val_share > 0,
+        )  # fmt: skip
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
@@ -316,26 +329,10 @@ class Personalisation(Task):
         return kinds[self.personalise]
 
 
-def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-        right = score(x, y, batch).argmax(-1) == batch["label"]
-        return {f"{role}_right": right, f"{role}_samples": torch.ones_like(right)}
-
-    return answers
-
-
 def _metrics(sums: Any) -> dict[str, float]:
     """Divide sums over all clients: each client counts in proportion to its samples."""
     return {
         f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
         for role in ("test", "stop")
         if f"{role}_samples" in sums
-    }
-
-
-def _across(found: Any) -> dict[str, float]:
-    accuracy = found["test_right"] / found["test_samples"]
-    return {
-        "test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)),
-        "test_accuracy_mean_client": float(accuracy.mean()),
     }
