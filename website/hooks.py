@@ -107,6 +107,7 @@ def api_page() -> str:
         "Run": ["solve", "compare", "tune", "write_report", "Result"],
         "Problems": ["Problem", "Scopes"],
         "Cleaning of labels": ["clean_labels", "Cleaning"],
+        "Personalisation": ["personalise", "Personalised"],
         "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
         "Step sizes": ["suggest_steps", "curvature", "projection_radius"],

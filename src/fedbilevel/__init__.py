@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fedbilevel.federation.averaging import Averaging
     from fedbilevel.federation.network import Network
     from fedbilevel.federation.schedule import Schedule
+    from fedbilevel.personal.fit import personalise
+    from fedbilevel.personal.outcome import Personalised
     from fedbilevel.problem.problem import Problem, Scopes
     from fedbilevel.report.page import write_report
     from fedbilevel.runs.callbacks import EarlyStopping
@@ -45,6 +47,8 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "federation.averaging": ["Averaging"],
     "federation.network": ["Network"],
     "federation.schedule": ["Schedule"],
+    "personal.fit": ["personalise"],
+    "personal.outcome": ["Personalised"],
     "problem.problem": ["Problem", "Scopes"],
     "runs.callbacks": ["EarlyStopping"],
     "runs.result": ["Progress", "Result"],
@@ -65,6 +69,7 @@ __all__ = [
     "EarlyStopping",
     "FedBilevelError",
     "Network",
+    "Personalised",
     "Problem",
     "Progress",
     "Result",
@@ -77,6 +82,7 @@ __all__ = [
     "clean_labels",
     "compare",
     "curvature",
+    "personalise",
     "projection_radius",
     "read_folders",
     "solve",
