@@ -50,6 +50,7 @@ SMALL = {  # few samples, and a lower level with one solution
     "imbalance": {"num_clients": 3, "share": 0.2, "num_val": 2, "imbalance_ratio": 4.0},
     "mixing": {"num_clients": 2, "num_train": 4, "num_val": 6, "num_test": 3, "num_hidden": 3, "l2": 1.0},
     "personalisation": {"num_clients": 3, "share": 0.02, "model": "linear", "l2": 1.0},
+    "representation": {"num_clients": 3, "share": 0.2, "num_hidden": 3, "l2": 1.0},
 }
 
 

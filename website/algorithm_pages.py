@@ -342,6 +342,7 @@ def curve_section(name: str) -> str:
     for task, heading in (
         ("quadratic", "The standard task"),
         ("personalisation", "Personal mixtures"),
+        ("hyper_representation", "Own heads"),
         ("data_cleaning", "Label cleaning"),
     ):
         mine = [(case, rows) for case, rows in found if case.task == task]
@@ -439,6 +440,11 @@ def _story(task: str, name: str, knows: About) -> str:
     if task == "personalisation":
         return (
             "Ten clients, digits, three networks that every client mixes in its own proportions. "
+            "The upper loss is not used."
+        )
+    if task == "hyper_representation":
+        return (
+            "Ten clients, digits, two shards of labels at each client, a shared hidden layer and own heads. "
             "The upper loss is not used."
         )
     if not knows.uses_upper:

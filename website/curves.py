@@ -4,7 +4,8 @@
 differ, full batches, float64, a solution in closed form. Step sizes are those that the task
 suggests; none is tuned. An algorithm runs with a shared x and a global lower level unless it
 refuses that, and with a local lower level if it refuses or warns. For algorithms that do not use
-the upper loss, the curve shows the lower loss.
+the upper loss, the curve shows the lower loss. If x descends the lower loss, too, the task is
+`hyper_representation` with own heads, because that loss of the quadratic has no minimum in x.
 """
 
 from __future__ import annotations
@@ -118,6 +119,9 @@ def cases(name: str) -> Iterator[Case]:
     """The curves of one algorithm."""
     kind = algorithms()[name]
     peers = issubclass(kind, PeerAlgorithm)
+    if kind.joint:
+        yield _case(kind, "hyper_representation", {"lower": "local"}, {}, peers, "float32", 100)
+        return
     for more in ({}, ALSO[name]) if name in ALSO else ({},):
         said = scopes_of(kind, **more)
         whole = said[Scopes()]

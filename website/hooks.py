@@ -108,6 +108,7 @@ def api_page() -> str:
         "Problems": ["Problem", "Scopes"],
         "Cleaning of labels": ["clean_labels", "Cleaning"],
         "Features and sources": ["select_features", "SelectedFeatures", "mix_sources", "MixedSources"],
+        "Personalisation": ["personalise", "Personalised"],
         "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
         "Step sizes": ["suggest_steps", "curvature", "projection_radius"],

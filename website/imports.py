@@ -10,7 +10,8 @@ import fedbilevel
 ROOT = Path(fedbilevel.__file__).parent
 ROOMS = (  # a module imports from its own room and from rooms before it
     "leaves", "problem", "data", "oracle", "federation", "algorithms", "tasks", "detectors", "discovery", "engines",
-    "runs", "cleaning", "checks", "sites", "peers", "studies", "report", "cli", "root",
+    "runs", "cleaning",
+    "personal", "checks", "sites", "peers", "studies", "report", "cli", "root",
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fedbilevel.federation.averaging import Averaging
     from fedbilevel.federation.network import Network
     from fedbilevel.federation.schedule import Schedule
+    from fedbilevel.personal.fit import personalise
+    from fedbilevel.personal.outcome import Personalised
     from fedbilevel.problem.problem import Problem, Scopes
     from fedbilevel.report.page import write_report
     from fedbilevel.runs.callbacks import EarlyStopping
@@ -48,6 +50,8 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "federation.averaging": ["Averaging"],
     "federation.network": ["Network"],
     "federation.schedule": ["Schedule"],
+    "personal.fit": ["personalise"],
+    "personal.outcome": ["Personalised"],
     "problem.problem": ["Problem", "Scopes"],
     "runs.callbacks": ["EarlyStopping"],
     "runs.result": ["Progress", "Result"],
@@ -73,6 +77,7 @@ __all__ = [
     "Guarded",
     "MixedSources",
     "Network",
+    "Personalised",
     "Problem",
     "Progress",
     "Result",
@@ -88,6 +93,7 @@ __all__ = [
     "curvature",
     "guarded",
     "mix_sources",
+    "personalise",
     "projection_radius",
     "read_folders",
     "select_features",

@@ -29,6 +29,7 @@ from fedbilevel.tasks.mixing import Mixing
 from fedbilevel.tasks.personalisation import Personalisation
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation
+from fedbilevel.tasks.representation import Representation
 from fedbilevel.tasks.task import Built, Sample, Shapes, Task
 from support.numeric.yardstick import drive
 
@@ -59,6 +60,8 @@ TASKS = {
         Personalisation(num_clients=4, share=0.2, personalise="mixture", model="cnn", width=0.1),
         10,
     ),
+    "personalisation head": (Personalisation(num_clients=4, share=0.2, personalise="head", shift="labels"), 10),
+    "own heads": (Representation(num_clients=4, share=0.3, num_hidden=5), 10),
     "few shot": (FewShot(**FEW), None),
     "quadratic": (Quadratic(cross=0.3, bend=0.2, num_clients=3), None),
     "quadratic private": (Quadratic(upper="private", lower="local", client_weights="by_samples", num_clients=3), None),

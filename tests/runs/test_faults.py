@@ -1,5 +1,6 @@
 """Problems whose solution means nothing: what `solve` and `check_problem` say about them."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -105,8 +106,16 @@ def test_an_algorithm_that_keeps_x_accepts_an_unused_x(name):
 def test_algorithms_without_an_upper_step_are_those_that_keep_x():
     keeps = {name for name, kind in discovery.algorithms().items() if not kind.learns_x}
     steps = {name for name, kind in discovery.algorithms().items() if hasattr(kind, "lr_upper")}
-    assert keeps == {"clustered_fl", "fedadam", "fedavg", "fedavg_plus", "fedem", "fedprox", "pfedme", "sgp"}
+    assert keeps == {"clustered_fl", "ditto", "fedadam", "fedavg", "fedavg_plus", "fedem", "fedprox", "pfedme", "sgp"}
     assert not keeps & steps
+
+
+def test_an_algorithm_that_trains_x_on_the_lower_loss_needs_no_upper_loss():
+    meaningless, sentence = FATAL["upper uses neither x nor y"]
+    local = dataclasses.replace(meaningless, scopes=fb.Scopes(lower="local"))
+    with pytest.raises(ProblemError, match=sentence):
+        fb.solve(local, clients(), "fedbio_local", num_iterations=1)
+    assert fb.solve(local, clients(), "fedrep", num_iterations=1).rows[-1]["iteration"] == 1
 
 
 def test_derivatives_that_are_zero_at_the_start_alone_are_no_fault():

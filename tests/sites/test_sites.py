@@ -93,7 +93,7 @@ def test_the_trajectory_and_the_ledger_are_those_of_the_simulator_bit_for_bit(tm
     assert {part: far for part, far in differences(found, wanted).items() if far} == {}
     assert about["iteration"] == num_iterations
     assert int(found["ledger.rounds"]) > 0 or (
-        scopes.lower == "local" and name in ("fedavg", "fedavg_plus", "fedprox", "pfedme")
+        scopes.lower == "local" and name in ("ditto", "fedavg", "fedavg_plus", "fedprox", "pfedme")
     )  # nothing travels
     # a simulation pads clients of unequal sizes and measures them together, so it sums in another order
     for mine, theirs in zip(rows_of(federation.record.rows()), rows_of(result.rows), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -14,12 +15,14 @@ import fedbilevel as fb
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.data.sets import idx
 from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.images import turned
 from fedbilevel.errors import DataError, ProblemError, SettingError
 from fedbilevel.oracle.population import Population
+from fedbilevel.tasks.personal_rivals import standardised, with_prior
 from fedbilevel.tasks.personalisation import Personalisation
 from support.numeric.yardstick import relative
 
-KINDS = ("mask", "ensemble", "mixture", "none")
+KINDS = ("mask", "ensemble", "mixture", "output", "none")
 SMALL = {"num_clients": 4, "share": 0.05, "width": 0.15}
 kinds = pytest.mark.parametrize("kind", KINDS)
 models = pytest.mark.parametrize("model", ["linear", "mlp", "cnn"])
@@ -76,6 +79,8 @@ def probabilities(
         return np.exp(log_softmax(sum(s * z for s, z in zip(share, each(), strict=True))))
     if task.personalise == "mixture":
         return sum(s * np.exp(log_softmax(z)) for s, z in zip(share, each(), strict=True))
+    if task.personalise == "output":
+        return np.exp(log_softmax(logits(weights, images) @ (np.eye(10) + lam.reshape(10, 10)).T))
     return np.exp(log_softmax(logits(weights, images)))
 
 
@@ -266,7 +271,7 @@ def test_at_the_start_the_scaled_mask_masks_nothing_and_the_papers_shrinks_the_l
 
 @pytest.mark.parametrize(
     ("kind", "length", "start"),
-    [("mask", 10, 0.0), ("ensemble", 3, 0.0), ("mixture", 3, math.log(1 / 3)), ("none", 1, 0.0)],
+    [("mask", 10, 0.0), ("ensemble", 3, 0.0), ("mixture", 3, math.log(1 / 3)), ("output", 100, 0.0), ("none", 1, 0.0)],
 )
 def test_every_client_starts_with_the_same_numbers_of_its_own(kind, length, start):
     population = Population(*Personalisation(**SMALL, personalise=kind).build(), dtype=torch.float64)
@@ -401,6 +406,138 @@ def test_clusters_are_drawn_from_the_unit_interval_and_divide_the_clients_equall
     blank = [client["train"]["image"].min() for client in task.build().clients]  # a black pixel is -mean / spread
     assert len({round(float(value), 4) for value in blank}) == 3
     np.testing.assert_allclose(blank, [-mean / spread for mean, spread in (task.normalisation() * 3)[:8]], rtol=1e-5)
+
+
+def unshifted(**settings) -> list[dict[str, dict[str, np.ndarray]]]:
+    """Clients of one cluster, which see pixels and labels as they are."""
+    return Personalisation(**SMALL, shift="labels", **settings, num_clusters=1).build().clients
+
+
+def test_clusters_permute_labels_in_every_role_and_leave_images_alone():
+    task = Personalisation(**SMALL, shift="labels")
+    meanings = task.meanings(10)
+    assert meanings[0].tolist() == list(range(10))
+    assert all(sorted(one.tolist()) == list(range(10)) for one in meanings)
+    assert len({tuple(one.tolist()) for one in meanings}) == 3
+    for i, (client, plain) in enumerate(zip(task.build().clients, unshifted(), strict=True)):
+        for role, fields in client.items():
+            assert np.array_equal(fields["image"], plain[role]["image"])
+            assert np.array_equal(fields["label"], meanings[i % 3][plain[role]["label"]])
+    assert not np.array_equal(task.build().clients[1]["train"]["label"], unshifted()[1]["train"]["label"])
+
+
+def test_clusters_turn_images_in_every_role_and_leave_labels_alone():
+    task = Personalisation(num_clients=9, share=0.1, shift="rotations", num_clusters=8)
+    plain = Personalisation(num_clients=9, share=0.1, shift="labels", num_clusters=1).build().clients
+    seen = set()
+    for i, (client, before) in enumerate(zip(task.build().clients, plain, strict=True)):
+        for role, fields in client.items():
+            assert np.array_equal(fields["label"], before[role]["label"])
+            for image, old in zip(fields["image"], before[role]["image"], strict=True):
+                turned = np.rot90(old.reshape(8, 8), i % 4)
+                assert np.array_equal(image.reshape(8, 8), turned if i % 8 < 4 else turned[:, ::-1])
+        corner = np.zeros(64)
+        corner[1] = 1  # one pixel beside a corner has eight images
+        seen.add(turned_corner(corner, i % 8))
+    assert len(seen) == 8
+    with pytest.raises(ProblemError, match="rotation 8 of images with 64 pixels does not exist"):
+        Personalisation(num_clients=9, share=0.1, shift="rotations", num_clusters=9).build()
+
+
+def turned_corner(image: np.ndarray, number: int) -> int:
+    return int(turned(image[None], number)[0].argmax())
+
+
+@pytest.mark.parametrize("val_share", [0.3, 0.6])
+def test_validation_samples_are_taken_from_the_training_samples_alone(val_share):
+    settings = {"num_clients": 5, "shift": "labels"}
+    with_val, without = (Personalisation(**settings, val_share=share).build().clients for share in (val_share, 0.0))
+    for one, two in zip(with_val, without, strict=True):
+        for role in ("stop", "test"):
+            assert np.array_equal(one[role]["image"], two[role]["image"])
+        parts = [row.tobytes() for role in ("train", "val") for row in one[role]["image"]]
+        assert sorted(parts) == sorted(row.tobytes() for row in two["train"]["image"])
+        num = len(two["train"]["label"])
+        assert len(one["val"]["label"]) == min(max(round(val_share * num), 1), num - 1)
+
+
+# ---- own heads and rivals --------------------------------------------------------------------------------------------
+
+
+def test_own_heads_are_the_last_layer_of_the_same_network():
+    settings = {**SMALL, "model": "cnn", "l2": 0.03}
+    built, plain = (Personalisation(**settings, personalise=kind).build() for kind in ("head", "none"))
+    assert built.problem.scopes == fb.Scopes(lower="local", upper="shared")
+    assert set(built.problem.y0) == {"out.weight", "out.bias"}
+    assert {**built.problem.x0, **built.problem.y0}.keys() == plain.problem.y0.keys()
+    population = Population(*built, dtype=torch.float64)
+    batch = population.data.batch(population.data.positions, "train")
+    found = population.oracle.evaluate(built.problem.lower, population.x0, population.y0, batch)
+    weights = arrays(plain.problem.y0)
+    for i, client in enumerate(built.clients):
+        z = log_softmax(logits(weights, client["train"]["image"].astype(float)))
+        fit = -z[np.arange(len(z)), client["train"]["label"]].mean()
+        penalty = 0.03 / 2 * sum((weights[f"out.{part}"] ** 2).sum() for part in ("weight", "bias"))
+        assert float(found[i]) == pytest.approx(fit + penalty, rel=1e-6)
+    report = fb.check_problem(
+        *Personalisation(num_clients=3, share=0.01, width=0.15, personalise="head").build(), show=False
+    )
+    assert report.ok, str(report)
+    with pytest.raises(ProblemError, match="a linear model has no hidden layers to share"):
+        Personalisation(**SMALL, personalise="head", model="linear").build()
+
+
+@pytest.mark.parametrize("val_share", [0.0, 0.4])
+def test_every_rival_runs_and_measures_the_figures_of_the_task_on_its_test_samples(val_share):
+    task = Personalisation(num_clients=4, share=0.1, width=0.15, shift="labels", val_share=val_share)
+    mine, found = task.build(), task.rivals()
+    assert {"fedavg", "fedadam", "fine_tuned", "ditto", "fedrep", "prior", "standardised", "local"} <= set(found)
+    tested = [client["test"]["label"].tolist() for client in mine.clients]
+    for name, rival in found.items():
+        label, way = next(iter(rival.ways.items()))
+        ways = [way, *([rival.refit(label)] if val_share else [])]
+        assert (rival.refit is None) == (val_share == 0)
+        for one in ways:
+            assert [client["test"]["label"].tolist() for client in one.clients] == tested, name
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a few samples of one label
+                result = fb.solve(
+                    one.problem, one.clients, one.algorithm, num_iterations=1, residuals=False, **one.settings
+                )
+            assert set(task.headline) <= set(result.final), name
+        if val_share:
+            assert [len(client["train"]["label"]) for client in ways[1].clients] == [
+                len(client["train"]["label"]) + len(client["val"]["label"]) for client in mine.clients
+            ]
+
+
+def test_a_linear_model_has_no_rival_with_own_heads():
+    assert "fedrep" not in Personalisation(num_clients=3, share=0.05, model="linear").rivals()
+
+
+def test_the_rivals_prior_and_standardisation_are_those_of_the_client():
+    clients = Personalisation(num_clients=4, share=0.1).build().clients
+    for one, own in zip(standardised(clients), clients, strict=True):
+        assert float(one["train"]["image"].mean()) == pytest.approx(0, abs=1e-5)
+        assert float(one["train"]["image"].std()) == pytest.approx(1, abs=1e-5)
+        pixels = own["train"]["image"].astype(float)
+        np.testing.assert_allclose(
+            one["test"]["image"], (own["test"]["image"] - pixels.mean()) / pixels.std(), atol=1e-4
+        )
+    for one in with_prior(clients, 10):
+        counts = np.array([(one["train"]["label"] == k).sum() for k in range(10)])
+        for role in ("train", "test"):
+            expected = np.log((counts + 1) / (counts.sum() + 10))
+            np.testing.assert_allclose(one[role]["prior"], np.tile(expected, (len(one[role]["label"]), 1)), rtol=1e-5)
+    [way] = list(Personalisation(num_clients=4, share=0.1, model="linear").rivals()["prior"].ways.values())[:1]
+    population = Population(way.problem, way.clients, dtype=torch.float64)
+    y, weights = population.y0, arrays(population.layout_y.unravel(population.y0))
+    found = population.oracle.evaluate(
+        way.problem.upper, population.x0, y, population.data.batch(population.data.positions, "val")
+    )
+    for i, client in enumerate(way.clients):
+        z = log_softmax(logits(weights, client["val"]["image"].astype(float)) + client["val"]["prior"])
+        assert float(found[i]) == pytest.approx(-z[np.arange(len(z)), client["val"]["label"]].mean(), rel=1e-6)
 
 
 def test_too_many_clients_and_values_out_of_range_are_clear_errors():

@@ -39,7 +39,7 @@ nor smooth), and no dropout, whose masks would differ between evaluations that m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -56,6 +56,7 @@ from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.personal_rivals import Score, answers
 from fedbilevel.tasks.task import Built, Shapes, Task
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}
@@ -124,6 +125,8 @@ class HyperRepresentation(Task):
     suggested = {
         "*": {"lr_lower": 0.5, "lr_system": 0.2, "lr_upper": 0.2, "num_local_steps": 1},
         "fedavg": {"num_local_steps": 5},
+        "fedrep": {"num_local_steps": 5},
+        "fedbabu": {"num_local_steps": 5},
         "fbo_aggitd": {"lr_upper": 0.5, "num_lower_rounds": 5},
         "fednest": {"lr_upper": 0.5, "num_lower_rounds": 3, "num_terms": 5},
         "lfednest": {"lr_upper": 0.1, "lr_system": 0.01, "num_lower_rounds": 3},
@@ -183,8 +186,31 @@ class HyperRepresentation(Task):
             y0=y0,
             scopes=Scopes(lower=self.lower),
             features=self._features(num_pixels),
-            statistics={role: self._answers(role) for role in measured},
+            statistics={role: answers(lambda x, y, batch: self._logits(y, batch), role) for role in measured},
             metrics=_metrics,
+            name="hyper_representation",
+        )
+
+    def score(self, num_pixels: int) -> Callable[[Any, Any], Tensor]:
+        """Return a function (all weights, batch) -> logits, for problems that train the whole network."""
+        features = self._features(num_pixels)
+        return lambda weights, batch: self._logits(weights, {"features": features(weights, batch)})
+
+    def classified(
+        self, score: Score, x0: Any, y0: Mapping[str, Tensor], scopes: Scopes, measured: Sequence[str], across: Any
+    ) -> Problem:
+        """Return a problem of one score (x, y, batch) -> logits; l2 weighs the layers of the head only."""
+        entropy = lambda x, y, batch: cross_entropy(score(x, y, batch), batch["label"], reduction="none")
+        head = [name for name in y0 if name.split(".")[0] in ("head", "middle")]
+        return Problem(
+            upper=entropy,
+            lower=lambda x, y, batch: entropy(x, y, batch) + 0.5 * self.l2 * sum((y[name] ** 2).sum() for name in head),
+            x0=x0,
+            y0=y0,
+            scopes=scopes,
+            statistics={role: answers(score, role) for role in measured},
+            metrics=_metrics,
+            across=across,
             name="hyper_representation",
         )
 
@@ -247,13 +273,6 @@ class HyperRepresentation(Task):
     def _entropy(self, x: Any, y: Any, batch: Any) -> Tensor:
         """Return the loss of each sample, which depends on x through the features only."""
         return cross_entropy(self._logits(y, batch), batch["label"], reduction="none")
-
-    def _answers(self, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-        def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-            right = self._logits(y, batch).argmax(-1) == batch["label"]
-            return {f"{role}_right": right, f"{role}_samples": torch.ones_like(right)}
-
-        return answers
 
 
 def _metrics(sums: Any) -> dict[str, float]:

@@ -13,10 +13,23 @@ client:
     mixture   several networks; their probabilities are averaged with the weights exp(lambda_i).
               In g_i the weights are not scaled, so that - d g_i / d lambda_im is the mean
               responsibility of network m (FedEM); in f_i and in predictions they sum to one
+    output    one network; its logits are multiplied by the matrix I + lambda_i (classes, classes)
     none      one network; only the regulariser depends on lambda_i
+    head      the hidden layers are x, shared by all; y_i, the last layer, is the client's own
 
-Roles: `train` and `val` are the same samples (the upper level has no data of its own), `stop` is
-for early stopping, `test` for testing.
+With `head` the levels change places: the lower level is local, and x is trained on the upper loss.
+
+Clients form clusters, which differ in one of three ways (`shift`):
+
+    normalisation   inputs have another mean and spread, which standardisation at the client undoes
+    labels          labels have another meaning: each cluster but the first permutes the classes
+    rotations       images are turned by quarters of a circle, and mirrored beyond the fourth cluster
+
+No label prior and no normalisation undoes the last two: the same input has another label.
+
+Roles: `train` and `val` are the same samples (the upper level has no data of its own) unless
+`val_share` gives the upper level samples that the lower level does not see. `stop` is for early
+stopping, `test` for testing.
 
 Setting of Terashita and Hara, "Decentralized Hyper-Gradient Computation over Time-Varying Directed
 Networks", section 5.3, appendix A.3 and Tables 2 and 5, by default on embedded digits. Choices that
@@ -29,30 +42,31 @@ the bottom decile is the quantile 0.1 of the clients' test accuracies, with line
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, cross_entropy, gelu, linear, log_softmax, max_pool2d, nll_loss, softmax
+from torch.nn.functional import cross_entropy, log_softmax, nll_loss, softmax
 
-from fedbilevel.data.partition import dirichlet
+from fedbilevel.data.partition import dirichlet, split_validation
 from fedbilevel.data.sets import idx
 from fedbilevel.data.sets.digits import digits
+from fedbilevel.data.sets.images import turned
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.initial import uniform
+from fedbilevel.tasks.networks import NETWORKS, Network, split_off
+from fedbilevel.tasks.personal_rivals import Score, across_clients, answers, network_rivals
+from fedbilevel.tasks.rival import Rival
 from fedbilevel.tasks.task import Built, Shapes, Task
-
-# weights of one network, images (samples, pixels), side of an image -> logits (samples, classes)
-Network = Callable[[Any, Tensor, int], Tensor]
-Score = Callable[[Any, Any, Any], Tensor]
 
 
 class _Sizes(NamedTuple):
@@ -69,7 +83,9 @@ _HIDDEN = 64  # of the network with one hidden layer
 
 @dataclass(frozen=True, kw_only=True)
 class Personalisation(Task):
-    personalise: Literal["mask", "ensemble", "mixture", "none"] = setting("mask", "use of a client's own numbers")
+    personalise: Literal["mask", "ensemble", "mixture", "output", "head", "none"] = setting(
+        "mask", "use of a client's own numbers"
+    )
     num_clients: int = setting(100, "clients", symbol="n", least=1)
     data: Literal["digits", "mnist", "emnist", "fashion"] = setting(
         "digits", "images; all but the embedded digits are read from idx files"
@@ -87,7 +103,13 @@ class Personalisation(Task):
     least: int = setting(
         5, "samples that every client has at least; 5 is the fewest that can be split into the three parts", least=3
     )
-    num_clusters: int = setting(3, "groups of clients that normalise inputs alike", least=1)
+    num_clusters: int = setting(3, "groups of clients that are alike", least=1)
+    shift: Literal["normalisation", "labels", "rotations"] = setting(
+        "normalisation", "what differs between clusters: mean and spread of inputs, meaning of labels, turned images"
+    )
+    val_share: float = setting(
+        0.0, "share of the training samples that only the upper level sees; 0: both levels see all", least=0, most=0.9
+    )
     least_spread: float = setting(0.2, "smallest number that inputs are divided by", above=0, most=1)
     model: Literal["linear", "mlp", "cnn"] = setting(
         "mlp", "linear, one hidden layer, or two convolutions and a hidden layer (Table 5)"
@@ -97,7 +119,9 @@ class Personalisation(Task):
     mask_scale: Literal["classes", "paper"] = setting(
         "classes", "softmax(lambda) times the number of classes, so that zeros mean no mask, or as in the paper"
     )
-    lower: Literal["global", "local"] = setting("global", "one y for all clients, or every client trains alone")
+    lower: Literal["global", "local"] = setting(
+        "global", "one y for all clients, or every client trains alone; own heads are always local"
+    )
     l2: float = setting(1e-3, "weight of the squared norm of y in the lower level", least=0)
     l2_upper: float = setting(1e-2, "weight of the squared norm of lambda in the upper level", least=0)
     data_seed: int = setting(0, "seed of the split, the normalisation and the initial weights", least=0)
@@ -119,7 +143,7 @@ class Personalisation(Task):
 
     def build(self) -> Built:
         images, labels, num_classes = self._images()
-        clients = self._clients(images, labels)
+        clients = self._clients(images, labels, num_classes)
         return Built(self.problem(Shapes.of(clients[0], num_classes)), clients)
 
     def problem(self, shapes: Shapes) -> Problem:
@@ -137,33 +161,67 @@ class Personalisation(Task):
                 "model mlp or linear."
             )
         measured = [role for role in ("test", "stop") if shapes.has(role, "image", "label")]
-        score = self._score(_NETWORKS[self.model], side, num_classes)
-        length, start = {"mask": num_classes, "none": 1}.get(self.personalise, self.num_networks), 0.0
+        score = self._score(NETWORKS[self.model], side, num_classes)
+        lengths = {"mask": (num_classes,), "none": (1,), "output": (num_classes, num_classes)}
+        length, start = lengths.get(self.personalise, (self.num_networks,)), 0.0
         if self.personalise == "mixture":
             start = -math.log(self.num_networks)
+        y0 = uniform(
+            self._layers(num_pixels, num_classes),
+            torch.Generator().manual_seed(self.data_seed),
+            num_networks=self.num_networks if several else None,
+        )
+        if self.personalise == "head":
+            if self.model == "linear":
+                raise ProblemError("a linear model has no hidden layers to share: use the model mlp or cnn.")
+            body, head = split_off(y0, "out")
+            return self.classified(score, body, head, Scopes(lower="local"), measured)
+        scopes = Scopes(lower=self.lower, upper="private")
+        return self.classified(score, lambda sizes: {"lambda": torch.full(length, start)}, y0, scopes, measured)
+
+    def classified(
+        self, score: Score, x0: Any, y0: Mapping[str, Tensor], scopes: Scopes, measured: Sequence[str]
+    ) -> Problem:
+        """Return the problem of a score, with the regularisers and the figures of this task.
+
+        measured: the roles whose accuracy is measured.
+        """
+        # cross_entropy scales the weights of the mixture to sum to one, nll_loss takes them as they are
         fit = nll_loss if self.personalise == "mixture" else cross_entropy
         return Problem(
-            # cross_entropy scales the weights of the mixture to sum to one, nll_loss takes them as they are
             upper=lambda x, y, batch: (
                 cross_entropy(score(x, y, batch), batch["label"], reduction="none")
-                + 0.5 * self.l2_upper * (x["lambda"] ** 2).sum()
+                + (0.5 * self.l2_upper * (x["lambda"] ** 2).sum() if "lambda" in x else 0)
             ),
             lower=lambda x, y, batch: (
                 fit(score(x, y, batch), batch["label"], reduction="none")
                 + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values())
             ),
-            x0=lambda sizes: {"lambda": torch.full((length,), start)},
-            y0=uniform(
-                self._layers(num_pixels, num_classes),
-                torch.Generator().manual_seed(self.data_seed),
-                num_networks=self.num_networks if several else None,
-            ),
-            scopes=Scopes(lower=self.lower, upper="private"),
-            statistics={role: _answers(score, role) for role in measured},
+            x0=x0,
+            y0=y0,
+            scopes=scopes,
+            statistics={role: answers(score, role) for role in measured},
             metrics=_metrics,
-            across=_across if "test" in measured else None,
+            across=across_clients if "test" in measured else None,
             name="personalisation",
         )
+
+    def rivals(self) -> Mapping[str, Rival]:
+        """Return plain ways on the same network, which take the same regulariser."""
+        plain = dataclasses.replace(self, personalise="none", lower="global")
+        shared, clients = plain.build()
+        num_pixels, num_classes = clients[0]["train"]["image"].shape[1], len(shared.y0["out.bias"])
+        side, network, measured = math.isqrt(num_pixels), NETWORKS[self.model], tuple(shared.statistics)
+        adjusted = plain.classified(
+            lambda x, y, batch: network(y, batch["image"], side) + batch["prior"],
+            shared.x0, shared.y0, shared.scopes, measured,
+        )  # fmt: skip
+        given = Shapes.of(clients[0], num_classes)
+        heads = None if self.model == "linear" else dataclasses.replace(self, personalise="head").problem(given)
+        return network_rivals(
+            shared, adjusted, heads, clients, num_classes,
+            steps=(0.03, 0.1, 0.3), refit=self.val_share > 0,
+        )  # fmt: skip
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")
@@ -193,20 +251,36 @@ class Personalisation(Task):
             (mean, max(spread, self.least_spread)) for mean, spread in rng.uniform(size=(self.num_clusters, 2)).tolist()
         ]
 
-    def _clients(self, images: np.ndarray, labels: np.ndarray) -> Sequence[Holdings]:
-        rng = np.random.default_rng([self.data_seed, 2])
-        clusters, clients = self.normalisation(), []
+    def meanings(self, num_classes: int) -> list[np.ndarray]:
+        """Return the label that each cluster gives to every class."""
+        rng = np.random.default_rng([self.data_seed, 3])
+        return [np.arange(num_classes), *(rng.permutation(num_classes) for _ in range(self.num_clusters - 1))]
+
+    def _shifted(self, images: np.ndarray, labels: np.ndarray, cluster: int, num_classes: int) -> dict[str, Any]:
+        """Return samples as the clients of a cluster hold them."""
+        if self.shift == "labels":
+            return {"image": images, "label": self.meanings(num_classes)[cluster][labels]}
+        if self.shift == "rotations":
+            return {"image": turned(images, cluster), "label": labels}
+        mean, spread = self.normalisation()[cluster]
+        return {"image": ((images - mean) / spread).astype(np.float32), "label": labels}
+
+    def _clients(self, images: np.ndarray, labels: np.ndarray, num_classes: int) -> Sequence[Holdings]:
+        rng, clients = np.random.default_rng([self.data_seed, 2]), []
+        held = np.random.default_rng([self.data_seed, 4])  # other draws are those without validation samples
         for i, mine in enumerate(dirichlet(labels, self.num_clients, self.alpha, rng, self.least)):
-            mean, spread = clusters[i % self.num_clusters]
             mine = rng.permutation(mine)
             num_test = round(0.2 * len(mine))  # at least one, as `least` is three or more
             num_stop = max(1, round(0.25 * (len(mine) - num_test)))
             test, stop, train = np.split(mine, [num_test, num_test + num_stop])
+            parts = {"train": train, "stop": stop, "test": test}
+            if self.val_share and len(train) > 1:
+                parts["train"], parts["val"] = split_validation(train, self.val_share, held)
             roles = {
-                role: {"image": ((images[own] - mean) / spread).astype(np.float32), "label": labels[own]}
-                for role, own in (("train", train), ("stop", stop), ("test", test))
+                role: self._shifted(images[own], labels[own], i % self.num_clusters, num_classes)
+                for role, own in parts.items()
             }
-            clients.append({**roles, "val": roles["train"]})
+            clients.append({**roles, "val": roles.get("val", roles["train"])})
         return clients
 
     def _layers(self, num_pixels: int, num_classes: int) -> dict[str, tuple[int, ...]]:
@@ -248,35 +322,11 @@ class Personalisation(Task):
             "mixture": lambda x, y, batch: torch.logsumexp(
                 x["lambda"][:, None, None] + log_softmax(each(y, batch), -1), 0
             ),
+            "output": lambda x, y, batch: (z := network(y, batch["image"], side)) + z @ x["lambda"].T,
+            "head": lambda x, y, batch: network({**x, **y}, batch["image"], side),
             "none": lambda x, y, batch: network(y, batch["image"], side),
         }
         return kinds[self.personalise]
-
-
-def _linear(y: Any, image: Tensor, side: int) -> Tensor:
-    return linear(image, y["out.weight"], y["out.bias"])
-
-
-def _mlp(y: Any, image: Tensor, side: int) -> Tensor:
-    return linear(gelu(linear(image, y["hidden.weight"], y["hidden.bias"])), y["out.weight"], y["out.bias"])
-
-
-def _cnn(y: Any, image: Tensor, side: int) -> Tensor:
-    image = image.reshape(-1, 1, side, side)
-    for name in ("conv1", "conv2"):
-        image = max_pool2d(gelu(conv2d(image, y[f"{name}.weight"], y[f"{name}.bias"])), 2)
-    return _mlp(y, image.flatten(1), side)
-
-
-_NETWORKS: dict[str, Network] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
-
-
-def _answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
-    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-        right = score(x, y, batch).argmax(-1) == batch["label"]
-        return {f"{role}_right": right, f"{role}_samples": torch.ones_like(right)}
-
-    return answers
 
 
 def _metrics(sums: Any) -> dict[str, float]:
@@ -285,12 +335,4 @@ def _metrics(sums: Any) -> dict[str, float]:
         f"{role}_accuracy": sums[f"{role}_right"] / sums[f"{role}_samples"]
         for role in ("test", "stop")
         if f"{role}_samples" in sums
-    }
-
-
-def _across(found: Any) -> dict[str, float]:
-    accuracy = found["test_right"] / found["test_samples"]
-    return {
-        "test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)),
-        "test_accuracy_mean_client": float(accuracy.mean()),
     }

@@ -5,6 +5,7 @@ The windows of HAPT are offered in the same form, as rows of 30 numbers.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from fedbilevel.data.sets import idx
 from fedbilevel.data.sets.cifar10 import cifar10, num_images
 from fedbilevel.data.sets.digits import digits
 from fedbilevel.data.sets.hapt import hapt, summaries
+from fedbilevel.errors import ProblemError
 
 NUM_CHANNELS = {"cifar10": 3}  # of sets with more than one
 
@@ -83,6 +85,18 @@ def standardised(train: Images, test: Images, num_channels: int = 1) -> tuple[Im
         for part in (train, test)
     ]
     return Images(scaled[0], train.label), Images(scaled[1], test.label)
+
+
+def turned(images: np.ndarray, number: int) -> np.ndarray:
+    """Turn square images (n, pixels) by `number` quarters of a circle, and mirror them from 4 on."""
+    side = math.isqrt(images.shape[1])
+    if number > 7 or side * side != images.shape[1]:
+        raise ProblemError(
+            f"rotation {number} of images with {images.shape[1]} pixels does not exist: use grey square images and at "
+            "most 8 clusters."
+        )
+    square = np.rot90(images.reshape(-1, side, side), number % 4, axes=(1, 2))
+    return np.ascontiguousarray(square if number < 4 else square[:, :, ::-1]).reshape(images.shape)
 
 
 def _by_person(

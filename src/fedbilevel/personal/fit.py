@@ -1,0 +1,201 @@
+"""`personalise`: a shared network, own heads above its hidden layers, and a verdict on both."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.self_tuned import SelfTuned
+from fedbilevel.data.partition import split_validation
+from fedbilevel.errors import ProblemError, ProblemWarning, SettingError
+from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.personal.outcome import Personalised, Scale
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
+from fedbilevel.runs.result import Result
+from fedbilevel.runs.solve import solve
+from fedbilevel.tasks.hyper_representation import HyperRepresentation
+from fedbilevel.tasks.personal_rivals import joined
+from fedbilevel.tasks.task import Shapes
+
+_MEASURING = 18  # rounds before FedAvg that find its step
+_CANDIDATES = 2  # of self_tuned; each sends the hidden layers once each way per round
+_FEWEST = 20
+_NEWTON = 60  # iterations of L-BFGS on a head
+
+
+class _Split(NamedTuple):
+    """Samples of one client: a judge sees neither level, and decides between the models."""
+
+    train: dict[str, np.ndarray]
+    val: dict[str, np.ndarray]
+    judge: dict[str, np.ndarray]
+
+
+def personalise(
+    clients: Sequence[Holdings],
+    *,
+    model: Literal["mlp", "cnn"] = "mlp",
+    num_hidden: int | None = 64,
+    l2: float = 0.01,
+    num_classes: int | None = None,
+    num_rounds: int = 100,
+    cohort: float = 1.0,
+    batch_size: int | None = None,
+    names: Sequence[str] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Personalised:
+    """Train one classifier for all clients and one for each, and keep the better kind.
+
+    First FedAvg trains a network of all clients. Then its hidden layers are learned further, by
+    `self_tuned`, so that heads that clients train on some of their samples are right on others. At
+    last every client fits its head to all its samples, without a message. Samples that neither step
+    has seen decide whether the own heads are used: if they do not raise the likelihood, `predict`
+    uses the shared network. Both runs together send at most three times as much as `num_rounds`
+    rounds of FedAvg.
+
+    clients: one dict per client. `train` has `image`, one row or array of numbers per sample, and
+        `label`, whole numbers from 0; `val` is taken from `train` if it is absent or the same; `test`
+        is optional, and only measured.
+    model: "mlp" has one hidden layer; "cnn" has two convolutions, for images of 8 x 8, 28 x 28 or
+        3 x 32 x 32.
+    num_hidden: units of the hidden layer; None: the size that suits the model.
+    l2: weight of the squared norm of a head.
+    num_classes: number of classes; None: the largest label plus one.
+    num_rounds: rounds of FedAvg, at least 20; nearly as many follow.
+    cohort: share of the clients that take part in a round.
+    batch_size: samples per minibatch; None: all samples of a client.
+    names: names of the clients, for tables.
+
+    >>> import fedbilevel as fb
+    >>> task = fb.tasks.Personalisation(num_clients=6, share=0.3, shift="labels")
+    >>> found = fb.personalise(task.build().clients, num_rounds=40)
+    >>> found.chosen
+    'own'
+    """
+    if num_rounds < _FEWEST:
+        raise SettingError(f"num_rounds is {num_rounds}, expected at least {_FEWEST}.")
+    named = [str(i) for i in range(len(clients))] if names is None else [str(name) for name in names]
+    if len(named) != len(clients) or not clients:
+        raise SettingError(f"there are {len(named)} names for {len(clients)} clients: give one name for each client.")
+    splits, tests, scale = _prepared(clients, seed)
+    labels = np.concatenate([part["label"] for split in splits for part in split])
+    num = int(labels.max()) + 1 if num_classes is None else num_classes
+    network = HyperRepresentation(model=model, num_hidden=num_hidden, l2=l2, lower="local", data_seed=seed)
+    known: list[Holdings] = [{"train": split.train, "val": split.val} for split in splits]
+    own = network.problem(Shapes.of(known[0], num))
+    options = {
+        "seed": seed, "batch_size": batch_size, "cohort": Cohort(cohort), "device": device, "residuals": False,
+        "recover": True,
+    }  # fmt: skip
+    # the plain network is as strong as it can be: it also sees the samples of the upper level
+    plain = _shared(network, own, joined(known), num_rounds, options)
+    learned = _bodies(own, plain, known, num_rounds, options)
+    bodies = {name: leaf.detach().cpu() for name, leaf in learned.x.items()}
+    shared = {name: leaf.detach().cpu() for name, leaf in plain.y.items()}
+    score = network.score(splits[0].train["image"].shape[1])
+    heads = [
+        _head(score, bodies, head, [split.train, split.val], l2) for head, split in zip(learned.y, splits, strict=True)
+    ]
+    gains = [
+        _likelihoods(score, {**bodies, **head}, split.judge) - _likelihoods(score, shared, split.judge)
+        for head, split in zip(heads, splits, strict=True)
+    ]
+    gain = float(np.concatenate(gains).mean())
+    if gain > 0:  # the judge's samples have decided, and heads may use them
+        heads = [_head(score, bodies, head, list(split), l2) for head, split in zip(heads, splits, strict=True)]
+    scale_floats = len(clients) * 2 * (2 * scale.mean.size + 1)  # sums up, and the scale down
+    return Personalised(
+        names=named, score=score, scale=scale, body=bodies, heads=heads, shared=shared, gain=gain,
+        judged=[split.judge for split in splits], tested=tests,
+        megabytes=plain.final["megabytes"] + learned.final["megabytes"] + 4e-6 * scale_floats, runs=(plain, learned),
+    )  # fmt: skip
+
+
+def _shared(
+    network: HyperRepresentation, own: Problem, clients: Sequence[Holdings], num_rounds: int, options: Mapping[str, Any]
+) -> Result:
+    """Train the whole network by FedAvg."""
+    score = network.score(clients[0]["train"]["image"].shape[1])
+    assert isinstance(own.x0, Mapping)
+    problem = network.classified(
+        lambda x, y, batch: score(y, batch), {"unused": torch.zeros(1)}, {**own.x0, **own.y0}, Scopes(), (), None
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ProblemWarning)  # clients of a few labels are expected here
+        return solve(problem, clients, FedAvg(lr_lower="auto"), num_iterations=num_rounds, **options)
+
+
+def _bodies(
+    own: Problem, plain: Result, clients: Sequence[Holdings], num_rounds: int, options: Mapping[str, Any]
+) -> Result:
+    """Learn the hidden layers and a head of each client, from FedAvg's network on."""
+    start = {name: plain.y[name].detach().cpu() for name in own.x0}  # type: ignore[union-attr]
+    problem = dataclasses.replace(own, x0=start, y0={name: plain.y[name].detach().cpu() for name in own.y0})
+    num = (2 * num_rounds - _MEASURING) // _CANDIDATES  # three times FedAvg's messages in all
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ProblemWarning)
+        return solve(problem, clients, SelfTuned(num_candidates=_CANDIDATES), num_rounds=num, **options)
+
+
+def _head(
+    score: Any, body: Mapping[str, Tensor], start: Mapping[str, Tensor], parts: list[Any], l2: float
+) -> dict[str, Tensor]:
+    """Fit a head to all given samples of its client, by L-BFGS."""
+    image = torch.as_tensor(np.concatenate([part["image"] for part in parts]))
+    label = torch.as_tensor(np.concatenate([part["label"] for part in parts]))
+    head = {name: leaf.detach().cpu().clone().requires_grad_() for name, leaf in start.items()}
+    descent = torch.optim.LBFGS(head.values(), max_iter=_NEWTON, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        descent.zero_grad()
+        fit = cross_entropy(score({**body, **head}, {"image": image}), label)
+        loss: Tensor = fit + 0.5 * l2 * torch.stack([(leaf**2).sum() for leaf in head.values()]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    descent.step(closure)  # type: ignore[no-untyped-call]
+    return {name: leaf.detach() for name, leaf in head.items()}
+
+
+def _likelihoods(score: Any, weights: Mapping[str, Tensor], part: Mapping[str, np.ndarray]) -> np.ndarray:
+    with torch.no_grad():
+        logits = score(weights, {"image": torch.as_tensor(part["image"])})
+    return np.asarray(-cross_entropy(logits, torch.as_tensor(part["label"]), reduction="none").numpy(), np.float64)
+
+
+def _prepared(clients: Sequence[Holdings], seed: int) -> tuple[list[_Split], list[dict[str, np.ndarray] | None], Scale]:
+    """Return the samples of each client in three parts, its test samples, and the scale of inputs."""
+    rng, raw = np.random.default_rng([seed, 5]), []
+    for i, client in enumerate(clients):
+        if "train" not in client or not {"image", "label"} <= set(client["train"]):
+            raise ProblemError(f"client {i} has no train/image or no train/label: give both.")
+        raw.append({role: _part(client[role]) for role in ("train", "val", "test") if role in client})
+        if len(raw[-1]["train"]["label"]) + len(raw[-1].get("val", raw[-1]["train"])["label"]) < 8:
+            raise ProblemError(f"client {i} has fewer than 8 samples: leave it out, or give it more samples.")
+    scale = Scale.of([one["train"]["image"] for one in raw], by_column=np.ndim(clients[0]["train"]["image"]) == 2)
+    splits, tests = [], []
+    for one in raw:
+        one = {role: {**part, "image": scale(part["image"])} for role, part in one.items()}
+        some = lambda part, places: {name: values[places] for name, values in part.items()}
+        if "val" not in one or np.array_equal(one["val"]["image"], one["train"]["image"]):
+            first, second = split_validation(np.arange(len(one["train"]["label"])), 0.4, rng)
+            one["val"], one["train"] = some(one["train"], second), some(one["train"], first)
+        val, judge = split_validation(np.arange(len(one["val"]["label"])), 0.4, rng)
+        splits.append(_Split(one["train"], some(one["val"], val), some(one["val"], judge)))
+        tests.append(one.get("test"))
+    return splits, tests, scale
+
+
+def _part(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    image, label = np.asarray(fields["image"], np.float32), np.asarray(fields["label"], np.int64)
+    return {"image": image.reshape(len(image), -1), "label": label}

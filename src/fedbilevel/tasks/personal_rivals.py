@@ -1,0 +1,145 @@
+"""Plain ways to train and personalise a classifier, and figures by client that they share.
+
+They are rivals of the tasks `personalisation` and `representation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem, Scopes
+from fedbilevel.tasks.rival import Rival, Way
+
+Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
+
+
+def answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
+    def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
+        right = score(x, y, batch).argmax(-1) == batch["label"]
+        return {f"{role}_right": right, f"{role}_samples": torch.ones_like(right)}
+
+    return answers
+
+
+def across_clients(found: Any) -> dict[str, float]:
+    accuracy = found["test_right"] / found["test_samples"]
+    return {
+        "test_accuracy_bottom_decile": float(torch.quantile(accuracy, 0.1)),
+        "test_accuracy_mean_client": float(accuracy.mean()),
+    }
+
+
+def joined(clients: Sequence[Holdings]) -> list[Holdings]:
+    """Return clients that train on their training and validation samples together."""
+    both = lambda one, name: np.concatenate([one["train"][name], one["val"][name]])
+    return [{**one, "train": {name: both(one, name) for name in one["train"]}} for one in clients]
+
+
+def standardised(clients: Sequence[Holdings]) -> list[Holdings]:
+    """Return clients that subtract the mean of their own training inputs and divide by their deviation."""
+    found = []
+    for one in clients:
+        pixels = np.asarray(one["train"]["image"], np.float64)
+        mean, spread = pixels.mean(), pixels.std() or 1.0
+        scaled = lambda image, mean=mean, spread=spread: ((image - mean) / spread).astype(np.float32)
+        found.append({role: {**own, "image": scaled(own["image"])} for role, own in one.items()})
+    return found
+
+
+def with_prior(clients: Sequence[Holdings], num_classes: int) -> list[Holdings]:
+    """Return clients whose samples carry the logarithms of the client's own class frequencies.
+
+    Every class counts one sample more than there are, so that no logarithm is infinite.
+    """
+    found = []
+    for one in clients:
+        counts = np.bincount(one["train"]["label"], minlength=num_classes) + 1.0
+        prior = np.log(counts / counts.sum()).astype(np.float32)
+        found.append({role: {**own, "prior": np.tile(prior, (len(own["label"]), 1))} for role, own in one.items()})
+    return found
+
+
+def tuned(
+    title: str,
+    problem: Problem,
+    clients: Sequence[Holdings],
+    algorithm: str,
+    settings: Sequence[Mapping[str, Any]],
+    refitted: Sequence[Holdings] | None,
+) -> Rival:
+    """Return a rival with one way per settings, and a refit on `refitted` if it is given."""
+    named = {", ".join(f"{name} {value}" for name, value in own.items()): own for own in settings}
+    ways = {label: Way(problem, clients, algorithm, MappingProxyType(dict(own))) for label, own in named.items()}
+    again = lambda label: ways[label]._replace(clients=refitted)
+    return Rival(title, MappingProxyType(ways), again if refitted is not None else None)
+
+
+def network_rivals(
+    shared: Problem,
+    adjusted: Problem,
+    heads: Problem | None,
+    clients: Sequence[Holdings],
+    num_classes: int,
+    *,
+    steps: Sequence[float],
+    refit: bool,
+) -> Mapping[str, Rival]:
+    """Return plain ways to train a network of all clients, with or without parts of their own.
+
+    shared: the whole network is y and global. adjusted: the same, with `prior` added to the logits.
+    heads: the last layer is y and local, all other layers are x; None if there are no other layers.
+    steps: steps of gradient descent to choose from.
+    refit: whether the chosen run is repeated on training and validation samples.
+    """
+    kinds: dict[str, Callable[[Sequence[Holdings]], Sequence[Holdings]]] = {
+        "standardised": standardised,
+        "prior": functools.partial(with_prior, num_classes=num_classes),
+        "both": lambda some: with_prior(standardised(some), num_classes),
+    }
+    # own statistics are those of all samples that a run trains on
+    again = joined(clients) if refit else None
+    data = {name: (of(clients), of(again) if again else None) for name, of in kinds.items()}
+    alone = dataclasses.replace(shared, scopes=Scopes(lower="local", upper=shared.scopes.upper))
+    plain = [{"lr_lower": lr, "num_local_steps": 5} for lr in steps]
+    found = {
+        "fedavg": tuned("FedAvg, one network without a personal part", shared, clients, "fedavg", plain, again),
+        "fedadam": tuned(
+            "FedAdam, one network without a personal part", shared, clients, "fedadam",
+            [{"lr_lower": 0.1, "server_lr": lr, "num_local_steps": 5} for lr in (0.003, 0.01, 0.03)], again,
+        ),
+        "fine_tuned": tuned(
+            "FedAvg, then every client tunes its own copy", shared, clients, "fedavg_plus",
+            [{**own, "num_tuning_steps": num} for own in plain for num in (5, 30)], again,
+        ),
+        "ditto": tuned(
+            "Ditto, personal networks near a common one", shared, clients, "ditto",
+            [{**own, "prox_weight": weight} for own in plain for weight in (0.1, 1.0)], again,
+        ),
+        "standardised": tuned(
+            "FedAvg on inputs that each client standardises", shared, data["standardised"][0], "fedavg", plain,
+            data["standardised"][1],
+        ),
+        "prior": tuned(
+            "FedAvg with each client's own label prior", adjusted, data["prior"][0], "fedavg", plain, data["prior"][1]
+        ),
+        "prior_standardised": tuned(
+            "FedAvg with own label prior and standardised inputs", adjusted, data["both"][0], "fedavg", plain,
+            data["both"][1],
+        ),
+        "local": tuned("every client alone", alone, clients, "fedavg", plain, again),
+    }  # fmt: skip
+    if heads is not None:
+        body = [{**own, "lr_upper": own["lr_lower"]} for own in plain]
+        longer = [{**own, "num_tuning_steps": 30} for own in body]
+        found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", body, again)
+        found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
+    return MappingProxyType(found)

@@ -1,0 +1,162 @@
+"""`fb.personalise`: the choice, the figures, the bytes, and heads at their minimum."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedbilevel as fb
+from fedbilevel import plots
+from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.errors import ProblemError, ProblemWarning, SettingError
+from fedbilevel.personal.fit import _head
+from fedbilevel.personal.outcome import Personalised, Scale
+from fedbilevel.problem.problem import Scopes
+from fedbilevel.tasks.hyper_representation import HyperRepresentation
+from fedbilevel.tasks.task import Shapes
+
+ROUNDS = 20
+
+
+def clients(shift: Any = "labels", **settings: Any) -> list[dict[str, Any]]:
+    built = fb.tasks.Personalisation(num_clients=6, share=0.3, shift=shift, **settings).build()
+    return [{role: own for role, own in client.items() if role in ("train", "test")} for client in built.clients]
+
+
+@cache
+def fitted() -> Personalised:
+    return fb.personalise(clients(), num_rounds=ROUNDS, num_hidden=16, names=list("abcdef"))
+
+
+def accuracy(found: Personalised, model: str) -> float:
+    rows = found.table()
+    return float(np.average([row[model] for row in rows], weights=[row["samples"] for row in rows]))
+
+
+def test_where_labels_mean_different_things_own_heads_are_chosen_and_are_far_better() -> None:
+    found = fitted()
+    assert found.chosen == "own"
+    assert found.gain > 0
+    assert accuracy(found, "own") > accuracy(found, "shared") + 0.15
+    assert str(found) == found.sentence
+    assert found.sentence.startswith("own heads are used: on samples that no step has seen")
+
+
+def test_where_clients_are_alike_and_few_samples_choose_the_shared_network_is_used() -> None:
+    found = fb.personalise(clients("labels", num_clusters=1, alpha=100.0), num_rounds=ROUNDS, num_hidden=16, l2=1e-6)
+    assert found.gain <= 0
+    assert found.chosen == "shared"
+    assert "the shared network is used" in found.sentence
+    image = clients("labels", num_clusters=1, alpha=100.0)[0]["test"]["image"]
+    assert np.array_equal(found.predict(0, image), found.predict(0, image, model="shared"))
+
+
+def test_the_table_counts_predictions_of_both_models_on_the_test_samples() -> None:
+    found, data = fitted(), clients()
+    for i, row in enumerate(found.table()):
+        test = data[i]["test"]
+        assert (row["client"], row["samples"]) == ("abcdef"[i], len(test["label"]))
+        for model in ("own", "shared"):
+            right = found.predict("abcdef"[i], test["image"], model=model) == test["label"]
+            assert row[model] == pytest.approx(right.mean())
+        assert np.array_equal(found.predict(i, test["image"]), found.predict(i, test["image"], model="own"))
+
+
+@pytest.mark.parametrize("num_rounds", [20, 50])
+def test_all_messages_together_are_at_most_three_times_those_of_fedavg(num_rounds: int) -> None:
+    data = clients()
+    found = fb.personalise(data, num_rounds=num_rounds, num_hidden=8)
+    network = HyperRepresentation(num_hidden=8, lower="local")
+    own = network.problem(Shapes.of({"train": data[0]["train"], "val": data[0]["train"]}, 10))
+    whole = network.classified(
+        lambda x, y, batch: network.score(64)(y, batch), {"x": torch.zeros(1)}, {**own.x0, **own.y0}, Scopes(), (), None
+    )
+    both = [{"train": one["train"], "val": one["train"]} for one in data]
+    with pytest.warns(ProblemWarning, match="hold the same"):
+        plain = fb.solve(whole, both, FedAvg(), num_iterations=num_rounds, residuals=False)
+    assert plain.final["megabytes"] < found.megabytes <= 3 * plain.final["megabytes"]
+    assert found.megabytes >= sum(run.final["megabytes"] for run in found.runs)
+
+
+def test_a_head_is_fitted_to_its_minimum() -> None:
+    draw = torch.Generator().manual_seed(0)
+    image, label = torch.randn(30, 4, generator=draw, dtype=torch.float64), torch.arange(30) % 3
+    score = lambda weights, batch: (batch["image"] @ weights["body"]) @ weights["w"].T + weights["b"]
+    body = {"body": torch.randn(4, 5, generator=draw, dtype=torch.float64)}
+    start = {"w": torch.randn(3, 5, generator=draw).double(), "b": torch.zeros(3).double()}
+    part = lambda places: {"image": image[places].numpy(), "label": label[places].numpy()}
+    found = _head(score, body, start, [part(slice(0, 20)), part(slice(20, 30))], 0.1)
+    head = {name: leaf.clone().requires_grad_() for name, leaf in found.items()}
+    fit = torch.nn.functional.cross_entropy(score({**body, **head}, {"image": image}), label)
+    loss = fit + 0.05 * sum((leaf**2).sum() for leaf in head.values())
+    gradients = torch.autograd.grad(loss, list(head.values()))
+    assert max(float(one.abs().max()) for one in gradients) < 1e-5
+
+
+def test_the_scale_is_that_of_all_training_samples_together() -> None:
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(i, 1 + i, (5 + i, 3)) for i in range(3)]
+    pooled = np.concatenate(parts)
+    columns, one = Scale.of(parts, by_column=True), Scale.of(parts, by_column=False)
+    np.testing.assert_allclose(columns.mean, pooled.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(columns.spread, pooled.std(0), rtol=1e-6)
+    np.testing.assert_allclose([one.mean, one.spread], [pooled.mean(), pooled.std()], rtol=1e-6)
+    assert Scale.of([np.ones((4, 2))], by_column=True).spread.tolist() == [1, 1]
+
+
+def test_images_with_rows_and_columns_validation_samples_and_clients_without_test_samples() -> None:
+    data = [
+        {"train": {"image": one["train"]["image"].reshape(-1, 8, 8), "label": one["train"]["label"]},
+         "val": {"image": one["test"]["image"].reshape(-1, 8, 8), "label": one["test"]["label"]}}
+        for one in clients()
+    ]  # fmt: skip
+    found = fb.personalise(data, num_rounds=ROUNDS, model="cnn", num_hidden=8, batch_size=16, cohort=0.7)
+    assert found.scale.mean.ndim == 0
+    assert found.predict(1, data[1]["val"]["image"]).shape == data[1]["val"]["label"].shape
+    measured = [row["own"] is not None for row in found.table()]
+    assert measured == [found.chosen == "shared"] * 6  # own heads have used all other samples
+
+
+def test_the_same_seed_gives_the_same_models() -> None:
+    again = fb.personalise(clients(), num_rounds=ROUNDS, num_hidden=16)
+    for one, two in zip(fitted().heads, again.heads, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_validation_samples_that_are_the_training_samples_judge_nothing() -> None:
+    same = [{**one, "val": one["train"]} for one in clients()]
+    found = fb.personalise(same, num_rounds=ROUNDS, num_hidden=16)
+    assert found.gain == fitted().gain
+    for judged, one in zip(found.judged, same, strict=True):
+        assert len(judged["label"]) < 0.2 * len(one["train"]["label"])
+
+
+def test_a_picture_shows_every_client(tmp_path: Any) -> None:
+    if not plots.available():
+        pytest.skip("matplotlib is not installed")
+    fitted().plot(tmp_path / "clients.png")
+    assert (tmp_path / "clients.png").stat().st_size > 1000
+    bare = dataclasses.replace(fitted(), tested=[None] * 6)
+    with pytest.raises(SettingError, match="no client has test samples"):
+        bare.plot(tmp_path / "none.png")
+
+
+def test_wrong_inputs_are_clear_errors() -> None:
+    with pytest.raises(SettingError, match="num_rounds is 5, expected at least 20"):
+        fb.personalise(clients(), num_rounds=5)
+    with pytest.raises(SettingError, match="there are 2 names for 6 clients"):
+        fb.personalise(clients(), names=["a", "b"])
+    with pytest.raises(ProblemError, match="client 0 has no train/image or no train/label"):
+        fb.personalise([{"train": {"image": np.ones((9, 2))}}])
+    few = {"train": {"image": np.ones((3, 2)), "label": np.arange(3)}}
+    with pytest.raises(ProblemError, match="client 0 has fewer than 8 samples"):
+        fb.personalise([few])
+    with pytest.raises(SettingError, match="model is 'mine', expected 'own' or 'shared'"):
+        fitted().predict(0, np.zeros((1, 64)), model="mine")
+    with pytest.raises(SettingError, match="the client is 'z', expected a number below 6 or one of the names"):
+        fitted().predict("z", np.zeros((1, 64)))
