@@ -327,7 +327,7 @@ class Clients:
             by_batch.setdefault(id(batch), (batch, []))[1].append(column)
         for batch, columns in by_batch.values():
             self._charge(batch, *columns)
-        return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
+        return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu, shares=self.shares)
 
     def _once(self, kind: str, x: Tensor, y: Tensor, batch: Batch, evaluate: Callable[..., Tensor]) -> Tensor:
         """Compute two equal gradients at the same point once.
