@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedbilevel.runs.solve import solve
     from fedbilevel.runs.step_sizes import curvature, projection_radius, suggest_steps
     from fedbilevel.studies.compare import compare
+    from fedbilevel.studies.influence.fit import influence
     from fedbilevel.studies.search import tune
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
@@ -52,6 +53,7 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "report.page": ["write_report"],
     "runs.step_sizes": ["curvature", "projection_radius", "suggest_steps"],
     "studies.compare": ["compare"],
+    "studies.influence.fit": ["influence"],
     "studies.search": ["tune"],
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
@@ -77,6 +79,7 @@ __all__ = [
     "clean_labels",
     "compare",
     "curvature",
+    "influence",
     "projection_radius",
     "read_folders",
     "solve",
