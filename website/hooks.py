@@ -107,7 +107,8 @@ def api_page() -> str:
         "Run": ["solve", "compare", "tune", "write_report", "Result"],
         "Problems": ["Problem", "Scopes"],
         "Cleaning of labels": ["clean_labels", "Cleaning"],
-        "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
+        "Influence of samples": ["influence"],
+        "Cohorts and networks": ["Cohort", "Stragglers", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
         "Step sizes": ["suggest_steps", "curvature", "projection_radius"],
     }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedbilevel.federation.averaging import Averaging
     from fedbilevel.federation.network import Network
     from fedbilevel.federation.schedule import Schedule
+    from fedbilevel.federation.stragglers import Stragglers
     from fedbilevel.problem.problem import Problem, Scopes
     from fedbilevel.report.page import write_report
     from fedbilevel.runs.callbacks import EarlyStopping
@@ -46,6 +47,7 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "federation.averaging": ["Averaging"],
     "federation.network": ["Network"],
     "federation.schedule": ["Schedule"],
+    "federation.stragglers": ["Stragglers"],
     "problem.problem": ["Problem", "Scopes"],
     "runs.callbacks": ["EarlyStopping"],
     "runs.result": ["Progress", "Result"],
@@ -72,6 +74,7 @@ __all__ = [
     "Result",
     "Schedule",
     "Scopes",
+    "Stragglers",
     "check_algorithm",
     "check_engine",
     "check_hypergradient",
