@@ -35,6 +35,7 @@ def test_every_algorithm_file_states_reference_deviations_and_cost(name):
 
 
 SMALL = {  # few samples, and a lower level with one solution
+    "classification": {"num_clients": 2, "share": 0.05, "model": "linear", "weight_decay": 0.1},
     "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
     "few_shot": {
         "num_tasks": 2,

@@ -126,6 +126,10 @@ def test_the_command_line_and_run_files_have_the_same_options(tmp_path):
             r"^num_local_steps is \(5, 5, 5, 5, 5, 5, 5\), one number per client, and stragglers.slow is 0.5: give one",
         ),
         (
+            {"algorithm": "fedavg", "num_local_epochs": 2, "stragglers": fb.Stragglers(slow=0.5)},
+            r"^num_local_epochs is 2, and slow clients take a part of num_local_steps: give num_local_steps instead\.$",
+        ),
+        (
             {"algorithm": "clustered_fl", "stragglers": fb.Stragglers(dropout=0.5)},
             r"^clustered_fl needs every client in every round, but stragglers.dropout is 0.5: leave it out\.$",
         ),

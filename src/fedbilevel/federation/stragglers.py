@@ -58,6 +58,11 @@ class Stragglers(NamedTuple):
                 f"{algorithm.name()} has no numbers of local steps by client, which slow clients need: leave "
                 "stragglers.slow out, or use an algorithm that has them, such as fedavg, fedbio or simfbo."
             )
+        if (epochs := getattr(algorithm, "num_local_epochs", None)) is not None:
+            raise SettingError(
+                f"num_local_epochs is {epochs}, and slow clients take a part of num_local_steps: give num_local_steps "
+                "instead."
+            )
         given = algorithm.num_local_steps  # type: ignore[attr-defined]
         num = given if isinstance(given, int) else max(given)
         slow = set(Stream(seed).order("slow clients", SERVER, num_clients, iteration=0, first=num_slow).tolist())
