@@ -29,11 +29,11 @@ PUBLISHED = {5: {"MAML": 0.987, "ProtoNet": 0.988}, 20: {"MAML": 0.958, "ProtoNe
 def rows(task: FewShotEpisodes, num_iterations: int, rivals: Sequence[str], **options: Any) -> list[dict[str, Any]]:
     """Return a row for the bilevel run, and one for each rival."""
     length = {"num_iterations": num_iterations, "schedule": fb.Schedule(end=num_iterations)}
-    run = {**length, "measure_every": max(1, num_iterations // 4), "residuals": False, **options}
+    run: dict[str, Any] = {**length, "measure_every": max(1, num_iterations // 4), "residuals": False, **options}
 
-    def solved(label: str, *given: Any, **settings: Any) -> dict[str, Any]:
+    def solved(label: str, problem: Any, clients: Any, algorithm: str, **settings: Any) -> dict[str, Any]:
         start = time.perf_counter()
-        result = fb.solve(*given, **run, **settings)
+        result = fb.solve(problem, clients, algorithm, **run, **settings)
         last = {name: result.final[name] for name in ("validation_accuracy", "test_accuracy", "upper_loss")}
         curve = [round(row["test_accuracy"], 4) for row in result.rows]
         row = {"way": label, **last, "curve": curve, "seconds": round(time.perf_counter() - start, 1)}

@@ -20,7 +20,7 @@ Bias: with I > 1, constant steps and heterogeneous clients, y converges to a poi
 proportional to the step.
 
 Cost per outer iteration: 1 round; d_y floats up, d_y down (and d_x once, for the constant x); per
-client I of g_y, or E n_i / B with batches of B of its n_i samples.
+client I of g_y, or as many as its epochs have batches.
 """
 
 from __future__ import annotations

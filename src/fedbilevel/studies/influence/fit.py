@@ -167,9 +167,12 @@ def influence(
     plain = plain_scores(population, base.y[0, 0])
     at = lambda rows, place: float(rows[place[0]][place[1]])
     samples = [
-        Sample(*place, at(found.changes, place), *(at(plain[name], place) for name in NAMES), actual.get(place))
+        Sample(
+            client=place[0], sample=place[1], predicted=at(found.changes, place), actual=actual.get(place),
+            **{name: at(plain[name], place) for name in NAMES},
+        )
         for place in sorted(places, key=lambda place: (at(found.changes, place), *place))
-    ]
+    ]  # fmt: skip
     name = chosen.name() if isinstance(chosen, Algorithm) else chosen
     return Influences(samples, population.layout_y.unravel(base.y[0, 0]), name, found.residual, found.cost)
 
