@@ -59,6 +59,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=3000)
     parser.add_argument("--rivals", nargs="*", default=["prototypes"])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--episodes", type=int, default=1, help="episodes of a client in a step")
+    parser.add_argument("--strategy", default="auto", help="vmap: without pooling and CUDA graphs")
     parser.add_argument("--data-seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="digits, in seconds: shows that everything runs")
     parser.add_argument("--out", type=Path, default=None, help="file for the rows, as JSON")
@@ -70,9 +72,9 @@ def main(words: Sequence[str] | None = None) -> int:
         else:
             task = FewShotEpisodes(
                 data="omniglot", split="characters", num_ways=num_ways, training_ways=max(20, num_ways),
-                num_queries=4, num_episodes=1, num_held_out=60 if num_ways == 5 else 30, data_seed=given.data_seed,
+                num_queries=4, num_episodes=given.episodes, num_held_out=60 if num_ways == 5 else 30, data_seed=given.data_seed,
             )  # fmt: skip
-        options = {} if given.device == "cpu" else {"device": given.device}
+        options = {"device": given.device, "strategy": given.strategy}
         found = rows(task, 8 if given.small else given.iterations, given.rivals, **options)
         tables[f"{num_ways}-way {task.num_shots}-shot"] = found
         print(f"\n{num_ways}-way {task.num_shots}-shot, {task.data}")

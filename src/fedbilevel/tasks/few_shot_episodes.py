@@ -12,7 +12,7 @@ head is carried over to another episode:
 
 y is the factor that turns scores into logits. It belongs to the backbone and not to an episode, so
 it may be carried over. The upper level draws from all characters of the client. The lower level,
-which is one number, draws one episode per step from a third of them.
+which is one number, draws one episode per step from a third of them, with one query per character.
 
 One sample is a character with all its images, and a loss is over episodes, not over samples: leave
 `batch_size` as it is. A loss without draws, in measurements, uses fixed episodes. The network has
@@ -21,10 +21,9 @@ an image, a ReLU and a 2 x 2 maximum. So no answer depends on other queries, as 
 batch norm of the usual implementations. Images of 8 x 8 have two blocks of 16 filters.
 
 `split="alphabets"` gives an alphabet to one client, to validation or to testing, as in the task
-few_shot. `split="characters"` is usual outside federations (1200 of 1623 characters of Omniglot for
-training): validation and testing have other characters of the same alphabets, and every client has
-the other characters of some alphabets. A character turned by 90, 180 or 270 degrees is another
-character.
+few_shot. `split="characters"` is usual outside federations (423 of Omniglot's 1623 characters for
+testing, here also 100 for validation): they come from all alphabets, and every client has the other
+characters of some alphabets. A character turned by 90, 180 or 270 degrees is another character.
 
 Reference: the head in closed form is that of Bertinetto, Henriques, Torr, Vedaldi, "Meta-learning
 with differentiable closed-form solvers", ICLR 2019 (R2-D2). Differences: the factor y is the lower
@@ -147,7 +146,8 @@ class FewShotEpisodes(Task):
             )
         network = Network.of(num_pixels, self.num_filters)
         num_ways = self.training_ways or self.num_ways
-        one, many = (Draw(num, num_ways, each, num_images) for num in (1, self.num_episodes))
+        one = Draw(1, num_ways, self.num_shots + 1, num_images)
+        many = Draw(self.num_episodes, num_ways, each, num_images)
 
         def scores(x: Any, images: Tensor) -> Tensor:
             return episodes.ridge(Features.of(network, x, images, self.num_shots), x["penalty"].exp())
