@@ -72,7 +72,8 @@ def main(words: Sequence[str] | None = None) -> int:
         else:
             task = FewShotEpisodes(
                 data="omniglot", split="characters", num_ways=num_ways, training_ways=max(20, num_ways),
-                num_queries=4, num_episodes=given.episodes, num_held_out=60 if num_ways == 5 else 30, data_seed=given.data_seed,
+                num_queries=4, num_episodes=given.episodes, num_held_out=60 if num_ways == 5 else 30,
+                data_seed=given.data_seed,
             )  # fmt: skip
         options = {"device": given.device, "strategy": given.strategy}
         found = rows(task, 8 if given.small else given.iterations, given.rivals, **options)
