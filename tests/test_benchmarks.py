@@ -671,3 +671,15 @@ def test_processes_below_a_command_are_watched_with_what_they_imported(tmp_path)
     assert found["rss"] >= found["pss"] > 1
     watch.look()  # the process has ended
     assert set(watch.found) == {command.pid}
+
+
+def test_few_shot_episodes_compares_the_task_with_its_rivals(tmp_path, capsys):
+    from benchmarks import few_shot_episodes
+
+    out = tmp_path / "rows.json"
+    assert few_shot_episodes.main(["--small", "--rivals", "prototypes", "--out", str(out)]) == 0
+    (rows,) = json.loads(out.read_text()).values()
+    assert [row["way"].split(":")[0] for row in rows] == ["bilevel", "prototypes"]
+    tried = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")][1:]
+    assert rows[1]["upper_loss"] == min(row["upper_loss"] for row in tried)
+    assert len(tried) == 2

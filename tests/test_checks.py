@@ -35,6 +35,7 @@ def test_every_algorithm_file_states_reference_deviations_and_cost(name):
 
 
 SMALL = {  # few samples, and a lower level with one solution
+    "classification": {"num_clients": 2, "share": 0.05, "model": "linear", "weight_decay": 0.1},
     "data_cleaning": {"num_clients": 3, "num_clean": 4, "test_share": 0.8},
     "few_shot": {
         "num_tasks": 2,
@@ -46,6 +47,7 @@ SMALL = {  # few samples, and a lower level with one solution
         "activation": "gelu",
         "l2": 1.0,
     },
+    "few_shot_episodes": {"num_clients": 2, "num_episodes": 1, "num_queries": 2, "num_held_out": 1, "num_filters": 3},
     "hyper_representation": {"num_clients": 3, "share": 0.05, "num_hidden": 4, "activation": "gelu"},
     "imbalance": {"num_clients": 3, "share": 0.2, "num_val": 2, "imbalance_ratio": 4.0},
     "mixing": {"num_clients": 2, "num_train": 4, "num_val": 6, "num_test": 3, "num_hidden": 3, "l2": 1.0},

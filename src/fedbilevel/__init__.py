@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedbilevel.federation.averaging import Averaging
     from fedbilevel.federation.network import Network
     from fedbilevel.federation.schedule import Schedule
+    from fedbilevel.federation.stragglers import Stragglers
     from fedbilevel.personal.fit import personalise
     from fedbilevel.personal.outcome import Personalised
     from fedbilevel.problem.problem import Problem, Scopes
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fedbilevel.studies.compare import compare
     from fedbilevel.studies.features import SelectedFeatures, select_features
     from fedbilevel.studies.guarded import Guarded, guarded
+    from fedbilevel.studies.influence.fit import influence
     from fedbilevel.studies.search import tune
     from fedbilevel.studies.sources import MixedSources, mix_sources
 
@@ -52,6 +54,7 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "federation.schedule": ["Schedule"],
     "personal.fit": ["personalise"],
     "personal.outcome": ["Personalised"],
+    "federation.stragglers": ["Stragglers"],
     "problem.problem": ["Problem", "Scopes"],
     "runs.callbacks": ["EarlyStopping"],
     "runs.result": ["Progress", "Result"],
@@ -61,6 +64,7 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "studies.compare": ["compare"],
     "studies.features": ["SelectedFeatures", "select_features"],
     "studies.guarded": ["Guarded", "guarded"],
+    "studies.influence.fit": ["influence"],
     "studies.search": ["tune"],
     "studies.sources": ["MixedSources", "mix_sources"],
 }
@@ -84,6 +88,7 @@ __all__ = [
     "Schedule",
     "Scopes",
     "SelectedFeatures",
+    "Stragglers",
     "check_algorithm",
     "check_engine",
     "check_hypergradient",
@@ -92,6 +97,7 @@ __all__ = [
     "compare",
     "curvature",
     "guarded",
+    "influence",
     "mix_sources",
     "personalise",
     "projection_radius",

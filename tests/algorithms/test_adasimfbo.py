@@ -89,6 +89,19 @@ def test_stands_still_where_simfbo_does(lower: str, upper: str) -> None:
         assert relative(fed.collect(getattr(state, name)), limit[name]) < 1e-10, name
 
 
+def test_one_step_of_all_clients_together_is_that_of_each_alone() -> None:
+    """One number of steps allows one pooled derivative; a number per client does not."""
+    built = Quadratic(**SMALL).build()
+    options = {"batch_size": 2, "cohort": Cohort(0.67), "seed": 3}
+    ends = [
+        drive(AdaSimFBO(**STEPS, num_local_steps=num), built, 3, **options) for num in (1, (1,) * SMALL["num_clients"])
+    ]
+    (one, a), (two, b) = ends
+    for name in a._fields:
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-12, atol=1e-14)
+    assert one.ledger.totals() == two.ledger.totals()
+
+
 def test_reaches_the_closed_form_solution() -> None:
     task = Quadratic(**SMALL)
     closed = task.closed_form()

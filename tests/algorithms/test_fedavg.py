@@ -73,3 +73,41 @@ def test_a_client_with_a_local_lower_level_trains_as_if_alone():
             4,
         )
         np.testing.assert_allclose(fed.collect(state.y)[i], alone.y, rtol=0, atol=1e-13)
+
+
+def uneven() -> Built:
+    """Clients with 3, 4, 2, 4 and 1 training samples."""
+    built = Quadratic().build()
+    sizes = (3, 4, 2, 4, 1)
+    cut = lambda client, n: {**client, "train": {name: value[:n] for name, value in client["train"].items()}}
+    return Built(built.problem, [cut(client, n) for client, n in zip(built.clients, sizes, strict=True)])
+
+
+def test_epochs_are_as_many_steps_as_make_passes_over_each_clients_samples():
+    options = {"batch_size": 2, "sampling": "epochs", "seed": 3}
+    one, a = drive(FedAvg(lr_lower=0.1, num_local_epochs=3), uneven(), 4, **options)
+    two, b = drive(FedAvg(lr_lower=0.1, num_local_steps=(4, 6, 3, 6, 2)), uneven(), 4, **options)
+    assert torch.equal(a.y, b.y)
+    assert one.ledger.totals() == two.ledger.totals()
+    whole, c = drive(FedAvg(lr_lower=0.1, num_local_epochs=3), uneven(), 2)  # all samples: one step per pass
+    _, d = drive(FedAvg(lr_lower=0.1, num_local_steps=3), uneven(), 2)
+    assert torch.equal(c.y, d.y)
+    assert whole.ledger.totals()["gy"] == 2 * 5 * 3
+
+
+def test_momentum_is_that_of_torch_and_begins_anew_in_every_round():
+    built, taus = away_from_zero(Quadratic()), (3, 1, 4, 2, 5)
+    fed, state = drive(FedAvg(lr_lower=0.1, num_local_steps=taus, momentum=0.8), built, 2)
+    y = fed.host.y0.clone()
+    for _ in range(2):
+        ends = []
+        for i, tau in enumerate(taus):
+            mine = y.clone().requires_grad_()
+            optimiser = torch.optim.SGD([mine], lr=0.1, momentum=0.8)
+            batch = fed.host.data.batch(torch.tensor([i]), "train")
+            for _ in range(tau):
+                mine.grad = fed.host.oracle.lower_grad(fed.host.x0, mine.detach(), batch)[0]
+                optimiser.step()
+            ends.append(mine.detach())
+        y = torch.stack(ends).mean(0)
+    torch.testing.assert_close(state.y, y, rtol=1e-12, atol=1e-14)

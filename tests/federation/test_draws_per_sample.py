@@ -8,6 +8,7 @@ import torch
 import fedbilevel as fb
 from fedbilevel.errors import ProblemError
 from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.problem.client_data import ClientData
 
 
 def clients_of(*sizes):
@@ -72,6 +73,15 @@ def test_a_run_is_the_same_for_every_strategy_and_after_a_resume(tmp_path, algor
     resumed = run(problem, clients, algorithm, strategy="loop", record=tmp_path / "r", resume=True, **more)
     assert torch.equal(resumed.y["w"], whole.y["w"])
     assert torch.equal(resumed.x["s"], whole.x["s"])
+
+
+def test_draws_of_all_samples_share_one_copy_of_the_data():
+    data = ClientData(clients_of(4, 7, 5))
+    whole = data.batch(data.positions, "train")
+    one, two = (whole.drawn(torch.rand(3, 7, 2)) for _ in range(2))
+    assert one.fields["a"] is two.fields["a"]
+    assert not torch.equal(one.fields["draw"], two.fields["draw"])
+    assert "draw" not in whole.fields
 
 
 def test_measurements_draw_nothing():

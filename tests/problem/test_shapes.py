@@ -20,8 +20,10 @@ from fedbilevel.data.folders import read_folder, write_folder
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.validation import away
+from fedbilevel.tasks.classification import Classification
 from fedbilevel.tasks.data_cleaning import DataCleaning
 from fedbilevel.tasks.few_shot import FewShot
+from fedbilevel.tasks.few_shot_episodes import FewShotEpisodes
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.imbalance import Imbalance
 from fedbilevel.tasks.influence import Influence
@@ -43,6 +45,7 @@ FEW = {
     "num_clients": 2,
 }
 TASKS = {
+    "classification": (Classification(num_clients=3, share=0.2, weight_decay=0.1), 10),
     "cleaning": (DataCleaning(num_clients=3), 10),
     "cleaning mlp": (DataCleaning(num_clients=3, model="mlp", num_hidden=4, data_seed=2), 10),
     "representation": (HyperRepresentation(num_clients=3, share=0.1, num_hidden=5), 10),
@@ -63,6 +66,7 @@ TASKS = {
     "personalisation head": (Personalisation(num_clients=4, share=0.2, personalise="head", shift="labels"), 10),
     "own heads": (Representation(num_clients=4, share=0.3, num_hidden=5), 10),
     "few shot": (FewShot(**FEW), None),
+    "few shot episodes": (FewShotEpisodes(num_queries=2, num_held_out=2, num_filters=3, num_clients=2), None),
     "quadratic": (Quadratic(cross=0.3, bend=0.2, num_clients=3), None),
     "quadratic private": (Quadratic(upper="private", lower="local", client_weights="by_samples", num_clients=3), None),
     "influence": (Influence(num_train=10, num_val=8), 2),

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.federation.algorithm import Federation, Kept, Variable, most_steps, phase
+from fedbilevel.federation.algorithm import Federation, Kept, Variable, linear_phase, most_steps, phase
 from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.probing import ADAPTIVE, MOVE, Found
 from fedbilevel.oracle.hypergradient import project
@@ -126,7 +126,9 @@ class AdaSimFBO(SimFBO):
         own = {
             name: value for name, value in old.items() if name not in ITERATES.values() and isinstance(value, Kept)
         }  # the server's are not sent
-        new = vars(fed.mean(self.adaptive_steps, z_x=state.z_x, z_y=state.z_y, u=state.u, **own))
+        alike = not own and self.num_local_steps == 1  # all clients at one point: engines may take one derivative
+        phase = self.one_step if alike else self.adaptive_steps
+        new = vars(fed.mean(phase, z_x=state.z_x, z_y=state.z_y, u=state.u, **own))
         if "q_u" in new:
             old["u"] = project(state.u, self.radius)
         for name, gamma in zip("xyu", self.gammas(), strict=True):
@@ -146,6 +148,12 @@ class AdaSimFBO(SimFBO):
             k = min(self.server_averaging, 1 - 1 / t)
             new[name] = k * old[name] + (1 - k) * z
         return new
+
+    @linear_phase
+    def one_step(self, clients: Clients, z_x: Tensor, z_y: Tensor, u: Tensor) -> dict[str, Tensor]:
+        """Return the directions of a single local step, which are linear in the derivatives."""
+        _, q = self.sums(clients, z_x, z_y, u)
+        return dict(zip(("q_x", "q_y", "q_u"), q, strict=True))
 
     @phase
     def adaptive_steps(self, clients: Clients, z_x: Tensor, z_y: Tensor, u: Tensor, **own: Tensor) -> dict[str, Tensor]:

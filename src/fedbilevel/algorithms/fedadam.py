@@ -72,7 +72,7 @@ class FedAdam(FedAvg):
 
     def change(self, fed: Federation, state: Any) -> Tensor:
         """Return d. One local step is linear in the gradients, so engines may compute one of their mean."""
-        if self.num_local_steps == 1:
+        if self.num_local_steps == 1 and self.num_local_epochs is None:
             return -self.lr_lower * fed.mean(self.lower_gradient, x=state.x, y=state.y).q
         return fed.mean(self.local_steps, x=state.x, y=state.y).y - state.y
 

@@ -44,12 +44,8 @@ class FedProx(FedAvg):
     )
 
     def auto_steps(self, found: Found) -> dict[str, float]:
-        return {"lr_lower": 1 / (1 / found.lower + self.prox_weight)}
+        return {"lr_lower": (1 - self.momentum) / (1 / found.lower + self.prox_weight)}
 
     @phase
     def local_steps(self, clients: Clients, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        y = sent = clients.rows(y)
-        for step in clients.steps(self.num_local_steps):
-            gradient = clients.lower_grad(x, y, step.batch("train", "B")) + self.prox_weight * (y - sent)
-            y = step.where(y - self.lr_lower * gradient, y)
-        return {"y": y}
+        return {"y": self.descend(clients, x, y, self.prox_weight)}

@@ -227,6 +227,23 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
         help="draw a new cohort for every factor, or once per outer iteration",
     ),
     click.option(
+        "--slow", type=float, default=DEFAULTS["slow"], show_default=True, help="share of clients that are slow"
+    ),
+    click.option(
+        "--slow-work",
+        type=float,
+        default=DEFAULTS["slow_work"],
+        show_default=True,
+        help="part of the local steps that a slow client takes",
+    ),
+    click.option(
+        "--dropout",
+        type=float,
+        default=DEFAULTS["dropout"],
+        show_default=True,
+        help="probability that a client does not answer in an outer iteration",
+    ),
+    click.option(
         "--schedule-power",
         type=float,
         default=DEFAULTS["schedule_power"],

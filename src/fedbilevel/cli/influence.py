@@ -16,6 +16,7 @@ from fedbilevel.oracle.hypergradient import SOLVERS
 from fedbilevel.report import tables
 from fedbilevel.runs.options import BETWEEN_PEERS, DTYPES, torch_device
 from fedbilevel.settings import Settings
+from fedbilevel.studies.influence.fit import default_method
 from fedbilevel.studies.influence.predict import ESTIMATES
 from fedbilevel.studies.influence.retrain import Training
 from fedbilevel.studies.influence.study import study
@@ -34,7 +35,10 @@ class InfluenceCommand(TaskCommand):
         }
         task = chosen(Influence, known, {})
         ctx.meta["settings"] = flags(Influence, "Task influence", {})
-        for owner, section, name, prefix in _owners(peeked["method"] or "hgp"):
+        between = any(word.startswith(("--network", "--averaging")) for word in args) or None
+        default = default_method(network=between, convex=task.model == "logistic")
+        ctx.meta["method"] = peeked["method"] or default
+        for owner, section, name, prefix in _owners(ctx.meta["method"]):
             theirs = flags(owner, section, task.suggests(name), prefix)
             ctx.meta["settings"] += [option for option in theirs if name != "hgp" or option.name in ESTIMATES]
         return click.Command.parse_args(self, ctx, args)
@@ -54,9 +58,9 @@ def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
 @click.command("influence", cls=InfluenceCommand)
 @click.option(
     "--method",
-    default="hgp",
-    show_default=True,
-    help=f"estimator: hgp, {', '.join(SOLVERS)}, or a server algorithm with an estimate, e.g. fbo_aggitd",
+    default=None,
+    help=f"estimator: {', '.join(SOLVERS)}, hgp, or a server algorithm with an estimate, e.g. fbo_aggitd (default: cg; "
+    "hgp with flags of a network or of averaging, and for --model cnn)",
 )
 @click.option(
     "--num-removed",
@@ -103,7 +107,7 @@ def _owners(method: str) -> list[tuple[type[Settings], str, str, str]]:
     "--out", type=click.Path(path_type=Path), default=None, help="folder of the record (default: a new one under runs/)"
 )
 def influence_command(
-    method: str, num_removed: int, num_listed: int, draw: bool | None, out: Path | None, **values: Any
+    method: str | None, num_removed: int, num_listed: int, draw: bool | None, out: Path | None, **values: Any
 ) -> None:
     """Find training instances that help or harm all clients.
 
@@ -111,6 +115,7 @@ def influence_command(
     Retraining without the instances with the largest predictions checks the predictions.
     """
     task = chosen(Influence, values, {})
+    method = str(click.get_current_context().meta["method"])
     settings = {name: chosen(owner, values, task.suggests(name), prefix) for owner, _, name, prefix in _owners(method)}
     settings["averaging"] = chosen(
         Averaging, values, fitting(settings["network"], task.suggests("averaging")), "averaging"

@@ -17,10 +17,11 @@ from fedbilevel.engines.ranks import EngineName, Group
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 
-SERVER_ONLY, PEERS_ONLY = ("cohort", "drops"), ("network", "averaging")
+SERVER_ONLY, PEERS_ONLY = ("cohort", "drops", "stragglers"), ("network", "averaging")
 
 
 def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
@@ -46,7 +47,7 @@ def simulate(
     given = {
         name: value
         for name, value in options.items()
-        if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort())
+        if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort(), Stragglers())
     }
     wrong = [name for name in other if name in given]
     if wrong:

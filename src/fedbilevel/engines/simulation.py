@@ -17,8 +17,10 @@ from fedbilevel.engines.engine import resent
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
+from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.clients import BatchSize
+from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.oracle.population import Points, total
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
@@ -36,6 +38,7 @@ class Simulation(Hosting, Server):
         numbers, and the order in memory does not matter.
     drops: for tests of robustness, a function (outer iteration, call) -> clients that do not answer
         that call.
+    stragglers: clients that do not answer, drawn by address.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -50,6 +53,7 @@ class Simulation(Hosting, Server):
         batch_size: BatchSize = None,
         ids: Sequence[int] | None = None,
         drops: Callable[[int, int], Iterable[int]] | None = None,
+        stragglers: Stragglers = Stragglers(),
         group: Group = Group(),
         **options: Any,
     ) -> None:
@@ -58,7 +62,12 @@ class Simulation(Hosting, Server):
         )
         if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto":
             self.host.captures = Captures(self.host)
-        self.group, self.drops = group, drops
+        self.group, self.drops, self.stragglers = group, drops, stragglers.checked()
+        if algorithm.needs_everyone and stragglers.dropout:
+            raise SettingError(
+                f"{algorithm.name()} needs every client in every round, but stragglers.dropout is "
+                f"{stragglers.dropout:g}: leave it out."
+            )
         super().__init__(
             algorithm,
             problem,
@@ -112,7 +121,9 @@ class Simulation(Hosting, Server):
         return value
 
     def _absent(self) -> Iterable[int]:
-        return self.drops(self.iteration, self.call) if self.drops is not None else ()
+        if self.drops is not None:
+            return self.drops(self.iteration, self.call)
+        return self.stragglers.absent(self.stream, self.ids[self._positions], self.iteration)
 
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums over all processes, from one exchange."""
@@ -161,7 +172,8 @@ class Simulation(Hosting, Server):
         return self.host.trees(rows, upper=upper) if rows.ndim == 1 else self.roster.trees(rows, upper=upper)
 
     def identity(self) -> dict[str, Any]:
-        return {**self.of_data(), "cohort": self.cohort._asdict()}
+        unequal = {"stragglers": self.stragglers._asdict()} if self.stragglers != Stragglers() else {}
+        return {**self.of_data(), "cohort": self.cohort._asdict(), **unequal}
 
     # ---- checkpoint -----------------------------------------------------------------------------------------------
 

@@ -199,6 +199,17 @@ class Clients:
         schedule = _Schedule(self, taus, max(num) if isinstance(num, tuple) else num)
         return [Step(self, schedule, index) for index in range(schedule.num)]
 
+    def passes(self, num: int, role: str) -> list[Step]:
+        """Return as many local steps of each client as make `num` passes over its samples of a role.
+
+        A batch of all samples is one step per pass.
+        """
+        size, own = self.batch_size(role), self.host.data_of(role).sizes[role][self.positions]
+        _ = self.ids  # numbers of steps depend on the clients, so a captured phase cannot have them
+        taus = torch.full_like(own, num) if size is None else (num * own.double() / size).round().long().clamp(min=1)
+        schedule = _Schedule(self, taus, num)
+        return [Step(self, schedule, index) for index in range(schedule.num)]
+
     def batch(self, role: str, purpose: str, *, times: int = 1) -> Batch:
         """Draw a batch outside the local steps, with the draw of the first step."""
         return _Schedule(self, torch.ones(len(self), dtype=torch.int64), 1).batch(
@@ -327,7 +338,7 @@ class Clients:
             by_batch.setdefault(id(batch), (batch, []))[1].append(column)
         for batch, columns in by_batch.values():
             self._charge(batch, *columns)
-        return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu)
+        return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu, shares=self.shares)
 
     def _once(self, kind: str, x: Tensor, y: Tensor, batch: Batch, evaluate: Callable[..., Tensor]) -> Tensor:
         """Compute two equal gradients at the same point once.

@@ -110,14 +110,25 @@ class Oracle(Evaluation):
         return self._map("hv", derivatives.pull_y, (x, y, v), (self._features.attach(x, batch),), shares)
 
     def directions(
-        self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch
+        self,
+        x: Tensor,
+        y: Tensor,
+        u: Tensor,
+        *,
+        gy: Batch,
+        fx: Batch,
+        fy: Batch,
+        ju: Batch,
+        hu: Batch,
+        shares: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (f_x - J u, g_y, H u - f_y) in one pass.
 
         Derivatives with the same batch share one evaluation.
         """
         alike = (fx is fy, ju is hu, gy is ju)
-        return self._map(f"directions {alike}", derivatives.all_directions(*alike), (x, y, u), (gy, fx, fy, ju, hu))
+        build, batches = derivatives.all_directions(*alike), (gy, fx, fy, ju, hu)
+        return self._map(f"directions {alike}", build, (x, y, u), batches, shares)
 
     def evaluate(self, function: Callable[[Any, Any, Fields], Any], x: Tensor, y: Tensor, batch: Batch) -> Any:
         """Return `function(x, y, batch)` of every client, such as losses and statistics.

@@ -30,10 +30,14 @@ class Gathered(Mapping[str, Tensor]):
     A loss that reads only features never copies images.
     """
 
-    def __init__(self, stored: Mapping[str, Tensor], flat: Tensor, ready: Mapping[str, Tensor]) -> None:
-        self._stored, self._flat, self._ready = stored, flat, dict(ready)
+    def __init__(
+        self, stored: Mapping[str, Tensor], flat: Tensor, ready: Mapping[str, Tensor], plain: Gathered | None = None
+    ) -> None:
+        self._stored, self._flat, self._ready, self._plain = stored, flat, dict(ready), plain
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._ready and self._plain is not None:
+            self._ready[name] = self._plain[name]  # a batch of all samples is kept, and copies once for all steps
         if name not in self._ready:
             stored = self._stored[name]
             self._ready[name] = stored.index_select(0, self._flat.reshape(-1)).view(
@@ -54,7 +58,7 @@ class Gathered(Mapping[str, Tensor]):
         return sum(math.prod(tail) * size for tail, size in tails.values())
 
     def plus(self, **more: Tensor) -> Gathered:
-        return Gathered(self._stored, self._flat, {**self._ready, **more})
+        return Gathered(self._stored, self._flat, {**self._ready, **more}, self)
 
 
 @dataclass(frozen=True, eq=False)

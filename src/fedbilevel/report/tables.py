@@ -118,6 +118,10 @@ def influence(result: Study, num_listed: int) -> list[Table | str]:
     worth += [f"residual of u {result.residual:.1e}"] if result.residual is not None else []
     worth += [f"peers' u differ by {result.disagreement:.1e}"] if result.disagreement is not None else []
     worth += [f"changes below {result.noise:.1e} are noise of training"] if result.noise else []
+    if result.scores is not None:
+        ranks = result.rank_correlations().items()
+        shown = ", ".join(f"{name.replace('_', ' ')} {_score(value, 3)}" for name, value in ranks)
+        worth.append(f"rank correlation with the actual changes: {shown}")
     paid = ", ".join(f"{name} {amount}" for name, amount in result.cost.items() if amount)
     spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     lists = [
@@ -134,11 +138,13 @@ def influence(result: Study, num_listed: int) -> list[Table | str]:
 
 def instances(title: str, rows: Sequence[Instance]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("client", "sample", "label", "predicted change", "actual change"):
+    for name in ("client", "sample", "label", "predicted change", "gradient product", "trajectory", "own loss",
+                 "actual change"):  # fmt: skip
         table.add_column(name, justify="right")
     for one in rows:
         table.add_row(
             str(one.client), str(one.sample), f"{one.label}{' (wrong)' if one.wrong else ''}", f"{one.prediction:+.3e}",
+            f"{one.gradient_product:+.2e}", f"{one.trajectory:+.2e}", f"{one.own_loss:.3g}",
             "not tried" if one.actual is None else f"{one.actual:+.3e}",
         )  # fmt: skip
     return table

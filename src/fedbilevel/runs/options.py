@@ -16,6 +16,7 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import BatchSize, Sampling
 from fedbilevel.federation.network import Network
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.settings import Settings, check_plain, made
 
 BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
@@ -25,6 +26,9 @@ _KINDS = {
     "fraction": "number",
     "replacement": "flag",
     "redraw": "text",
+    "slow": "number",
+    "slow_work": "number",
+    "dropout": "number",
     "schedule_power": "number",
     "schedule_offset": "number",
     "schedule_end": "count",
@@ -40,6 +44,9 @@ DEFAULTS: dict[str, Any] = {
     "fraction": 1.0,
     "replacement": False,
     "redraw": "per_factor",
+    "slow": 0.0,
+    "slow_work": 0.2,
+    "dropout": 0.0,
     "schedule_power": 0.0,
     "schedule_offset": 100.0,
     "schedule_end": 0,
@@ -63,11 +70,13 @@ def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     if given["dtype"] not in DTYPES:
         raise SettingError(f"dtype is {given['dtype']!r}, expected {' or '.join(DTYPES)}.")
     sampling: Sampling = given["sampling"]
+    unequal = Stragglers(given["slow"], given["slow_work"], given["dropout"]).checked()
     return {
         **{name: given[name] for name in ("seed", "strategy", "chunk_size")},
         "batch_size": batch_size(given["batch_size"]),
         "sampling": sampling,
         "cohort": Cohort(given["fraction"], given["replacement"], given["redraw"]),
+        **({"stragglers": unequal} if unequal.slow or unequal.dropout else {}),
         "schedule": Schedule(*(given[f"schedule_{name}"] for name in Schedule._fields)),
         **{name: made(owner, options[name]) for name, owner in BETWEEN_PEERS.items() if name in options},
         "dtype": DTYPES[given["dtype"]],

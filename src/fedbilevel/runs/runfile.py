@@ -91,10 +91,11 @@ KEYS: dict[str, Key] = {
 }
 LENGTH = ("num_iterations", "num_rounds", "measure_every", "measure_growth", "checkpoint_every")
 PLAN = (*LENGTH, "residuals", "stationarity")  # keys that `solve` takes under the same names
+_UNEQUAL = ("slow", "slow_work", "dropout")  # of simulated clients
 _OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses where and how it computes
     "process": (),
-    "sites": ("device", "chunk_size", *BETWEEN_PEERS),
-    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw"),
+    "sites": ("device", "chunk_size", *_UNEQUAL, *BETWEEN_PEERS),
+    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL),
 }
 
 

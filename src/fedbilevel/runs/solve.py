@@ -22,6 +22,7 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import BatchSize, Sampling
 from fedbilevel.federation.network import AnyNetwork
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
@@ -50,6 +51,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     sampling: Sampling = "replacement",
     schedule: Schedule = Schedule(),
     cohort: Cohort = Cohort(),
+    stragglers: Stragglers = Stragglers(),
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
     measure_every: int | None = None,
@@ -95,6 +97,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 
     Participation.
         cohort: Cohort(fraction) lets a part of the clients take part in a round (with a server).
+        stragglers: Stragglers(slow, work, dropout) makes clients slow or silent (with a server).
         network, averaging: links between peers and the kind of average (without a server).
 
     Measurements.
@@ -163,7 +166,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         algorithm, settings = choice.name, {**choice.settings, **settings}
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
-    _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops)
+    _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops, stragglers)
+    chosen = stragglers.checked().slowed(chosen, len(clients), seed)
     pace = checked_pace(
         num_iterations, num_rounds, measure_every, measure_growth, checkpoint_every, residuals, stationarity
     )
@@ -191,8 +195,9 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
             "device": group.device(place), "strategy": strategy, "chunk_size": chunk_size, "ids": ids,
         }  # fmt: skip
         fed = simulate(
-            chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops, **options
-        )
+            chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops,
+            stragglers=stragglers, **options,
+        )  # fmt: skip
         if baseline:
             check_unseen(fed.host)
         if group.size == 1:
@@ -216,7 +221,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         ).go(resume=resume)
     if not baseline or not chosen.learns_x or result.stopped in ("failed", "interrupted") or result.iteration == 0:
         return result
-    own = {"cohort": cohort} if isinstance(chosen, ServerAlgorithm) else {}
+    own: dict[str, Any] = {"cohort": cohort, "stragglers": stragglers._replace(slow=0.0)}
+    own = own if isinstance(chosen, ServerAlgorithm) else {}
     return _with_baseline(
         result, problem, clients, chosen, seed=seed, batch_size=batch_size, sampling=sampling, schedule=schedule,
         device=device, dtype=dtype, strategy=strategy, chunk_size=chunk_size, drops=drops, ids=ids, **own,
@@ -277,9 +283,11 @@ def _algorithm(given: Any, settings: Mapping[str, Any]) -> Algorithm:
 
 
 def _check_types(
-    cohort: Any, schedule: Any, network: Any, averaging: Any, callbacks: Any, describe: Any, record: Any, drops: Any
-) -> None:
-    for label, given, kind in (("cohort", cohort, Cohort), ("schedule", schedule, Schedule)):
+    cohort: Any, schedule: Any, network: Any, averaging: Any, callbacks: Any, describe: Any, record: Any, drops: Any,
+    stragglers: Any,
+) -> None:  # fmt: skip
+    kinds = (("cohort", cohort, Cohort), ("schedule", schedule, Schedule), ("stragglers", stragglers, Stragglers))
+    for label, given, kind in kinds:
         if not isinstance(given, kind):
             raise SettingError(f"{label} is {given!r}, expected a {kind.__name__}, e.g. {kind()!r}.")
     if not isinstance(network, AnyNetwork | None) or not isinstance(averaging, Averaging | None):

@@ -56,6 +56,30 @@ class Alphabets(NamedTuple):
         *own, validation, test = [np.concatenate([self.members[a] for a in part]) for part in parts]
         return own, validation, test
 
+    def deal_characters(
+        self, num_clients: int | None, per_client: int, rng: np.random.Generator
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """Deal like `deal`, but hold out characters instead of alphabets.
+
+        Of the characters of the data, 26 % are for testing (423 of Omniglot's 1623, as is usual) and
+        6 % for validation. A client has the other characters of its alphabets, in all turns.
+        """
+        num = len(self.places)
+        num_clients = num_clients or max(1, self.parts[0] // per_client)
+        if num_clients > len(self.members):
+            raise ProblemError(
+                f"{num_clients} clients need an alphabet each, {self.name} has {len(self.members)}: use fewer clients."
+            )
+        num_test, num_validation = round(num * 423 / 1623), round(num * 100 / 1623)
+        order = rng.permutation(num)
+        role = np.zeros(num, np.int64)
+        role[order[:num_test]], role[order[num_test : num_test + num_validation]] = 2, 1
+        every = [members[role[members // _TURNS] == part] for part in range(3) for members in self.members]
+        mine, validation, test = (every[i * len(self.members) : (i + 1) * len(self.members)] for i in range(3))
+        shares = np.array_split(rng.permutation(len(self.members)), num_clients)
+        own = [np.concatenate([mine[a] for a in share]) for share in shares]
+        return own, np.concatenate(validation), np.concatenate(test)
+
     def check_enough(self, owners: dict[str, np.ndarray], num_ways: int, num_shots: int, num_queries: int) -> None:
         """Raise unless every owner has enough characters, and every character has enough images."""
         for owner, members in owners.items():

@@ -11,6 +11,8 @@ solver of oracle/hypergradient.py.
     predict     the change by each removal, from one hypergradient
     retrain     the change by some removals, from training again without the instance
     result      predictions beside actual changes, with scores
+    plain       gradient products, trajectories and own losses, for comparison
+    fit         fb.influence: predictions for any problem
     study       all of these steps, from a task
     record      influence.json and pictures
 

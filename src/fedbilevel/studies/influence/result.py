@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedbilevel.errors import SettingError
+from fedbilevel.studies.influence.plain import rank_correlation
 
 PAPER = {  # R2 and F1 of Table 4, full batch
     ("logistic", "mixture"): (0.99, 1.00),
@@ -61,6 +62,9 @@ class Instance(NamedTuple):
     wrong: bool  # whether the task made its label wrong
     prediction: float
     actual: float | None  # None where it was not removed
+    gradient_product: float  # this and the next two: plain scores, see plain.py
+    trajectory: float
+    own_loss: float
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,17 @@ class Study:
     def helpful(self, num: int) -> list[Instance]:
         """Return instances whose removal raises the loss, with the largest predictions first."""
         return sorted((one for one in self.ranked if one.prediction > 0), key=lambda one: -one.prediction)[:num]
+
+    def rank_correlations(self) -> dict[str, float | None]:
+        """Return how each score orders the removed instances, against the actual changes."""
+        pairs = [(one, one.actual) for one in self.removed if one.actual is not None]
+        columns = {
+            "prediction": [one.prediction for one, _ in pairs],
+            "gradient_product": [one.gradient_product for one, _ in pairs],
+            "trajectory": [one.trajectory for one, _ in pairs],
+            "own_loss": [-one.own_loss for one, _ in pairs],
+        }
+        return {name: rank_correlation(values, [actual for _, actual in pairs]) for name, values in columns.items()}
 
     @property
     def removed(self) -> list[Instance]:

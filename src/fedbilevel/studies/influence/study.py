@@ -19,6 +19,8 @@ from fedbilevel.federation.network import AnyNetwork, Network
 from fedbilevel.oracle.hypergradient import SOLVERS
 from fedbilevel.oracle.population import Population
 from fedbilevel.runs.record import make_folder
+from fedbilevel.studies.influence.fit import default_method
+from fedbilevel.studies.influence.plain import NAMES, plain_scores
 from fedbilevel.studies.influence.predict import Estimate, influences, resolved
 from fedbilevel.studies.influence.record import save
 from fedbilevel.studies.influence.result import Instance, Study, scores
@@ -51,7 +53,7 @@ class _Settings:
 def study(
     task: Influence,
     *,
-    method: str | Algorithm = "hgp",
+    method: str | Algorithm | None = None,
     training: Training | None = None,
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
@@ -65,7 +67,8 @@ def study(
 ) -> Study:
     """Train, predict every removal from one hypergradient, and remove the largest predictions.
 
-    The task suggests omitted settings (`task.suggests`).
+    The task suggests omitted settings (`task.suggests`). By default, the method is conjugate
+    gradients with a server; it is HGP if a network or averaging is given, and for networks.
 
     record: a new folder for influence.json and, with `draw`, for pictures.
     options: seed, batch_size, device, strategy and chunk_size of training, prediction and
@@ -76,6 +79,8 @@ def study(
     if draw:
         plots.check()
     _open(record)
+    if method is None:
+        method = default_method(network=network, averaging=averaging, convex=task.model == "logistic")
     settings = _completed(task, method, training, network, averaging)
     drawn: dict[str, Any] = {name: options.pop(name) for name in ("seed", "batch_size") if name in options}
     computing = {"dtype": dtype, **options}
@@ -101,7 +106,9 @@ def study(
     lap("retraining")
     accuracy, gradient = _figures(built, base.y[0], computing)
     about = {"loss": float(base.loss[0]), "lower_gradient": gradient, "val_accuracy": accuracy, "seconds": seconds}
-    result = _result(task, settings.method, built, order, found, again, settings=settings.shown(common), **about)
+    y = base.y[0].double().mean(0).to(base.y.dtype)
+    plain = plain_scores(Population(built.problem, built.clients, **computing), y)
+    result = _result(task, settings.method, built, order, found, plain, again, settings=settings.shown(common), **about)
     if record is not None:
         save(result, built, record, draw=draw)
     return result
@@ -150,6 +157,7 @@ def _result(
     built: Built,
     order: list[tuple[float, int, int]],
     found: Estimate,
+    plain: Mapping[str, list[Tensor]],
     again: Retrained,
     **more: Any,
 ) -> Study:
@@ -158,7 +166,8 @@ def _result(
     ranked = []
     for k, (value, i, j) in enumerate(order):
         label, wrong = int(labels[i]["label"][j]), bool(labels[i]["wrong"][j])
-        ranked.append(Instance(i, j, label, wrong, value, actual[k] if k < len(actual) else None))
+        beside = (float(plain[name][i][j]) for name in NAMES)
+        ranked.append(Instance(i, j, label, wrong, value, actual[k] if k < len(actual) else None, *beside))
     return Study(
         task=task.asdict(),
         method=method.name() if isinstance(method, Algorithm) else method,
