@@ -109,7 +109,6 @@ def api_page() -> str:
         "Cleaning of labels": ["clean_labels", "Cleaning"],
         "Features and sources": ["select_features", "SelectedFeatures", "mix_sources", "MixedSources"],
         "Personalisation": ["personalise", "Personalised"],
-        "Cohorts and networks": ["Cohort", "Network", "Averaging", "Schedule"],
         "Influence of samples": ["influence"],
         "Cohorts and networks": ["Cohort", "Stragglers", "Network", "Averaging", "Schedule"],
         "Checks": ["check_problem", "check_hypergradient", "check_algorithm", "check_engine"],
