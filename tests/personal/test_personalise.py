@@ -14,7 +14,7 @@ import fedbilevel as fb
 from fedbilevel import plots
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.errors import ProblemError, ProblemWarning, SettingError
-from fedbilevel.personal.fit import _head
+from fedbilevel.personal.fit import _head, _prepared, strengths
 from fedbilevel.personal.outcome import Personalised, Scale
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
@@ -47,13 +47,20 @@ def test_where_labels_mean_different_things_own_heads_are_chosen_and_are_far_bet
     assert found.sentence.startswith("own heads are used: on samples that no step has seen")
 
 
-def test_where_clients_are_alike_and_few_samples_choose_the_shared_network_is_used() -> None:
-    found = fb.personalise(clients("labels", num_clusters=1, alpha=100.0), num_rounds=ROUNDS, num_hidden=16, l2=1e-6)
-    assert found.gain <= 0
+def test_where_own_heads_lower_the_likelihood_the_shared_network_is_used() -> None:
+    found = dataclasses.replace(fitted(), gain=-0.1)
+    image = clients()[0]["test"]["image"]
     assert found.chosen == "shared"
     assert "the shared network is used" in found.sentence
-    image = clients("labels", num_clusters=1, alpha=100.0)[0]["test"]["image"]
     assert np.array_equal(found.predict(0, image), found.predict(0, image, model="shared"))
+    assert not np.array_equal(found.predict(0, image), found.predict(0, image, model="own"))
+
+
+def test_judging_samples_are_in_no_other_part_and_every_sample_is_in_one() -> None:
+    for split, one in zip(_prepared(clients(), 3)[0], clients(), strict=True):
+        parts = [[row.tobytes() for row in part["image"]] for part in split]
+        assert not set(parts[2]) & {*parts[0], *parts[1]}
+        assert sum(map(len, parts)) == len(one["train"]["label"])
 
 
 def test_the_table_counts_predictions_of_both_models_on_the_test_samples() -> None:
@@ -83,19 +90,30 @@ def test_all_messages_together_are_at_most_three_times_those_of_fedavg(num_round
     assert found.megabytes >= sum(run.final["megabytes"] for run in found.runs)
 
 
-def test_a_head_is_fitted_to_its_minimum() -> None:
+def heads_and_rows() -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     draw = torch.Generator().manual_seed(0)
-    image, label = torch.randn(30, 4, generator=draw, dtype=torch.float64), torch.arange(30) % 3
-    score = lambda weights, batch: (batch["image"] @ weights["body"]) @ weights["w"].T + weights["b"]
-    body = {"body": torch.randn(4, 5, generator=draw, dtype=torch.float64)}
-    start = {"w": torch.randn(3, 5, generator=draw).double(), "b": torch.zeros(3).double()}
-    part = lambda places: {"image": image[places].numpy(), "label": label[places].numpy()}
-    found = _head(score, body, start, [part(slice(0, 20)), part(slice(20, 30))], 0.1)
-    head = {name: leaf.clone().requires_grad_() for name, leaf in found.items()}
-    fit = torch.nn.functional.cross_entropy(score({**body, **head}, {"image": image}), label)
-    loss = fit + 0.05 * sum((leaf**2).sum() for leaf in head.values())
-    gradients = torch.autograd.grad(loss, list(head.values()))
-    assert max(float(one.abs().max()) for one in gradients) < 1e-5
+    noise = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)
+    parts = [{"row": noise(num, 4), "label": torch.arange(num) % 3} for num in (20, 10)]
+    return {"head.weight": noise(3, 4), "head.bias": noise(3)}, parts
+
+
+def test_a_head_is_fitted_to_the_minimum_of_all_its_samples_near_the_shared_head() -> None:
+    centre, parts = heads_and_rows()
+    found = _head(centre, 0.3, parts)
+    rows, label = (np.concatenate([part[name].numpy() for part in parts]) for name in ("row", "label"))
+    z = rows @ found["head.weight"].numpy().T + found["head.bias"].numpy()
+    residual = (np.exp(z) / np.exp(z).sum(1, keepdims=True) - np.eye(3)[label]) / len(z)
+    away = {name: 0.3 * (leaf - centre[name]).numpy() for name, leaf in found.items()}
+    np.testing.assert_allclose(residual.T @ rows + away["head.weight"], 0, atol=1e-5)
+    np.testing.assert_allclose(residual.sum(0) + away["head.bias"], 0, atol=1e-5)
+
+
+def test_the_strength_is_learned_by_an_exact_hypergradient() -> None:
+    centre, _ = heads_and_rows()
+    data = [{role: heads_and_rows()[1][0] for role in ("train", "val")}]
+    data[0]["val"] = heads_and_rows()[1][1]
+    assert fb.check_problem(strengths(centre), data, show=False).ok
+    assert fb.check_hypergradient(strengths(centre), data, estimators=["cg"], show=False).ok
 
 
 def test_the_scale_is_that_of_all_training_samples_together() -> None:

@@ -1,8 +1,7 @@
-"""`personalise`: a shared network, own heads above its hidden layers, and a verdict on both."""
+"""`personalise`: a shared network, own heads near its last layer, and a choice between both."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.data.partition import split_validation
-from fedbilevel.errors import ProblemError, ProblemWarning, SettingError
+from fedbilevel.errors import ProblemError, ProblemWarning, RecoveryWarning, SettingError
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.personal.outcome import Personalised, Scale
 from fedbilevel.problem.client_data import Holdings
@@ -23,11 +22,11 @@ from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
+from fedbilevel.tasks.networks import split_off
 from fedbilevel.tasks.personal_rivals import joined
 from fedbilevel.tasks.task import Shapes
 
-_MEASURING = 18  # rounds before FedAvg that find its step
-_CANDIDATES = 2  # of self_tuned; each sends the hidden layers once each way per round
+_START, _ROUNDS = -3.0, 30  # of the logarithm of the strength, which one number learns quickly
 _FEWEST = 20
 _NEWTON = 60  # iterations of L-BFGS on a head
 
@@ -56,12 +55,16 @@ def personalise(
 ) -> Personalised:
     """Train one classifier for all clients and one for each, and keep the better kind.
 
-    First FedAvg trains a network of all clients. Then its hidden layers are learned further, by
-    `self_tuned`, so that heads that clients train on some of their samples are right on others. At
-    last every client fits its head to all its samples, without a message. Samples that neither step
-    has seen decide whether the own heads are used: if they do not raise the likelihood, `predict`
-    uses the shared network. Both runs together send at most three times as much as `num_rounds`
-    rounds of FedAvg.
+    First FedAvg trains a network of all clients. Then every client has a last layer of its own, near
+    that of the network, which it fits to its training samples:
+
+        g_i(s, y_i) = CE(y_i; train_i) + exp(s)/2 |y_i - y|^2        f_i(y_i) = CE(y_i; val_i)
+
+    The upper level learns s, which is how far clients may differ, on samples that the heads have not
+    seen. s is one number, so this costs next to nothing. At last every client fits its head to all
+    its samples, without a message. Samples that no step has seen decide whether the own heads are
+    used: if they do not raise the likelihood, `predict` uses the shared network. All messages
+    together are at most three times those of `num_rounds` rounds of FedAvg.
 
     clients: one dict per client. `train` has `image`, one row or array of numbers per sample, and
         `label`, whole numbers from 0; `val` is taken from `train` if it is absent or the same; `test`
@@ -69,9 +72,9 @@ def personalise(
     model: "mlp" has one hidden layer; "cnn" has two convolutions, for images of 8 x 8, 28 x 28 or
         3 x 32 x 32.
     num_hidden: units of the hidden layer; None: the size that suits the model.
-    l2: weight of the squared norm of a head.
+    l2: weight of the squared norm of the last layer of the shared network.
     num_classes: number of classes; None: the largest label plus one.
-    num_rounds: rounds of FedAvg, at least 20; nearly as many follow.
+    num_rounds: rounds of FedAvg, at least 20.
     cohort: share of the clients that take part in a round.
     batch_size: samples per minibatch; None: all samples of a client.
     names: names of the clients, for tables.
@@ -99,23 +102,21 @@ def personalise(
     }  # fmt: skip
     # the plain network is as strong as it can be: it also sees the samples of the upper level
     plain = _shared(network, own, joined(known), num_rounds, options)
-    learned = _bodies(own, plain, known, num_rounds, options)
-    bodies = {name: leaf.detach().cpu() for name, leaf in learned.x.items()}
     shared = {name: leaf.detach().cpu() for name, leaf in plain.y.items()}
+    body, head = split_off(shared, "head")
     score = network.score(splits[0].train["image"].shape[1])
-    heads = [
-        _head(score, bodies, head, [split.train, split.val], l2) for head, split in zip(learned.y, splits, strict=True)
-    ]
-    gains = [
-        _likelihoods(score, {**bodies, **head}, split.judge) - _likelihoods(score, shared, split.judge)
-        for head, split in zip(heads, splits, strict=True)
-    ]
+    rows = [[_rows(network, body, part) for part in split] for split in splits]
+    learned = _learned(head, rows, options)
+    strength = float(learned.x["log_strength"].exp())
+    heads = [_head(head, strength, some[:2]) for some in rows]
+    gains = [_likelihoods(own, some[2]) - _likelihoods(head, some[2]) for own, some in zip(heads, rows, strict=True)]
     gain = float(np.concatenate(gains).mean())
     if gain > 0:  # the judge's samples have decided, and heads may use them
-        heads = [_head(score, bodies, head, list(split), l2) for head, split in zip(heads, splits, strict=True)]
+        heads = [_head(head, strength, some) for some in rows]
     scale_floats = len(clients) * 2 * (2 * scale.mean.size + 1)  # sums up, and the scale down
     return Personalised(
-        names=named, score=score, scale=scale, body=bodies, heads=heads, shared=shared, gain=gain,
+        names=named, score=score, scale=scale, body=body, heads=heads, shared=shared, strength=strength,
+        gain=gain,
         judged=[split.judge for split in splits], tested=tests,
         megabytes=plain.final["megabytes"] + learned.final["megabytes"] + 4e-6 * scale_floats, runs=(plain, learned),
     )  # fmt: skip
@@ -131,35 +132,61 @@ def _shared(
         lambda x, y, batch: score(y, batch), {"unused": torch.zeros(1)}, {**own.x0, **own.y0}, Scopes(), (), None
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ProblemWarning)  # clients of a few labels are expected here
+        warnings.simplefilter("ignore", ProblemWarning)
         return solve(problem, clients, FedAvg(lr_lower="auto"), num_iterations=num_rounds, **options)
 
 
-def _bodies(
-    own: Problem, plain: Result, clients: Sequence[Holdings], num_rounds: int, options: Mapping[str, Any]
-) -> Result:
-    """Learn the hidden layers and a head of each client, from FedAvg's network on."""
-    start = {name: plain.y[name].detach().cpu() for name in own.x0}  # type: ignore[union-attr]
-    problem = dataclasses.replace(own, x0=start, y0={name: plain.y[name].detach().cpu() for name in own.y0})
-    num = (2 * num_rounds - _MEASURING) // _CANDIDATES  # three times FedAvg's messages in all
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ProblemWarning)
-        return solve(problem, clients, SelfTuned(num_candidates=_CANDIDATES), num_rounds=num, **options)
-
-
-def _head(
-    score: Any, body: Mapping[str, Tensor], start: Mapping[str, Tensor], parts: list[Any], l2: float
+def _rows(
+    network: HyperRepresentation, body: Mapping[str, Tensor], part: Mapping[str, np.ndarray]
 ) -> dict[str, Tensor]:
+    """Return what the hidden layers make of samples."""
+    image = torch.as_tensor(part["image"])
+    with torch.no_grad():
+        return {
+            "row": network.features(image.shape[1])(body, {"image": image}),
+            "label": torch.as_tensor(part["label"]),
+        }
+
+
+def _entropies(head: Mapping[str, Tensor], part: Any) -> Tensor:
+    logits = linear(part["row"], head["head.weight"], head["head.bias"])
+    return cross_entropy(logits, part["label"], reduction="none")
+
+
+def _distance(head: Mapping[str, Tensor], centre: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([((leaf - centre[name].to(leaf)) ** 2).sum() for name, leaf in head.items()]).sum()
+
+
+def strengths(centre: Mapping[str, Tensor]) -> Problem:
+    """Return the problem of heads near a common head, whose upper variable is the strength of the pull."""
+    return Problem(
+        upper=lambda x, y, batch: _entropies(y, batch),
+        lower=lambda x, y, batch: _entropies(y, batch) + 0.5 * x["log_strength"].exp() * _distance(y, centre),
+        x0={"log_strength": torch.tensor(_START)},
+        y0=dict(centre),
+        scopes=Scopes(lower="local"),
+        name="own_heads",
+    )
+
+
+def _learned(centre: Mapping[str, Tensor], rows: list[list[dict[str, Tensor]]], options: Mapping[str, Any]) -> Result:
+    clients: list[Holdings] = [{"train": train, "val": val} for train, val, _ in rows]
+    with warnings.catch_warnings():
+        # clients of a few labels, and a strength that is right from the start, are expected here
+        warnings.simplefilter("ignore", ProblemWarning)
+        warnings.simplefilter("ignore", RecoveryWarning)
+        return solve(strengths(centre), clients, SelfTuned(), num_rounds=_ROUNDS, **options)
+
+
+def _head(centre: Mapping[str, Tensor], strength: float, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Fit a head to all given samples of its client, by L-BFGS."""
-    image = torch.as_tensor(np.concatenate([part["image"] for part in parts]))
-    label = torch.as_tensor(np.concatenate([part["label"] for part in parts]))
-    head = {name: leaf.detach().cpu().clone().requires_grad_() for name, leaf in start.items()}
+    whole = {name: torch.cat([part[name] for part in parts]) for name in ("row", "label")}
+    head = {name: leaf.clone().requires_grad_() for name, leaf in centre.items()}
     descent = torch.optim.LBFGS(head.values(), max_iter=_NEWTON, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         descent.zero_grad()
-        fit = cross_entropy(score({**body, **head}, {"image": image}), label)
-        loss: Tensor = fit + 0.5 * l2 * torch.stack([(leaf**2).sum() for leaf in head.values()]).sum()
+        loss = _entropies(head, whole).mean() + 0.5 * strength * _distance(head, centre)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -167,10 +194,9 @@ def _head(
     return {name: leaf.detach() for name, leaf in head.items()}
 
 
-def _likelihoods(score: Any, weights: Mapping[str, Tensor], part: Mapping[str, np.ndarray]) -> np.ndarray:
+def _likelihoods(head: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> np.ndarray:
     with torch.no_grad():
-        logits = score(weights, {"image": torch.as_tensor(part["image"])})
-    return np.asarray(-cross_entropy(logits, torch.as_tensor(part["label"]), reduction="none").numpy(), np.float64)
+        return np.asarray(-_entropies(head, part).numpy(), np.float64)
 
 
 def _prepared(clients: Sequence[Holdings], seed: int) -> tuple[list[_Split], list[dict[str, np.ndarray] | None], Scale]:

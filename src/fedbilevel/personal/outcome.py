@@ -42,14 +42,15 @@ class Personalised:
 
     chosen: "own" if own heads raise the likelihood of samples that no step has seen, else "shared".
     gain: the mean gain in log-likelihood of own heads on those samples.
-    body, heads, shared: the hidden layers under the heads, the head of every client, and the network
-        of FedAvg; heads belong to their clients.
+    strength: learned weight of the squared distance between own heads and the shared head.
+    shared, body, heads: the network of FedAvg, its hidden layers, and the head of every client, which
+        belongs to its client.
     megabytes: all messages of both runs.
     runs: the results of FedAvg and of `self_tuned`.
 
     >>> import fedbilevel as fb
     >>> clients = fb.tasks.Personalisation(num_clients=6, share=0.3, shift="labels").build().clients
-    >>> found = fb.personalise(clients, num_rounds=40)
+    >>> found = fb.personalise(clients, num_rounds=30)
     >>> found.predict(0, clients[0]["test"]["image"]).shape == clients[0]["test"]["label"].shape
     True
     >>> list(found.table()[0])
@@ -62,6 +63,7 @@ class Personalised:
     body: Mapping[str, Tensor]
     heads: Sequence[Mapping[str, Tensor]]
     shared: Mapping[str, Tensor]
+    strength: float
     gain: float
     judged: Sequence[Mapping[str, np.ndarray]]
     tested: Sequence[Mapping[str, np.ndarray] | None]

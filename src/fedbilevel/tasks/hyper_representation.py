@@ -185,7 +185,7 @@ class HyperRepresentation(Task):
             x0=x0,
             y0=y0,
             scopes=Scopes(lower=self.lower),
-            features=self._features(num_pixels),
+            features=self.features(num_pixels),
             statistics={role: answers(lambda x, y, batch: self._logits(y, batch), role) for role in measured},
             metrics=_metrics,
             name="hyper_representation",
@@ -193,7 +193,7 @@ class HyperRepresentation(Task):
 
     def score(self, num_pixels: int) -> Callable[[Any, Any], Tensor]:
         """Return a function (all weights, batch) -> logits, for problems that train the whole network."""
-        features = self._features(num_pixels)
+        features = self.features(num_pixels)
         return lambda weights, batch: self._logits(weights, {"features": features(weights, batch)})
 
     def classified(
@@ -249,7 +249,7 @@ class HyperRepresentation(Task):
         draw = torch.Generator().manual_seed(self.data_seed)
         return uniform(shapes, draw, scale=1.0 if self.model == "mlp" else math.sqrt(6)), uniform(head, draw)
 
-    def _features(self, num_pixels: int) -> Callable[[Any, Any], Tensor]:
+    def features(self, num_pixels: int) -> Callable[[Any, Any], Tensor]:
         """Return a function (x, batch) -> (samples, hidden units)."""
         activation = ACTIVATIONS[self.activation]
 
