@@ -54,7 +54,7 @@ class Confident(OwnLoss):
         now = {"score": state.score, "heat": state.heat}
         means = fed.mean(self.confidences, **now)
         thresholds = means.sums / means.counts.clamp(min=1e-12)
-        joint = fed.mean(self.joint, thresholds=thresholds, **now)
+        joint = fed.mean(self.joint_counts, thresholds=thresholds, **now)
         num_classes = len(thresholds)
         counts = joint.counts.double().view(num_classes, num_classes)
         share = counts / counts.sum(1, keepdim=True).clamp(min=1e-12)
@@ -79,7 +79,7 @@ class Confident(OwnLoss):
         return {"sums": torch.stack(sums), "counts": torch.stack(counts)}
 
     @phase
-    def joint(self, clients: Clients, score: Tensor, heat: float, thresholds: Tensor) -> dict[str, Tensor]:
+    def joint_counts(self, clients: Clients, score: Tensor, heat: float, thresholds: Tensor) -> dict[str, Tensor]:
         """Return J, and numbers of samples by label, class and margin."""
         counts, margins = [], []
         for p, label in _probabilities(clients, score, heat):
