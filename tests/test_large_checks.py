@@ -58,9 +58,13 @@ class Counted:
     """Time that passes by one second per reading."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.wall = 0.0
 
     def monotonic(self) -> float:
+        self.wall += 1
+        return self.wall
+
+    def thread_time(self) -> float:
         self.now += 1
         return self.now
 

@@ -16,18 +16,19 @@ class OutOfTime(Exception):
 class Clock:
     """Counter of seconds, which an oracle calls before every evaluation.
 
-    seconds: the limit; None means no limit.
+    seconds: the limit; None means no limit. It counts processor time of this thread, so that other
+        work on the machine does not change which checks are done.
     """
 
     def __init__(self, label: str, seconds: float | None) -> None:
         self.label, self.seconds, self.doing = label, seconds, ""
-        self.start = time.monotonic()
+        self.start, self.begun = time.monotonic(), time.thread_time()
         self._shown = self.start + _SILENT - _BETWEEN
         self._is_terminal = sys.stderr.isatty()
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if self.seconds is not None and now - self.start > self.seconds:
+        if self.seconds is not None and time.thread_time() - self.begun > self.seconds:
             raise OutOfTime
         if self._is_terminal and now - self._shown > _BETWEEN:
             self._shown = now
