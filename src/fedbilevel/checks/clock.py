@@ -27,8 +27,8 @@ class Clock:
         self._is_terminal = sys.stderr.isatty()
 
     def __call__(self) -> None:
-        now = time.monotonic()
-        if self.seconds is not None and time.thread_time() - self.begun > self.seconds:
+        now, spent = time.monotonic(), time.thread_time() - self.begun
+        if self.seconds is not None and spent > self.seconds:
             raise OutOfTime
         if self._is_terminal and now - self._shown > _BETWEEN:
             self._shown = now
