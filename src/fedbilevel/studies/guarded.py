@@ -197,7 +197,7 @@ def _divided(
     fields = {name: np.asarray(value) for name, value in fields_of(client["val"], f"'val' of client {number}").items()}
     size = len(next(iter(fields.values())))
     order = stream.order("guarded", number, size, iteration=0).numpy()
-    found = []
+    found: list[tuple[Holdings, Mapping[str, np.ndarray]]] = []
     for k in range(num_folds):
         out = np.sort(order[k::num_folds]) if size > 1 else order[:0]
         kept = np.setdiff1d(np.arange(size), out)
