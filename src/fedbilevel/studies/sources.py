@@ -85,6 +85,7 @@ def mix_sources(
     num_rounds: int = 200,
     l2: float = 0.001,
     kl: float = 0.01,
+    num_folds: int = 4,
     seed: int = 0,
     **options: Any,
 ) -> MixedSources:
@@ -94,6 +95,7 @@ def mix_sources(
     target: the same for the target distribution, at least two samples per source.
     num_rounds: rounds of every run.
     l2, kl: weights of the squared norm of y, and of the divergence from uniform weights.
+    num_folds: parts of the target samples by which the answer is chosen.
     options: further keywords of `solve`.
 
     >>> import numpy as np
@@ -130,7 +132,8 @@ def mix_sources(
     num_classes = 1 + max(int(one["label"].max()) for one in (*tables.values(), goal))
     task = _Sources(l2=l2, kl=kl)
     problem = task.problem_of(len(tables), num_classes, rows.shape[1])
-    guard = guarded(task.with_built(Built(problem, clients)), num_rounds=num_rounds, seed=seed, **options)
+    given = task.with_built(Built(problem, clients))
+    guard = guarded(given, num_rounds=num_rounds, num_folds=num_folds, seed=seed, **options)
     weights = softmax(guard.contenders["bilevel"].result.x["logit"].double(), 0).tolist()
     sizes = {name: len(one["label"]) for name, one in tables.items()}
     return MixedSources(dict(zip(tables, weights, strict=True)), sizes, guard, centre, scale)
