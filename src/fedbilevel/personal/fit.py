@@ -187,10 +187,10 @@ def _head(centre: Mapping[str, Tensor], strength: float, parts: list[dict[str, T
     def closure() -> Tensor:
         descent.zero_grad()
         loss = _entropies(head, whole).mean() + 0.5 * strength * _distance(head, centre)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
-    descent.step(closure)  # type: ignore[no-untyped-call]
+    descent.step(closure)
     return {name: leaf.detach() for name, leaf in head.items()}
 
 

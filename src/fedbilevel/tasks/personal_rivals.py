@@ -46,7 +46,7 @@ def joined(clients: Sequence[Holdings]) -> list[Holdings]:
 
 def standardised(clients: Sequence[Holdings]) -> list[Holdings]:
     """Return clients that subtract the mean of their own training inputs and divide by their deviation."""
-    found = []
+    found: list[Holdings] = []
     for one in clients:
         pixels = np.asarray(one["train"]["image"], np.float64)
         mean, spread = pixels.mean(), pixels.std() or 1.0
@@ -60,7 +60,7 @@ def with_prior(clients: Sequence[Holdings], num_classes: int) -> list[Holdings]:
 
     Every class counts one sample more than there are, so that no logarithm is infinite.
     """
-    found = []
+    found: list[Holdings] = []
     for one in clients:
         counts = np.bincount(one["train"]["label"], minlength=num_classes) + 1.0
         prior = np.log(counts / counts.sum()).astype(np.float32)
@@ -79,8 +79,9 @@ def tuned(
     """Return a rival with one way per settings, and a refit on `refitted` if it is given."""
     named = {", ".join(f"{name} {value}" for name, value in own.items()): own for own in settings}
     ways = {label: Way(problem, clients, algorithm, MappingProxyType(dict(own))) for label, own in named.items()}
-    again = lambda label: ways[label]._replace(clients=refitted)
-    return Rival(title, MappingProxyType(ways), again if refitted is not None else None)
+    if refitted is None:
+        return Rival(title, MappingProxyType(ways))
+    return Rival(title, MappingProxyType(ways), lambda label: ways[label]._replace(clients=refitted))
 
 
 def network_rivals(
