@@ -119,7 +119,7 @@ def cases(name: str) -> Iterator[Case]:
     """The curves of one algorithm."""
     kind = algorithms()[name]
     peers = issubclass(kind, PeerAlgorithm)
-    if kind.joint:
+    if kind.one_level:
         yield _case(kind, "hyper_representation", {"lower": "local"}, {}, peers, "float32", 100)
         return
     for more in ({}, ALSO[name]) if name in ALSO else ({},):

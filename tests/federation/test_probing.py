@@ -135,14 +135,14 @@ def test_every_algorithm_measures_its_steps_and_stays_stable(name):
     for scopes in filter(lambda scopes: fits(kind, scopes), SCOPES):
         task = Quadratic(**scopes._asdict(), num_clients=3)
         # a head of zeros gives the body of fedbabu no gradient
-        built = start_at(task, np.ones(4), np.ones(6)) if kind.joint else task.build()
+        built = start_at(task, np.ones(4), np.ones(6)) if kind.one_level else task.build()
         options = {"dtype": torch.float64, "residuals": False, "measure_every": 30, "num_iterations": 30}
         result = fb.solve(*built, name, **fewer(kind), **steps, **options)
         first, last = result.rows[0], result.rows[-1]
         assert result.steps.keys() == steps.keys()
         assert all(step > 0 for step in result.steps.values())
         assert last["lower_loss"] < abs(first["lower_loss"]) + 20
-        if "lr_upper" in steps and not kind.joint:
+        if "lr_upper" in steps and not kind.one_level:
             assert last["upper_loss"] < first["upper_loss"]
 
 

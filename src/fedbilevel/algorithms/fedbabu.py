@@ -53,7 +53,7 @@ class FedBABU(ServerAlgorithm):
     num_tuning_steps: int = setting(10, "steps of every client on its head under the new body", symbol="T", least=0)
 
     decays = ("lr_upper",)  # heads are tuned anew in every outer iteration
-    joint = True
+    one_level = True
     lower_space = ("y", "head")
     refuses = REFUSES
 

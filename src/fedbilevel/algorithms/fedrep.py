@@ -50,7 +50,7 @@ class FedRep(ServerAlgorithm):
     num_head_steps: int = setting(10, "steps of every client on its head before the body moves", symbol="T", least=1)
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps of the body between rounds", symbol="I", least=1)
 
-    joint = True
+    one_level = True
     refuses = REFUSES
 
     class State(NamedTuple):

@@ -144,7 +144,7 @@ class Algorithm(Settings):
     refuses: by scope, the reason why the method is meaningless for such a problem.
     needs_everyone: whether every client must answer every call, so that cohorts are refused.
     learns_x: whether the method changes x, so that x must have an effect on the upper loss.
-    joint: whether x and y descend the lower loss together, so that the upper loss is not used.
+    one_level: whether x and y descend the lower loss together, so that the upper loss is not used.
     minimises: whether the losses of a problem should fall during a run, so that a run whose losses
         rise is judged as failed.
     lengths: by name, lengths of declared sequences that differ from the length of their space.
@@ -159,7 +159,7 @@ class Algorithm(Settings):
     refuses: ClassVar[Mapping[str, str]] = {}
     needs_everyone: ClassVar[bool] = False
     learns_x: ClassVar[bool] = True
-    joint: ClassVar[bool] = False
+    one_level: ClassVar[bool] = False
     minimises: ClassVar[bool] = True
     lengths: ClassVar[Mapping[str, int]] = {}
     statistics: ClassVar[tuple[str, ...]] = ()

@@ -201,7 +201,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         if baseline:
             check_unseen(fed.host)
         if group.size == 1:
-            warn_of_faults(fed.host, chosen.learns_x and not chosen.joint)
+            warn_of_faults(fed.host, chosen.learns_x and not chosen.one_level)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
         result = Loop(
             chosen,
