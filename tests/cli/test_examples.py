@@ -19,10 +19,13 @@ MODULES = [
 ]
 WITHOUT = {
     "FedBilevelError",
+    "Guarded",
+    "MixedSources",
     "Progress",
     "Result",
+    "SelectedFeatures",
     "tasks",
-}  # an error, values that callbacks and runs return, which the example of `solve` shows, and a namespace
+}  # an error, values that callbacks and functions return, which the examples of these functions show, and a namespace
 
 
 def examples(name):

@@ -25,6 +25,7 @@ from fedbilevel.federation.schedule import Schedule
 from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.holdings import check_clients
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import check_kind
 from fedbilevel.runs.baseline import Point, check_unseen, compared, plain_run, with_unseen
@@ -152,7 +153,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     >>> data = [{"a": a, "b": a @ torch.tensor([1.0 + i, -1.0])} for i in range(3)]
     >>> clients = [{"train": one, "val": one} for one in data]
     >>> fb.solve(problem, clients, num_rounds=50)
-    <self_tuned: 49 outer iterations, 50 rounds, 0.063 MB; upper_loss 1.3..., lower_loss 1..., lower_gradient ...>
+    <self_tuned: 49 outer iterations, 50 rounds, 0.0629 MB; upper_loss 1.2..., lower_loss 1..., lower_gradient ...>
     """
     choice = None
     if isinstance(algorithm, str):
@@ -167,6 +168,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
     _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops, stragglers)
+    check_clients(clients)
     chosen = stragglers.checked().slowed(chosen, len(clients), seed)
     pace = checked_pace(
         num_iterations, num_rounds, measure_every, measure_growth, checkpoint_every, residuals, stationarity
