@@ -77,15 +77,16 @@ r. The answer is the best state on held-out samples: where y overfits, it stops 
 where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns
 the last state of the steady candidate, without a refit.
 
-Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three of
-eight outer iterations 4 d_y floats each way more; per client five of g_y, four of each of f_x and f_y,
-three of each of H u and J u, two of g_x (in the first, four of each but g_x), and 28 upper losses on
-held-out samples; in five of eight outer iterations three to eight products H v more; where y also
-fits f, up to three f_y for a product; if the fit has begun, one f_y more. `num_candidates=1`:
-d_x + 2 d_y floats each way and one of each derivative but g_x. Before the first: 1 round; d_x + d_y
-floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local lower level there is no
-fourth candidate, y fits g alone, no y, u or product travels, there is no round before the first outer
-iteration, and a client that joins later computes its 17 products then.
+Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three
+of eight outer iterations 4 d_y floats each way more; per client five of g_y, four of each of f_x
+and f_y, three of each of H u and J u, two of g_x (in the first, four of each but g_x), and 28 upper
+losses on held-out samples; in five of eight outer iterations three to eight products H v more;
+where y also fits validation samples, up to three f_y for a product; if the fit has begun, one f_y
+more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each derivative but g_x. Before the
+first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local
+lower level there is no fourth candidate, y fits training samples alone, no y, u or product travels,
+there is no round before the first outer iteration, and a client that joins later computes its 17
+products then.
 """
 
 from __future__ import annotations
