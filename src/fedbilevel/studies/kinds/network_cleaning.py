@@ -8,8 +8,14 @@ Row: {"task": {"name": "data_cleaning", ...its settings}, "training": {...settin
     cleanlab    cleanlab flags labels by the probabilities out of fold, pooled; a network is trained
                 on the other labels
     refined     label_em turns these probabilities into posteriors; networks are trained on the
-                posteriors, out of fold again; on the mean probabilities of both passes, `confident`
-                flags labels and label_em gives the posteriors that the last network is trained on
+                posteriors, out of fold again; `confident` flags labels on the mean probabilities of
+                both passes
+
+The last network of `refined` is trained, by the setting `last`:
+
+    pruned      on the labels that are not flagged
+    mended      on all samples; a flagged label is replaced by its posterior of label_em
+    soft        on the posteriors of all samples
 
 The two networks `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
 samples that no other step has read: every second one of each client.
@@ -50,6 +56,7 @@ _shared: dict[str, Any] = {}  # networks of the last panel and repetition
 @dataclass(frozen=True, kw_only=True)
 class NetworkRow(Settings):
     method: Literal["as_given", "only_right", "cleanlab", "refined"] = setting("refined", "how labels are cleaned")
+    last: Literal["pruned", "mended", "soft"] = setting("mended", "samples of the last network of refined")
 
 
 def run(
@@ -58,7 +65,9 @@ def run(
     settings = made(NetworkRow, {name: value for name, value in row.items() if name not in ("task", "training")})
     begun = time.perf_counter()
     work = Work(row, repetition, device)
-    flags, chance, cleaned, cost = getattr(work, settings.method)()
+    flags, chance, cleaned, cost = (
+        work.refined(settings.last) if settings.method == "refined" else getattr(work, settings.method)()
+    )
     figures = work.figures(flags, chance, cleaned, cost)
     say(f"{settings.method}: {figures} {time.perf_counter() - begun:.1f} s")
     return RowOutcome(figures, [])
@@ -118,16 +127,29 @@ class Work:
         flags = confident_learning.label_issues(self.label, p)
         return flags, 1 - self._own(p), self.network("cleanlab", self._kept(flags)), self.folds("given").cost
 
-    def refined(self) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
-        first = self._detected(self.folds("given"), "label_em")
+    def refined(self, last: str) -> tuple[np.ndarray, np.ndarray, Network, dict[str, float]]:
+        first = self._detected("given", self.folds("given"), "label_em")
         again = self.folds("given") + self.folds("refined", first.posteriors)
-        last, soft = (self._detected(again, name) for name in ("confident", "label_em"))
-        parts = (again.cost, *(one.result.rows[-1] for one in (first, last, soft)))
+        found, soft = (self._detected("both", again, name) for name in ("confident", "label_em"))
+        parts = (again.cost, *(one.result.rows[-1] for one in (first, found, soft)))
         cost = {name: sum(float(part[name]) for part in parts) for name in ("rounds", "megabytes")}
-        network = self.network("refined", self.train, soft.posteriors)
-        return np.concatenate(last.flags), np.concatenate(last.wrong), network, cost
+        flags = np.concatenate(found.flags)
+        if last == "pruned":
+            network = self.network("pruned", self._kept(flags))
+        elif last == "soft":
+            network = self.network("soft", self.train, soft.posteriors)
+        else:
+            mended = [
+                np.where(flagged[:, None], posterior, np.eye(self.num_classes)[own["label"]])
+                for own, flagged, posterior in zip(self.train, found.flags, soft.posteriors, strict=True)
+            ]
+            network = self.network("mended", self.train, mended)
+        return flags, np.concatenate(found.wrong), network, cost
 
-    def _detected(self, folds: FoldNetworks, detector: str) -> Cleaning:
+    def _detected(self, name: str, folds: FoldNetworks, detector: str) -> Cleaning:
+        return self._once(f"{detector} on {name}", lambda: self._detect(folds, detector))
+
+    def _detect(self, folds: FoldNetworks, detector: str) -> Cleaning:
         """Run a detector on the probabilities of networks, without the clean samples of the guard.
 
         Its own linear classifiers are not used, so they get one round.
