@@ -21,6 +21,7 @@ from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm, phase
+from fedbilevel.federation.schedule import Schedule
 from fedbilevel.problem.layout import one_row
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.quadratic import Quadratic
@@ -299,3 +300,24 @@ def test_what_is_run_again_to_find_a_culprit_is_not_paid_for():
             return {"h": torch.full_like(gradient, 3e38)}
 
     assert assert_same_run(Large(), Quadratic(num_clients=4, num_samples=8).build(), dtype=torch.float32)._kept
+
+
+@pytest.mark.parametrize("name", sorted(SERVER))
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_a_falling_schedule_stays_captured(name):
+    """Step sizes that change from call to call are tensors of a captured phase."""
+    algorithm, built = brief(SERVER[name]), Quadratic(num_clients=6, num_samples=8).build()
+    schedule, paths = Schedule(power=0.5, offset=1.0), []
+    for captured in (False, True):
+        fed = Simulation(algorithm, *built, batch_size=3, dtype=torch.float64, device=DEVICE)
+        fed.host.captures = cuda_graphs.Captures(fed.host) if captured else None
+        fed.begin(0)
+        state = algorithm.init(fed)
+        for iteration in range(1, 13):
+            now = algorithm.scaled(schedule(iteration))
+            fed.begin(iteration, now)
+            state = now.round(fed, state)
+        fed.host.check()
+        paths.append([fed.collect(value).clone() for value in (state.x, state.y)])
+    torch.testing.assert_close(paths[1], paths[0], rtol=1e-11, atol=1e-12)
+    assert bool(fed.host.captures._kept) == (name not in ALONE), fed.host.captures.refused

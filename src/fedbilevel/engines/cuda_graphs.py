@@ -5,11 +5,10 @@ takes many times as long. A phase is captured when it is called for the third ti
 settings, shapes and plain values. Only the contents of its arrays, its clients and its place in the
 run (the address of its draws) may differ; these are tensors that are filled in before a replay. So
 a replay computes the same numbers as the phase. The charges of a phase are recorded during the
-capture.
+capture. Where step sizes change from call to call (a schedule), they are such tensors too.
 
-Other phases run as usual: phases that read the outer iteration (falling steps), the clients'
-numbers, memory or scratch, phases that draw their own integers, and phases whose clients take
-unequal numbers of steps.
+Other phases run as usual: phases that read the outer iteration, the clients' numbers, memory or
+scratch, phases that draw their own integers, and phases whose clients take unequal numbers of steps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from copy import deepcopy
+from copy import copy, deepcopy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -86,6 +86,7 @@ class _Addressed(Clients):
 class _Captured(NamedTuple):
     address: Tensor  # positions and numbers of the clients, outer iteration, call
     values: dict[str, Tensor]
+    steps: dict[str, Tensor]  # step sizes that change from call to call
     shares: Tensor | None
     results: Result
     finite: Tensor
@@ -116,23 +117,24 @@ class Captures:
         name = method.__name__
         if name in self.refused or len(positions) == 0:
             return None
-        key = (
-            name,
-            self.host.algorithm,
+        rest = (
             len(positions),
             shares is None,
             *(_form(label, value) for label, value in values.items()),
             self._sizes(positions),
         )
+        key, open_key = (name, self.host.algorithm, *rest), (name, _without_steps(self.host.algorithm), *rest)
         if len(self._times) > _REMEMBERED:
             self._times.clear()
-        self._times[key] += 1
-        kept = self._kept.get(key)
+        self._times.update((key, open_key))
+        kept = self._kept.get(key) or self._kept.get(open_key)
         if kept is None:
-            if self._times[key] < _TIMES or len(self._kept) >= _MOST:
+            moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
+            if (self._times[key] < _TIMES and not moving) or len(self._kept) >= _MOST:
                 return None
             try:
-                kept = self._kept[key] = self._capture(method, values, positions, shares)
+                kept = self._capture(method, values, positions, shares, moving)
+                self._kept[open_key if moving else key] = kept
             except (NotCapturable, RuntimeError) as reason:  # RuntimeError: it waits for the device, or copies to it
                 self.refused[name] = str(reason).split("\n", 1)[0]
                 return None
@@ -142,6 +144,8 @@ class Captures:
         )  # from other memory, a copy would wait
         for label, buffer in kept.values.items():
             buffer.copy_(one_row(values[label]))
+        for label, step in kept.steps.items():
+            step.fill_(getattr(self.host.algorithm, label))
         if kept.shares is not None and shares is not None:
             kept.shares.copy_(shares)
         kept.replay()
@@ -172,8 +176,15 @@ class Captures:
             for some in (sizes[positions] for sizes in data.sizes.values())
         )
 
-    def _capture(self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None) -> _Captured:
+    def _capture(
+        self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None, moving: bool
+    ) -> _Captured:
+        """Record a phase.
+
+        moving: whether its step sizes become tensors.
+        """
         host, k = self.host, len(positions)
+        method, steps = _with_steps(method, host.device) if moving else (method, {})
         address = torch.zeros(2 * k + 2, dtype=torch.int64, device=host.device)
         address[:k] = positions.to(host.device)  # valid numbers, should anything look at them before they are filled in
         buffers = {label: one_row(value).clone() for label, value in values.items() if isinstance(value, Tensor)}
@@ -203,7 +214,7 @@ class Captures:
             return {**results, _FINITE: torch.isfinite(torch.stack(sums)).all()[None]}
 
         results, replay = recorded(last, host.device)
-        return _Captured(address, buffers, static, results, results.pop(_FINITE)[0], deepcopy(bill), replay)
+        return _Captured(address, buffers, steps, static, results, results.pop(_FINITE)[0], deepcopy(bill), replay)
 
 
 def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
@@ -212,6 +223,29 @@ def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Resu
     with torch.cuda.device(device), torch.cuda.graph(graph):
         results = function()
     return results, graph.replay
+
+
+def _without_steps(algorithm: Any) -> tuple[Any, ...]:
+    """Return the settings of an algorithm that a schedule does not change."""
+    return type(algorithm), *(
+        getattr(algorithm, one.name) for one in fields(algorithm) if one.name not in algorithm.decays
+    )
+
+
+def _with_steps(method: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """Return a phase of an algorithm whose step sizes are tensors, and these tensors.
+
+    A tensor without dimensions has the same effect on rows as the number, in every dtype of rows.
+    """
+    algorithm = copy(method.__self__)
+    steps = {
+        name: torch.tensor(value, dtype=torch.float64, device=device)
+        for name in algorithm.decays
+        if isinstance(value := getattr(algorithm, name, None), float)
+    }
+    for name, step in steps.items():
+        object.__setattr__(algorithm, name, step)  # settings are frozen
+    return getattr(algorithm, method.__name__), steps
 
 
 def _form(label: str, value: Any) -> Any:
