@@ -186,6 +186,9 @@ def test_the_guard_accepts_evidence_only():
     assert not is_worse(figures, -2.0)
     assert not is_worse({**figures, "evidence": 1.1}, -2.0, 1.0)
     assert is_worse({**figures, "evidence": 0.9}, -2.0, 1.0)  # not worse, but not surely better
+    sure = 2.1 * figures["gain_error"]
+    assert not is_worse({**figures, "evidence": 0.9, "gain": sure}, -2.0, 1.0)  # surely right more often
+    assert is_worse({**figures, "evidence": 0.9, "gain": 0.9 * sure}, -2.0, 1.0)
     assert is_worse({**figures, "evidence": 9.0, "gain": -0.03}, -2.0, 1.0)
     assert is_worse({**figures, "evidence": 9.0, "t": -2.1}, -2.0, 1.0)
 

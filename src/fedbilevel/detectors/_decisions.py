@@ -70,8 +70,9 @@ def is_worse(figures: Mapping[str, float], reject_below: float, accept_above: fl
     """Return whether the guard rejects: by the likelihood, by right answers, or for lack of evidence.
 
     A classifier that is unsure of noisy labels has a low likelihood even where it is right more often.
-    So a likelihood that is not lower is no evidence for the other classifier, and a few hundred right
-    answers hardly differ; the evidence is the calibrated likelihood.
+    So a likelihood that is not lower is no evidence for the other classifier. The evidence is the
+    calibrated likelihood, or right answers that are more by two standard errors.
     """
     lower = figures["t"] < reject_below or figures["gain"] < -figures["gain_error"]
-    return lower or figures.get("evidence", math.inf) < accept_above
+    lacking = figures.get("evidence", math.inf) < accept_above and figures["gain"] < 2 * figures["gain_error"]
+    return lower or lacking

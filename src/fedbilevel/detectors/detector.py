@@ -11,7 +11,7 @@ errors:
 
     t of the log-likelihood >= reject_below
     right answers: not fewer by more than a standard error
-    t of the calibrated log-likelihood >= accept_above
+    t of the calibrated log-likelihood >= accept_above, or more right answers by two standard errors
 
 Calibrated scores are multiplied by a temperature of their classifier, which maximises its likelihood
 of the held samples. Both classifiers have one, so the advantage of choosing it cancels.
