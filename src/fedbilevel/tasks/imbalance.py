@@ -169,9 +169,9 @@ class Imbalance(Task):
             "logit_adjustment": Rival(
                 "cross-entropy of logits shifted by log priors",
                 way(lambda z, batch: _entropy(z + shifts.to(z), batch)),
-                start=lambda label, y: {
+                start=lambda label, run: {
                     "x0": {"delta": torch.zeros(num_classes), "ell": shifts - shifts.mean()},
-                    "y0": y,
+                    "y0": run.y,
                 },
             ),
             "class_balanced": Rival(

@@ -175,7 +175,7 @@ class Regularisation(Task):
                 f"{title}, {len(_GRID)} values by validation samples",
                 {f"{weight:g}": _plain(built.problem, way(weight), built.clients) for weight in _GRID},
                 lambda label: _plain(built.problem, way(float(label)), pooled),
-                lambda label, y: {"x0": {"lambda": self._matched(float(label), y, power)}, "y0": y},
+                lambda label, run: {"x0": {"lambda": self._matched(float(label), run.y, power)}, "y0": run.y},
             )
 
         return {

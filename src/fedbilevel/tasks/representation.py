@@ -107,7 +107,7 @@ class Representation(Task):
                 lambda x, y, batch: score(y, batch) + batch["prior"],
             )
         )
-        return network_rivals(plain, adjusted, own, clients, num_classes, steps=(0.1, 0.3, 1.0), refit=True)
+        return network_rivals(plain, adjusted, own, clients, num_classes, refit=True)
 
     def _network(self) -> HyperRepresentation:
         return HyperRepresentation(
