@@ -3,8 +3,9 @@
 task        {name, settings}; repetition r uses the task's own `repeated(r)`
 figure      the task's figure by which rows are judged
 num_rounds  rounds of self_tuned, and of every single run of a rival
-method      "self_tuned" (by default), the name of a rival of the task, or "guarded"
-            (studies/guarded.py)
+method      "self_tuned" (by default), the name of a rival of the task, "guarded" (studies/guarded.py), or
+            "started": the bilevel answer of `guarded` beside the rivals at which it can start, so that
+            samples apart decide whether y is refitted
 rivals      names of the rivals among which "guarded" chooses; all by default
 options     fraction, batch_size, sampling, ... (runs/options.py)
 
@@ -86,8 +87,11 @@ def _solved(row: Mapping[str, Any], task: Task, method: str, repetition: int, de
         found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), **options)
         return {**found.figures, **found.costs, "bilevel": float(found.answer == "bilevel")}
     rivals = task.rivals()
+    if method == "started":
+        found = guarded(task, num_rounds=rounds, rivals=[name for name in rivals if rivals[name].start], **options)
+        return {**found.contenders["bilevel"].figures, **found.costs}
     if method not in rivals:
-        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", "guarded", *rivals])
+        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", "guarded", "started", *rivals])
     outcome = run_rival(rivals[method], num_rounds=rounds, **options)
     return {**outcome.figures, **outcome.costs} if outcome.figures else {}
 
