@@ -90,6 +90,7 @@ class FewShotEpisodes(Task):
         },
     }  # fmt: skip
     suggested_iterations = {"*": 200}
+    avoid = "a metric is enough for the episodes: ProtoNet needs no second level and fewer messages"
     headline = ("validation_accuracy", "test_accuracy")
     needs = {
         role: {"image": "all images of a character, (images, pixels), as bytes: 255 is ink"}

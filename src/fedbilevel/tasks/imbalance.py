@@ -100,6 +100,9 @@ class Imbalance(Task):
         "lfednest": {"lr_upper": 1.0, "num_lower_rounds": 3},
     }
     suggested_iterations = {"*": 200, "fedavg": 100, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    avoid = (
+        "the frequencies of the classes are known and only they differ: logit adjustment corrects them in closed form"
+    )
     headline = ("balanced_test_accuracy", "rarest_test_accuracy")
     needs = {
         "train": {"image": "one row of numbers per sample", "label": "its class from 0, the commonest first"},

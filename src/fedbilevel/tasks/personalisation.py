@@ -131,6 +131,7 @@ class Personalisation(Task):
     # 0.03. The networks of an ensemble or a mixture share the gradient.
     suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
     suggested_iterations = {"*": 100}
+    avoid = "clients differ only in label frequencies or in the scale of inputs, which each client corrects by itself"
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = {
         "train": {"image": "one row of numbers per sample", "label": "its class from 0"},

@@ -75,6 +75,7 @@ class Representation(Task):
         "fedbio_local": {"u": "local"},
     }
     suggested_iterations = {"*": 100}
+    avoid = "all clients share one distribution: FedAvg on the whole network then learns more from the same samples"
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = HyperRepresentation.needs
     measures = {"test": {"image": "as in train", "label": "its class: for test_accuracy and how it differs by client"}}
