@@ -51,7 +51,8 @@ def run(jobs: Sequence[Job], folder: Path, *, processes: int, limit: float) -> l
     """Run the jobs that have no result, and return the outcomes until the time limit."""
     folder.mkdir(parents=True, exist_ok=True)
     done, end = {job.key for job, _ in results(jobs, folder)}, time.monotonic() + limit
-    left, found = [(job, folder) for job in ordered(jobs) if job.key not in done], []
+    left = [(job, folder) for job in ordered(jobs) if job.key not in done]
+    found: list[Outcome] = []
     print(f"{len(done)} of {len(jobs)} jobs are done, {len(left)} are left", flush=True)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # read by the processes that start now
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/worth"))
     given = parser.parse_args(arguments)
-    some = {name: [one for one in getattr(given, name).split(",") if one] for name in ("panels", "rows")}
-    jobs = read(given.experiment).jobs(**some, repetitions=given.repetitions)
+    panels, rows = ([one for one in text.split(",") if one] for text in (given.panels, given.rows))
+    jobs = read(given.experiment).jobs(panels=panels, rows=rows, repetitions=given.repetitions)
     found = run(jobs, given.out, processes=given.processes, limit=given.limit)
     for one in found:
         if one.error:

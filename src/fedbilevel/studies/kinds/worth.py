@@ -59,8 +59,9 @@ def run(
 ) -> RowOutcome:
     given.check(row, KNOWN, needs=("task", "figure", "num_rounds"))
     name, method, begun = row["task"].get("name"), row.get("method", "self_tuned"), time.process_time()
-    method = _OURS.get(name, method) if method == "self_tuned" else method
+    method = _OURS.get(str(name), method) if method == "self_tuned" else method
     say(f"{name} by {method}")
+    last: Mapping[str, float]
     if name == "data_cleaning":
         last = _cleaned(row, method, repetition=repetition, folder=folder, device=device, say=say)
     elif name == "influence":
