@@ -72,8 +72,9 @@ def run(
         raise ExperimentError(f"{name} does not measure {row['figure']!r}: name one of {', '.join(last)}.")
     if not last:  # every way of a rival diverged
         return RowOutcome({"diverged": 1.0}, [])
-    paid = {name: float(last[name]) for name in ("rounds", "megabytes", "bilevel", "f1") if name in last}
-    figures = {"figure": float(last[row["figure"]]), **paid, "cpu_seconds": time.process_time() - begun}
+    figures = {"figure": float(last[row["figure"]])}
+    figures |= {key: float(last[key]) for key in ("rounds", "megabytes", "bilevel", "f1") if key in last}
+    figures["cpu_seconds"] = time.process_time() - begun
     return RowOutcome(figures, [figures])
 
 
