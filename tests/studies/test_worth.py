@@ -111,7 +111,7 @@ def test_every_row_of_the_experiment_is_a_way_to_solve_its_task():
     rivals = {}
     for job in one.jobs(repetitions=1):
         worth.given.check(job.settings, worth.KNOWN, needs=("task", "figure", "num_rounds"))
-        assert job.settings["task"]["data_seed"] == 50  # choices saw 0 to 2
+        assert job.settings["task"]["data_seed"] >= 50  # choices saw 0 to 4
         task, method = worth.given.task(job.settings["task"]), job.settings.get("method", "self_tuned")
         if task.name() == "influence":
             known = {"self_tuned", *NAMES}
