@@ -683,3 +683,20 @@ def test_few_shot_episodes_compares_the_task_with_its_rivals(tmp_path, capsys):
     tried = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")][1:]
     assert rows[1]["upper_loss"] == min(row["upper_loss"] for row in tried)
     assert len(tried) == 2
+
+
+def test_jobs_of_worth_resume_and_keep_results_at_the_time_limit(tmp_path, capsys):
+    from benchmarks import worth_jobs
+
+    one = worth_jobs.read("worth")
+    jobs = one.jobs(quick=True, panels=["imbalance-digits"], rows=["self-tuned", "plain", "guarded"])
+    assert [(job.repetition, job.row) for job in worth_jobs.ordered(jobs)] == [
+        (r, row) for r in (0, 1) for row in ("guarded", "self-tuned", "plain")
+    ]
+    plain = [job for job in jobs if job.row == "plain"]
+    broken = dataclasses.replace(plain[0], row="broken", settings={**plain[0].settings, "figure": "nothing"})
+    found = worth_jobs.run([*plain, broken], tmp_path, processes=2, limit=300)
+    assert {one.key: bool(one.error) for one in found} == {plain[0].key: False, plain[1].key: False, broken.key: True}
+    assert worth_jobs.run(plain, tmp_path, processes=1, limit=300) == []  # all are done
+    assert worth_jobs.run(jobs, tmp_path, processes=1, limit=0.0) == []
+    assert "the time is up: 4 jobs are left" in capsys.readouterr().out

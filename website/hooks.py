@@ -15,7 +15,7 @@ for place in (ROOT, ROOT / "src"):
 from mkdocs.structure.files import File, Files  # noqa: E402
 
 import fedbilevel  # noqa: E402
-from website import algorithm_pages, curves, mathematics  # noqa: E402
+from website import algorithm_pages, curves, mathematics, task_pages  # noqa: E402
 from website.svg import DARK, LIGHT, variables  # noqa: E402
 
 FROM_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "how-to/write-an-algorithm.md"}
@@ -29,15 +29,19 @@ TABLE = "<!-- all algorithms -->"
 
 
 def on_config(config: Any) -> Any:
-    """Add a page for every discovered algorithm to the navigation."""
+    """Add pages of all algorithms, and of all tasks of the experiment worth, to the navigation."""
     section = next(part["Algorithms"] for part in config["nav"] if "Algorithms" in part)
     section += ["algorithms/index.md", *({name: f"algorithms/{name}.md"} for name in curves.algorithms())]
+    tasks = next(part["Tasks"] for part in config["nav"] if "Tasks" in part)
+    tasks += [{name: f"tasks/{name}.md"} for name in task_pages.names()]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     made = {f"algorithms/{name}.md": algorithm_pages.page(name) for name in curves.algorithms()}
     made["algorithms/index.md"] = algorithm_pages.index()
+    made |= {f"tasks/{name}.md": task_pages.page(name) for name in task_pages.names()}
+    made["tasks/index.md"] = task_pages.index()
     made["reference/api.md"] = api_page()
     made["reference/errors.md"] = errors_page()
     made["stylesheets/colours.css"] = (

@@ -56,6 +56,34 @@ def test_where_own_heads_lower_the_likelihood_the_shared_network_is_used() -> No
     assert not np.array_equal(found.predict(0, image), found.predict(0, image, model="own"))
 
 
+@pytest.mark.parametrize(
+    ("gain", "error", "chosen"), [(0.1, 0.049, "own"), (0.1, 0.051, "shared"), (0.0, 0.0, "shared")]
+)
+def test_own_heads_need_a_gain_of_two_standard_errors(gain: float, error: float, chosen: str) -> None:
+    found = dataclasses.replace(fitted(), gain=gain, error=error)
+    assert found.chosen == chosen
+    assert f"by {gain:+.3f} (standard error {error:.3f})" in found.sentence
+
+
+def test_the_gain_is_the_mean_over_judging_samples_with_its_standard_error() -> None:
+    """Heads of the outcome have used the judge's samples, so an outcome that kept the shared network is looked at."""
+    rng = np.random.default_rng(0)
+    data = [{"train": {"image": rng.standard_normal((40, 5)), "label": np.arange(40) % 2}} for _ in range(4)]
+    found = fb.personalise(data, num_rounds=ROUNDS, num_hidden=4)
+    assert found.chosen == "shared"
+    gains = []
+    for i, judged in enumerate(found.judged):
+        image, label = torch.as_tensor(judged["image"]), torch.as_tensor(judged["label"])
+        losses = [
+            torch.nn.functional.cross_entropy(found.score(weights, {"image": image}), label, reduction="none")
+            for weights in (found.shared, {**found.body, **found.heads[i]})
+        ]
+        gains.append((losses[0] - losses[1]).double().numpy())
+    every = np.concatenate(gains)
+    assert found.gain == pytest.approx(every.mean(), abs=1e-5)
+    assert found.error == pytest.approx(every.std(ddof=1) / np.sqrt(len(every)), rel=1e-3)
+
+
 def test_judging_samples_are_in_no_other_part_and_every_sample_is_in_one() -> None:
     for split, one in zip(_prepared(clients(), 3)[0], clients(), strict=True):
         parts = [[row.tobytes() for row in part["image"]] for part in split]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.errors import SettingError
+from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.problem.problem import Scopes
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.tasks.regularisation import Regularisation, _losses
@@ -44,9 +45,9 @@ def test_samples_are_judged_by_runs_that_did_not_see_them():
     Watched.seen.clear()
     found = fb.guarded(Watched(**SMALL), num_rounds=20, seed=3)
     whole = Regularisation(**SMALL).build().clients
-    *folds, last = Watched.seen
+    first, *folds = Watched.seen
     assert [len(clients[0]["val"]["label"]) for clients in folds] == [12] * 4
-    assert [client["val"]["label"].tolist() for client in last] == [c["val"]["label"].tolist() for c in whole]
+    assert [client["val"]["label"].tolist() for client in first] == [c["val"]["label"].tolist() for c in whole]
     expected = []
     for kept in folds:
         apart = []
@@ -99,11 +100,54 @@ def test_the_bilevel_run_starts_at_the_best_rival():
     task = Regularisation(**SMALL, l2=0.0)
     y = {"weight": torch.tensor([0.5, -0.2, 0.0, 1.0, -2.0]), "bias": torch.tensor([0.3])}
     for name, gradient in (("l2_grid", lambda w: 0.03 * w), ("l1_grid", lambda w: 0.03 * w / (w**2 + 1e-4).sqrt())):
-        start = task.rivals()[name].start("0.03", y)
+        start = task.rivals()[name].start("0.03", SimpleNamespace(y=y))
         decay = task.decay(start["x0"])[:5]
         expected = gradient(y["weight"])
         torch.testing.assert_close(decay * y["weight"], expected, rtol=1e-4, atol=1e-6)
         assert start["y0"] is y
+
+
+def test_rivals_are_tuned_once_and_keep_their_settings_in_every_fold():
+    found = fb.guarded(Regularisation(**SMALL), num_rounds=10, rivals=["l2_grid"])
+    assert sorted(found.contenders) == ["bilevel", "l2_grid"]
+    # seven values and a refit, then a refit alone in each of four folds; bilevel run and refit five times
+    assert found.costs["rounds"] == 10 * (8 + 4 + 2 * 5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnMeans(Task):
+    """Every client has a y of its own, mean(b) / (1 + exp(x)) over its training samples."""
+
+    shift: float = 100.0
+
+    def build(self):
+        rng = np.random.default_rng(0)
+        clients = [
+            {"train": {"b": c + np.array([0.0, 2.0])}, "val": {"b": c + rng.standard_normal(12)}}
+            for c in (-3.0, 0.0, 5.0)
+        ]
+        problem = fb.Problem(
+            upper=lambda x, y, batch: (y["w"] - batch["b"]) ** 2,
+            lower=lambda x, y, batch: (y["w"] - batch["b"]) ** 2 + x["a"].exp() * y["w"] ** 2,
+            x0={"a": torch.tensor(-3.0)}, y0={"w": torch.zeros(())}, scopes=Scopes(lower="local"),
+        )  # fmt: skip
+        return Built(problem, clients)
+
+    def rivals(self):
+        problem, clients = self.build()
+        far = dataclasses.replace(problem, lower=lambda x, y, batch: (y["w"] - self.shift - 0 * batch["b"]) ** 2)
+        return {"far": Rival("a distant place", {"one": Way(far, clients)})}
+
+
+def test_own_lower_variables_are_refitted_on_training_and_validation_samples():
+    """Training samples are one too large on average, so that held-out samples ask for the refit."""
+    found = fb.guarded(OwnMeans(), num_rounds=40, num_folds=3, dtype=torch.float64)
+    assert found.answer == "bilevel"
+    clients = OwnMeans().build().clients
+    shrinkage = 1 + float(found.result.x["a"].exp())
+    for own, client in zip(found.result.y, clients, strict=True):
+        expected = np.concatenate([client["train"]["b"], client["val"]["b"]]).mean() / shrinkage
+        assert float(own["w"]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_what_cannot_be_guarded_is_refused():
@@ -112,6 +156,8 @@ def test_what_cannot_be_guarded_is_refused():
     with pytest.raises(SettingError, match="quadratic has no rival that ends well: use solve"):
         fb.guarded(Quadratic(), num_rounds=2)
     task = Regularisation(**SMALL)
+    with pytest.raises(UnknownNameError, match="no rival of regularisation named 'l3'"):
+        fb.guarded(task, num_rounds=2, rivals=["l3"])
     built = task.build()
     one = [{**client, "val": {name: value[:1] for name, value in client["val"].items()}} for client in built.clients]
     with pytest.raises(SettingError, match="no client has two validation samples, so that none can be left out"):

@@ -14,6 +14,7 @@ from fedbilevel.data.sets.digits import digits
 from fedbilevel.data.sets.hapt import hapt, summaries
 from fedbilevel.errors import DataError, ProblemError
 from fedbilevel.oracle.population import Population
+from fedbilevel.studies.rivals import run_rival
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from fedbilevel.tasks.representation import Representation, _in_time
 from fedbilevel.tasks.task import Shapes
@@ -169,6 +170,40 @@ def test_every_rival_runs_and_measures_the_figures_of_the_task_on_its_test_sampl
                     one.problem, one.clients, one.algorithm, num_iterations=1, residuals=False, **one.settings
                 )
             assert set(task.headline) <= set(result.final), name
+
+
+def test_the_exact_own_head_is_at_its_minimum_on_the_body_of_fedavg():
+    """At the answer, the gradient of every client's loss by its head is zero, in plain numpy."""
+    task = Representation(**SMALL, l2=0.02)
+    rival = task.rivals()["own_head"]
+    label = next(name for name in rival.ways if name.endswith("l2 +0.03"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a few samples of two labels
+        found = run_rival(rival._replace(ways={label: rival.ways[label]}), num_rounds=60, dtype=torch.float64)
+        first = fb.solve(
+            *(plain := rival.refit(label))[:2], plain.algorithm, num_rounds=60, residuals=False, dtype=torch.float64,
+            **plain.settings,
+        )  # fmt: skip
+    assert found.costs["rounds"] == 120  # both runs of the refit
+    body = {name: first.y[name].numpy() for name in task.build().problem.x0}
+    for own, client, before in zip(found.result.y, found.way.clients, task.build().clients, strict=True):
+        assert len(client["train"]["label"]) == sum(len(before[role]["label"]) for role in ("train", "val"))
+        z = np.maximum(client["train"]["image"] @ body["hidden.weight"].T + body["hidden.bias"], 0)
+        weight, bias = own["head.weight"].numpy(), own["head.bias"].numpy()
+        scores = z @ weight.T + bias
+        chance = np.exp(scores - scores.max(1, keepdims=True))
+        residual = (chance / chance.sum(1, keepdims=True) - np.eye(10)[client["train"]["label"]]) / len(z)
+        assert np.abs(residual.T @ z + 0.05 * weight).max() < 1e-4  # l2 of the task and 0.03
+        assert np.abs(residual.sum(0) + 0.05 * bias).max() < 1e-4
+    start = rival.start(label, found.result)
+    assert all(np.allclose(start["x0"][name], leaf) for name, leaf in body.items())
+    np.testing.assert_allclose(
+        start["y0"]["head.bias"], np.mean([own["head.bias"].numpy() for own in found.result.y], 0), rtol=1e-6
+    )
+
+
+def test_every_rival_has_as_many_trials_as_the_others():
+    assert {len(rival.ways) for rival in Representation(**SMALL).rivals().values()} == {8}
 
 
 def test_the_settings_of_the_papers_are_those_of_the_other_task():

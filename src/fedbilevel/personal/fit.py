@@ -16,7 +16,7 @@ from fedbilevel.algorithms.self_tuned import SelfTuned
 from fedbilevel.data.partition import split_validation
 from fedbilevel.errors import ProblemError, ProblemWarning, RecoveryWarning, SettingError
 from fedbilevel.federation.algorithm import Cohort
-from fedbilevel.personal.outcome import Personalised, Scale
+from fedbilevel.personal.outcome import Personalised, Scale, surely
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.runs.result import Result
@@ -63,7 +63,7 @@ def personalise(
     The upper level learns s, which is how far clients may differ, on samples that the heads have not
     seen. s is one number, so this costs next to nothing. At last every client fits its head to all
     its samples, without a message. Samples that no step has seen decide whether the own heads are
-    used: if they do not raise the likelihood, `predict` uses the shared network. All messages
+    used: unless they raise the likelihood by two standard errors, `predict` uses the shared network. All messages
     together are at most three times those of `num_rounds` rounds of FedAvg.
 
     clients: one dict per client. `train` has `image`, one row or array of numbers per sample, and
@@ -110,13 +110,14 @@ def personalise(
     strength = float(learned.x["log_strength"].exp())
     heads = [_head(head, strength, some[:2]) for some in rows]
     gains = [_likelihoods(own, some[2]) - _likelihoods(head, some[2]) for own, some in zip(heads, rows, strict=True)]
-    gain = float(np.concatenate(gains).mean())
-    if gain > 0:  # the judge's samples have decided, and heads may use them
+    every = np.concatenate(gains)
+    gain, error = float(every.mean()), float(every.std(ddof=1) / np.sqrt(len(every))) if len(every) > 1 else np.inf
+    if surely(gain, error):  # the judge's samples have decided, and heads may use them
         heads = [_head(head, strength, some) for some in rows]
     scale_floats = len(clients) * 2 * (2 * scale.mean.size + 1)  # sums up, and the scale down
     return Personalised(
         names=named, score=score, scale=scale, body=body, heads=heads, shared=shared, strength=strength,
-        gain=gain,
+        gain=gain, error=error,
         judged=[split.judge for split in splits], tested=tests,
         megabytes=plain.final["megabytes"] + learned.final["megabytes"] + 4e-6 * scale_floats, runs=(plain, learned),
     )  # fmt: skip

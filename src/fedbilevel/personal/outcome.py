@@ -36,12 +36,18 @@ class Scale(NamedTuple):
         return np.asarray((images - self.mean) / self.spread, np.float32)
 
 
+def surely(gain: float, error: float) -> bool:
+    """Return whether a gain is above two standard errors."""
+    return gain > 2 * error
+
+
 @dataclass(frozen=True)
 class Personalised:
     """The outcome of `personalise`.
 
-    chosen: "own" if own heads raise the likelihood of samples that no step has seen, else "shared".
-    gain: the mean gain in log-likelihood of own heads on those samples.
+    chosen: "own" if own heads raise the likelihood of samples that no step has seen by two standard
+        errors, else "shared".
+    gain, error: the mean gain in log-likelihood of own heads on those samples, and its standard error.
     strength: learned weight of the squared distance between own heads and the shared head.
     shared, body, heads: the network of FedAvg, its hidden layers, and the head of every client, which
         belongs to its client.
@@ -65,6 +71,7 @@ class Personalised:
     shared: Mapping[str, Tensor]
     strength: float
     gain: float
+    error: float
     judged: Sequence[Mapping[str, np.ndarray]]
     tested: Sequence[Mapping[str, np.ndarray] | None]
     megabytes: float
@@ -72,7 +79,7 @@ class Personalised:
 
     @property
     def chosen(self) -> str:
-        return "own" if self.gain > 0 else "shared"
+        return "own" if surely(self.gain, self.error) else "shared"
 
     def predict(self, client: int | str, images: Any, *, model: str | None = None) -> np.ndarray:
         """Return the classes of images of one client, in the form in which they were given.
@@ -112,7 +119,10 @@ class Personalised:
     def sentence(self) -> str:
         """Return what was chosen and why, in one sentence."""
         what = "own heads are used" if self.chosen == "own" else "the shared network is used"
-        return f"{what}: on samples that no step has seen, own heads change the log-likelihood by {self.gain:+.3f}."
+        return (
+            f"{what}: on samples that no step has seen, own heads change the log-likelihood by {self.gain:+.3f} "
+            f"(standard error {self.error:.3f})."
+        )
 
     def __str__(self) -> str:
         return self.sentence

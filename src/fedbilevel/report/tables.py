@@ -20,7 +20,7 @@ from fedbilevel.studies.influence.result import PAPER, Instance, Study
 from fedbilevel.studies.reproduce import Figure
 from fedbilevel.studies.tune import Chosen
 from fedbilevel.studies.tuned import Tuned, listed
-from fedbilevel.studies.verdicts import Verdict, recorded_values, verdicts
+from fedbilevel.studies.verdicts import Verdict, judges, recorded_values, verdicts
 
 
 def outcomes(title: str, rows: Mapping[str, Mapping[str, Any]], headline: Sequence[str]) -> Table:
@@ -153,7 +153,7 @@ def instances(title: str, rows: Sequence[Instance]) -> Table:
 def reproduction(
     experiment: Experiment,
     means: Mapping[tuple[str, str], Mapping[str, Any]],
-    judged: Mapping[tuple[str, str], Verdict] = MappingProxyType({}),
+    judged: Mapping[tuple[str, str, str], Verdict] = MappingProxyType({}),
 ) -> list[Table]:
     """Make a table per panel: our mean +- deviation (the paper's value; the difference)."""
     tables = []
@@ -167,17 +167,16 @@ def reproduction(
         table.add_column("")
         for heading in experiment.figures.values():
             table.add_column(heading, justify="right")
-        is_judged = any(place == panel for place, _ in judged)
-        if is_judged:
-            table.add_column(_against(experiment))
+        chosen = _judges(experiment, panel, judged)
+        for one in chosen:
+            table.add_column(_against(experiment, one))
         for (place, row), figures in means.items():
             if place == panel:
                 theirs = experiment.paper(panel, row)
                 cells = [
                     _beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()
                 ]
-                word = [judged[panel, row].shown() if (panel, row) in judged else "-"] if is_judged else []
-                table.add_row(experiment.row_title(row), *cells, *word)
+                table.add_row(experiment.row_title(row), *cells, *_words(judged, panel, row, chosen))
         tables.append(table)
     return tables
 
@@ -194,32 +193,11 @@ def recorded(experiment: Experiment) -> str:
         f"{experiment.content['source']}. `fedbilevel reproduce {experiment.name}`",
         "",
     ]
-    found = verdicts(experiment, recorded_values(experiment)) if "verdict" in experiment.content else {}
-    last = [_against(experiment)] if found else []
     for panel in experiment.content["panels"]:
         rows = {row: result[panel][row] for row in experiment.content["rows"] if row in result.get(panel, {})}
         if not rows:
             continue
-        lines += [
-            f"**{experiment.panel_title(panel)}**",
-            "",
-            "| | " + " | ".join([*experiment.figures.values(), *last, "repetitions"]) + " |",
-        ]
-        lines.append("|---" * (len(experiment.figures) + len(last) + 2) + "|")
-        for row, entry in rows.items():
-            figures = {
-                name: Figure(**value)
-                for name, value in {
-                    **entry["figures"],
-                    "repetitions": {"mean": 1.0, "deviation": 0.0, "runs": entry["repetitions"]},
-                }.items()
-            }
-            theirs = experiment.paper(panel, row)
-            cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
-            word = [found[panel, row].shown() if (panel, row) in found else "-"] if found else []
-            lines.append(
-                "| " + " | ".join([experiment.row_title(row), *cells, *word, str(entry["repetitions"])]) + " |"
-            )
+        lines += [f"**{experiment.panel_title(panel)}**", "", *panel_table(experiment, panel)]
         if (experiment.path.parent / f"{panel}.png").exists():
             lines += ["", f"![{experiment.panel_title(panel)}]({experiment.name}/{panel}.png)"]
         places = {(entry["commit"], entry["machine"], entry["time"][:10]) for entry in rows.values()}
@@ -231,9 +209,35 @@ def recorded(experiment: Experiment) -> str:
     return "\n".join(lines)
 
 
-def _against(experiment: Experiment) -> str:
-    """Return the heading of verdicts."""
-    return f"{experiment.row_title(experiment.content['verdict']['row'])} against this row"
+def panel_table(experiment: Experiment, panel: str) -> list[str]:
+    """Return the lines of the Markdown table of a panel's recorded results."""
+    result = experiment.content.get("result", {}).get(panel, {})
+    rows = {row: result[row] for row in experiment.content["rows"] if row in result}
+    found = verdicts(experiment, recorded_values(experiment))
+    chosen = _judges(experiment, panel, found)
+    headings = [*experiment.figures.values(), *(_against(experiment, one) for one in chosen), "repetitions"]
+    lines = ["| | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
+    for row, entry in rows.items():
+        own = {**entry["figures"], "repetitions": {"mean": 1.0, "deviation": 0.0, "runs": entry["repetitions"]}}
+        figures, theirs = {name: Figure(**value) for name, value in own.items()}, experiment.paper(panel, row)
+        cells = [_beside(figures, theirs.get(name), name, heading) for name, heading in experiment.figures.items()]
+        words = [*_words(found, panel, row, chosen), str(entry["repetitions"])]
+        lines.append("| " + " | ".join([experiment.row_title(row), *cells, *words]) + " |")
+    return lines
+
+
+def _judges(experiment: Experiment, panel: str, judged: Mapping[tuple[str, str, str], Verdict]) -> list[str]:
+    """Return the rows with verdicts in this panel."""
+    return [one for one in judges(experiment) if any((place, by) == (panel, one) for place, _, by in judged)]
+
+
+def _words(judged: Mapping[tuple[str, str, str], Verdict], panel: str, row: str, chosen: Sequence[str]) -> list[str]:
+    return [judged[panel, row, one].shown() if (panel, row, one) in judged else "-" for one in chosen]
+
+
+def _against(experiment: Experiment, chosen: str) -> str:
+    """Return the heading of the verdicts on a row."""
+    return f"{experiment.row_title(chosen)} against this row"
 
 
 def tuning(chosen: Chosen, experiment: Experiment, num_listed: int = 5) -> Table:

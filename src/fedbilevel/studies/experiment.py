@@ -9,8 +9,8 @@ The file states the runs, the figures that the paper printed, and the last recor
                             in per cent if the heading ends with ", %"
     [plot]                  x and y of the lines, and which axes are logarithmic;
                             kind = "points" for prediction against truth
-    [verdict]               row and figure: whether this row wins, ties or loses against each other row,
-                            by that figure over repetitions (studies/verdicts.py)
+    [verdict]               rows and figure: whether each of these rows wins, ties or loses against the
+                            other rows, by that figure over repetitions (studies/verdicts.py)
     extends, select         an experiment to start from, and which of its panels and rows:
                             select = {panels = [...], rows = [...]}
     [settings]              settings of all rows

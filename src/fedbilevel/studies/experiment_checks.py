@@ -42,7 +42,7 @@ _ROW = {
     "paper": "table",
 }
 _PLOT = {"x": "text", "y": "text", "log": "names", "kind": "text"}
-_VERDICT = {"row": "text", "figure": "text"}
+_VERDICT = {"rows": "names", "figure": "text"}
 _QUICK = {"repetitions": "whole", "rows": "names", "panels": "names", "settings": "table"}
 _SELECT = {"panels": "names", "rows": "names"}
 _NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9_.+=-]*")  # names are parts of file names, joined by --
@@ -95,8 +95,8 @@ def check_names(path: Path, content: Tree) -> None:
         )
     judged = content.get("verdict", {})
     if judged and set(judged) != set(_VERDICT):
-        raise ExperimentError(f"{path}: verdict is {judged}, expected a row and a figure.")
-    among(path, "verdict.row", [judged["row"]] if judged else [], content["rows"])
+        raise ExperimentError(f"{path}: verdict is {judged}, expected rows and a figure.")
+    among(path, "verdict.rows", judged.get("rows", []), content["rows"])
     among(path, "verdict.figure", [judged["figure"]] if judged else [], content["figures"])
     panels, rows, quick = content["panels"], content["rows"], content.get("quick", {})
     for name, one in rows.items():

@@ -1,14 +1,17 @@
 """Never worse than the plain way: a bilevel run beside the task's rivals, and a choice by samples apart.
 
-The validation samples of every client are divided into folds. Without one fold at a time, the rivals
-run, and the bilevel run: it starts at the best rival that says where x and y could start
-(`Rival.start`), so that it begins at the plain practice. Where validation samples can serve for
-training, y is also trained once more with the learned x on training and validation samples. The
-samples of the fold, which no run of the fold saw, judge all answers by their upper loss.
+First all runs see all samples: the rivals, each tuned by validation samples, and the bilevel run. It
+starts at the best rival that says where x and y could start (`Rival.start`), so that it begins at the
+plain practice. Where validation samples can serve for training, y is also trained once more with the
+learned x on training and validation samples: one y of all clients, or a y of every client's own.
+
+Then the validation samples of every client are divided into folds, and everything is repeated without
+one fold at a time. Rivals keep the settings by which they were tuned, so their tuning has seen the
+fold, which favours them. The samples of the fold judge all answers by their upper loss.
 
 Over all folds, they choose the best rival, and whether y is refitted. The answer is the rival,
-unless the bilevel answer is better by more than one standard error of the paired difference. At last
-all runs are repeated with all samples. Test samples have no influence.
+unless the bilevel answer is better by more than one standard error of the paired difference. Test
+samples have no influence.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fedbilevel.columns import figures_of
-from fedbilevel.errors import ProblemWarning, SettingError
+from fedbilevel.errors import ProblemWarning, SettingError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.holdings import fields_of
@@ -95,10 +99,19 @@ class Guarded:
         return f"<{self.sentence}>"
 
 
-def guarded(task: Task, *, num_rounds: int, num_folds: int = 4, seed: int = 0, **options: Any) -> Guarded:
+def guarded(
+    task: Task,
+    *,
+    num_rounds: int,
+    num_folds: int = 4,
+    rivals: Sequence[str] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Guarded:
     """Run self_tuned and the rivals of a task, and choose by validation samples that runs did not see.
 
     num_folds: parts of the validation samples; everything runs once without each, and once with all.
+    rivals: names of the task's rivals that take part; None: all.
     options: further keywords of `solve`.
 
     >>> import fedbilevel as fb
@@ -112,23 +125,19 @@ def guarded(task: Task, *, num_rounds: int, num_folds: int = 4, seed: int = 0, *
     num_folds = whole_number("num_folds", num_folds, 2)
     built, options = task.build(), {"residuals": False, **options, "num_rounds": num_rounds, "seed": seed}
     folds = [_divided(client, Stream(seed), i, num_folds) for i, client in enumerate(built.clients)]
+    if not any(len(next(iter(apart.values()))) for own in folds for _, apart in own):
+        raise SettingError("no client has two validation samples, so that none can be left out: give more.")
     paid = dict.fromkeys(_COSTS, 0.0)
+    whole, tuned = _contest(task.with_built(built), options, paid, _Tuned(rivals))
     losses: dict[str, list[np.ndarray]] = {}
     for k in range(num_folds):
         kept, apart = [own[k][0] for own in folds], [own[k][1] for own in folds]
-        for name, one in _contest(task.with_built(Built(built.problem, kept)), options, paid).items():
+        found, _ = _contest(task.with_built(Built(built.problem, kept)), options, paid, tuned)
+        for name, one in found.items():
             losses.setdefault(name, []).append(_losses(one.problem, one.result, apart))
     held = {name: np.concatenate(parts) for name, parts in losses.items() if len(parts) == num_folds}
-    if not all(map(len, held.values())):
-        raise SettingError("no client has two validation samples, so that none can be left out: give more.")
-    final = {
-        name: one._replace(losses=held[name])
-        for name, one in _contest(task.with_built(built), options, paid).items()
-        if name in held
-    }
+    final = {name: one._replace(losses=held[name]) for name, one in whole.items() if name in held}
     plain = [name for name in final if name not in _BILEVEL]
-    if not plain:
-        raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
     best = min(plain, key=lambda name: final[name].held_loss)
     bilevel = min((final[name] for name in _BILEVEL if name in final), key=lambda one: one.held_loss)
     gaps = bilevel.losses - final[best].losses
@@ -138,30 +147,49 @@ def guarded(task: Task, *, num_rounds: int, num_folds: int = 4, seed: int = 0, *
     return Guarded(answer, best, contenders, float(gaps.mean()), error, paid)
 
 
-def _contest(task: Task, options: Mapping[str, Any], paid: dict[str, float]) -> dict[str, Contender]:
+class _Tuned(NamedTuple):
+    """What the runs on all samples chose: the rivals and their labels, and the rival to start from."""
+
+    names: Sequence[str] | None = None
+    labels: Mapping[str, str] = MappingProxyType({})
+    first: str | None = None
+
+
+def _contest(
+    task: Task, options: Mapping[str, Any], paid: dict[str, float], tuned: _Tuned
+) -> tuple[dict[str, Contender], _Tuned]:
     """Run the rivals of a task, then the bilevel run and its refit, and add their costs to `paid`."""
-    (problem, clients), plans = task.build(), task.rivals()
+    (problem, clients), plans = task.build(), dict(task.rivals())
+    for name in tuned.names or ():
+        if name not in plans:
+            raise UnknownNameError(f"rival of {task.name()}", name, plans)
+    plans = {
+        name: rival._replace(ways={label: rival.ways[label]}) if (label := tuned.labels.get(name)) else rival
+        for name, rival in plans.items()
+        if tuned.names is None or name in tuned.names
+    }
     rivals = {name: run_rival(rival, **options) for name, rival in plans.items()}
     good = {name: one for name, one in rivals.items() if one.result is not None and one.failed is None}
+    if not good:
+        raise SettingError(f"the task {task.name()} has no rival that ends well: use solve() instead.")
     found = {
         name: Contender(one.way.problem, one.result, one.figures)
         for name, one in good.items()
         if one.result is not None
     }
     starts = [name for name, one in good.items() if plans[name].start is not None and one.tried]
-    if starts:
-        first = min(starts, key=lambda name: min(good[name].tried.values()))
-        start = plans[first].start
-        assert start is not None
-        problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result.y))
+    first = tuned.first or min(starts, key=lambda name: min(good[name].tried.values()), default=None)
+    if first in found and (start := plans[first].start) is not None:
+        problem = dataclasses.replace(problem, **start(good[first].chosen, found[first].result))
     runs = {"bilevel": solve(problem, clients, "self_tuned", **options)}
-    x, y = _common(runs["bilevel"].x), runs["bilevel"].y
-    if x is not None and isinstance(y, Mapping) and _alike(clients):
+    x = _common(runs["bilevel"].x)
+    if x is not None and _alike(clients):
         runs["bilevel, refitted"] = _refitted(dataclasses.replace(problem, x0=x), clients, options)
     for costs in (*(one.costs for one in rivals.values()), *(one.final for one in runs.values())):
         for name in _COSTS:
             paid[name] += float(costs[name])
-    return found | {name: Contender(problem, one, _figures(one)) for name, one in runs.items()}
+    found |= {name: Contender(problem, one, _figures(one)) for name, one in runs.items()}
+    return found, _Tuned(list(good), {name: one.chosen for name, one in good.items()}, first)
 
 
 def _refitted(problem: Problem, clients: Sequence[Holdings], options: Mapping[str, Any]) -> Result:

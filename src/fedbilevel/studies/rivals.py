@@ -57,22 +57,32 @@ def run_rival(rival: Rival, *, num_rounds: int, callbacks: tuple[Callback, ...] 
     if not rival.ways:
         raise ProblemError(f"the rival {rival.title!r} has no way: give at least one run.")
     ways = rival.ways if rival.refit is None or len(rival.ways) > 1 else {}  # a single way needs no choice
-    found: dict[str, tuple[Way, Result | str]] = {}
+    found: dict[str, list[tuple[Way, Result | str]]] = {}
     for label, way in ways.items():
-        found[label] = (way, _run(way, callbacks, num_rounds, options, short=rival.refit is not None))
-    tried = {label: _loss(result) for label, (_, result) in found.items()}
+        found[label] = _runs(way, callbacks, num_rounds, options, short=rival.refit is not None)
+    tried = {label: _loss(runs[-1][1]) for label, runs in found.items()}
     chosen = min(tried, key=tried.__getitem__) if tried else next(iter(rival.ways))
     if rival.refit is not None:
-        last = rival.refit(chosen)
-        answer = _run(last, callbacks, num_rounds, options, short=False)
+        runs = _runs(rival.refit(chosen), callbacks, num_rounds, options, short=False)
     else:
-        last, answer = found.pop(chosen)
-    before = [result for _, result in found.values() if isinstance(result, Result)]
+        runs = found.pop(chosen)
+    *first, (last, answer) = runs
+    before = [one for own in (first, *found.values()) for _, one in own if isinstance(one, Result)]
     if isinstance(answer, str):
         return RivalOutcome(rival.title, chosen, last, None, [], tried, answer)
     failed = answer.ending.why if answer.stopped == "failed" else None
     rows = [*answer.rows[:-1], answer.final]
     return RivalOutcome(rival.title, chosen, last, answer, [_paid(row, before) for row in rows], tried, failed)
+
+
+def _runs(
+    way: Way, callbacks: tuple[Callback, ...], num_rounds: int, options: Mapping[str, Any], *, short: bool
+) -> list[tuple[Way, Result | str]]:
+    """Return the runs of a way, which ends at the first that diverges."""
+    result = _run(way, callbacks, num_rounds, options, short=short or way.then is not None)
+    if way.then is None or isinstance(result, str) or result.stopped == "failed":
+        return [(way, result)]
+    return [(way, result), *_runs(way.then(result), callbacks, num_rounds, options, short=short)]
 
 
 def _run(

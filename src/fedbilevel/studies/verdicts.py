@@ -1,4 +1,4 @@
-"""Verdicts of an experiment: one row against each of the others, paired by repetition.
+"""Verdicts of an experiment: chosen rows against each of the others, paired by repetition.
 
 Repetition r of both rows has the same data, so that their difference is free of what the data do to
 both. The 95 % interval is Student's, over repetitions. A row wins where the whole interval is on
@@ -42,20 +42,26 @@ def verdict(ours: Sequence[float], theirs: Sequence[float], *, lower_is_better: 
     return Verdict(mean, low, high, "wins" if better else "loses" if worse else "ties")
 
 
+def judges(experiment: Experiment) -> list[str]:
+    """Return the rows whose verdicts the experiment asks for."""
+    return list(experiment.content.get("verdict", {}).get("rows", ()))
+
+
 def verdicts(
     experiment: Experiment, values: Mapping[tuple[str, str], Sequence[float]]
-) -> dict[tuple[str, str], Verdict]:
-    """Return the verdict on the experiment's chosen row against every other row of its panel.
+) -> dict[tuple[str, str, str], Verdict]:
+    """Return verdicts by panel, row, and the chosen row that is judged against this row.
 
     values: figures by panel and row, one per repetition.
     """
-    chosen = experiment.content.get("verdict", {}).get("row")
     found = {}
     for (panel, row), theirs in values.items():
-        ours = values.get((panel, chosen), ())
-        num = min(len(ours), len(theirs))
-        if row != chosen and num:
-            found[panel, row] = verdict(ours[:num], theirs[:num], lower_is_better=lower(experiment, panel))
+        for chosen in judges(experiment):
+            ours = values.get((panel, chosen), ())
+            num = min(len(ours), len(theirs))
+            if row != chosen and num:
+                better = lower(experiment, panel)
+                found[panel, row, chosen] = verdict(ours[:num], theirs[:num], lower_is_better=better)
     return found
 
 

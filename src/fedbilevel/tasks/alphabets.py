@@ -111,6 +111,52 @@ class Alphabets(NamedTuple):
         return np.array(looks).swapaxes(1, 2), characters
 
 
+class Dealt(NamedTuple):
+    """Characters of every client, and those held out for the roles held_out and test.
+
+    each: images of a character in an episode; the support comes first.
+    """
+
+    alphabets: Alphabets
+    own: list[np.ndarray]
+    held: dict[str, np.ndarray]
+    each: int
+
+    def held_episodes(
+        self, num: int, num_ways: int, rng: np.random.Generator
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return images and characters of `num` episodes in every held-out role."""
+        return {
+            role: self.alphabets.episodes(members, num, num_ways, self.each, rng) for role, members in self.held.items()
+        }
+
+
+def dealt(
+    data: str,
+    data_dir: str | None,
+    rng: np.random.Generator,
+    *,
+    num_clients: int | None,
+    per_client: int = 3,
+    by_character: bool = False,
+    num_ways: int,
+    num_shots: int,
+    num_queries: int,
+    training_ways: int | None = None,
+) -> Dealt:
+    """Read digits or Omniglot, and deal characters to clients, validation and testing.
+
+    training_ways: characters of an episode at a client, if they differ from num_ways.
+    """
+    alphabets = digit_alphabets(rng) if data == "digits" else omniglot_alphabets(data_dir)
+    deal = alphabets.deal_characters if by_character else alphabets.deal
+    own, validation, test = deal(num_clients, per_client, rng)
+    mine = {f"client {i}": members for i, members in enumerate(own)}
+    alphabets.check_enough({**mine, "validation": validation, "testing": test}, num_ways, num_shots, num_queries)
+    alphabets.check_enough(mine, training_ways or num_ways, num_shots, num_queries)
+    return Dealt(alphabets, own, {"held_out": validation, "test": test}, num_shots + num_queries)
+
+
 def digit_alphabets(rng: np.random.Generator) -> Alphabets:
     """Return 20 random pairs of rotated digits.
 

@@ -60,7 +60,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
-from fedbilevel.tasks.alphabets import digit_alphabets, omniglot_alphabets
+from fedbilevel.tasks.alphabets import dealt
 from fedbilevel.tasks.findings import Finding, accuracies
 from fedbilevel.tasks.hyper_representation import ACTIVATIONS
 from fedbilevel.tasks.initial import uniform
@@ -145,26 +145,20 @@ class FewShot(Task):
 
     def build(self) -> Built:
         rng = np.random.default_rng([self.data_seed, 0])
-        alphabets = digit_alphabets(rng) if self.data == "digits" else omniglot_alphabets(self.data_dir)
-        own, validation, test = alphabets.deal(self.num_clients, self.alphabets_per_client, rng)
-        owners = {f"client {i}": members for i, members in enumerate(own)}
-        owners |= {"validation": validation, "testing": test}
-        alphabets.check_enough(owners, self.num_ways, self.num_shots, self.num_queries)
-        each = self.num_shots + self.num_queries  # the support comes first
-        episodes = lambda members, num: alphabets.episodes(members, num, self.num_ways, each, rng)
+        found = dealt(
+            self.data, self.data_dir, rng, num_clients=self.num_clients, per_client=self.alphabets_per_client,
+            num_ways=self.num_ways, num_shots=self.num_shots, num_queries=self.num_queries,
+        )  # fmt: skip
         clients: list[Holdings] = []
-        for members in own:
-            image, character = episodes(members, self.num_tasks)
-            sample, which = image.swapaxes(0, 1), np.broadcast_to(character, (each, *character.shape))
-            held = [episodes(others, self.num_held_out) for others in (validation, test)]
+        for members in found.own:
+            image, character = found.alphabets.episodes(members, self.num_tasks, self.num_ways, found.each, rng)
+            sample, which = image.swapaxes(0, 1), np.broadcast_to(character, (found.each, *character.shape))
+            held = found.held_episodes(self.num_held_out, self.num_ways, rng)
             clients.append(
                 {
                     "train": {"image": sample[: self.num_shots], "character": which[: self.num_shots]},
                     "val": {"image": sample[self.num_shots :], "character": which[self.num_shots :]},
-                    **{
-                        role: {"image": part[0], "character": part[1]}
-                        for role, part in zip(("held_out", "test"), held, strict=True)
-                    },
+                    **{role: {"image": looks, "character": names} for role, (looks, names) in held.items()},
                 }
             )
         return Built(self.problem(Shapes.of(clients[0])), clients)

@@ -45,7 +45,7 @@ from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.tasks import episodes
-from fedbilevel.tasks.alphabets import Alphabets, digit_alphabets, omniglot_alphabets
+from fedbilevel.tasks.alphabets import Alphabets, dealt
 from fedbilevel.tasks.episodes import Draw, Features, Network
 from fedbilevel.tasks.few_shot_rivals import few_shot_rivals, measured
 from fedbilevel.tasks.rival import Rival
@@ -90,6 +90,7 @@ class FewShotEpisodes(Task):
         },
     }  # fmt: skip
     suggested_iterations = {"*": 200}
+    avoid = "a metric is enough for the episodes: ProtoNet needs no second level and fewer messages"
     headline = ("validation_accuracy", "test_accuracy")
     needs = {
         role: {"image": "all images of a character, (images, pixels), as bytes: 255 is ink"}
@@ -111,28 +112,25 @@ class FewShotEpisodes(Task):
 
     def clients(self) -> list[Holdings]:
         rng = np.random.default_rng([self.data_seed, 0])
-        alphabets = digit_alphabets(rng) if self.data == "digits" else omniglot_alphabets(self.data_dir)
-        deal = alphabets.deal if self.split == "alphabets" else alphabets.deal_characters
-        own, *held = deal(self.num_clients, 3, rng)
-        mine = {f"client {i}": members for i, members in enumerate(own)}
-        owners = {**mine, **dict(zip(("validation", "testing"), held, strict=True))}
-        alphabets.check_enough(owners, self.num_ways, self.num_shots, self.num_queries)
-        num_ways = self.training_ways or self.num_ways
-        alphabets.check_enough(mine, num_ways, self.num_shots, self.num_queries)
+        dealing = dealt(
+            self.data, self.data_dir, rng, num_clients=self.num_clients, by_character=self.split == "characters",
+            num_ways=self.num_ways, num_shots=self.num_shots, num_queries=self.num_queries,
+            training_ways=self.training_ways,
+        )  # fmt: skip
+        alphabets, num_ways = dealing.alphabets, self.training_ways or self.num_ways
         num_images = min(_MOST, *map(len, alphabets.places))
         found: list[Holdings] = []
-        for members in own:
+        for members in dealing.own:
             image = _bytes(np.stack([_pool(alphabets, c, num_images, rng) for c in members.tolist()]))
             some = rng.permutation(len(members))[: max(num_ways, len(members) // _FEWER)]
-            client: dict[str, Any] = {
-                "train": {"image": image[some], "character": members[some]},
-                "val": {"image": image, "character": members},
-            }
-            for role, others in zip(("held_out", "test"), held, strict=True):
-                each = self.num_shots + self.num_queries
-                looks, which = alphabets.episodes(others, self.num_held_out, self.num_ways, each, rng)
-                client[role] = {"image": _bytes(looks), "character": which}
-            found.append(client)
+            held = dealing.held_episodes(self.num_held_out, self.num_ways, rng)
+            found.append(
+                {
+                    "train": {"image": image[some], "character": members[some]},
+                    "val": {"image": image, "character": members},
+                    **{role: {"image": _bytes(looks), "character": names} for role, (looks, names) in held.items()},
+                }
+            )
         return found
 
     def problem(self, shapes: Shapes) -> Problem:

@@ -100,6 +100,9 @@ class Imbalance(Task):
         "lfednest": {"lr_upper": 1.0, "num_lower_rounds": 3},
     }
     suggested_iterations = {"*": 200, "fedavg": 100, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    avoid = (
+        "the frequencies of the classes are known and only they differ: logit adjustment corrects them in closed form"
+    )
     headline = ("balanced_test_accuracy", "rarest_test_accuracy")
     needs = {
         "train": {"image": "one row of numbers per sample", "label": "its class from 0, the commonest first"},
@@ -169,9 +172,9 @@ class Imbalance(Task):
             "logit_adjustment": Rival(
                 "cross-entropy of logits shifted by log priors",
                 way(lambda z, batch: _entropy(z + shifts.to(z), batch)),
-                start=lambda label, y: {
+                start=lambda label, run: {
                     "x0": {"delta": torch.zeros(num_classes), "ell": shifts - shifts.mean()},
-                    "y0": y,
+                    "y0": run.y,
                 },
             ),
             "class_balanced": Rival(

@@ -96,6 +96,7 @@ class Influence(Task):
 
     # For the mixture, where the curvature of a client's lower level is about 0.2.
     suggested = {"*": {"lr_lower": 1.0, "lr_system": 1.0, "lr_upper": 1.0, "num_local_steps": 1}}
+    avoid = "only a few samples are in question, so that training again without each is affordable"
     headline = ("upper_loss", "lower_loss", "val_accuracy")
     needs = {
         role: {

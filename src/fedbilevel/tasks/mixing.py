@@ -106,6 +106,7 @@ class Mixing(Task):
         "lfednest": {"num_lower_rounds": 3},
     }
     suggested_iterations = {"*": 200, "fbo_aggitd": 60, "fednest": 60, "lfednest": 100}
+    avoid = "all sources are like the target: uniform weights are then right, and nothing is left to learn"
     headline = ("test_loss", "good_weight")
     needs = {
         "train": {

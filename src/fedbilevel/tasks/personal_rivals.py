@@ -21,6 +21,10 @@ from fedbilevel.tasks.rival import Rival, Way
 
 Score = Callable[[Any, Any, Any], Tensor]  # (x, y, batch) -> logits (samples, classes)
 
+_STEPS = (0.1, 0.3, 1.0, 3.0)  # of rivals with a second setting of two values
+_FINE = (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
+_MORE = (0.0, 0.03)  # added to the l2 of own heads
+
 
 def answers(score: Score, role: str) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
     def answers(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
@@ -84,6 +88,46 @@ def tuned(
     return Rival(title, MappingProxyType(ways), lambda label: ways[label]._replace(clients=refitted))
 
 
+def own_heads(
+    shared: Problem,
+    heads: Problem,
+    clients: Sequence[Holdings],
+    settings: Sequence[Mapping[str, Any]],
+    refitted: Sequence[Holdings] | None,
+) -> Rival:
+    """Return FedAvg on the whole network, after which every client fits its own head to the minimum.
+
+    Both runs are on the same samples. A bilevel run may begin at this network.
+    """
+    assert isinstance(heads.x0, Mapping)
+    body, head = list(heads.x0), list(heads.y0)
+    some = lambda y, names: {name: y[name].detach().cpu().clone() for name in names}
+
+    def way(own: Mapping[str, Any], more: float, clients: Sequence[Holdings]) -> Way:
+        fit = lambda run: Way(
+            dataclasses.replace(_stiffer(heads, more), x0=some(run.y, body), y0=some(run.y, head)), clients
+        )
+        return Way(shared, clients, "fedavg", MappingProxyType(dict(own)), fit)
+
+    plans = {f"lr_lower {own['lr_lower']}, l2 {more:+g}": (own, more) for own in settings for more in _MORE}
+    return Rival(
+        "FedAvg, then an exact head of every client's own",
+        MappingProxyType({label: way(*plan, clients) for label, plan in plans.items()}),
+        None if refitted is None else lambda label: way(*plans[label], refitted),
+        lambda label, run: {"x0": some(run.x, body), "y0": _mean(run.y, head)},
+    )
+
+
+def _stiffer(heads: Problem, more: float) -> Problem:
+    """Return the problem with `more` added to the weight of the squared norm of y."""
+    lower = lambda x, y, batch: heads.lower(x, y, batch) + 0.5 * more * sum((leaf**2).sum() for leaf in y.values())
+    return dataclasses.replace(heads, lower=lower) if more else heads
+
+
+def _mean(heads: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: torch.stack([one[name].detach().cpu() for one in heads]).mean(0) for name in names}
+
+
 def network_rivals(
     shared: Problem,
     adjusted: Problem,
@@ -91,14 +135,14 @@ def network_rivals(
     clients: Sequence[Holdings],
     num_classes: int,
     *,
-    steps: Sequence[float],
     refit: bool,
 ) -> Mapping[str, Rival]:
     """Return plain ways to train a network of all clients, with or without parts of their own.
 
+    Each is tuned by eight trials on validation samples.
+
     shared: the whole network is y and global. adjusted: the same, with `prior` added to the logits.
     heads: the last layer is y and local, all other layers are x; None if there are no other layers.
-    steps: steps of gradient descent to choose from.
     refit: whether the chosen run is repeated on training and validation samples.
     """
     kinds: dict[str, Callable[[Sequence[Holdings]], Sequence[Holdings]]] = {
@@ -110,37 +154,41 @@ def network_rivals(
     again = joined(clients) if refit else None
     data = {name: (of(clients), of(again) if again else None) for name, of in kinds.items()}
     alone = dataclasses.replace(shared, scopes=Scopes(lower="local", upper=shared.scopes.upper))
-    plain = [{"lr_lower": lr, "num_local_steps": 5} for lr in steps]
+    plain = [{"lr_lower": lr, "num_local_steps": 5} for lr in _STEPS]
+    fine = [{"lr_lower": lr, "num_local_steps": 5} for lr in _FINE]
+    also = lambda name, *values: [{**own, name: value} for own in plain for value in values]
     found = {
-        "fedavg": tuned("FedAvg, one network without a personal part", shared, clients, "fedavg", plain, again),
+        "fedavg": tuned("FedAvg, one network without a personal part", shared, clients, "fedavg", fine, again),
         "fedadam": tuned(
             "FedAdam, one network without a personal part", shared, clients, "fedadam",
-            [{"lr_lower": 0.1, "server_lr": lr, "num_local_steps": 5} for lr in (0.003, 0.01, 0.03)], again,
+            [{"lr_lower": lr, "server_lr": length, "num_local_steps": 5}
+             for lr in (0.03, 0.3) for length in (0.003, 0.01, 0.03, 0.1)], again,
         ),
         "fine_tuned": tuned(
             "FedAvg, then every client tunes its own copy", shared, clients, "fedavg_plus",
-            [{**own, "num_tuning_steps": num} for own in plain for num in (5, 30)], again,
+            also("num_tuning_steps", 5, 30), again,
         ),
         "ditto": tuned(
-            "Ditto, personal networks near a common one", shared, clients, "ditto",
-            [{**own, "prox_weight": weight} for own in plain for weight in (0.1, 1.0)], again,
+            "Ditto, personal networks near a common one", shared, clients, "ditto", also("prox_weight", 0.1, 1.0),
+            again,
         ),
         "standardised": tuned(
-            "FedAvg on inputs that each client standardises", shared, data["standardised"][0], "fedavg", plain,
+            "FedAvg on inputs that each client standardises", shared, data["standardised"][0], "fedavg", fine,
             data["standardised"][1],
         ),
         "prior": tuned(
-            "FedAvg with each client's own label prior", adjusted, data["prior"][0], "fedavg", plain, data["prior"][1]
+            "FedAvg with each client's own label prior", adjusted, data["prior"][0], "fedavg", fine, data["prior"][1]
         ),
         "prior_standardised": tuned(
-            "FedAvg with own label prior and standardised inputs", adjusted, data["both"][0], "fedavg", plain,
+            "FedAvg with own label prior and standardised inputs", adjusted, data["both"][0], "fedavg", fine,
             data["both"][1],
         ),
-        "local": tuned("every client alone", alone, clients, "fedavg", plain, again),
+        "local": tuned("every client alone", alone, clients, "fedavg", fine, again),
     }  # fmt: skip
     if heads is not None:
-        body = [{**own, "lr_upper": own["lr_lower"]} for own in plain]
-        longer = [{**own, "num_tuning_steps": 30} for own in body]
-        found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", body, again)
+        both = [{**own, "lr_upper": lr} for own in plain for lr in (own["lr_lower"], 0.3 * own["lr_lower"])]
+        longer = [{**own, "lr_upper": own["lr_lower"]} for own in also("num_tuning_steps", 10, 50)]
+        found["fedrep"] = tuned("FedRep, own last layer", heads, clients, "fedrep", both, again)
         found["fedbabu"] = tuned("FedBABU, last layer tuned at the end", heads, clients, "fedbabu", longer, again)
+        found["own_head"] = own_heads(shared, heads, clients, plain, again)
     return MappingProxyType(found)

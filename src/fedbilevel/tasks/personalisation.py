@@ -131,6 +131,7 @@ class Personalisation(Task):
     # 0.03. The networks of an ensemble or a mixture share the gradient.
     suggested = {"*": {"lr_lower": 0.1}, "fedavg": {"lr_lower": 0.1, "num_local_steps": 5}}
     suggested_iterations = {"*": 100}
+    avoid = "clients differ only in label frequencies or in the scale of inputs, which each client corrects by itself"
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = {
         "train": {"image": "one row of numbers per sample", "label": "its class from 0"},
@@ -218,10 +219,10 @@ class Personalisation(Task):
         )  # fmt: skip
         given = Shapes.of(clients[0], num_classes)
         heads = None if self.model == "linear" else dataclasses.replace(self, personalise="head").problem(given)
-        return network_rivals(
-            shared, adjusted, heads, clients, num_classes,
-            steps=(0.03, 0.1, 0.3), refit=self.val_share > 0,
-        )  # fmt: skip
+        found = dict(network_rivals(shared, adjusted, heads, clients, num_classes, refit=self.val_share > 0))
+        if "own_head" in found and self.personalise != "head":  # x is another variable then
+            found["own_head"] = found["own_head"]._replace(start=None)
+        return found
 
     def findings(self, problem: Problem, clients: Sequence[Holdings], result: Any) -> list[Finding]:
         return accuracies(problem, clients, result, role="test", right="test_right", of="test_samples")

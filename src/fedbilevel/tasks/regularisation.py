@@ -113,6 +113,10 @@ class Regularisation(Task):
         "local_bsgvrm": {"lr_upper": 3.0},
     }
     suggested_iterations = {"*": 400, "fednest": 100, "fbo_aggitd": 100}
+    avoid = (
+        "features are few or nearly all of them matter: one penalty for all is then as good, at "
+        "a fraction of the messages"
+    )
     headline = ("upper_loss", "test_accuracy", "test_loss")
     needs = {role: {"input": "one row of numbers per sample", "label": "0 or 1"} for role in ("train", "val")}
     measures = {"test": {"input": "as in train", "label": "0 or 1: for test_accuracy and test_loss"}}
@@ -175,7 +179,7 @@ class Regularisation(Task):
                 f"{title}, {len(_GRID)} values by validation samples",
                 {f"{weight:g}": _plain(built.problem, way(weight), built.clients) for weight in _GRID},
                 lambda label: _plain(built.problem, way(float(label)), pooled),
-                lambda label, y: {"x0": {"lambda": self._matched(float(label), y, power)}, "y0": y},
+                lambda label, run: {"x0": {"lambda": self._matched(float(label), run.y, power)}, "y0": run.y},
             )
 
         return {

@@ -75,6 +75,7 @@ class Representation(Task):
         "fedbio_local": {"u": "local"},
     }
     suggested_iterations = {"*": 100}
+    avoid = "all clients share one distribution: FedAvg on the whole network then learns more from the same samples"
     headline = ("test_accuracy", "test_accuracy_bottom_decile")
     needs = HyperRepresentation.needs
     measures = {"test": {"image": "as in train", "label": "its class: for test_accuracy and how it differs by client"}}
@@ -107,7 +108,7 @@ class Representation(Task):
                 lambda x, y, batch: score(y, batch) + batch["prior"],
             )
         )
-        return network_rivals(plain, adjusted, own, clients, num_classes, steps=(0.1, 0.3, 1.0), refit=True)
+        return network_rivals(plain, adjusted, own, clients, num_classes, refit=True)
 
     def _network(self) -> HyperRepresentation:
         return HyperRepresentation(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbilevel.problem.client_data import Holdings
-from fedbilevel.problem.layout import Tree
 from fedbilevel.problem.problem import Problem
 
 PLAIN: Mapping[str, Any] = MappingProxyType(
@@ -21,12 +20,16 @@ class Way(NamedTuple):
     """One run of a plain algorithm on a problem of its own.
 
     The problem measures the figures of the task under the same names, on the same test samples.
+
+    then: returns a second run from the result of the first, such as heads on a trained network; its
+        answer is the answer of the way.
     """
 
     problem: Problem
     clients: Sequence[Holdings]
     algorithm: str = "self_tuned"
     settings: Mapping[str, Any] = PLAIN
+    then: Callable[[Any], Way] | None = None
 
 
 class Rival(NamedTuple):
@@ -37,14 +40,14 @@ class Rival(NamedTuple):
         measure, is chosen.
     refit: returns, for the label of the chosen run, a last run on training and validation samples
         together; None: the chosen run is the answer.
-    start: returns, for the chosen label and the y of the answer, the x0 (and y0) with which a bilevel
-        run begins at this rival; None: the x0 and y0 of the task.
+    start: returns, for the chosen label and the result of the answer, the x0 (and y0) with which a
+        bilevel run begins at this rival; None: the x0 and y0 of the task.
     """
 
     title: str
     ways: Mapping[str, Way]
     refit: Callable[[str], Way] | None = None
-    start: Callable[[str, Tree], dict[str, Any]] | None = None
+    start: Callable[[str, Any], dict[str, Any]] | None = None
 
 
 def with_validation(clients: Sequence[Holdings]) -> list[Holdings]:

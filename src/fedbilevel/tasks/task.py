@@ -160,6 +160,7 @@ class Task(Settings):
     suggested: settings that replace the defaults of algorithms on this task; the key is the name of
         an algorithm, or "*" for all algorithms but self_tuned.
     suggested_iterations: numbers of outer iterations, with the same keys.
+    avoid: when a plain way is better, as the end of "do not use this when ...".
     headline: the most important figures.
     needs: the fields that a site's folder must hold, as role -> field -> meaning in one line.
     measures: fields that only figures need; without these fields, the figures are absent.
@@ -167,6 +168,7 @@ class Task(Settings):
 
     suggested: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     suggested_iterations: ClassVar[Mapping[str, int]] = {"*": 100}
+    avoid: ClassVar[str] = ""
     headline: ClassVar[tuple[str, ...]] = ("upper_loss", "lower_loss")
     needs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     measures: ClassVar[Mapping[str, Mapping[str, str]]] = {}

@@ -1,14 +1,24 @@
-"""Worth: a task solved without settings by self_tuned, by one of its rivals, or by the guarded choice.
+"""Worth: a task solved without settings, by one of its rivals, or by the guarded choice.
 
 task        {name, settings}; repetition r uses the task's own `repeated(r)`
 figure      the task's figure by which rows are judged
 num_rounds  rounds of self_tuned, and of every single run of a rival
-method      "self_tuned" (by default), the name of a rival of the task, or "guarded"
-            (studies/guarded.py)
+method      "self_tuned" (by default), the name of a rival of the task, "guarded" (studies/guarded.py), or
+            "started": the bilevel answer of `guarded` beside the rivals at which it can start, so that
+            samples apart decide whether y is refitted
+rivals      names of the rivals among which "guarded" chooses; all by default
 options     fraction, batch_size, sampling, ... (runs/options.py)
 
+Two tasks have functions of their own, which stand for self_tuned:
+
+data_cleaning   `clean_labels` as it is, with its guard. Another method is the detector with this name,
+                without the guard; "cleanlab" flags pooled labels (studies/pooled.py). `detector` and
+                `pooled` are their settings; num_rounds has no effect.
+influence       conjugate gradients, or a plain score (studies/influence/plain.py). The figure is the
+                rank correlation with retraining without each of `num_removed` random samples.
+
 Figures: figure; rounds, megabytes and cpu_seconds over all runs, those that tune a rival included;
-of the guarded choice also bilevel, 1 if it chose the bilevel answer and else 0.
+of the guarded choice also bilevel, 1 if it chose the bilevel answer and else 0; of cleaning also f1.
 """
 
 from __future__ import annotations
@@ -19,45 +29,85 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.errors import ExperimentError, UnknownNameError
-from fedbilevel.runs.options import keywords
+from fedbilevel.runs.options import keywords, torch_device
 from fedbilevel.runs.solve import solve
 from fedbilevel.studies import given
 from fedbilevel.studies.guarded import guarded
+from fedbilevel.studies.influence.orders import order
+from fedbilevel.studies.influence.plain import NAMES
+from fedbilevel.studies.kinds import cleaning
 from fedbilevel.studies.outcome import RowOutcome
 from fedbilevel.studies.rivals import run_rival
+from fedbilevel.tasks.task import Task
 
-KNOWN = {"task": "table", "figure": "text", "num_rounds": "whole", "method": "text", "options": "table"}
+KNOWN = {
+    "task": "table",
+    "figure": "text",
+    "num_rounds": "whole",
+    "method": "text",
+    "rivals": "names",
+    "options": "table",
+    "detector": "table",
+    "pooled": "table",
+    "num_removed": "whole",
+}
+_OURS = {"data_cleaning": "label_em", "influence": "cg"}  # what stands for self_tuned
 
 
 def run(
     row: Mapping[str, Any], *, repetition: int, folder: Path, device: str, say: Callable[[str], None]
 ) -> RowOutcome:
     given.check(row, KNOWN, needs=("task", "figure", "num_rounds"))
-    task, rounds, method = (
-        given.task(row["task"]).repeated(repetition),
-        row["num_rounds"],
-        row.get("method", "self_tuned"),
-    )
-    options = keywords({**row.get("options", {}), "device": device})
-    options |= {"seed": options["seed"] + repetition, "measure_every": rounds, "residuals": False}
-    say(f"{task.name()} by {method}")
-    begun, more = time.process_time(), {}
-    if method == "self_tuned":
-        built = task.build()
-        last = solve(built.problem, built.clients, "self_tuned", num_rounds=rounds, **options).final
-    elif method == "guarded":
-        found = guarded(task, num_rounds=rounds, **options)
-        last, more = {**found.figures, **found.costs}, {"bilevel": float(found.answer == "bilevel")}
+    name, method, begun = row["task"].get("name"), row.get("method", "self_tuned"), time.process_time()
+    method = _OURS.get(str(name), method) if method == "self_tuned" else method
+    say(f"{name} by {method}")
+    last: Mapping[str, float]
+    if name == "data_cleaning":
+        last = _cleaned(row, method, repetition=repetition, folder=folder, device=device, say=say)
+    elif name == "influence":
+        last = _ordered(row, method, repetition, device)
     else:
-        rivals = task.rivals()
-        if method not in rivals:
-            raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", "guarded", *rivals])
-        outcome = run_rival(rivals[method], num_rounds=rounds, **options)
-        last = {**outcome.figures, **outcome.costs}
+        last = _solved(row, given.task(row["task"]).repeated(repetition), method, repetition, device)
     if last and row["figure"] not in last:
-        raise ExperimentError(f"{task.name()} does not measure {row['figure']!r}: name one of {', '.join(last)}.")
+        raise ExperimentError(f"{name} does not measure {row['figure']!r}: name one of {', '.join(last)}.")
     if not last:  # every way of a rival diverged
         return RowOutcome({"diverged": 1.0}, [])
-    paid = {name: float(last[name]) for name in ("rounds", "megabytes")}
-    figures = {"figure": float(last[row["figure"]]), **paid, "cpu_seconds": time.process_time() - begun, **more}
+    figures = {"figure": float(last[row["figure"]])}
+    figures |= {key: float(last[key]) for key in ("rounds", "megabytes", "bilevel", "f1") if key in last}
+    figures["cpu_seconds"] = time.process_time() - begun
     return RowOutcome(figures, [figures])
+
+
+def _solved(row: Mapping[str, Any], task: Task, method: str, repetition: int, device: str) -> dict[str, float]:
+    """Return figures and costs of self_tuned, of the guarded choice, or of a rival."""
+    rounds, options = row["num_rounds"], keywords({**row.get("options", {}), "device": device})
+    options |= {"seed": options["seed"] + repetition, "measure_every": rounds, "residuals": False}
+    if method == "self_tuned":
+        built = task.build()
+        return solve(built.problem, built.clients, "self_tuned", num_rounds=rounds, **options).final
+    if method == "guarded":
+        found = guarded(task, num_rounds=rounds, rivals=row.get("rivals"), **options)
+        return {**found.figures, **found.costs, "bilevel": float(found.answer == "bilevel")}
+    rivals = task.rivals()
+    if method == "started":
+        found = guarded(task, num_rounds=rounds, rivals=[name for name in rivals if rivals[name].start], **options)
+        return {**found.contenders["bilevel"].figures, **found.costs}
+    if method not in rivals:
+        raise UnknownNameError(f"method of {task.name()}", method, ["self_tuned", "guarded", "started", *rivals])
+    outcome = run_rival(rivals[method], num_rounds=rounds, **options)
+    return {**outcome.figures, **outcome.costs} if outcome.figures else {}
+
+
+def _cleaned(row: Mapping[str, Any], method: str, **where: Any) -> dict[str, float]:
+    """Return figures of clean_labels, with its guard, or of another detector, without it."""
+    pooled = {"pooled": row.get("pooled", {})} if method == "cleanlab" else {}
+    detector = {"name": "as_given" if pooled else method, **row.get("detector", {})}
+    figures = dict(cleaning.run({"task": row["task"], "detector": detector, **pooled}, **where).figures)
+    return figures if method == _OURS["data_cleaning"] else {**figures, "test_accuracy": figures["cleaned"]}
+
+
+def _ordered(row: Mapping[str, Any], method: str, repetition: int, device: str) -> dict[str, float]:
+    if method != _OURS["influence"] and method not in NAMES:
+        raise UnknownNameError("method of influence", method, [_OURS["influence"], *NAMES])
+    task, num = given.task(row["task"]).repeated(repetition), row.get("num_removed", 60)
+    return order(task, method, num_removed=num, seed=repetition, device=torch_device(device))._asdict()

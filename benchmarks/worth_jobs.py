@@ -1,0 +1,90 @@
+"""Run the jobs of an experiment in many processes of one thread each, until a time limit.
+
+    python -m benchmarks.worth_jobs --processes 15 --limit 1500 --out runs/worth
+
+A job is one repetition of one row of one panel. Jobs with a result are skipped, so the same command
+resumes; jobs that run when the time is up are ended without a result. All rows of a repetition come
+before the next repetition, those that take longest first. A job that raises is reported at the end.
+Afterwards, `fedbilevel reproduce worth --out runs/worth --repetitions N --record` reads the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fedbilevel.errors import FedBilevelError
+from fedbilevel.studies.experiment import Job, read
+from fedbilevel.studies.reproduce import reproduce, results
+
+_LONG = ("guarded", "fine-tuned", "fedbabu", "self-tuned")  # rows that take longest
+
+
+class Outcome(NamedTuple):
+    key: str
+    seconds: float
+    error: str
+
+
+def ordered(jobs: Sequence[Job]) -> list[Job]:
+    """Return jobs by repetition, long ones first."""
+    rank = {row: place for place, row in enumerate(_LONG)}
+    return sorted(jobs, key=lambda job: (job.repetition, rank.get(job.row, len(_LONG))))
+
+
+def perform(given: tuple[Job, Path]) -> Outcome:
+    job, folder = given
+    begun, error = time.perf_counter(), ""
+    try:
+        reproduce([job], folder)
+    except (FedBilevelError, RuntimeError, ValueError) as raised:  # one job must not end the others
+        error = f"{type(raised).__name__}: {raised}"
+    return Outcome(job.key, time.perf_counter() - begun, error)
+
+
+def run(jobs: Sequence[Job], folder: Path, *, processes: int, limit: float) -> list[Outcome]:
+    """Run the jobs that have no result, and return the outcomes until the time limit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done, end = {job.key for job, _ in results(jobs, folder)}, time.monotonic() + limit
+    left = [(job, folder) for job in ordered(jobs) if job.key not in done]
+    found: list[Outcome] = []
+    print(f"{len(done)} of {len(jobs)} jobs are done, {len(left)} are left", flush=True)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"  # read by the processes that start now
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # leaving the block ends all processes
+        outcomes = pool.imap_unordered(perform, left)
+        try:
+            while len(found) < len(left):
+                one = outcomes.next(timeout=max(0.0, end - time.monotonic()))
+                found.append(one)
+                print(f"{len(found)} of {len(left)}: {one.key} {one.seconds:.1f} s {one.error}", flush=True)
+        except multiprocessing.TimeoutError:
+            print(f"the time is up: {len(left) - len(found)} jobs are left", flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", default="worth", help="name or file of the experiment")
+    parser.add_argument("--panels", default="", help="comma-separated; by default all")
+    parser.add_argument("--rows", default="", help="comma-separated; by default all")
+    parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds")
+    parser.add_argument("--out", type=Path, default=Path("runs/worth"))
+    given = parser.parse_args(arguments)
+    panels, rows = ([one for one in text.split(",") if one] for text in (given.panels, given.rows))
+    jobs = read(given.experiment).jobs(panels=panels, rows=rows, repetitions=given.repetitions)
+    found = run(jobs, given.out, processes=given.processes, limit=given.limit)
+    for one in found:
+        if one.error:
+            print(f"failed: {one.key}: {one.error}")
+
+
+if __name__ == "__main__":
+    main()
