@@ -20,12 +20,16 @@ One outer iteration of a candidate, at the means over clients of
     v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - b (s / L) v_u
     x   <- x - l m / sqrt(max h^2),     m <- (m + h) / 2
 
-With a batch size, a direction joins `num_local_steps` minibatches. With its own r > 0, the slow
-candidate replaces derivatives along u by differences over r u:
+With a batch size, a direction joins `num_local_steps` minibatches. Where the lower level is global,
+clients take K = `num_local_steps` local steps y_i <- y_i - a (s / L) D^-1 g_y of the slow and the
+eager candidate, and g_y above is the sum over these steps, of which only the first has r f_y.
+Networks need many steps of y, and local steps cost no round. With its own r > 0, the slow candidate replaces derivatives along u by
+differences over r u:
 
     h = f_x - (g_x(x, y + r u) - g_x(x, y)) / r,      H u <- (grad_y g(x, y + r u) - grad_y g(x, y)) / r
 
-Its y minimises g + r f and y + r u minimises g, as in the penalty method with lam = 1 / r.
+With one local step, its y minimises g + r f and y + r u minimises g, as in the penalty method with
+lam = 1 / r; with K local steps, its y minimises about g + (r / K) f.
 
 D is a diagonal that makes the rows of D^-1/2 H D^-1/2 equally long, estimated from products of H
 with random signs. L is the largest eigenvalue of D^-1/2 H D^-1/2, by power iteration. Products
@@ -47,9 +51,10 @@ the held-out loss. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
 
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
-others decides which candidate, and which of its states, is the answer: the slow candidate, unless
-another is better by more than two standard errors of the difference over clients. Few held-out
-samples would otherwise choose by chance, and slow steps fit noise last. States before y is warmed
+others decides which candidate, and which of its states, is the answer. A candidate counts with its
+loss if it is better than the slow candidate by more than two standard errors of the difference over
+clients, and otherwise with its loss and these two errors. Few held-out samples would otherwise choose
+by chance, and slow steps fit noise last. States before y is warmed
 up are no answer. A candidate other than the steady ends when its held-out loss rises above its range
 so far by ten times that range. Where y - t u has a lower held-out loss than y by more than two
 standard errors over clients, for a length t of six, the answer's y is y - t u: the model also fits
@@ -69,8 +74,9 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all
-samples in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H
+Bias: for the steady candidate, none at the limit of a strongly convex lower level with all
+samples in every batch; where clients differ, local steps move the y of the slow and the eager
+candidate away from the minimiser, by a distance proportional to their step; with minibatches x, y and u keep a noise that averaging reduces; where u' H
 u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
 on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to
 r. The answer is the best state on held-out samples: where y overfits, it stops before y*(x), and
@@ -78,9 +84,9 @@ where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; 
 the last state of the steady candidate, without a refit.
 
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three
-of eight outer iterations 4 d_y floats each way more; per client five of g_y, four of each of f_x
-and f_y, three of each of H u and J u, two of g_x (in the first, four of each but g_x), and 28 upper
-losses on held-out samples; in five of eight outer iterations three to eight products H v more;
+of eight outer iterations 4 d_y floats each way more; per client 3 + 2 K of g_y, four of
+each of f_x and f_y, three of each of H u and J u, two of g_x (in the first, 2 + 2 K of g_y, and four
+of each other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations three to eight products H v more;
 where y also fits validation samples, up to three f_y for a product; if the fit has begun, one f_y
 more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each derivative but g_x. Before the
 first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local
@@ -128,7 +134,7 @@ _UPPER = ("z_x", "m_x", "s_x", "d_x", "a_x")
 _LOWER = ("z_y", "u", "v_y", "v_u", "g_y", "g_u", "a_y", "diagonal", "ray", "controls")
 _FOUND = ("h", "residual_y", "residual_u", "product", "held", "against", "lags", "figures")
 _ENDINGS = tuple(GAITS)
-_TOLD = ("step", "cosine", "moved", "reach", "blend")  # numbers of the server
+_TOLD = ("step", "cosine", "moved", "reach", "blend", "pull")  # numbers of the server
 
 
 def _named(names: Iterable[str]) -> tuple[str, ...]:
@@ -249,7 +255,8 @@ class SelfTuned(ServerAlgorithm):
         told = {ending: self.told(GAITS[ending], _of(old, ending), paces[ending]) for ending in running}
         for ending in running:
             own = _of(old, ending)
-            own = {name: own[name] for name in own if name in ("z_x", "z_y", "u", probe) or isinstance(own[name], Kept)}
+            needed = ("z_x", "z_y", "u", probe, *(["diagonal"] if "pull" in told[ending] else []))
+            own = {name: own[name] for name in own if name in needed or isinstance(own[name], Kept)}
             sent |= _ended(own | told[ending], ending)
         refit = REFITS[paces[_ENDINGS[state.answer]].refit] if state.answer >= 0 else 0.0
         new = vars(fed.mean(self.look, **sent, probe=probe, answer=state.answer, refit=refit))
@@ -285,6 +292,9 @@ class SelfTuned(ServerAlgorithm):
         if self.refits and not isinstance(own["z_y"], Kept):
             told["reach"] = float(reach(own["z_y"], own["u"], own["diagonal"]))
             told |= {"blend": pace.blend} if gait.fits or gait.weight else {}
+        if gait.hops and not isinstance(own["z_y"], Kept):
+            controls = Controls.of(own["controls"])
+            told["pull"] = gait.lower * float(controls.safe / controls.curvature)
         return told
 
     def length(self, pace: Pace) -> float:
@@ -301,6 +311,7 @@ class SelfTuned(ServerAlgorithm):
             rows = self.measured({name: old[name][None] for name in _LOWER}, probe, new.get("product"))
             rows = lower_step(rows, new["residual_y"][None], new["residual_u"][None] if self.learn_x else None, gait)
             new |= {name: value[0] for name, value in rows.items()} | {"lags": lags(rows["controls"])[0]}
+            new |= {"diagonal": old["diagonal"]} if probe != "diagonal" else {}  # the array that clients hold
         if gait.fits:
             new |= {name: lead[name] for name in (*_UPPER, "figures") if name in lead}
         elif self.learn_x and "z_x" not in new:
@@ -353,8 +364,16 @@ class SelfTuned(ServerAlgorithm):
             rows = self.measured(rows, probe, product)
         elif product is not None:
             out["product"] = product
-        for step in clients.steps(self.num_local_steps if local else 1):
-            h, g_y, g_u = self.residuals(clients, step, x, rows, gait, r)
+        pull, z = own.get("pull"), y
+        for step in clients.steps(self.num_local_steps if local or pull else 1):
+            if pull and step.index:
+                now = clients.lower_grad(x, z, step.batch("train", "B_g"))
+                g_y = g_y + now
+            else:
+                h, g_y, g_u = self.residuals(clients, step, x, rows, gait, r)
+                now = g_y
+            if pull:
+                z = z - pull * now / clients.rows(own["diagonal"])
             if local:
                 rows = lower_step(rows, g_y, g_u, gait)
         if local:
