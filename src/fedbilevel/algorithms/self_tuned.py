@@ -22,8 +22,9 @@ One outer iteration of a candidate, at the means over clients of
 
 With a batch size, a direction joins `num_local_steps` minibatches. Where the lower level is global,
 clients take K = `num_local_steps` local steps y_i <- y_i - a (s / L) D^-1 g_y of the slow and the
-eager candidate, and g_y above is the sum over these steps, of which only the first has r f_y.
-Networks need many steps of y, and local steps cost no round. With its own r > 0, the slow candidate replaces derivatives along u by
+eager candidate, and g_y above is the sum over these steps, of which only the first has r f_y. A
+client whose gradient becomes three times as long as its first stops. Networks need many steps of y,
+and local steps cost no round. With its own r > 0, the slow candidate replaces derivatives along u by
 differences over r u:
 
     h = f_x - (g_x(x, y + r u) - g_x(x, y)) / r,      H u <- (grad_y g(x, y + r u) - grad_y g(x, y)) / r
@@ -54,8 +55,7 @@ where they agree. Phases see only 80 % of each client's validation samples. The 
 others decides which candidate, and which of its states, is the answer. A candidate counts with its
 loss if it is better than the slow candidate by more than two standard errors of the difference over
 clients, and otherwise with its loss and these two errors. Few held-out samples would otherwise choose
-by chance, and slow steps fit noise last. States before y is warmed
-up are no answer. A candidate other than the steady ends when its held-out loss rises above its range
+by chance, and slow steps fit noise last. States before y is warmed up are no answer. A candidate other than the steady ends when its held-out loss rises above its range
 so far by ten times that range. Where y - t u has a lower held-out loss than y by more than two
 standard errors over clients, for a length t of six, the answer's y is y - t u: the model also fits
 validation samples. One client alone shows no standard error, and every gain counts. No result
@@ -76,8 +76,8 @@ takes `num_local_steps` steps of them per round.
 
 Bias: for the steady candidate, none at the limit of a strongly convex lower level with all
 samples in every batch; where clients differ, local steps move the y of the slow and the eager
-candidate away from the minimiser, by a distance proportional to their step; with minibatches x, y and u keep a noise that averaging reduces; where u' H
-u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
+candidate away from the minimiser, by a distance proportional to their step; with minibatches x, y
+and u keep a noise that averaging reduces; where u' H u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
 on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to
 r. The answer is the best state on held-out samples: where y overfits, it stops before y*(x), and
 where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns
@@ -86,7 +86,8 @@ the last state of the steady candidate, without a refit.
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three
 of eight outer iterations 4 d_y floats each way more; per client 3 + 2 K of g_y, four of
 each of f_x and f_y, three of each of H u and J u, two of g_x (in the first, 2 + 2 K of g_y, and four
-of each other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations three to eight products H v more;
+of each other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations
+three to eight products H v more;
 where y also fits validation samples, up to three f_y for a product; if the fit has begun, one f_y
 more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each derivative but g_x. Before the
 first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local
@@ -116,6 +117,7 @@ from fedbilevel.algorithms._lower_pacing import (
     first_metric,
     lags,
     lower_step,
+    norm,
     reach,
     refitted,
     unit,
@@ -134,6 +136,7 @@ _UPPER = ("z_x", "m_x", "s_x", "d_x", "a_x")
 _LOWER = ("z_y", "u", "v_y", "v_u", "g_y", "g_u", "a_y", "diagonal", "ray", "controls")
 _FOUND = ("h", "residual_y", "residual_u", "product", "held", "against", "lags", "figures")
 _ENDINGS = tuple(GAITS)
+HOPS = 3.0  # length of a gradient, as a multiple of the first, at which a client ends its local steps
 _TOLD = ("step", "cosine", "moved", "reach", "blend", "pull")  # numbers of the server
 
 
@@ -364,18 +367,12 @@ class SelfTuned(ServerAlgorithm):
             rows = self.measured(rows, probe, product)
         elif product is not None:
             out["product"] = product
-        pull, z = own.get("pull"), y
-        for step in clients.steps(self.num_local_steps if local or pull else 1):
-            if pull and step.index:
-                now = clients.lower_grad(x, z, step.batch("train", "B_g"))
-                g_y = g_y + now
-            else:
-                h, g_y, g_u = self.residuals(clients, step, x, rows, gait, r)
-                now = g_y
-            if pull:
-                z = z - pull * now / clients.rows(own["diagonal"])
+        for step in clients.steps(self.num_local_steps if local else 1):
+            h, g_y, g_u = self.residuals(clients, step, x, rows, gait, r)
             if local:
                 rows = lower_step(rows, g_y, g_u, gait)
+        if "pull" in own:
+            g_y = self.hopped(clients, x, y, g_y, own["pull"], clients.rows(own["diagonal"]))
         if local:
             out |= rows | {"lags": lags(rows["controls"])}
         else:
@@ -411,6 +408,21 @@ class SelfTuned(ServerAlgorithm):
         at_y, at_z = clients.lower_grad(x, y, train), clients.lower_grad(x, z, train)
         h = f_x - (clients.lower_grad_x(x, z, train) - clients.lower_grad_x(x, y, train)) / r
         return h, at_y + r * f_y, (at_z - at_y) / r - f_y
+
+    def hopped(self, clients: Clients, x: Tensor, y: Tensor, g_y: Tensor, pull: float, d: Tensor) -> Tensor:
+        """Return the sum of g_y over local steps from y, the first of which has the gradient `g_y`.
+
+        A client stops where its gradient is far longer than its first, because its own curvature may
+        be larger than that of the mean.
+        """
+        longest, going = HOPS * norm(g_y, 1 / d), torch.ones_like(g_y[:, :1])
+        z, whole = y - pull * g_y / d, g_y
+        for step in clients.steps(self.num_local_steps):
+            if step.index:
+                now = clients.lower_grad(x, z, step.batch("train", "B_g"))
+                going = going * (norm(now, 1 / d) <= longest)
+                z, whole = z - pull * going * now / d, whole + going * now
+        return whole
 
     def product(self, clients: Clients, x: Tensor, y: Tensor, probe: str, vector: Tensor, blend: float) -> Tensor:
         """Return H times the ray, u' H u, or a new diagonal, each of every client.
