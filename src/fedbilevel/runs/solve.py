@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
 from fedbilevel.engines.ranks import EngineName
@@ -55,6 +56,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     stragglers: Stragglers = Stragglers(),
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
+    aggregation: Aggregation | None = None,
     measure_every: int | None = None,
     measure_growth: float = 0.0,
     residuals: bool = True,
@@ -168,6 +170,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
     _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops, stragglers)
+    if not isinstance(aggregation, Aggregation | None):
+        raise SettingError(f"aggregation is {aggregation!r:.80}, expected e.g. Aggregation(clip=1.0), or None.")
     check_clients(clients)
     chosen = stragglers.checked().slowed(chosen, len(clients), seed)
     pace = checked_pace(
@@ -198,7 +202,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         }  # fmt: skip
         fed = simulate(
             chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops,
-            stragglers=stragglers, **options,
+            stragglers=stragglers, aggregation=aggregation, **options,
         )  # fmt: skip
         if baseline:
             check_unseen(fed.host)
