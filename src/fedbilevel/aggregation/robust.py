@@ -66,7 +66,9 @@ def krum(rows: Tensor, shares: Tensor, num_attackers: int, *, one: bool) -> Tens
         )
     square = torch.stack([((rows - row) ** 2).sum(1) for row in rows])
     nearest = square.sort(dim=1).values[:, 1 : num - num_attackers - 1]  # without the row itself
-    best = nearest.sum(1).argsort(stable=True)[: 1 if one else num - num_attackers]
+    best = nearest.sum(1).argsort(stable=True)[: num - num_attackers]
+    if one:
+        return rows[best[0]]
     return (rows[best] * shares[best, None]).sum(0) / shares[best].sum()
 
 
