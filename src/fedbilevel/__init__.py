@@ -13,6 +13,7 @@ from fedbilevel._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedbilevel import tasks
+    from fedbilevel.aggregation.attacks import Attack
     from fedbilevel.aggregation.settings import Aggregation
     from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
     from fedbilevel.cleaning.clean import clean_labels
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from fedbilevel.studies.sources import MixedSources, mix_sources
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
+    "aggregation.attacks": ["Attack"],
     "aggregation.settings": ["Aggregation"],
     "checks.algorithm": ["check_algorithm"],
     "checks.hypergradient": ["check_hypergradient"],
@@ -76,6 +78,7 @@ _NAMESPACES = ("algorithms", "detectors", "tasks")  # fb.tasks.DataCleaning, fb.
 
 __all__ = [
     "Aggregation",
+    "Attack",
     "Averaging",
     "Cleaning",
     "Cohort",

@@ -64,7 +64,8 @@ def test_randk_draws_the_same_places_for_all_clients_and_others_in_every_call():
     rows = torch.ones(3, WIDTH)
     found = [compressor(CHOICES[2], call=call) for call in (1, 2)]
     first, second = (one.unpack(one.pack(rows)) for one in found)
-    assert torch.equal(first[0], first[2]) and int(first[0].sum()) == 12
+    assert torch.equal(first[0], first[2])
+    assert int(first[0].sum()) == 12
     assert not torch.equal(first, second)
 
 

@@ -21,9 +21,11 @@ def test_no_sum_overflows(whole):
 
 def test_bits_that_could_overflow_are_refused():
     assert ring.bits_for(1000, 54) == 54
-    with pytest.raises(SettingError, match=r"fixed_point is 54 bits, and a sum over weights of 1048576 in all has room"):
+    with pytest.raises(
+        SettingError, match=r"fixed_point is 54 bits, and a sum over weights of 1048576 in all has room"
+    ):
         ring.bits_for(2**20, 54)
-    with pytest.raises(SettingError, match=r"the weights of the clients sum to 2305843009213693952"):
+    with pytest.raises(SettingError, match=r"the weights of a cohort sum to 2305843009213693952"):
         ring.bits_for(2**61)
 
 

@@ -48,8 +48,10 @@ class Compressor:
             case "topk":
                 return unpacked_topk(arrays[0], arrays[1], self.width)
             case "randk":
-                return arrays[0].new_zeros(len(arrays[0]), self.width).index_copy_(
-                    1, self._places().to(arrays[0].device), arrays[0]
+                return (
+                    arrays[0]
+                    .new_zeros(len(arrays[0]), self.width)
+                    .index_copy_(1, self._places().to(arrays[0].device), arrays[0])
                 )
         num, (a, b, rank) = len(arrays[0]), self._shape()
         left, right = arrays[0][:, : a * rank].view(num, a, rank), arrays[0][:, a * rank :].view(num, b, rank)
@@ -86,7 +88,12 @@ class Compressor:
         a, b, rank = self._shape()
         stream, purpose, iteration, call = self._draw
         words = stream.bits(
-            f"powersgd/{purpose}", torch.tensor([SERVER]), iteration=iteration, call=call, steps=range(1), width=b * rank
+            f"powersgd/{purpose}",
+            torch.tensor([SERVER]),
+            iteration=iteration,
+            call=call,
+            steps=range(1),
+            width=b * rank,
         )
         start = (words.double() * 2.0**-31 - 1).view(b, rank).to(row)
         matrix = torch.cat([row, row.new_zeros(a * b - self.width)]).view(a, b)

@@ -93,9 +93,7 @@ class Layer:
     ring: noise and masks; None sends differences as they are, and the server makes them integers.
     """
 
-    def __init__(
-        self, settings: Aggregation, algorithm: Algorithm, stream: Stream, ring: Ring | None = None
-    ) -> None:
+    def __init__(self, settings: Aggregation, algorithm: Algorithm, stream: Stream, ring: Ring | None = None) -> None:
         self.settings, self.ring = settings, ring
         self._exact, self._stream = algorithm.exact, stream
 
@@ -108,8 +106,7 @@ class Layer:
         """
         own = self.settings.of(at.name)
         shared = {name: value for name, value in sent.items() if isinstance(value, Tensor) and value.ndim == 1}
-        base = shared.get(at.name)
-        base = None if sparse or base is None or len(base) != width else base
+        base = None if sparse else base_of(at.name, width, shared)
         exact = (at.name in self._exact or at.phase in PHASES) and at.name not in (self.settings.sequences or {})
         choice = None if exact or sparse or width < 2 else own.compressor
         compressor = choice and Compressor(choice, width, self._stream, at.name, at.iteration, at.call)
@@ -160,9 +157,7 @@ class Layer:
             found[name] = one if self.ring is None else self._sealed(one, ids, weights, bits)
         return found
 
-    def _packed(
-        self, way: Way, rows: Tensor, sparse: Sparse | None, feedback: Store, positions: Tensor
-    ) -> Encoded:
+    def _packed(self, way: Way, rows: Tensor, sparse: Sparse | None, feedback: Store, positions: Tensor) -> Encoded:
         if sparse is not None:
             arrays = packed_topk(rows, sparse.num_kept)
             return Encoded(way, "sparse", arrays, unpacked_topk(arrays[0], arrays[1], way.width))
@@ -177,7 +172,8 @@ class Layer:
 
     def _sealed(self, one: Encoded, ids: Tensor, weights: Tensor | None, bits: int) -> Encoded:
         """Return the last form of rows: integers with noise and masks."""
-        assert self.ring is not None and weights is not None
+        assert self.ring is not None
+        assert weights is not None
         way = one.way
         values = one.arrays[0] if one.kind == "randk" else one.rows
         integers = ring.weighted(ring.fixed(values, way.bound, bits), weights)
@@ -233,6 +229,12 @@ class Layer:
         if one.kind == "ring" and compressor is not None and compressor.kind == "randk":
             return compressor.unpack([found[None]])[0]
         return found
+
+
+def base_of(name: str, width: int, sent: Mapping[str, Any]) -> Tensor | None:
+    """Return the array that rows of this name and length are changes of, or None."""
+    base = sent.get(name)
+    return base if isinstance(base, Tensor) and base.ndim == 1 and len(base) == width else None
 
 
 def norms(rows: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def bits_for(whole: int, asked: int | None = None) -> int:
     """
     most = min(MOST_BITS, 64 - whole.bit_length())
     if most < LEAST_BITS:
-        raise SettingError(f"the weights of the clients sum to {whole}, expected less than 2**56: give smaller weights.")
+        raise SettingError(f"the weights of a cohort sum to {whole}, expected less than 2**56: give smaller weights.")
     if asked is not None and asked > most:
         raise SettingError(
             f"aggregation.fixed_point is {asked} bits, and a sum over weights of {whole} in all has room for {most}: "

@@ -61,8 +61,8 @@ def krum(rows: Tensor, shares: Tensor, num_attackers: int, *, one: bool) -> Tens
     num = len(rows)
     if num < 2 * num_attackers + 3:
         raise FedBilevelError(
-            f"{num} clients answered, and krum against {num_attackers} attackers needs {2 * num_attackers + 3}: wait for "
-            "more clients and resume, or assume fewer attackers."
+            f"{num} clients answered, and krum against {num_attackers} attackers needs {2 * num_attackers + 3}: wait "
+            "for more clients and resume, or assume fewer attackers."
         )
     square = torch.stack([((rows - row) ** 2).sum(1) for row in rows])
     nearest = square.sort(dim=1).values[:, 1 : num - num_attackers - 1]  # without the row itself

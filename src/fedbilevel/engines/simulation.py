@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fedbilevel.aggregation import ring as integers
+from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.aggregation.layer import Layer
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.layered import layered_figures
+from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
 from fedbilevel.errors import SettingError
@@ -46,6 +47,7 @@ class Simulation(Hosting, Server):
         that call.
     stragglers: clients that do not answer, drawn by address.
     aggregation: what happens to the rows that clients send.
+    attack: clients that send wrong rows, for experiments.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -62,9 +64,19 @@ class Simulation(Hosting, Server):
         drops: Callable[[int, int], Iterable[int]] | None = None,
         stragglers: Stragglers = Stragglers(),
         aggregation: Aggregation | None = None,
+        attack: Attack | None = None,
         group: Group = Group(),
         **options: Any,
     ) -> None:
+        self.attack = None if attack is None or attack.kind == "none" else attack
+        if self.attack is not None:
+            if group.size > 1:
+                raise SettingError(
+                    f"attack is {attack!r}, and attackers know the rows of all clients: leave it out, or run all "
+                    "clients in one process."
+                )
+            clients = self.attack.poisoned(clients, range(len(clients)) if ids is None else ids, seed)
+            self.attackers = self.attack.attackers(len(clients), seed)
         self.host, self.roster = hosted(
             group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options
         )
@@ -114,12 +126,14 @@ class Simulation(Hosting, Server):
     ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
         values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
-        only_means = means and not self.kept_names
+        only_means = means and not self.kept_names and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None
         answers: Answers = {**self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)}
         for name, value in answers.items():
             if name in self.kept_names and value is not None:
                 self.host.kept.write(name, positions, value.rows if isinstance(value, Sparse) else value)
+        if self.attack is not None:
+            answers = self.attack.changed(answers, values, self.kept_names, self.host.ids[positions], self.attackers)
         if self.layer is None:
             return answers, places, times
         encoded = self.layer.encode(
@@ -204,6 +218,7 @@ class Simulation(Hosting, Server):
     def identity(self) -> dict[str, Any]:
         unequal = {"stragglers": self.stragglers._asdict()} if self.stragglers != Stragglers() else {}
         layer = {"aggregation": self.layer.settings.asdict()} if self.layer is not None else {}
+        layer |= {"attack": self.attack.asdict()} if self.attack is not None else {}
         return {**self.of_data(), "cohort": self.cohort._asdict(), **unequal, **layer}
 
     # ---- checkpoint -----------------------------------------------------------------------------------------------

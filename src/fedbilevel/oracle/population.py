@@ -304,9 +304,7 @@ class Population:
         return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]
 
 
-def figures(
-    problem: Problem, names: Sequence[str], table: Tensor, clients: Tensor | None = None
-) -> dict[str, float]:
+def figures(problem: Problem, names: Sequence[str], table: Tensor, clients: Tensor | None = None) -> dict[str, float]:
     """Return losses and metrics from a table of `looked_at` with one row per client.
 
     clients: that table, if `table` holds one row with means of the losses and sums of the rest.
@@ -319,7 +317,11 @@ def figures(
         for label, values in (("upper_loss", upper), ("lower_loss", lower))
     }
     metrics = own_figures("metrics", problem.metrics, {name: float(value.sum()) for name, value in found.items()})
-    return {**losses, **metrics, **(own_figures("across", problem.across, single) if problem.across is not None else {})}
+    return {
+        **losses,
+        **metrics,
+        **(own_figures("across", problem.across, single) if problem.across is not None else {}),
+    }
 
 
 def squares(rows: Tensor) -> Tensor:
