@@ -55,6 +55,17 @@ CLASHES = (
     Clash("noise", "replacement", "the accountant counts each client once per round"),
     Clash("robust", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
 )
+# settings that a contract runs every algorithm with: each compressor and each rule
+TRIED = (
+    Aggregation(),
+    Aggregation(clip=1.0),
+    *(Aggregation(clip=1.0, compress=one) for one in ("int8", "topk:0.3", "randk:0.5", "powersgd:1")),
+    *(
+        Aggregation(robust=one)
+        for one in ("trimmed:0.2", "median", "krum:1", "multikrum:1", "centred:1.0", "geometric")
+    ),
+    Aggregation(clip=1.0, compress="int8", robust="median"),
+)
 NEEDS = {"noise": ("clip", "the noise is a multiple of the largest norm of a row")}
 
 
@@ -111,6 +122,12 @@ def check_aggregation(
                     f"aggregation.robust is {one.robust!r}, which needs {needed} clients in every round, and there are "
                     f"{size}: assume fewer attackers, or use another rule such as 'median'."
                 )
+
+
+def check_gather(settings: Aggregation) -> None:
+    """Raise if single rows may not be read under these settings."""
+    for one in settings.all():
+        check_features(features(one) | {"gather"})
 
 
 def table() -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.aggregation.layer import Encoded, Layer
+from fedbilevel.aggregation.validity import check_gather
 from fedbilevel.engines import layered
 from fedbilevel.engines.held import Held
 from fedbilevel.engines.ranks import Group
@@ -122,6 +123,8 @@ class Server:
         return self._round(phase, broadcast, self._means)
 
     def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        if self.layer is not None:
+            check_gather(self.layer.settings)
         return self._round(phase, broadcast, self._by_client)
 
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
