@@ -7,6 +7,7 @@ depends on the other rows, so a client sends the same bytes wherever it is hoste
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Compressor:
             case "topk":
                 return packed_topk(rows, num_kept(self.number, self.width))
             case "randk":
-                return [rows[:, self._places().to(rows.device)]]
+                return [rows[:, self._places.to(rows.device)]]
         return [torch.stack([self._factors(row) for row in rows]) if len(rows) else rows.new_empty(0, self.lengths[0])]
 
     def unpack(self, arrays: list[Tensor]) -> Tensor:
@@ -51,7 +52,7 @@ class Compressor:
                 return (
                     arrays[0]
                     .new_zeros(len(arrays[0]), self.width)
-                    .index_copy_(1, self._places().to(arrays[0].device), arrays[0])
+                    .index_copy_(1, self._places.to(arrays[0].device), arrays[0])
                 )
         num, (a, b, rank) = len(arrays[0]), self._shape()
         left, right = arrays[0][:, : a * rank].view(num, a, rank), arrays[0][:, a * rank :].view(num, b, rank)
@@ -67,6 +68,7 @@ class Compressor:
         kept = num_kept(self.number, self.width) if self.kind in ("topk", "randk") else 0
         return {"int8": (self.width, 1), "topk": (kept, kept), "randk": (kept,)}.get(self.kind, (rank * (a + b),))
 
+    @cached_property
     def _places(self) -> Tensor:
         stream, purpose, iteration, call = self._draw
         first = num_kept(self.number, self.width)
@@ -79,23 +81,23 @@ class Compressor:
         b = -(-self.width // a)
         return a, b, min(int(self.number) or 1, a, b)
 
+    @cached_property
+    def _start(self) -> Tensor:
+        """The start of the subspace iteration, (b, rank), with entries from -1 to 1."""
+        stream, purpose, iteration, call = self._draw
+        _, b, rank = self._shape()
+        purpose, server, width = f"powersgd/{purpose}", torch.tensor([SERVER]), b * rank
+        words = stream.bits(purpose, server, iteration=iteration, call=call, steps=range(1), width=width)
+        return (words.double() * 2.0**-31 - 1).view(b, rank)
+
     def _factors(self, row: Tensor) -> Tensor:
         """Return P and Q of one step of subspace iteration, P Q' being a projection of the row.
 
         PowerSGD averages P before it computes Q, which takes two rounds; here every client has its
         own factors, and one round suffices.
         """
-        a, b, rank = self._shape()
-        stream, purpose, iteration, call = self._draw
-        words = stream.bits(
-            f"powersgd/{purpose}",
-            torch.tensor([SERVER]),
-            iteration=iteration,
-            call=call,
-            steps=range(1),
-            width=b * rank,
-        )
-        start = (words.double() * 2.0**-31 - 1).view(b, rank).to(row)
+        a, b, _ = self._shape()
+        start = self._start.to(row)
         matrix = torch.cat([row, row.new_zeros(a * b - self.width)]).view(a, b)
         p = torch.linalg.qr(matrix @ start)[0]
         return torch.cat([p.reshape(-1), (matrix.T @ p).reshape(-1)])

@@ -17,8 +17,8 @@ from torch import Tensor
 from fedbilevel.aggregation.settings import Choice
 from fedbilevel.errors import FedBilevelError
 
-CLIPPINGS = 20  # steps of centred clipping
-_STEPS, _NEAR, _SMOOTH = 500, 1e-12, 1e-9  # of Weiszfeld's method; the last two are relative
+CLIPPINGS = 5  # steps of centred clipping
+_STEPS, _NEAR, _SMOOTH = 100, 1e-10, 1e-9  # of Weiszfeld's method; the last two are relative
 
 
 def robust_mean(choice: Choice, rows: Tensor, weights: Tensor) -> Tensor:

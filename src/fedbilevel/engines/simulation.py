@@ -128,8 +128,9 @@ class Simulation(Hosting, Server):
         values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
         only_means = means and not self.kept_names and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None
-        answers: Answers = {**self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)}
-        for name, value in answers.items():
+        computed = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
+        answers: Answers = {**computed}
+        for name, value in computed.items():
             if name in self.kept_names and value is not None:
                 self.host.kept.write(name, positions, value.rows if isinstance(value, Sparse) else value)
         if self.attack is not None:
