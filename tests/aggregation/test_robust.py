@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from fedbilevel.aggregation.robust import CLIPPINGS, robust_mean
+from fedbilevel.aggregation.robust import CLIPPINGS, mixed, robust_mean
 from fedbilevel.aggregation.settings import Choice
 from fedbilevel.errors import FedBilevelError
 
@@ -96,6 +96,27 @@ def test_centred_clipping_takes_the_steps_of_its_definition(rows):
 def test_centred_clipping_with_a_large_radius_is_the_mean(rows):
     found = robust_mean(Choice("centred", 1e6), rows, WEIGHTS)
     assert float((found - (rows * WEIGHTS[:, None]).sum(0) / 20).abs().max()) < 1e-13
+
+
+def test_mixing_averages_the_nearest_rows(rows):
+    shares = WEIGHTS.double() / WEIGHTS.sum()
+    found = mixed(rows, shares, 2 / 7)
+    for i in range(7):
+        far = [float(((rows[i] - rows[j]) ** 2).sum()) for j in range(7)]
+        near = sorted(range(7), key=lambda j: far[j])[:5]
+        expected = sum(float(WEIGHTS[j]) * rows[j] for j in near) / sum(float(WEIGHTS[j]) for j in near)
+        assert float((found[i] - expected).abs().max()) < 1e-14
+
+
+@pytest.mark.parametrize("kind", ["median", "geometric"])
+def test_mixing_finds_the_mean_of_honest_clients_that_differ(rows, kind):
+    """Two groups of honest clients: the median alone takes one group for the other's attackers."""
+    rows[:3] += 20.0
+    rows[6] = -100.0
+    weights, honest = torch.ones(7, dtype=torch.int64), rows[:6].mean(0)
+    alone, both = (robust_mean(Choice(kind), rows, weights, outside) for outside in (None, 1 / 7))
+    assert float((both - honest).norm()) < 1e-6
+    assert float((alone - honest).norm()) > 5.0
 
 
 RULES = [Choice("trimmed", 0.3), Choice("median"), Choice("krum", 2), Choice("multikrum", 2), Choice("centred", 1.0),

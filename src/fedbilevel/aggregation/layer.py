@@ -8,6 +8,7 @@ Sparse rows have the base zero, too, because a difference would not be sparse.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -118,7 +119,7 @@ class Layer:
         else:
             arrays = shared.values() if base is None else (base,)
             bound = HEADROOM * max([1.0, *(float(array.abs().max()) for array in arrays if array.numel())])
-        settings = Aggregation(robust=own.robust, fixed_point=own.fixed_point) if exact else own
+        settings = dataclasses.replace(own, clip=None, compress=None) if exact else own
         return Way(at, settings, width, base, ring.power_of_two(bound), compressor)
 
     # ---- client ---------------------------------------------------------------------------------------------------

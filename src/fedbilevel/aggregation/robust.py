@@ -4,7 +4,9 @@ A share of the weight may belong to attackers, which send any rows. References: 
 "Byzantine-robust distributed learning", ICML 2018 (trimmed mean, median); Blanchard et al.,
 "Machine learning with adversaries", NeurIPS 2017 (Krum); Karimireddy, He, Jaggi, "Learning from
 history for Byzantine robust optimization", ICML 2021 (centred clipping); Pillutla, Kakade,
-Harchaoui, "Robust aggregation for federated learning", IEEE TSP 2022 (geometric median).
+Harchaoui, "Robust aggregation for federated learning", IEEE TSP 2022 (geometric median); Allouah et al.,
+"Fixing by mixing: a recipe for optimal Byzantine ML under heterogeneity", AISTATS 2023 (means of
+nearest rows before a rule).
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ CLIPPINGS = 5  # steps of centred clipping
 _STEPS, _NEAR, _SMOOTH = 100, 1e-10, 1e-9  # of Weiszfeld's method; the last two are relative
 
 
-def robust_mean(choice: Choice, rows: Tensor, weights: Tensor) -> Tensor:
-    """Return one row from rows (k, d) of clients with these weights."""
+def robust_mean(choice: Choice, rows: Tensor, weights: Tensor, outside: float | None = None) -> Tensor:
+    """Return one row from rows (k, d) of clients with these weights.
+
+    outside: before the rule, each row becomes the mean of its nearest rows, without this share of
+        all rows; None leaves rows as they are.
+    """
     rules: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "trimmed": lambda rows, shares: trimmed(rows, shares, choice.number),
         "median": median,
@@ -31,7 +37,24 @@ def robust_mean(choice: Choice, rows: Tensor, weights: Tensor) -> Tensor:
         "centred": lambda rows, shares: centred(rows, shares, choice.number),
         "geometric": geometric,
     }
-    return rules[choice.kind](rows.double(), (weights.double() / weights.sum()).to(rows.device))
+    shares = (weights.double() / weights.sum()).to(rows.device)
+    rows = rows.double() if outside is None else mixed(rows.double(), shares, outside)
+    return rules[choice.kind](rows, shares)
+
+
+def mixed(rows: Tensor, shares: Tensor, outside: float) -> Tensor:
+    """Return, for each row, the weighted mean of its nearest rows without a share of all rows.
+
+    Honest clients that differ become alike, so that a rule cannot take them for attackers.
+    """
+    num = len(rows) - int(outside * len(rows) + 1e-9)
+    near = squares(rows).argsort(dim=1, stable=True)[:, :num]
+    return torch.stack([(shares[some, None] * rows[some]).sum(0) / shares[some].sum() for some in near])
+
+
+def squares(rows: Tensor) -> Tensor:
+    """Return the squared distances of all pairs of rows."""
+    return torch.stack([((rows - row) ** 2).sum(1) for row in rows])
 
 
 def trimmed(rows: Tensor, shares: Tensor, beta: float) -> Tensor:
@@ -64,8 +87,7 @@ def krum(rows: Tensor, shares: Tensor, num_attackers: int, *, one: bool) -> Tens
             f"{num} clients answered, and krum against {num_attackers} attackers needs {2 * num_attackers + 3}: wait "
             "for more clients and resume, or assume fewer attackers."
         )
-    square = torch.stack([((rows - row) ** 2).sum(1) for row in rows])
-    nearest = square.sort(dim=1).values[:, 1 : num - num_attackers - 1]  # without the row itself
+    nearest = squares(rows).sort(dim=1).values[:, 1 : num - num_attackers - 1]  # without the row itself
     best = nearest.sum(1).argsort(stable=True)[: num - num_attackers]
     if one:
         return rows[best[0]]

@@ -54,6 +54,8 @@ class Aggregation(Settings):
     robust: instead of the mean, `trimmed:0.2` (without a fifth of the weight at both ends),
         `median`, `krum:1` and `multikrum:1` (against one attacker), `centred:1.0` (centred clipping
         with that radius) or `geometric` (geometric median).
+    outside: with `robust`, for clients that differ: before the rule, each row becomes the mean of its
+        nearest rows, without this share of all rows.
     fixed_point: bits of an integer; None means as many as the weights leave.
     bound: largest entry of a row without `clip`; None derives it from the arrays that were sent.
     sequences: other settings by the name of a sequence, e.g. `{"u": {"clip": 5.0, "compress":
@@ -71,6 +73,9 @@ class Aggregation(Settings):
     compress: str | None = setting(None, "compression with error feedback: int8, topk:0.1, randk:0.1 or powersgd:2")
     robust: str | None = setting(
         None, "robust mean: trimmed:0.2, median, krum:1, multikrum:1, centred:1.0 or geometric"
+    )
+    outside: float | None = setting(
+        None, "before a robust mean, average each row with its nearest rows, without this share", least=0, most=0.49
     )
     fixed_point: int | None = setting(
         None, "bits of an integer in a sum (None: as many as the weights leave)", least=8, most=54
@@ -100,7 +105,7 @@ class Aggregation(Settings):
             return self if self.sequences is None else dataclasses.replace(self, sequences=None)
         if not isinstance(own, Mapping):
             raise SettingError(f"aggregation.sequences.{name} is {own!r:.80}, expected a table of settings.")
-        known = ("clip", "compress", "robust", "bound")
+        known = ("clip", "compress", "robust", "outside", "bound")
         for label in own:
             if label not in known:
                 raise UnknownNameError(f"setting of the sequence {name}", label, known)

@@ -44,7 +44,7 @@ def means(
         if rule is None:
             mean = layer.mean(one, totals[name], whole, bits[name])
         else:
-            mean = robust_mean(rule, engine.rows(one.rows), weights)
+            mean = robust_mean(rule, engine.rows(one.rows), weights, one.way.settings.outside)
         dtype = one.rows.dtype if base is None else base.dtype
         found[name] = (mean if base is None else base.double() + mean).to(dtype)
     return found
