@@ -8,7 +8,7 @@ from fedbilevel.aggregation.layer import Layer, clipped
 from fedbilevel.algorithms.commfedbio import CommFedBiO
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.errors import CheckpointError, RangeError, SettingError, UnknownNameError
+from fedbilevel.errors import CheckpointError, NonFiniteError, RangeError, SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.tasks.quadratic import Quadratic
 
@@ -250,6 +250,15 @@ def test_measurements_are_sums_of_integers():
 def test_a_row_that_does_not_fit_is_refused_before_it_is_sent():
     with pytest.raises(RangeError, match=r"client 0 has an entry of '\w' in phase 'local_steps' above \S+, the bound"):
         go(fb.Aggregation(bound=1e-6), 2)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.RecoveryWarning")
+def test_a_run_that_diverges_returns_to_its_best_state():
+    result = fb.solve(*BUILT, "fedbio", num_iterations=40, lr_lower=1e4, aggregation=fb.Aggregation())
+    assert result.stopped == "failed"
+    assert "far above all that was sent" in result.ending.why
+    with pytest.raises(NonFiniteError, match=r"far above all that was sent: the steps are too long"):
+        fb.solve(*BUILT, "fedbio", num_iterations=40, lr_lower=1e4, recover=False, aggregation=fb.Aggregation())
 
 
 @pytest.mark.parametrize(

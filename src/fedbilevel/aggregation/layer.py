@@ -18,7 +18,7 @@ from torch import Tensor
 from fedbilevel.aggregation import ring
 from fedbilevel.aggregation.compression import Compressor, packed_topk, unpacked_topk
 from fedbilevel.aggregation.settings import Aggregation
-from fedbilevel.errors import RangeError, WireError
+from fedbilevel.errors import NonFiniteError, RangeError, WireError
 from fedbilevel.federation.algorithm import Algorithm, Sparse
 from fedbilevel.federation.probing import PHASES
 from fedbilevel.federation.store import Store
@@ -58,6 +58,7 @@ class Way(NamedTuple):
     width: int
     base: Tensor | None
     bound: float  # largest entry, a power of two
+    derived: bool  # from what was sent, so that a larger row is one of a run that diverges
     compressor: Compressor | None
 
 
@@ -111,6 +112,7 @@ class Layer:
         exact = (at.name in self._exact or at.phase in PHASES) and at.name not in (self.settings.sequences or {})
         choice = None if exact or sparse or width < 2 else own.compressor
         compressor = choice and Compressor(choice, width, self._stream, at.name, at.iteration, at.call)
+        derived = (own.clip is None or exact) and own.bound is None
         if own.clip is not None and not exact:
             share = 1.0 if choice is None or choice.kind not in ("topk", "randk") else choice.number
             bound = own.clip * (1 if choice is None else 1 + _REST / share)
@@ -120,7 +122,7 @@ class Layer:
             arrays = shared.values() if base is None else (base,)
             bound = HEADROOM * max([1.0, *(float(array.abs().max()) for array in arrays if array.numel())])
         settings = dataclasses.replace(own, clip=None, compress=None) if exact else own
-        return Way(at, settings, width, base, ring.power_of_two(bound), compressor)
+        return Way(at, settings, width, base, ring.power_of_two(bound), derived, compressor)
 
     # ---- client ---------------------------------------------------------------------------------------------------
 
@@ -261,8 +263,13 @@ def clipped(rows: Tensor, clip: float | None) -> Tensor:
 def _check_fits(way: Way, rows: Tensor, ids: Tensor) -> None:
     if rows.numel() and not bool(rows.abs().max() <= way.bound):
         client = int(ids[(rows.abs().amax(1) > way.bound).cpu()][0])
-        remedy = "set aggregation.clip" if way.settings.clip is None else "raise aggregation.clip"
+        entry = f"client {client} has an entry of {way.at.name!r} in phase {way.at.phase!r} above {way.bound:g}"
+        if way.derived:  # a run that diverges returns to its best state, as after a value that is not finite
+            raise NonFiniteError(
+                f"{entry}, far above all that was sent: the steps are too long (lower the step sizes), or such entries "
+                "are usual (set aggregation.bound)."
+            )
         raise RangeError(
-            f"client {client} has an entry of {way.at.name!r} in phase {way.at.phase!r} above {way.bound:g}, the bound "
-            f"of a row that was agreed before: {remedy}, raise aggregation.bound, or lower the step sizes."
+            f"{entry}, the bound of a row that was agreed before: raise aggregation.clip or aggregation.bound, or "
+            "lower the step sizes."
         )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fedbilevel.aggregation import ring
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.federation.algorithm import Algorithm, Cohort
 
 FEATURES = {  # in words, in the order of the documentation
     "secure": "secure sums: the server sees sums of rows only",
@@ -100,8 +100,6 @@ def check_aggregation(
 
     most_weight: largest sum of weights that a cohort can have.
     """
-    if isinstance(algorithm, PeerAlgorithm):
-        raise SettingError(f"{algorithm.name()} runs between peers without a server: leave aggregation out.")
     ring.bits_for(most_weight, settings.fixed_point)
     size = cohort.size(num_clients)
     around = {
