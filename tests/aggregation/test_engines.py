@@ -7,6 +7,9 @@ import torch
 
 from fedbilevel import discovery
 from fedbilevel.errors import FedBilevelError, QuorumError, SettingError
+from fedbilevel.sites.plan import plan_of as site_plan
+from fedbilevel.sites.policy import read_settings
+from fedbilevel.sites.preview import preview
 from support.sites.loopback import Loopback, differences, simulated
 
 pytestmark = [pytest.mark.usefixtures("short_waits"), pytest.mark.slow]
@@ -105,6 +108,15 @@ def test_rows_leave_a_site_in_their_short_form(tmp_path):
     sent = [one for line in federation.left("site-0") if line["kind"] == "phase" for one in line["arrays"]]
     assert {one["dtype"] for one in sent} == {"int8", "float64"}
     assert all(one["shape"] == [1, 1] for one in sent if one["dtype"] == "float64")
+
+
+def test_an_operator_sees_the_bytes_that_would_leave(tmp_path):
+    """Eight bytes for the largest entry of x, y and u, and one for each of their 16 entries."""
+    federation = Loopback(tmp_path / "sites", 5)
+    plan = federation.plan({"name": "fedbio"}, num_iterations=4)
+    plan["options"] = {**plan["options"], "aggregation": {"compress": "int8", "robust": "krum:1"}}
+    found = preview(site_plan(plan), "site-0", read_settings(tmp_path / "sites" / "site-0"))
+    assert found["total_bytes"] == 4 * (3 * 8 + 16)
 
 
 def changed(how):
