@@ -121,3 +121,15 @@ def test_sign_flippers_ruin_a_plain_mean(clean):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_robust_mean_ends_near_the_clean_run_despite_sign_flippers(rule, clean):
     assert loss(rule, fb.Attack(kind="sign_flip", share=0.2)) == pytest.approx(clean, rel=0.1)
+
+
+def test_mixing_gives_the_trajectory_of_the_run_without_the_attackers():
+    """The attackers are far from all others, so no honest client has them among its nearest rows."""
+    attack, layer = fb.Attack(kind="sign_flip", share=0.2, strength=50.0), fb.Aggregation(robust="median", outside=0.2)
+    options = {"num_rounds": 30, "dtype": torch.float64, "residuals": False, "recover": False}
+    bad = attack.attackers(10, 0)
+    robust = fb.solve(*BUILT, "fedbio", **options, aggregation=layer, attack=attack)
+    honest = fb.solve(*BUILT, "fedbio", **options, drops=lambda iteration, call: bad)
+    everyone = fb.solve(*BUILT, "fedbio", **options)
+    assert float((robust.x["x"] - honest.x["x"]).abs().max()) < 1e-12
+    assert float((everyone.x["x"] - honest.x["x"]).abs().max()) > 1e-3
