@@ -66,6 +66,7 @@ def test_linear_phases_are_attacked_client_by_client():
 def test_the_room_of_little_is_enough_is_that_of_its_paper():
     """n = 50 with 12 corrupted workers: s = 14, and the least integer for Phi(z) < 24/38."""
     assert room(50, 12) == pytest.approx(0.3360, abs=1e-3)
+    assert room(10, 2) == 0.0
 
 
 def test_attackers_depend_on_the_seed_alone():

@@ -37,7 +37,7 @@ class Attack(Settings):
     scaling: the difference times `strength` (10).
     sign_flip: the difference times minus `strength` (10).
     little: the honest clients' mean minus `strength` standard deviations, by entry; by default as
-        many as a majority of the clients has room for.
+        many as a majority of the clients has room for, which is none for 2 of 10 clients.
     inner_product: the honest clients' mean times minus `strength` (0.5).
     label_flip: an honest client with wrong labels, c - 1 - label, in the roles train and val.
 
