@@ -43,6 +43,10 @@ class NonFiniteError(FedBilevelError, ArithmeticError):
     """A client returned NaN or infinity."""
 
 
+class RangeError(FedBilevelError, ArithmeticError):
+    """A row does not fit the range that was agreed for it before."""
+
+
 class CheckpointError(FedBilevelError, ValueError):
     """A checkpoint cannot be read, or belongs to another run."""
 
