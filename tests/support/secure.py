@@ -75,11 +75,12 @@ class Group:
         header, tensors = wire.unpack(message)
         return header, dict(zip(header.pop("names"), tensors, strict=True))
 
+    def is_gone(self, name, stage, drops):
+        return name in (drops or {}) and STAGES.index(drops[name]) <= STAGES.index(stage)
+
     def agree(self, epoch=1, drops=None):
         """Keys and shares; `drops` names the stage before which a member leaves."""
-        gone = lambda name, stage: (
-            STAGES.index((drops or {}).get(name, "unmask")) <= STAGES.index(stage) and (name in (drops or {}))
-        )
+        gone = lambda name, stage: self.is_gone(name, stage, drops)
         begin = self.carry(self.tally.begin(epoch))[0]
         for name in self.names:
             if not gone(name, "keys"):
@@ -98,9 +99,7 @@ class Group:
 
     def total(self, rows, drops=None, nonce=None):
         """One call; a member that drops out before a stage does not come back."""
-        gone = lambda name, stage: (
-            (name in (drops or {}) and STAGES.index(drops[name]) <= STAGES.index(stage)) or name not in self.tally.members
-        )
+        gone = lambda name, stage: name not in self.tally.members or self.is_gone(name, stage, drops)
         sizes = {name: row.numel() for name, row in next(iter(rows.values())).items()}
         call = self.carry(self.tally.call(nonce or self.nonce(), sizes))[0]
         for name in self.names:

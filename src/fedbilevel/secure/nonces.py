@@ -64,6 +64,8 @@ def _is_valid(run: dict[str, Any]) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    if not path.parent.is_dir():
+        raise PolicyError(f"the used nonces cannot be kept in {path.parent}, expected a folder: make it.")
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
