@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
-from fedbilevel.errors import NonFiniteError, ProblemError, SettingError
+from fedbilevel.errors import NonFiniteError, SettingError
 from fedbilevel.oracle.derivatives import Build
 from fedbilevel.oracle.evaluation import Evaluation
 from fedbilevel.problem.client_data import Batch
@@ -21,8 +21,9 @@ def per_example_clipped_sum(
 ) -> Any:
     """Return the sum over each client's samples of a derivative, clipped per sample to a norm.
 
-    The result is a sum and not a mean: divide it by a number that does not depend on the data. A
-    regulariser that is part of the loss is part of each sample's derivative. If the derivative has
+    Each sample is evaluated alone, with the weight 1. The result is a sum and not a mean: divide it
+    by a number that does not depend on the data. A regulariser that is part of the loss is part of
+    each sample's derivative. If the derivative has
     several parts (such as J v and H v), each part is clipped by itself.
 
     build: a derivative of `oracle.derivatives`, such as `lower_grad` or `pull_both`.
@@ -31,8 +32,6 @@ def per_example_clipped_sum(
     """
     if not clip > 0:
         raise SettingError(f"the norm of clipping is {clip}, expected a positive number.")
-    if not {"upper", "lower"} <= {*oracle.per_sample}:
-        raise ProblemError("clipping per sample needs losses that return one value per sample: return a vector.")
     problem = oracle.problem
     each = build(*(oracle.flat(loss, padded=False) for loss in (problem.upper, problem.lower)))
     width, fields = batch.fields["index"].shape[1], dict(batch.fields)
