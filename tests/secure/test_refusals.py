@@ -287,6 +287,33 @@ def test_a_server_that_lies_about_a_drop_never_gets_both_halves(group):
     assert found == []
 
 
+def test_members_that_were_told_different_members_or_rows_do_not_unmask_together(tmp_path):
+    """The server leaves site004 out of some handouts, or asks site000 for another row than the others."""
+    group = Group(tmp_path, 5, 3)
+    roster = published(group)
+    for name in group.names:
+        group.tally.take_shares(name, group.members[name].share(roster))
+    for name, message in group.tally.handout().items():
+        less = {one: sealed for one, sealed in message["sealed"].items() if one != "site004"}
+        told = {**message, "members": group.names[:4], "sealed": less} if name == "site000" else message
+        group.members[name].receive(told)
+    listed = {**called(group, drops=["site004"])}
+    signatures = {name: group.members[name].confirm(listed)["signature"] for name in listed["survivors"]}
+    place = {"epoch": 1, "slot": 0, "signatures": signatures}
+    for name in listed["survivors"]:
+        with pytest.raises(WireError, match="a survivor did not sign the list"):
+            group.members[name].unmask(place)
+
+    group.agree(2)
+    call = group.tally.call(group.nonce(), {"y": 4})
+    for name in group.names:
+        group.members[name].mask(call, {"y": torch.arange(3 if name == "site000" else 4)})
+    listed = {"epoch": 2, "slot": 0, "survivors": group.names}
+    signatures = {name: group.members[name].confirm(listed)["signature"] for name in group.names}
+    with pytest.raises(WireError, match="a survivor did not sign the list"):
+        group.members["site001"].unmask({"epoch": 2, "slot": 0, "signatures": signatures})
+
+
 def test_halves_are_disjoint_for_every_member_and_call(group):
     group.agree()
     for drops in ([], ["site001"], ["site001", "site003"]):
