@@ -35,8 +35,13 @@ def skipped(setup: Setup) -> str | None:
 
 def rows(setup: Setup) -> list[Row]:
     sizes, length = ((3, 10), 10**6) if not setup.small else ((3,), 500)
-    with tempfile.TemporaryDirectory() as folder:
-        return [row for num in sizes for row in _case(setup, num, length, Path(folder))]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return [row for num in sizes for row in _case(setup, num, length, Path(folder))]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _case(setup: Setup, num: int, length: int, folder: Path) -> list[Row]:
