@@ -34,7 +34,7 @@ def test_epsilon_is_the_accountants_own_for_the_events_that_happened():
     for turn in range(12):  # rounds of two kinds and a measurement now and then
         now = [Release(1.5, 0.2), Release(3.0)] + [Release(8.0, 1.0, 2)] * (turn % 3 == 0)
         accountant.spend(now)
-        events += [(one.noise, one.rate) for one in now for _ in range(one.count)]
+        events += [(one.noise, one.rate) for one in now for _ in range(one.times)]
     assert len(events) == 12 * 2 + 4 * 2
     assert accountant.epsilon() == pytest.approx(own_figure(sorted(events)), rel=1e-12)
     assert accountant.epsilon() == pytest.approx(own_figure(events), rel=1e-9)

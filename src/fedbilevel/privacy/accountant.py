@@ -52,12 +52,12 @@ class Release(NamedTuple):
     noise: noise multiplier.
     rate: probability with which each row takes part, drawn independently of other rows. Give 1 for
         any other way of sampling: batches and cohorts of a fixed size have no smaller epsilon here.
-    count: number of such sums.
+    times: number of such sums.
     """
 
     noise: float
     rate: float = 1.0
-    count: int = 1
+    times: int = 1
 
     def check(self) -> None:
         """Raise unless all numbers are usable. No noise and unknown noise are no privacy."""
@@ -65,16 +65,16 @@ class Release(NamedTuple):
             raise NonFiniteError(f"the noise multiplier of a release is {self.noise}, expected a positive number.")
         if not 0 < self.rate <= 1:
             raise NonFiniteError(f"the rate of a release is {self.rate}, expected more than 0 and at most 1.")
-        if not (type(self.count) is int and 0 < self.count <= _MOST):
-            raise NonFiniteError(f"the count of a release is {self.count}, expected a positive integer.")
+        if not (type(self.times) is int and 0 < self.times <= _MOST):
+            raise NonFiniteError(f"the number of times of a release is {self.times}, expected a positive integer.")
 
 
-def joint(noises: Iterable[float], rate: float = 1.0, count: int = 1) -> Release:
+def joint(noises: Iterable[float], rate: float = 1.0, times: int = 1) -> Release:
     """Return several sums of the same rows as one release."""
-    each = [Release(noise, rate, count) for noise in noises]
+    each = [Release(noise, rate, times) for noise in noises]
     for one in each:
         one.check()
-    return Release(1 / math.sqrt(sum(one.noise**-2 for one in each)), rate, count)
+    return Release(1 / math.sqrt(sum(one.noise**-2 for one in each)), rate, times)
 
 
 class Accountant:
@@ -145,12 +145,12 @@ class Accountant:
             for key, count in counts.items():
                 known[key] = max(count, known.get(key, 0))
 
-    def _with(self, releases: Sequence[Release], times: int = 1) -> dict[str, Counts]:
+    def _with(self, releases: Sequence[Release], rounds: int = 1) -> dict[str, Counts]:
         counts = dict(self._runs.get(self._run, {}))
         for release in releases:
             release.check()
             key = (float(release.noise), float(release.rate))
-            counts[key] = counts.get(key, 0) + release.count * times
+            counts[key] = counts.get(key, 0) + release.times * rounds
         return {**self._runs, self._run: counts}
 
     def _epsilon(self, runs: Mapping[str, Counts]) -> float:

@@ -48,7 +48,7 @@ class Roster:
 
 def read_roster(message: Any, terms: Terms, epoch: int, party_of: PartyOf) -> Roster:
     """Read the keys of all members, each with its signature."""
-    found = [read_keys(one, terms, epoch, party_of) for one in Reader(message, "roster").list("keys", MOST_MEMBERS)]
+    found = [read_keys(one, terms, epoch, party_of) for one in Reader(message, "roster").entries("keys", MOST_MEMBERS)]
     by_name = {keys.name: keys for keys in found}
     if len(by_name) < len(found):
         raise WireError("a member appears twice in the roster of the secure sum.")

@@ -90,13 +90,13 @@ class Reader:
             return self._refuse(key)
         return found if least <= len(found) <= most else self._refuse(key)
 
-    def list(self, key: str, most: int = MOST_MEMBERS) -> list[Any]:
+    def entries(self, key: str, most: int = MOST_MEMBERS) -> list[Any]:
         value = self._message.get(key)
         return value if isinstance(value, list) and len(value) <= most else self._refuse(key)
 
     def names(self, key: str) -> list[str]:
         """Read names, each once and in order, so that a set of names has one form only."""
-        found = [self._name(value, key) for value in self.list(key)]
+        found = [self._name(value, key) for value in self.entries(key)]
         return found if found == sorted({*found}) else self._refuse(key)
 
     def table(self, key: str, size: int) -> dict[str, bytes]:
@@ -106,7 +106,7 @@ class Reader:
         return {self._name(name, key): self._bytes(one, key, size) for name, one in value.items()}
 
     def nonce(self) -> Nonce:
-        turn = self.list("turn", 8)
+        turn = self.entries("turn", 8)
         if not turn or not all(type(one) is int and 0 <= one <= _HIGHEST for one in turn):
             self._refuse("turn")
         return Nonce(tuple(turn), self.integer("iteration"), self.integer("call"))

@@ -66,7 +66,7 @@ def add_mask(words: np.ndarray, key: bytes, sign: int) -> None:
     add = np.add if sign > 0 else np.subtract
     for start in range(0, len(words), _CHUNK):
         part = words[start : start + _CHUNK]
-        encryptor.update_into(_ZEROS[: 8 * len(part)], buffer)
+        encryptor.update_into(_ZEROS[: 8 * len(part)], buffer.data)
         add(part, buffer[: 8 * len(part)].view("<i8"), out=part)
 
 
