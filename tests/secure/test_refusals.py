@@ -1,6 +1,7 @@
 """What a member of a secure sum refuses: swapped keys, changed shares, replays, and a server that lies."""
 
 import base64
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("Crypto", reason="PyCryptodome is not installed: pip install
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+import fedbilevel.secure
 from fedbilevel.errors import PolicyError, QuorumError, SettingError, WireError
 from fedbilevel.secure import Member, Nonces, Tally, Terms, streams
 from fedbilevel.secure.epoch import Epoch
@@ -325,6 +327,10 @@ def test_halves_are_disjoint_for_every_member_and_call(group):
             answer = group.members[name].unmask(opening)
             assert {*answer["pairs"]} == {*drops}
             assert {*answer["selves"]} == {*group.names} - {*drops, name}
+            slot = listed["slot"]
+            for content in group.members[name]._epoch._held.values():  # neither half is left
+                assert not any(content[: 32 * (slot + 1)])
+                assert all(any(content[32 * later : 32 * (later + 1)]) for later in range(slot + 1, 3))
 
 
 # ---- the form of messages --------------------------------------------------------------------------------------------
@@ -434,6 +440,13 @@ def test_the_server_asks_in_order(group):
         tally.take_shares("site000", {"epoch": 0, "sealed": {}})
     with pytest.raises(QuorumError, match="0 members sent keys, expected at least 3"):
         tally.roster()
+
+
+def test_without_its_packages_there_are_no_secure_sums(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "Crypto" else real(name))
+    with pytest.raises(SettingError, match=r"which are not installed: pip install 'fedbilevel\[secure\]'"):
+        importlib.reload(fedbilevel.secure)
 
 
 @pytest.mark.parametrize(

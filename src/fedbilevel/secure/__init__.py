@@ -25,6 +25,15 @@ same point over different members differ by single rows; the site's policy limit
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from fedbilevel.errors import SettingError
+
+if any(find_spec(name) is None for name in ("cryptography", "Crypto")):
+    raise SettingError(
+        "secure sums need cryptography and PyCryptodome, which are not installed: pip install 'fedbilevel[secure]'."
+    )
+
 from fedbilevel.secure.member import Member
 from fedbilevel.secure.nonces import Nonces
 from fedbilevel.secure.tally import Tally

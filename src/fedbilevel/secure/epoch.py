@@ -1,7 +1,8 @@
 """The keys of one member for one epoch: made, published, and shared with the neighbours.
 
 The secrets exist only in the memory of the site's process. After a restart the site needs a new
-epoch. A slot's secrets are deleted when the slot is used or skipped.
+epoch. A slot's own seeds are deleted when the slot is used or skipped, and the shares of the
+neighbours' seeds after the slot is unmasked.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Epoch:
         )
         self.roster: Roster | None = None
         self.members: list[str] = []
-        self._held: dict[str, bytes] = {}
+        self._held: dict[str, bytearray] = {}
         self.next_slot = 0
 
     def share(self, roster: Roster) -> Message:
@@ -129,7 +130,7 @@ class Epoch:
             )
             if opened is None:
                 raise WireError(f"the shares from {sender} were changed on their way, or are of another epoch.")
-            held[sender] = opened
+            held[sender] = bytearray(opened)
         self.members, self._held = members, held
 
     def _sealing_key(self, sender: str, receiver: str) -> bytes:
@@ -144,9 +145,15 @@ class Epoch:
         found = self._seeds[slot]
         self._seeds = {other: seeds for other, seeds in self._seeds.items() if other > slot}
         self.next_slot = slot + 1
+        self.forget(slot)
         return found
 
     def held(self, slot: int, owner: str, *, pair: bool) -> bytes:
         """Return the share of another member's seed: that of its pairwise masks or of its own mask."""
         start = _RAW * slot + SEED * pair
-        return self._held[owner][start : start + SEED]
+        return bytes(self._held[owner][start : start + SEED])
+
+    def forget(self, end: int) -> None:
+        """Overwrite the shares of all slots before this one, both halves."""
+        for content in self._held.values():
+            content[: _RAW * end] = bytes(_RAW * end)

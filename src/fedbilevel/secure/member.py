@@ -172,6 +172,7 @@ class Member:
                 dropped = other not in opened.survivors
                 share = epoch.held(opened.call.slot, other, pair=dropped)
                 halves["pairs" if dropped else "selves"][other] = text(share)
+        epoch.forget(opened.call.slot + 1)
         return {**_place(opened.call), "own": text(opened.own), **halves}
 
     # ---- checks ----------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Tally:
     # ---- once per epoch --------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> Message:
-        """Ask for keys of a new epoch, whose number is above all before it."""
+        """Ask for keys of a new epoch, whose number is above all before it, as the time in milliseconds
+        is."""
         self.epoch, self.slot, self.members = epoch, 0, []
         self._keys, self._messages, self._sealed, self._roster, self._call = {}, {}, {}, None, None
         return {"epoch": epoch}
