@@ -8,7 +8,6 @@ import torch
 
 from fedbilevel.errors import SettingError
 from fedbilevel.privacy import addressed_words, ring_noise, ring_sigma, system_words
-from fedbilevel.privacy.noise import _below
 from fedbilevel.problem.draws import Stream
 
 
@@ -16,7 +15,7 @@ def addressed(seed=0, client=0, purpose="noise/y", iteration=3, call=1):
     return addressed_words(Stream(seed), purpose, client, iteration=iteration, call=call)
 
 
-@pytest.mark.parametrize("sigma", [4.0, 4.7, 30.0, 1e6, 2.0**40])
+@pytest.mark.parametrize("sigma", [4.0, 4.7, 5.7, 30.0, 1e6, 1.4 * 2**30, 2.0**40])
 def test_moments(sigma):
     num = 200_000
     drawn = ring_noise((num,), sigma, addressed()).double() / sigma
@@ -29,7 +28,7 @@ def test_moments(sigma):
     assert abs(fourth - 3) < error * math.sqrt(96)
 
 
-@pytest.mark.parametrize("sigma", [4.0, 4.7, 6.3])
+@pytest.mark.parametrize("sigma", [4.0, 5.6, 5.7])
 def test_the_distribution_is_the_discrete_gaussian(sigma):
     """Chi-square over single integers; a rounded or truncated Gaussian with this sigma would fail."""
     num, reach = 500_000, int(4 * sigma)
@@ -58,14 +57,6 @@ def test_large_deviations_fill_all_low_bits():
     counts = np.bincount(drawn & 255, minlength=256)
     expected = len(drawn) / 256
     assert ((counts - expected) ** 2 / expected).sum() < 255 + 4 * math.sqrt(2 * 255)
-
-
-def test_a_limit_that_does_not_divide_the_words_is_uniform_too():
-    limit = 3 * 2**62  # a quarter of all words is left out
-    words = np.arange(0, 2**64, 2**54, dtype=np.uint64)
-    found = _below(limit, len(words), lambda num: words)
-    assert len(found) == 3 * len(words) // 4
-    assert found.max() < limit
 
 
 def test_draws_have_addresses():

@@ -11,6 +11,7 @@ pytest.importorskip("Crypto", reason="PyCryptodome is not installed: pip install
 
 from fedbilevel.errors import PolicyError, QuorumError, WireError
 from fedbilevel.secure import Nonce, Nonces, streams, usual_quorum
+from fedbilevel.secure.masks import pair_seed
 from fedbilevel.secure.messages import Call
 from fedbilevel.sites import wire
 from support.secure import STAGES, Group, plain_sum
@@ -138,7 +139,7 @@ def test_a_transcript_of_the_server_holds_no_unmasked_row(tmp_path):
     plain = rows["site000"]["y"].numpy()
     assert not uniform(plain)
     # a curious server subtracts each member's own mask, which it learns: the pairwise masks remain
-    headers = [json.loads(message[17 : 17 + int.from_bytes(message[13:17], "little")]) for message in group.seen]
+    headers = [json.loads(header_of(message)) for message in group.seen]
     seeds = [base64.b64decode(header["own"]) for header in headers if "own" in header]
     call = Call(1, 0, Nonce((7, 0, 1), 3, 1))
     assert len(seeds) == 3
@@ -229,3 +230,50 @@ def test_a_damaged_file_of_nonces_stops_the_site(tmp_path, content):
     (tmp_path / "nonces.json").write_text(content)
     with pytest.raises(PolicyError, match="cannot be read: put back a copy"):
         Nonces(tmp_path / "nonces.json").use("run", Nonce((1,), 0, 0))
+
+
+def test_a_drop_opens_no_other_call_of_the_same_member(tmp_path):
+    """The server keeps all rows and, after a drop in the second call, tries the restored seed on the first call."""
+    group = Group(tmp_path, 4, 3)
+    group.agree()
+    rows, victim = group.rows(), "site001"
+    first, used = len(group.seen), group.members[victim]._epoch._seeds[0][1]
+    check(group, group.total(rows), rows, group.names)
+    [masked] = [arrays["y"] for arrays in map(arrays_of, group.seen[first:]) if "y" in arrays][1:2]  # of site001
+    own = [json.loads(header_of(message)) for message in group.seen[first:] if b'"own"' in message][1]["own"]
+    roster, before = group.tally._roster, Call(1, 0, Nonce((7, 0, 1), 3, 1))
+    real, tally = group.tally.total, group.tally
+    found = {}
+
+    def total():
+        call = tally._call
+        public = roster.keys[victim].masking_at(1)
+        is_right = lambda seed: streams.private_key(seed).public_key().public_bytes_raw() == public
+        found["seed"] = call._restored(victim, is_right)
+        return real()
+
+    tally.total = total
+    check(group, group.total(rows, {victim: "rows"}), rows, [name for name in group.names if name != victim])
+
+    def opened(seed):
+        words, private = masked.numpy().copy(), streams.private_key(seed)
+        streams.add_mask(words, streams.derived(base64.b64decode(own), "mask", *before.parts(), "y"), -1)
+        for other in roster.graph[victim]:
+            pair = pair_seed(roster, before, private, victim, other)
+            key = streams.derived(pair, "mask", *before.parts(), "y")
+            streams.add_mask(words, key, -1 if victim < other else 1)
+        return words == rows[victim]["y"].numpy()
+
+    assert np.all(opened(used))  # the seed of the first call, which nobody restored
+    assert not np.any(opened(found["seed"]))
+    published = {roster.keys[name].masking_at(slot) for name in group.names for slot in range(3)}
+    assert len(published) == 4 * 3
+
+
+def header_of(message):
+    return message[17 : 17 + int.from_bytes(message[13:17], "little")]
+
+
+def arrays_of(message):
+    header, arrays = wire.unpack(message)
+    return dict(zip(header["names"], arrays, strict=True))

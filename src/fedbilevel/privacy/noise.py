@@ -25,7 +25,8 @@ from fedbilevel.problem.draws import Stream
 
 LEAST, MOST = 4.0, 2.0**50  # standard deviations in units of the ring
 Words = Callable[[int], np.ndarray]  # that many uniform 64-bit words
-_SPARE = 2.6  # candidates per number: 0.63 of them are Laplace numbers, of which 0.66 are accepted, and some spare
+_SPARE = 2.7  # candidates per number: 0.63 of them are Laplace numbers, of which 0.63 or more are accepted
+_ONE_IN_E = np.uint64(math.exp(-1) * 2**64)
 
 
 def system_words(num: int) -> np.ndarray:
@@ -98,25 +99,20 @@ def _check(sigma: float) -> None:
 
 
 def _accepted(num: int, sigma: float, source: Words) -> np.ndarray:
-    """Draw candidates and return the Gaussian ones."""
-    width = math.floor(sigma) + 1
-    low = _below(width, num, source)
-    low = low[_happens(np.exp(-low / width), source)]
-    high = _geometric(len(low), source)
-    size = low + width * high
-    negative = source(len(size)) >> np.uint64(63) == 1
-    chance = np.exp(-((size - sigma**2 / width) ** 2) / (2 * sigma**2))
+    """Draw candidates and return the Gaussian ones.
+
+    The scale of the Laplace numbers only decides how many are accepted, 0.63 or more. It is a power
+    of two near sigma, so that bits of one word give a uniform number and a sign.
+    """
+    scale = round(math.log2(sigma))
+    words = source(num)
+    low = (words & np.uint64(2**scale - 1)).astype(np.int64)
+    keep = _happens(np.exp(-low / 2**scale), source)
+    low, negative = low[keep], words[keep] >> np.uint64(63) == 1
+    size = low + (_geometric(len(low), source) << scale)
+    chance = np.exp(-((size - sigma**2 / 2**scale) ** 2) / (2 * sigma**2))
     keep = _happens(chance, source) & ~(negative & (size == 0))  # 0 has one sign only
     return np.where(negative, -size, size)[keep]
-
-
-def _below(limit: int, num: int, source: Words) -> np.ndarray:
-    """Return uniform integers below a limit; draws above the largest multiple of the limit are
-    left out."""
-    words = source(num)
-    most = 2**64 - 2**64 % limit
-    words = words if most == 2**64 else words[words < np.uint64(most)]
-    return (words % np.uint64(limit)).astype(np.int64)
 
 
 def _happens(chance: np.ndarray, source: Words) -> np.ndarray:
@@ -129,6 +125,6 @@ def _geometric(num: int, source: Words) -> np.ndarray:
     """Return numbers of events with the probability 1/e before the first failure."""
     found, going = np.zeros(num, np.int64), np.arange(num)
     while len(going):
-        going = going[_happens(np.full(len(going), math.exp(-1)), source)]
+        going = going[source(len(going)) < _ONE_IN_E]
         found[going] += 1
     return found
