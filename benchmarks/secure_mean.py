@@ -19,9 +19,10 @@ TITLE = "Secure sums"
 ABOUT = """One call of a secure sum of 1,000,000 64-bit integers of 3 and 10 sites, in one process and one thread:
 `all sites and the server` is the work of everybody, one after the other; `one site` is what a single site does beside
 its own computing, and `server` what the server does. `with a drop` leaves one site out after the keys, so that the
-others restore its pairwise masks. `processor time` leaves out other load and waiting for the disk.
-`keys and shares` is the start of an epoch of 64 calls at all sites, divided by 64. Nothing travels: FLARE's own time comes on top, and 8 bytes per number. The floor is the AES key stream of all masks of
-all sites and the server and their addition, from and into memory."""
+others restore its pairwise masks. `processor time` leaves out other load and waiting for the disk. `keys and shares`
+is the start of an epoch of 64 calls at all sites, divided by 64. Nothing travels: FLARE's own time comes on top, and
+8 bytes per number. The floor is the AES key stream of all masks of all sites and the server and their addition, from
+and into memory."""
 HEADINGS = {"sites": "sites"}
 SLOTS = 64
 
