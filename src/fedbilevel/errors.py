@@ -105,6 +105,10 @@ class PolicyError(FedBilevelError, PermissionError):
     """A site refuses a request by its policy."""
 
 
+class BudgetError(PolicyError):
+    """A release would exceed the privacy budget, so nothing is released."""
+
+
 class AwaitingOperatorError(PolicyError):
     """A site waits for its operator: the plan is not approved yet, or the site is paused."""
 
