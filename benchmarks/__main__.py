@@ -16,7 +16,18 @@ from benchmarks import results
 from benchmarks.clock import Setup
 from fedbilevel.errors import FedBilevelError
 
-SECTIONS = ("paths", "iteration", "algorithms", "growth", "push_sum", "ranks", "federation", "peers", "hgp_paper")
+SECTIONS = (
+    "paths",
+    "iteration",
+    "algorithms",
+    "growth",
+    "push_sum",
+    "ranks",
+    "federation",
+    "peers",
+    "secure_mean",
+    "hgp_paper",
+)
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:

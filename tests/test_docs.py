@@ -23,6 +23,7 @@ import yaml
 
 import fedbilevel
 from fedbilevel import discovery
+from fedbilevel.aggregation import validity
 from fedbilevel.cli.main import cli
 from fedbilevel.errors import ScopeError, ScopeWarning
 from fedbilevel.federation.algorithm import PeerAlgorithm
@@ -329,6 +330,12 @@ def test_the_table_says_what_the_algorithms_say(site):
 def _rows(markdown):
     lines = [line.strip("| ").split(" | ") for line in markdown.splitlines() if line.startswith("| [")]
     return [[cell.strip() for cell in line] for line in lines]
+
+
+def test_the_page_of_the_layer_has_the_table_of_the_code(site):
+    text = html.unescape((site[0] / "concepts" / "aggregation.html").read_text())
+    assert text.count("no (") == 2 * len(validity.CLASHES)
+    assert all(one.why[1:].split("`")[0] in text for one in validity.CLASHES)
 
 
 def test_lists_are_made_where_numbers_run_from_one():

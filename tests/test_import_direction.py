@@ -94,7 +94,12 @@ def test_a_run_never_imports_sites_or_peers_and_nothing_imports_the_root():
 
 
 def test_one_package_alone_imports_flare():
-    assert all(name.startswith("fedbilevel.sites.flare") for name in others("nvflare", "psutil", "cryptography"))
+    assert all(name.startswith("fedbilevel.sites.flare") for name in others("nvflare", "psutil"))
+
+
+def test_kits_and_secure_sums_alone_import_cryptography():
+    rooms = ("fedbilevel.sites.flare", "fedbilevel.secure")
+    assert all(name.startswith(rooms) for name in others("cryptography", "Crypto"))
 
 
 def test_only_sockets_and_keys_of_peers_import_zeromq():

@@ -15,6 +15,7 @@ for place in (ROOT, ROOT / "src"):
 from mkdocs.structure.files import File, Files  # noqa: E402
 
 import fedbilevel  # noqa: E402
+from fedbilevel.aggregation import validity  # noqa: E402
 from website import algorithm_pages, curves, mathematics, task_pages  # noqa: E402
 from website.svg import DARK, LIGHT, variables  # noqa: E402
 
@@ -26,6 +27,7 @@ OPENINGS = {
     "Where a paper prints a number, it is in brackets with the difference.\n\n",
 }
 TABLE = "<!-- all algorithms -->"
+VALID = "<!-- valid combinations -->"
 
 
 def on_config(config: Any) -> Any:
@@ -63,6 +65,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, algorithm_pages.decision_table())
+    markdown = markdown.replace(VALID, validity.table())
     return re.sub(r"(?m)^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown)  # a file that the reader creates
 
 

@@ -9,9 +9,9 @@ import fedbilevel
 
 ROOT = Path(fedbilevel.__file__).parent
 ROOMS = (  # a module imports from its own room and from rooms before it
-    "leaves", "problem", "data", "oracle", "federation", "algorithms", "tasks", "detectors", "discovery", "engines",
-    "runs", "cleaning",
-    "personal", "checks", "sites", "peers", "studies", "report", "cli", "root",
+    "leaves", "problem", "data", "oracle", "privacy", "federation", "aggregation", "algorithms", "tasks",
+    "detectors", "discovery", "engines", "runs", "cleaning", "personal", "checks", "secure", "sites",
+    "peers", "studies", "report", "cli", "root",
 )  # fmt: skip
 
 

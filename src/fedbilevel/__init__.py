@@ -13,6 +13,8 @@ from fedbilevel._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedbilevel import tasks
+    from fedbilevel.aggregation.attacks import Attack
+    from fedbilevel.aggregation.settings import Aggregation
     from fedbilevel.checks import check_algorithm, check_hypergradient, check_problem
     from fedbilevel.cleaning.clean import clean_labels
     from fedbilevel.cleaning.outcome import Cleaning
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from fedbilevel.studies.sources import MixedSources, mix_sources
 
 _PLACES = {  # imported when they are asked for: the parent processes of a federation do not compute, and need no torch
+    "aggregation.attacks": ["Attack"],
+    "aggregation.settings": ["Aggregation"],
     "checks.algorithm": ["check_algorithm"],
     "checks.hypergradient": ["check_hypergradient"],
     "checks.problem": ["check_problem"],
@@ -73,6 +77,8 @@ _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 _NAMESPACES = ("algorithms", "detectors", "tasks")  # fb.tasks.DataCleaning, fb.algorithms.FedBiO
 
 __all__ = [
+    "Aggregation",
+    "Attack",
     "Averaging",
     "Cleaning",
     "Cohort",

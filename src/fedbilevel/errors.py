@@ -43,6 +43,10 @@ class NonFiniteError(FedBilevelError, ArithmeticError):
     """A client returned NaN or infinity."""
 
 
+class RangeError(FedBilevelError, ArithmeticError):
+    """A row does not fit the range that was agreed for it before."""
+
+
 class CheckpointError(FedBilevelError, ValueError):
     """A checkpoint cannot be read, or belongs to another run."""
 
@@ -99,6 +103,10 @@ class PlanError(FedBilevelError, ValueError):
 
 class PolicyError(FedBilevelError, PermissionError):
     """A site refuses a request by its policy."""
+
+
+class BudgetError(PolicyError):
+    """A release would exceed the privacy budget, so nothing is released."""
 
 
 class AwaitingOperatorError(PolicyError):

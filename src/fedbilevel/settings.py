@@ -167,6 +167,8 @@ def _fits(kind: Any, value: Any) -> bool:
             and len(value) > 0
             and all(_fits(typing.get_args(kind)[0], entry) for entry in value)
         )
+    if origin is dict:
+        return isinstance(value, Mapping)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
@@ -181,6 +183,8 @@ def _words(hint: Any) -> str:
             words += [repr(choice) for choice in typing.get_args(kind)]
         elif typing.get_origin(kind) is tuple:
             words.append("one whole number per client")
+        elif typing.get_origin(kind) is dict:
+            words.append("a table")
         else:
             words.append(
                 {float: "a number", int: "a whole number", bool: "true or false", str: "a word", type(None): "None"}[

@@ -230,6 +230,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence(worlds):
         "there are 4 ranks for 3 clients, and every rank hosts at least one: start 3 ranks or fewer.",
     ]
     assert failures["robust"][1].startswith("robust averaging follows single messages")
+    assert "attackers know the rows of all clients: leave it out, or run all clients" in failures["attack"][1]
     assert "the ranks were not given the same run" in failures["elsewhere"][1]
     assert failures["timeout"] == ["SettingError", "timeout is 0, expected seconds above 0, at most 1e+09."]
     assert [one["failures"]["data"] for one in seen(worlds, 4)] == 4 * [failures["data"]]

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fedbilevel.aggregation.attacks import Attack
+from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.clustered_fl import ClusteredFL
 from fedbilevel.algorithms.commfedbio import CommFedBiO
@@ -140,6 +142,16 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "clustered_fl": (ClusteredFL(num_local_steps=2, tolerance_mean=10.0, tolerance_max=1e-6), quadratic, NOISY),
     "commfedbio": (CommFedBiO(num_kept=2, num_local_steps=2), quadratic, {**NOISY, "drops": some_missing}),
     "fedavg_plus": (FedAvgPlus(num_local_steps=2), quadratic, {**NOISY, "cohort": Cohort(0.5), "sampling": "epochs"}),
+    "layer": (
+        FedBiO(num_local_steps=2),
+        with_figures,
+        {**NOISY, **SHUFFLED, "cohort": Cohort(0.5), "aggregation": Aggregation(clip=1.0, compress="topk:0.3")},
+    ),
+    "layer_robust": (
+        FedNest(lr_lower=0.1, lr_system=0.1, num_local_steps=2),
+        lambda: quadratic(client_weights="by_samples"),
+        {**NOISY, "cohort": Cohort(0.6), "aggregation": Aggregation(robust="trimmed:0.2", compress="int8")},
+    ),
     "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),
@@ -180,7 +192,8 @@ SOLVED = (
     "cleaning",
     "hgp",
 )  # one system of all clients, of each its own; private x; points of their own
-RESUMED = ("cleaning", "adafbio", "hgp")  # rows that stay at clients, memory, weights of the network
+# rows that stay at clients, memory, weights of the network, what compression left
+RESUMED = ("cleaning", "adafbio", "hgp", "layer")
 
 
 def compared(size: int) -> list[tuple[str, str, dict[str, Any]]]:
@@ -300,6 +313,9 @@ def failures(folder: Path, size: int) -> dict[str, Any]:
                 **robust,
                 **there,
             )
+        ),
+        "attack": failing(
+            lambda: solve(*quadratic(), FedBiO(), num_iterations=1, attack=Attack(kind="scaling"), **there)
         ),
         "elsewhere": failing(one_rank_starts_elsewhere),
         "data": failing(bad_data_of_the_last_client),

@@ -60,6 +60,7 @@ class ClusteredFL(FedAvg):
         "absolute", "tolerances are lengths, or multiples of the longest change of the first round"
     )
 
+    gathers = True
     needs_everyone = True
     refuses = {
         "local": "every client then has a y of its own that stays there, so there is nothing to cluster: use "

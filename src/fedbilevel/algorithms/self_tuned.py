@@ -188,6 +188,7 @@ class SelfTuned(ServerAlgorithm):
     lower_space = ("y", *_named(_LOWER))
     decays: ClassVar[tuple[str, ...]] = ("pace",)
     lengths: ClassVar[dict[str, int]] = dict.fromkeys(_named(["controls"]), len(Controls._fields))
+    exact = ("top", *_named(("diagonal", "ray", "product", "held", "against", "figures", "lags")))
 
     # x and y are the answer; z_x and z_y the iterates of a candidate, a_x and a_y their averages.
     # answer: the place of the candidate whose averages become the answer, or -1 if the answer stays.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.layer import Layer
+from fedbilevel.aggregation.validity import TRIED, check_aggregation
 from fedbilevel.engines import simulate
 from fedbilevel.engines.peer_simulation import PeerSimulation
 from fedbilevel.engines.simulation import Simulation
@@ -49,7 +51,11 @@ def check_algorithm(algorithm: Algorithm, *, show: bool = True) -> Report:
         ("order of clients", _order),
         ("checkpoint and resume", _resumed),
     ]
-    with_a_server = [("cohort of one", _cohort_of_one), ("a client that drops", _dropping)]
+    with_a_server = [
+        ("cohort of one", _cohort_of_one),
+        ("a client that drops", _dropping),
+        ("aggregation", _aggregated),
+    ]
     for name, check in everywhere if isinstance(algorithm, PeerAlgorithm) else everywhere + with_a_server:
         try:
             ok, text = check(algorithm, built.problem, built.clients)
@@ -174,3 +180,28 @@ def _dropping(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings
             return False, f"a client that misses call {call} leads to a value that is not finite"
     text = refused or "the run survives a client that misses any one call of an outer iteration"
     return bool(refused) == algorithm.needs_everyone, text
+
+
+def _aggregated(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
+    """Run an outer iteration under every setting of the aggregation, or see it refused."""
+    five = [*clients, *clients[: 5 - len(clients)]]  # krum needs five
+    fed, refused = simulate(algorithm, problem, five, dtype=torch.float64), 0
+    assert isinstance(fed, Simulation)
+    for one in TRIED:
+        try:
+            check_aggregation(one, algorithm, fed.cohort, fed.num_clients, fed.most_weight)
+        except SettingError as error:
+            if not (algorithm.gathers and one.robust):
+                return False, f"refuses {one}: {error}"
+            refused += 1
+            continue
+        fed.layer = Layer(one, algorithm, fed.stream)
+        for store in (fed.host.memory, fed.host.kept, fed.host.feedback):
+            store.clear()
+        fed.begin(0)
+        end = _end(fed, _continue(algorithm, fed, algorithm.init(fed), 1, 1))
+        if not bool(torch.isfinite(end).all()):
+            return False, f"{one} leads to a value that is not finite"
+    return True, f"runs under {len(TRIED) - refused} of {len(TRIED)} settings" + (
+        "; refuses robust means, because it reads single rows" if refused else ""
+    )

@@ -12,35 +12,15 @@ import click
 from click.shell_completion import CompletionItem
 
 from fedbilevel import discovery
+from fedbilevel.cli.setting_values import METAVARS, by_sequence, number_or_auto, whole_numbers
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.report import tables
 from fedbilevel.runs.choice import Choice, choose
-from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES
+from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES, WITH_SERVER
 from fedbilevel.runs.runfile import RunFile, read_run_file
 from fedbilevel.settings import AUTO, Settings, kinds
-
-
-def whole_numbers(text: str) -> int | tuple[int, ...]:
-    """Parse `3`, or `1,2,3` for one number per client."""
-    try:
-        numbers = tuple(int(part) for part in str(text).split(","))
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is neither a whole number nor several separated by commas: give e.g. 3, or 1,2,3."
-        ) from None
-    return numbers if len(numbers) > 1 else numbers[0]
-
-
-def number_or_auto(text: str) -> float | str:
-    """Parse a step size: a number, or `auto` for a step that the run measures."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return float(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a number: give e.g. 0.1, or auto to measure it.") from None
 
 
 class SettingOption(click.Option):
@@ -73,6 +53,8 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
         is_switch = kind is bool
         if typing.get_origin(kind) is Literal:
             type_: Any = click.Choice(typing.get_args(kind))
+        elif typing.get_origin(kind) is dict:
+            type_ = by_sequence
         elif spec.metadata.get("step"):
             type_ = number_or_auto
         elif len(choices) > 1:
@@ -83,7 +65,7 @@ def flags(owner: type[Settings], section: str, suggested: dict[str, Any], prefix
             [f"--{name}/--no-{name}" if is_switch else f"--{name}", flag_name(spec.name, prefix)],
             default=None,
             type=bool if is_switch else type_,
-            metavar={whole_numbers: "N|N,N,...", number_or_auto: "FLOAT|auto"}.get(type_),
+            metavar=METAVARS.get(type_),
             help=f"{spec.metadata.get('help', '')}{symbol} ({default})",
         )
         option.section = section
@@ -166,10 +148,10 @@ class TaskCommand(click.Command):
             ctx.meta["choice"] = choice
             suggested = {**task.suggestions(choice.name), **choice.settings} if choice is not None else {}
             theirs = flags(found, f"Algorithm {found.name()}", suggested) if found else []
-            if found and issubclass(found, PeerAlgorithm) and self.name == "run":  # `check` uses its own networks
+            if found and self.name == "run":  # `check` uses its own networks
                 theirs += [
                     option
-                    for name, kind in BETWEEN_PEERS.items()
+                    for name, kind in (BETWEEN_PEERS if issubclass(found, PeerAlgorithm) else WITH_SERVER).items()
                     for option in flags(kind, name.capitalize(), task.suggestions(name), name)
                 ]
             ctx.meta["settings"] = [*flags(task, f"Task {task.name()}", {}), *theirs]

@@ -25,7 +25,7 @@ from fedbilevel.report import tables
 from fedbilevel.runs import logs
 from fedbilevel.runs.baseline import unseen_roles
 from fedbilevel.runs.choice import Choice
-from fedbilevel.runs.options import DEFAULTS, keywords, torch_device
+from fedbilevel.runs.options import DEFAULTS, WITH_SERVER, keywords, torch_device
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.runfile import PLAN, RunFile, written
@@ -130,6 +130,8 @@ def run_command(
     options = {name: given[name] for name in DEFAULTS}
     if isinstance(settings, PeerAlgorithm):
         options |= _between_peers(kind, values, file)
+    else:
+        options |= _with_server(values, file)
     plan = {name: given[name] for name in PLAN}
     if plan["num_iterations"] is None and plan["num_rounds"] is None:
         plan["num_iterations"] = kind.iterations(choice.name)
@@ -150,6 +152,16 @@ def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> d
     means = {**fitting(network, kind.suggestions("averaging")), **file.options.get("averaging", {})}
     averaging = chosen(Averaging, values, means, "averaging")
     return {"network": network.asdict(), "averaging": averaging.asdict()}
+
+
+def _with_server(values: dict[str, Any], file: RunFile) -> dict[str, Any]:
+    """Return aggregation and attack from flags, else from the file; omitted ones are not used."""
+    found = {}
+    for name, owner in WITH_SERVER.items():
+        one = chosen(owner, values, dict(file.options.get(name, {})), name)
+        if name in file.options or one != owner():
+            found[name] = one.asdict()
+    return found
 
 
 @click.command("resume")

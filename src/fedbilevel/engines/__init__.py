@@ -21,7 +21,7 @@ from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 
-SERVER_ONLY, PEERS_ONLY = ("cohort", "drops", "stragglers"), ("network", "averaging")
+SERVER_ONLY, PEERS_ONLY = ("cohort", "drops", "stragglers", "aggregation", "attack"), ("network", "averaging")
 
 
 def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:

@@ -108,6 +108,15 @@ class Roster:
         width = rows[0].numel()
         return self.group.joined(rows.reshape(-1), [count * width for count in self.counts]).view(-1, *rows.shape[1:])
 
+    def rows_at(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the rows of all clients at sorted places, from the rows of those hosted here."""
+        if self.group.size == 1:
+            return rows
+        ends = torch.tensor(self.counts).cumsum(0)
+        numbers = torch.bucketize(places, ends, right=True).bincount(minlength=len(ends)).tolist()
+        width = rows.shape[1]
+        return self.group.joined(rows.reshape(-1), [number * width for number in numbers]).view(-1, width)
+
     def trees(self, rows: Tensor, *, upper: bool) -> Any:
         """Return one dict per client, by place, from rows of the clients hosted here."""
         if self.group.size == 1:

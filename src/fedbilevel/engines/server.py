@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.layer import Encoded, Layer
+from fedbilevel.aggregation.validity import check_gather
+from fedbilevel.engines import layered
 from fedbilevel.engines.held import Held
 from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
@@ -25,7 +28,7 @@ from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
 
 Answers = dict[
-    str, "Tensor | Sparse | None"
+    str, "Tensor | Sparse | Encoded | None"
 ]  # by name, one row per client that answered; None: not sent, or kept at the client
 
 
@@ -37,6 +40,7 @@ class Server:
 
     ids: numbers of the clients, by place.
     weights: weight of each client in a mean over all clients, by place.
+    layer: what happens to the rows that clients send; None averages them as they are.
     """
 
     group: Group = Group()
@@ -52,8 +56,10 @@ class Server:
         weights: Tensor,
         ledger: Ledger,
         stream: Stream,
+        layer: Layer | None = None,
     ) -> None:
         self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
+        self.layer = layer
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
         self.place_of = ids.argsort()  # by number
         self.cohort = cohort.checked()
@@ -95,6 +101,18 @@ class Server:
         """Return weighted sums of the rows of all clients at `places`, in float64."""
         return [total(rows, weights) for rows in sent.values()]
 
+    def _added(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return sums over all processes."""
+        return parts
+
+    def _mine(self, places: Tensor, values: Tensor) -> Tensor:
+        """Return the values of clients in this process, from one value per place."""
+        return values
+
+    def _answered(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the rows of all clients that answered, from the rows of this process."""
+        return rows
+
     def _of_all(self, rows: Tensor) -> Tensor:
         """Return rows of all clients by place, from the rows of this process."""
         return rows
@@ -105,6 +123,8 @@ class Server:
         return self._round(phase, broadcast, self._means)
 
     def gather(self, phase: Callable[..., Any], /, **broadcast: Value) -> SimpleNamespace:
+        if self.layer is not None:
+            check_gather(self.layer.settings)
         return self._round(phase, broadcast, self._by_client)
 
     def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
@@ -113,6 +133,18 @@ class Server:
         whole = float(weights.sum())
         totals = self._summed(sent, places, weights)
         return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
+
+    def _layered_means(self, sent: Mapping[str, Encoded], places: Tensor, times: Tensor) -> dict[str, Tensor]:
+        """Return means through the layer; rows are those of the clients in this process."""
+        assert self.layer is not None
+        weights, order = self._counts(places, times), self.ids[places].argsort()
+        engine = SimpleNamespace(add=self._added, rows=lambda rows: self._answered(rows, places)[order.to(rows.device)])
+        return layered.means(self.layer, sent, self._mine(places, weights), weights[order], self.most_weight, engine)
+
+    @property
+    def most_weight(self) -> int:
+        """Largest sum of weights that a cohort can have, by which no sum of integers overflows."""
+        return self.cohort.size(self.num_clients) * int(self._sampler.member_weights.max())
 
     def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
         if len(places) < self.num_clients:
@@ -139,13 +171,19 @@ class Server:
         join: Callable[[Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]],
     ) -> SimpleNamespace:
         self.call += 1
-        answers, places, times = self._ask(phase, broadcast, *self._present(broadcast.values()), join == self._means)
+        means = join == self._means and self.layer is None
+        answers, places, times = self._ask(phase, broadcast, *self._present(broadcast.values()), means)
         self.num_answers = len(places)
         gathered: dict[str, Any] = dict.fromkeys(answers)
         sent: dict[str, Tensor] = {}
+        encoded: dict[str, Encoded] = {}
         for name, value in answers.items():
             if name in self.kept_names and value is not None:
                 gathered[name] = self._keep(name, places)
+            elif isinstance(value, Encoded):
+                self.ledger.charge("floats_up", self.ids[places], value.floats)
+                self.ledger.charge("bytes_up", self.ids[places], value.num_bytes)
+                encoded[name], sent[name] = value, value.rows
             elif value is not None:
                 rows = value.rows if isinstance(value, Sparse) else value
                 floats, itemsize = (
@@ -155,7 +193,11 @@ class Server:
                 )
                 self.ledger.charge_message("up", self.ids[places], floats, itemsize)
                 sent[name] = rows
-        gathered.update(join(sent, places, times))
+        if encoded and join == self._means:
+            gathered.update(self._layered_means(encoded, places, times))
+        else:
+            sent |= {name: one.absolute() for name, one in encoded.items()}
+            gathered.update(join(sent, places, times))
         if sent:
             self.ledger.count_round()
         return SimpleNamespace(**gathered)

@@ -12,16 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation import ring as integers
+from fedbilevel.aggregation.attacks import Attack
+from fedbilevel.aggregation.layer import Layer
+from fedbilevel.aggregation.settings import Aggregation
+from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
+from fedbilevel.engines.layered import layered_figures
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.clients import BatchSize
+from fedbilevel.federation.store import Store
 from fedbilevel.federation.stragglers import Stragglers
-from fedbilevel.oracle.population import Points, total
+from fedbilevel.oracle.population import Points, figures, total
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import own_figures
@@ -39,6 +46,8 @@ class Simulation(Hosting, Server):
     drops: for tests of robustness, a function (outer iteration, call) -> clients that do not answer
         that call.
     stragglers: clients that do not answer, drawn by address.
+    aggregation: what happens to the rows that clients send.
+    attack: clients that send wrong rows, for experiments.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -54,9 +63,20 @@ class Simulation(Hosting, Server):
         ids: Sequence[int] | None = None,
         drops: Callable[[int, int], Iterable[int]] | None = None,
         stragglers: Stragglers = Stragglers(),
+        aggregation: Aggregation | None = None,
+        attack: Attack | None = None,
         group: Group = Group(),
         **options: Any,
     ) -> None:
+        self.attack = None if attack is None or attack.kind == "none" else attack
+        if self.attack is not None:
+            if group.size > 1:
+                raise SettingError(
+                    f"attack is {attack!r}, and attackers know the rows of all clients: leave it out, or run all "
+                    "clients in one process."
+                )
+            clients = self.attack.poisoned(clients, range(len(clients)) if ids is None else ids, seed)
+            self.attackers = self.attack.attackers(len(clients), seed)
         self.host, self.roster = hosted(
             group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options
         )
@@ -77,7 +97,10 @@ class Simulation(Hosting, Server):
             weights=self.roster.weights,
             ledger=self.host.ledger,
             stream=self.host.stream,
+            layer=None if aggregation is None else Layer(aggregation, algorithm, self.host.stream),
         )
+        if aggregation is not None:
+            check_aggregation(aggregation, algorithm, cohort, self.num_clients, self.most_weight)
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
 
@@ -103,13 +126,23 @@ class Simulation(Hosting, Server):
     ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
         values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
-        only_means = means and not self.kept_names
+        only_means = means and not self.kept_names and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None
-        answers = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
-        for name, value in answers.items():
+        computed = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
+        answers: Answers = {**computed}
+        for name, value in computed.items():
             if name in self.kept_names and value is not None:
                 self.host.kept.write(name, positions, value.rows if isinstance(value, Sparse) else value)
-        return answers, places, times
+        if self.attack is not None:
+            answers = self.attack.changed(answers, values, self.kept_names, self.host.ids[positions], self.attackers)
+        if self.layer is None:
+            return answers, places, times
+        encoded = self.layer.encode(
+            phase, answers, values, self.kept_names, self.host.feedback, positions, self.host.ids[positions],
+            iteration=self.iteration, call=self.call, weights=self._mine(places, self._counts(places, times)),
+            bits=integers.bits_for(self.most_weight, self.layer.settings.fixed_point),
+        )  # fmt: skip
+        return encoded, places, times
 
     def _sent(self, value: Value, places: Tensor, positions: Tensor) -> Any:
         if isinstance(value, Kept):
@@ -133,6 +166,15 @@ class Simulation(Hosting, Server):
     def _of_all(self, rows: Tensor) -> Tensor:
         return self.roster.rows(rows)
 
+    def _added(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.group.sum(parts)
+
+    def _mine(self, places: Tensor, values: Tensor) -> Tensor:
+        return self.roster.within(places, values)
+
+    def _answered(self, rows: Tensor, places: Tensor) -> Tensor:
+        return self.roster.rows_at(rows, places)
+
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
@@ -150,12 +192,15 @@ class Simulation(Hosting, Server):
         The measurement is not charged and changes no draw.
         """
         xs, ys = self._points(x), self._points(y)
-        figures, diagnostics = self.host.measure(xs, ys, self.roster.rows), self.problem.diagnostics
+        found, diagnostics = self._figures(*self.host.looked_at(xs, ys)), self.problem.diagnostics
         if diagnostics is not None and all(isinstance(value, Tensor) and value.ndim == 1 for value in (x, y)):
-            figures.update(
+            found.update(
                 own_figures("diagnostics", diagnostics, self.host.layout_x.unravel(x), self.host.layout_y.unravel(y))
             )
-        return figures
+        return found
+
+    def _figures(self, names: Sequence[str], own: Tensor) -> dict[str, float]:
+        return (figures if self.layer is None else layered_figures)(self.problem, names, self.roster.rows(own))
 
     def _points(self, value: Any) -> Points:
         """Return points for a measurement, which reads kept rows a few at a time."""
@@ -173,14 +218,16 @@ class Simulation(Hosting, Server):
 
     def identity(self) -> dict[str, Any]:
         unequal = {"stragglers": self.stragglers._asdict()} if self.stragglers != Stragglers() else {}
-        return {**self.of_data(), "cohort": self.cohort._asdict(), **unequal}
+        layer = {"aggregation": self.layer.settings.asdict()} if self.layer is not None else {}
+        layer |= {"attack": self.attack.asdict()} if self.attack is not None else {}
+        return {**self.of_data(), "cohort": self.cohort._asdict(), **unequal, **layer}
 
     # ---- checkpoint -----------------------------------------------------------------------------------------------
 
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state with all values that clients keep, and private rows without padding."""
         tensors, plain = super().state_dict(state)
-        for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
+        for label, store in self._stores():
             for name, mine in sorted(store.written.items()):
                 written, rows = self.roster.rows(mine), store.own(name, mine.nonzero()[:, 0])
                 tensors[f"{label}-written.{name}"] = written[self.place_of]
@@ -189,7 +236,7 @@ class Simulation(Hosting, Server):
         return tensors, plain
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
-        for label, store in (("memory", self.host.memory), ("kept", self.host.kept)):
+        for label, store in self._stores():
             store.clear()
             for name in below(tensors, f"{label}."):
                 written, upper = tensors[f"{label}-written.{name}"], name in self.algorithm.upper_space
@@ -197,6 +244,9 @@ class Simulation(Hosting, Server):
                     name, *self.roster.restored(tensors[f"{label}.{name}"].to(self.host.device), written, upper=upper)
                 )
         return super().load_state_dict(tensors, plain, state_type)
+
+    def _stores(self) -> tuple[tuple[str, Store], ...]:
+        return ("memory", self.host.memory), ("kept", self.host.kept), ("feedback", self.host.feedback)
 
     def go_back(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
         now = resent(tensors, self.bill())

@@ -150,6 +150,8 @@ class Algorithm(Settings):
     lengths: by name, lengths of declared sequences that differ from the length of their space.
     statistics: names of vectors that the server makes from sums and sends back, which are in neither
         space and have any length; clients accept no other array.
+    exact: names of rows that are measurements, so that they are neither clipped nor compressed.
+    gathers: whether the method reads single rows by `gather`.
     """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -163,6 +165,8 @@ class Algorithm(Settings):
     minimises: ClassVar[bool] = True
     lengths: ClassVar[Mapping[str, int]] = {}
     statistics: ClassVar[tuple[str, ...]] = ()
+    exact: ClassVar[tuple[str, ...]] = ()
+    gathers: ClassVar[bool] = False
 
     @classmethod
     def name(cls) -> str:

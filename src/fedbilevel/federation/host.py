@@ -48,6 +48,7 @@ class Host(Population):
         self.stream = Stream(seed)
         self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
+        self.feedback = Store(len(clients))  # what compression has not sent yet, see `aggregation`
         self.ledger = Ledger(self.num_clients)
         self.parts = self._parts(algorithm.held_share())
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number

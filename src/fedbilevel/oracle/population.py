@@ -304,16 +304,24 @@ class Population:
         return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]
 
 
-def figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, float]:
-    """Return losses and metrics from a table of `looked_at` with one row per client."""
+def figures(problem: Problem, names: Sequence[str], table: Tensor, clients: Tensor | None = None) -> dict[str, float]:
+    """Return losses and metrics from a table of `looked_at` with one row per client.
+
+    clients: that table, if `table` holds one row with means of the losses and sums of the rest.
+    """
     upper, lower, weights, *statistics = table.unbind(1)
     found = dict(zip(names[3:], statistics, strict=True))
+    single = found if clients is None else dict(zip(names[3:], clients.unbind(1)[3:], strict=True))
     losses = {
         label: float((weights * values).sum() / weights.sum())
         for label, values in (("upper_loss", upper), ("lower_loss", lower))
     }
     metrics = own_figures("metrics", problem.metrics, {name: float(value.sum()) for name, value in found.items()})
-    return {**losses, **metrics, **(own_figures("across", problem.across, found) if problem.across is not None else {})}
+    return {
+        **losses,
+        **metrics,
+        **(own_figures("across", problem.across, single) if problem.across is not None else {}),
+    }
 
 
 def squares(rows: Tensor) -> Tensor:

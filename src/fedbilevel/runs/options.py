@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from fedbilevel.aggregation.attacks import Attack
+from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.averaging import Averaging
@@ -20,6 +22,8 @@ from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.settings import Settings, check_plain, made
 
 BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
+WITH_SERVER: dict[str, type[Settings]] = {"aggregation": Aggregation, "attack": Attack}
+TABLES = {**BETWEEN_PEERS, **WITH_SERVER}  # options that are tables
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _KINDS = {
     "seed": "seed",
@@ -62,8 +66,8 @@ DEFAULTS: dict[str, Any] = {
 def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert options to keyword arguments of `solve`. Omitted options have their defaults."""
     for name in options:
-        if name not in DEFAULTS and name not in BETWEEN_PEERS:
-            raise UnknownNameError("option of a run", name, [*DEFAULTS, *BETWEEN_PEERS])
+        if name not in DEFAULTS and name not in TABLES:
+            raise UnknownNameError("option of a run", name, [*DEFAULTS, *TABLES])
     given = {**DEFAULTS, **options}
     for name, kind in _KINDS.items():
         check_plain(name, given[name], kind)
@@ -78,7 +82,7 @@ def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
         "cohort": Cohort(given["fraction"], given["replacement"], given["redraw"]),
         **({"stragglers": unequal} if unequal.slow or unequal.dropout else {}),
         "schedule": Schedule(*(given[f"schedule_{name}"] for name in Schedule._fields)),
-        **{name: made(owner, options[name]) for name, owner in BETWEEN_PEERS.items() if name in options},
+        **{name: made(owner, options[name]) for name, owner in TABLES.items() if name in options},
         "dtype": DTYPES[given["dtype"]],
         "device": torch_device(given["device"]),
     }

@@ -19,6 +19,9 @@ from the command line writes its own file into its record, as run.toml.
     [options]                    # seed, fraction, batch_size, dtype, ...: see runs/options.py
     [options.network]            # links between peers
     [options.averaging]          # averages between peers
+    [aggregation]                # what happens to rows that clients send to the server; a short
+                                 # form of [options.aggregation]
+    [options.attack]             # simulated clients that attack
 
 Keys of sites are described in sites/plan.py, keys of peers in peers/plan.py.
 """
@@ -42,7 +45,7 @@ from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
 from fedbilevel.federation.clients import Sampling
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.runs.choice import choose
-from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, keywords
+from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, TABLES, WITH_SERVER, keywords
 from fedbilevel.settings import AUTO, check_plain, made
 from fedbilevel.tasks.task import Task
 
@@ -88,14 +91,15 @@ KEYS: dict[str, Key] = {
     "task": Key("table", _EVERYWHERE),
     "algorithm": Key("table", _EVERYWHERE),
     "options": Key("table", _EVERYWHERE),
+    "aggregation": Key("table", ("process", "sites")),
 }
 LENGTH = ("num_iterations", "num_rounds", "measure_every", "measure_growth", "checkpoint_every")
 PLAN = (*LENGTH, "residuals", "stationarity")  # keys that `solve` takes under the same names
 _UNEQUAL = ("slow", "slow_work", "dropout")  # of simulated clients
 _OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses where and how it computes
     "process": (),
-    "sites": ("device", "chunk_size", *_UNEQUAL, *BETWEEN_PEERS),
-    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL),
+    "sites": ("device", "chunk_size", *_UNEQUAL, "attack", *BETWEEN_PEERS),
+    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL, *WITH_SERVER),
 }
 
 
@@ -144,6 +148,10 @@ def used(content: Mapping[str, Any], place: Place, where: str) -> dict[str, Any]
     kept = {name: value for name, value in content.items() if place in KEYS[name].places}
     dropped = [name for name in content if name not in kept]
     options = content.get("options")
+    if "aggregation" in kept:
+        if "aggregation" in (options or {}):
+            raise PlanError(f"{where} has aggregation and options.aggregation: keep one of the two tables.")
+        options = {**(options or {}), "aggregation": kept.pop("aggregation")}
     if options:
         kept["options"] = {name: value for name, value in options.items() if name not in _OPTIONS_UNUSED[place]}
         dropped += [f"options.{name}" for name in options if name not in kept["options"]]
@@ -179,6 +187,12 @@ def read_run_file(path: Path) -> RunFile:
                     f"options.{name} in {where} is for algorithms between peers, and {algorithm.name()} has a server: "
                     "leave it out."
                 )
+    for name in WITH_SERVER:
+        if name in options and algorithm is not None and issubclass(algorithm, PeerAlgorithm):
+            raise PlanError(
+                f"options.{name} in {where} is for algorithms with a server, and {algorithm.name()} has none: leave "
+                "it out."
+            )
     tuples = {
         f"{part}_settings": {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         for part, values in own.items()
@@ -225,7 +239,7 @@ def written(
         document.add("log", tomlkit.item(list(log)))
     for part, owner in (("task", task), ("algorithm", algorithm)):
         document.add(part, tomlkit.item({"name": owner.name(), **_given(owner.asdict())}))
-    among = {key: value for key, value in options.items() if key in DEFAULTS or key in BETWEEN_PEERS}
+    among = {key: value for key, value in options.items() if key in DEFAULTS or key in TABLES}
     document.add("options", tomlkit.item(_given(among)))
     return tomlkit.dumps(document)
 

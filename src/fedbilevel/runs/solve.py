@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.attacks import Attack
+from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
 from fedbilevel.engines.ranks import EngineName
@@ -55,6 +57,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     stragglers: Stragglers = Stragglers(),
     network: AnyNetwork | None = None,
     averaging: Averaging | None = None,
+    aggregation: Aggregation | None = None,
+    attack: Attack | None = None,
     measure_every: int | None = None,
     measure_growth: float = 0.0,
     residuals: bool = True,
@@ -100,6 +104,9 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         cohort: Cohort(fraction) lets a part of the clients take part in a round (with a server).
         stragglers: Stragglers(slow, work, dropout) makes clients slow or silent (with a server).
         network, averaging: links between peers and the kind of average (without a server).
+        aggregation: Aggregation(clip, compress, robust) treats the rows that clients send (with a
+            server).
+        attack: Attack(kind, share) makes a share of the clients attack (with a server).
 
     Measurements.
         measure_every: outer iterations between measurements. None: about twenty in the run.
@@ -168,6 +175,9 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     chosen = _algorithm(algorithm, settings)
     check_kind(problem)
     _check_types(cohort, schedule, network, averaging, callbacks, describe, record, drops, stragglers)
+    for label, given, owner in (("aggregation", aggregation, Aggregation), ("attack", attack, Attack)):
+        if not isinstance(given, owner | None):
+            raise SettingError(f"{label} is {given!r:.80}, expected {owner.__name__}(...), or None.")
     check_clients(clients)
     chosen = stragglers.checked().slowed(chosen, len(clients), seed)
     pace = checked_pace(
@@ -198,7 +208,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         }  # fmt: skip
         fed = simulate(
             chosen, problem, clients, cohort=cohort, network=network, averaging=averaging, drops=drops,
-            stragglers=stragglers, **options,
+            stragglers=stragglers, aggregation=aggregation, attack=attack, **options,
         )  # fmt: skip
         if baseline:
             check_unseen(fed.host)

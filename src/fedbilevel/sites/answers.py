@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.layer import At, Encoded, Layer
 from fedbilevel.columns import CALLS
 from fedbilevel.engines.server import Answers
 from fedbilevel.errors import NonFiniteError, WireError
@@ -23,12 +24,25 @@ class PhaseReader:
 
     kept_names: names of the sequences that stay at the sites.
     spaces: lengths of y and of x; x is absent if it is private.
+    layer: the encoding of rows; None: rows arrive as they are.
     """
 
     def __init__(
-        self, algorithm: Algorithm, kept_names: set[str], dtype: torch.dtype, spaces: Mapping[str, int]
+        self,
+        algorithm: Algorithm,
+        kept_names: set[str],
+        dtype: torch.dtype,
+        spaces: Mapping[str, int],
+        layer: Layer | None = None,
     ) -> None:
         self._algorithm, self._kept_names, self._dtype, self._spaces = algorithm, kept_names, dtype, spaces
+        self._layer = layer
+        self._sent: Mapping[str, Any] = {}
+        self._call = ("", 0, 0)
+
+    def expect(self, phase: str, iteration: int, call: int, sent: Mapping[str, Any]) -> None:
+        """Note the call that the next answers belong to, and the values that the server sent."""
+        self._call, self._sent = (phase, iteration, call), sent
 
     def __call__(self, answer: Answer, num: int) -> Answers:
         """Return the rows of an answer by name, with one row for each of `num` clients."""
@@ -51,11 +65,27 @@ class PhaseReader:
             if not is_kept:
                 raise WireError(f"it kept {name}, which should have been sent.")
             return KEPT
+        if self._layer is not None and not is_kept:
+            return self._encoded(self._layer, name, kind, arrays, num)
         if kind == "rows" and len(arrays) == 1 and not is_kept:
             return _finite(name, arrays[0], self._dtype, num, self._expected(name))
         if isinstance(kind, dict) and isinstance(kind.get("sparse"), int) and len(arrays) == 2 and not is_kept:
             return self._sparse(name, kind["sparse"], arrays[0].long(), _finite(name, arrays[1], self._dtype, num))
         raise WireError(f"its answer has {name} in a form that was not requested.")
+
+    def _encoded(self, layer: Layer, name: str, kind: Any, arrays: list[Tensor], num: int) -> Encoded:
+        """Read rows in the form of the layer."""
+        form, width = (kind.get("form"), kind.get("width")) if isinstance(kind, dict) else (None, None)
+        if not isinstance(form, str) or type(width) is not int or not arrays:
+            raise WireError(f"its answer has {name} in a form that was not requested.")
+        expected = self._expected(name)
+        widths = [expected] if expected is not None else [*self._spaces.values(), *arrays[0].shape[1:]]
+        if width not in widths or width < 1:
+            raise WireError(f"it sent {name} with {width} entries, expected {' or '.join(map(str, widths))}.")
+        for array in arrays:
+            _finite(name, array, array.dtype, num)
+        phase, iteration, call = self._call
+        return layer.received(At(phase, name, iteration, call), form, arrays, self._sent, width, self._dtype)
 
     def _sparse(self, name: str, width: int, places: Tensor, values: Tensor) -> Sparse:
         known = self._expected(name)
@@ -127,6 +157,8 @@ def form_of(rows: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _form(row: Any) -> Any:
+    if isinstance(row, Encoded):
+        return row.kind, row.way.width, tuple(array.shape[1] for array in row.arrays)
     return type(row), row.num_kept if isinstance(row, Sparse) else None if row is None else row.shape[1:]
 
 
@@ -138,6 +170,8 @@ def sent_rows(answers: Mapping[int, tuple[Answer, Answers]]) -> dict[str, dict[i
 
 
 def _dense(rows: Any) -> Tensor:
+    if isinstance(rows, Encoded):
+        return rows.absolute()
     return rows.rows if isinstance(rows, Sparse) else rows
 
 
@@ -156,6 +190,9 @@ def stacked(rows: list[Any]) -> Any:
     """Stack the rows of all sites into one matrix."""
     if rows[0] is None or rows[0] is KEPT:
         return rows[0]
+    if isinstance(rows[0], Encoded):
+        arrays = [torch.cat(parts) for parts in zip(*(row.arrays for row in rows), strict=True)]
+        return rows[0]._replace(arrays=arrays, rows=torch.cat([row.rows for row in rows]))
     if isinstance(rows[0], Sparse):
         return Sparse(torch.cat([row.rows for row in rows]), rows[0].num_kept)
     return torch.cat(rows)

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.layer import Layer
+from fedbilevel.aggregation.settings import Aggregation
+from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.engines.engine import resent
+from fedbilevel.engines.layered import layered_figures
 from fedbilevel.engines.server import Answers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Value
@@ -57,6 +61,7 @@ class Sites(SiteServer):
         batch_size: BatchSize = None,
         sampling: str = "replacement",
         dtype: torch.dtype = torch.float32,
+        aggregation: Aggregation | None = None,
         **_: Any,
     ) -> None:
         weights = torch.tensor([weight for member in members for weight in member.weights])
@@ -64,14 +69,17 @@ class Sites(SiteServer):
             algorithm, problem, members, mailbox, quorum=quorum, deadline=deadline, plan=plan, welcome=welcome,
             dtype=dtype, seed=seed, cohort=cohort, ids=torch.arange(len(weights)), weights=weights,
             ledger=Ledger(len(weights)), stream=Stream(seed),
+            layer=None if aggregation is None else Layer(aggregation, algorithm, Stream(seed)),
         )  # fmt: skip
+        if aggregation is not None:
+            check_aggregation(aggregation, algorithm, cohort, self.num_clients, self.most_weight)
         self.layouts, self.exclude_outliers = dict(layouts), exclude_outliers
         self.batch_size, self.sampling = batch_size, sampling
         self.settings = algorithm  # before a schedule scales its steps
         self.ways: dict[str, Any] = {}
         self._clean: dict[str, float] | None = None  # last measurement without flagged sites, if any was flagged
         self.without_solution: list[str] = []  # sites that could not write their private part of the solution
-        self._read_phase = PhaseReader(algorithm, self.kept_names, dtype, self._spaces())
+        self._read_phase = PhaseReader(algorithm, self.kept_names, dtype, self._spaces(), self.layer)
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
@@ -105,6 +113,7 @@ class Sites(SiteServer):
         self._check_quorum(len(sites), asked, f"call {self.call} ({phase}) of outer iteration {self.iteration}")
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call}
         head["scaled"] = self._scaled()
+        self._read_phase.expect(phase, self.iteration, self.call, broadcast)
         answers = self._exchange(head, broadcast, sites, what, self._read_phase, asked)
         self._leave_out_odd_ones(answers, form_of, asked, what)
         self._leave_out_outliers(phase, broadcast, answers, asked, what)
@@ -212,7 +221,7 @@ class Sites(SiteServer):
     def _figures(self, names: Sequence[str], tables: Mapping[int, Tensor]) -> dict[str, float]:
         table = torch.cat(list(tables.values()))
         table[:, 2] = self.weights_by_place[self._places(tables)].double()  # capped weights, not what a site claims
-        return figures(self.problem, names, table)
+        return (figures if self.layer is None else layered_figures)(self.problem, names, table)
 
     def judged(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the last measurement without flagged sites, whose losses may be false. It is empty
@@ -255,7 +264,8 @@ class Sites(SiteServer):
 
     def identity(self) -> dict[str, Any]:
         several = {"hosted": [len(places) for places in self.hosts]} if self.num_clients > len(self.names) else {}
-        return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict()}
+        layer = {"aggregation": self.layer.settings.asdict()} if self.layer is not None else {}
+        return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict(), **layer}
 
     def commit(self) -> None:
         """Ask sites with changes to write them to disk, before the server writes a checkpoint that

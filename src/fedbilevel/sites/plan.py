@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.errors import PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import ServerAlgorithm
 from fedbilevel.runs.options import keywords
@@ -153,7 +154,11 @@ def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     if plan.quorum > len(plan.sites):
         raise PlanError(f"the quorum is {plan.quorum}, but there are {len(plan.sites)} sites: lower it.")
     check_seconds(plan, SECONDS)
-    check_options(plan.keywords())
+    given = plan.keywords()
+    check_options(given)
+    if given.get("aggregation") is not None:  # weights are known later, and are at least one
+        num = plan.num_clients
+        check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, num)
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
             raise PlanError(

@@ -16,12 +16,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedbilevel._version import __version__
+from fedbilevel.aggregation.layer import Encoded, Layer
 from fedbilevel.columns import CALLS
 from fedbilevel.engines.roster import digest
 from fedbilevel.errors import ProblemError, SettingError, WireError
 from fedbilevel.federation.algorithm import Sparse
 from fedbilevel.federation.host import Host
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.draws import Stream
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.sites.audit import AuditLog
@@ -80,8 +82,11 @@ class Session:
         self.host.oracle.lower_grad(self.host.x0, self.host.y0, self.host.data.batch(self.all, "train", index))
 
     def _host(self, holdings: list[Holdings], device: torch.device) -> Host:
-        elsewhere = ("cohort", "schedule", "device")  # the server's, and the site's own
-        options = {name: value for name, value in self.plan.keywords().items() if name not in elsewhere}
+        elsewhere = ("cohort", "schedule", "device", "aggregation")  # the server's, and the site's own
+        given = self.plan.keywords()
+        options = {name: value for name, value in given.items() if name not in elsewhere}
+        aggregation = given.get("aggregation")
+        self.layer = aggregation and Layer(aggregation, self.algorithm, Stream(options["seed"]))
         try:
             problem = self.plan.built_task().problem(self.shapes)
         except ProblemError as error:  # about names and shapes, which the server knows anyway
@@ -139,7 +144,12 @@ class Session:
             self.iteration = iteration
         self.host.algorithm = scaled
         with self._within_time():
-            answers = self.host.run_phase(phase, values, rows, iteration, call)
+            answers: Mapping[str, Any] = self.host.run_phase(phase, values, rows, iteration, call)
+        if self.layer:
+            answers = self.layer.encode(
+                phase, answers, values, self.incoming.kept_names, self.host.feedback, rows, self.host.ids[rows],
+                iteration=iteration, call=call,
+            )  # fmt: skip
         results, sent = self._kept_or_sent(answers, rows)
         head = {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
@@ -156,6 +166,8 @@ class Session:
                 self.host.kept.write(name, rows, value.rows if isinstance(value, Sparse) else value)
                 self.incoming.computed.add(name)
                 results[name] = "kept"
+            elif isinstance(value, Encoded):
+                results[name], sent[name] = {"form": value.kind, "width": value.way.width}, value.arrays
             elif isinstance(value, Sparse):
                 # all entries that are not zero, and zeros that were counted
                 places = value.rows.abs().topk(value.num_kept).indices.sort().values
@@ -192,7 +204,7 @@ class Session:
         """Return to a version. Later computations leave no trace."""
         version = header.get("version")
         self.incoming.release()
-        for store in (self.host.memory, self.host.kept, self.host.scratch):
+        for store in (self.host.memory, self.host.kept, self.host.feedback, self.host.scratch):
             store.clear()
         self.iteration = -1
         if version is not None:
@@ -254,10 +266,10 @@ class Session:
             self.host.before_derivative = None
 
     def _stores(self) -> dict[str, Any]:
-        return {"memory": self.host.memory, "kept": self.host.kept}
+        return {"memory": self.host.memory, "kept": self.host.kept, "feedback": self.host.feedback}
 
-    def _changes(self) -> tuple[int, int]:
-        return self.host.memory.changes, self.host.kept.changes
+    def _changes(self) -> tuple[int, ...]:
+        return tuple(store.changes for store in self._stores().values())
 
 
 def _locked(path: Path) -> IO[str]:

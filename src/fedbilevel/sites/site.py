@@ -32,7 +32,15 @@ from typing import Any
 from torch import Tensor
 
 from fedbilevel._version import __version__
-from fedbilevel.errors import AwaitingOperatorError, NonFiniteError, PlanError, PolicyError, UnknownNameError, WireError
+from fedbilevel.errors import (
+    AwaitingOperatorError,
+    NonFiniteError,
+    PlanError,
+    PolicyError,
+    RangeError,
+    UnknownNameError,
+    WireError,
+)
 from fedbilevel.escapes import printable
 from fedbilevel.sites import wire
 from fedbilevel.sites.audit import AuditLog
@@ -44,7 +52,12 @@ from fedbilevel.sites.tally import Tally, is_due, since_last
 
 LOG = "log.txt"
 LONGEST = 500  # characters of a refusal: it may quote the message
-SAYABLE = (WireError, PolicyError, NonFiniteError)  # errors whose texts hold nothing of this site but names and shapes
+SAYABLE = (
+    WireError,
+    PolicyError,
+    NonFiniteError,
+    RangeError,
+)  # errors whose texts hold nothing of this site but names and shapes
 _LONGEST_LOG = 2**22  # bytes of log.txt before it is renamed to log-before.txt
 _BETWEEN = 16  # messages between two checks of the disk's use
 _KNOWN = 1000  # refusals whose repetitions are merged in the audit log

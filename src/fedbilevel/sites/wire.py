@@ -23,6 +23,7 @@ MAGIC = b"fedbilevel-1\n"
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
+    "int8": np.dtype("<i1"),
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
 }
