@@ -155,7 +155,9 @@ def test_with_x_fixed_all_validation_samples_choose_the_state() -> None:
         y0={"y": torch.tensor(0.0)},
     )
     clients = [{role: {"a": torch.zeros(4)} for role in ("train", "val")} for _ in range(2)]
-    run = lambda **settings: fb.solve(problem, clients, "self_tuned", num_rounds=60, learn_x=False, **settings)
+    run = lambda **settings: fb.solve(
+        problem, clients, "self_tuned", num_rounds=60, learn_x=False, num_local_steps=1, **settings
+    )
     last, best = (run(**settings).rows[-1]["upper_loss"] for settings in ({"holdout": 0.0}, {}))
     assert last == pytest.approx(9.0, rel=1e-3)
     assert best < 0.9 * last

@@ -24,8 +24,8 @@ With a batch size, a direction joins `num_local_steps` minibatches. Where the lo
 clients take K = `num_local_steps` local steps y_i <- y_i - a (s / L) D^-1 g_y of the slow and the
 eager candidate, and g_y above is the sum over these steps, of which only the first has r f_y. A
 client whose gradient becomes three times as long as its first stops. Networks need many steps of y,
-and local steps cost no round. With its own r > 0, the slow candidate replaces derivatives along u by
-differences over r u:
+and local steps cost no round. With its own r > 0, the slow candidate replaces derivatives along u
+by differences over r u:
 
     h = f_x - (g_x(x, y + r u) - g_x(x, y)) / r,      H u <- (grad_y g(x, y + r u) - grad_y g(x, y)) / r
 
@@ -41,25 +41,26 @@ twice the negative part of u' H u / (L u' D u), and zero for a difference over r
 
 The length l grows while h agrees with the last direction and falls when it does not. It has two
 limits: a step never promises to lower the upper loss by more than the share p of the range of
-losses so far, and l is multiplied by min(1, k / lag), where lag is the residual of y or u as a share
-of its largest value. x begins to move when the lag is below one half, at the latest after ten outer
-iterations (eager: three).
+losses so far, and l is multiplied by min(1, k / lag), where lag is the residual of y or u as a
+share of its largest value. x begins to move when the lag is below one half, at the latest after ten
+outer iterations (eager: three).
 
-Where the lower level is global, two candidates also fit validation samples: they solve min_y g + r f
-instead of min_y g, with D and L of g + r f. The slow candidate has a constant r. The fourth takes x
-from the slow candidate and begins with r = 0; its r grows while a step of y along -u surely lowers
-the held-out loss. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
+Where the lower level is global, two candidates also fit validation samples: they solve min_y g + r
+f instead of min_y g, with D and L of g + r f. The slow candidate has a constant r. The fourth takes
+x from the slow candidate and begins with r = 0; its r grows while a step of y along -u surely
+lowers the held-out loss. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
 
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
 others decides which candidate, and which of its states, is the answer. A candidate counts with its
 loss if it is better than the slow candidate by more than two standard errors of the difference over
-clients, and otherwise with its loss and these two errors. Few held-out samples would otherwise choose
-by chance, and slow steps fit noise last. States before y is warmed up are no answer. A candidate other than the steady ends when its held-out loss rises above its range
-so far by ten times that range. Where y - t u has a lower held-out loss than y by more than two
-standard errors over clients, for a length t of six, the answer's y is y - t u: the model also fits
-validation samples. One client alone shows no standard error, and every gain counts. No result
-depends on the units of f, g, x or y.
+clients, and otherwise with its loss and these two errors. Few held-out samples would otherwise
+choose by chance, and slow steps fit noise last. States before y is warmed up are no answer. A
+candidate other than the steady ends when its held-out loss rises above its range so far by ten
+times that range. Where y - t u has a lower held-out loss than y by more than two standard errors
+over clients, for a length t of six, the answer's y is y - t u: the model also fits validation
+samples. One client alone shows no standard error, and every gain counts. No result depends on the
+units of f, g, x or y.
 
 With x fixed (`learn_x=False`), all validation samples choose among the steady and the slow
 candidate and their states, because no other step uses them.
@@ -74,27 +75,26 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: for the steady candidate, none at the limit of a strongly convex lower level with all
-samples in every batch; where clients differ, local steps move the y of the slow and the eager
-candidate away from the minimiser, by a distance proportional to their step; with minibatches x, y
-and u keep a noise that averaging reduces; where u' H u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
-on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to
-r. The answer is the best state on held-out samples: where y overfits, it stops before y*(x), and
-where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns
-the last state of the steady candidate, without a refit.
+Bias: for the steady candidate, none at the limit of a strongly convex lower level with all samples
+in every batch; where clients differ, local steps move the y of the slow and the eager candidate
+away from the minimiser, by a distance proportional to their step; with minibatches x, y and u keep
+a noise that averaging reduces; where u' H u < 0 the damping delta biases the hypergradient; 20 % of
+the validation samples have no influence on h. With r > 0, y minimises g + r f, and the h of the
+slow candidate has an error proportional to r. The answer is the best state on held-out samples:
+where y overfits, it stops before y*(x), and where r > 0 or a refit helps, it moves beyond.
+`refit=False` keeps r = 0 and y; `holdout=0` returns the last state of the steady candidate, without
+a refit.
 
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three
-of eight outer iterations 4 d_y floats each way more; per client 3 + 2 K of g_y, four of
-each of f_x and f_y, three of each of H u and J u, two of g_x (in the first, 2 + 2 K of g_y, and four
-of each other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations
-three to eight products H v more;
-where y also fits validation samples, up to three f_y for a product; if the fit has begun, one f_y
-more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each derivative but g_x. Before the
-first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local
-lower level there is no fourth candidate, y fits training samples alone, no y, u or product travels,
-there is no round before the first outer iteration, and a client that joins later computes its 17
-products then.
-"""
+of eight outer iterations 4 d_y floats each way more; per client 3 + 2 K of g_y, four of each of f_x
+and f_y, three of each of H u and J u, two of g_x (in the first, 2 + 2 K of g_y, and four of each
+other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations three to
+eight products H v more; where y also fits validation samples, up to three f_y for a product; if the
+fit has begun, one f_y more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each
+derivative but g_x. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17
+products H v per client. With a local lower level there is no fourth candidate, y fits training
+samples alone, no y, u or product travels, there is no round before the first outer iteration, and a
+client that joins later computes its 17 products then."""
 
 from __future__ import annotations
 
