@@ -20,17 +20,17 @@ One outer iteration of a candidate, at the means over clients of
     v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - b (s / L) v_u
     x   <- x - l m / sqrt(max h^2),     m <- (m + h) / 2
 
-With a batch size, a direction joins `num_local_steps` minibatches. Where the lower level is global,
-clients take K = `num_local_steps` local steps y_i <- y_i - a (s / L) D^-1 g_y of the slow and the
-eager candidate, and g_y above is the sum over these steps, of which only the first has r f_y. A
-client whose gradient becomes three times as long as its first stops. Networks need many steps of y,
-and local steps cost no round. With its own r > 0, the slow candidate replaces derivatives along u
-by differences over r u:
+With a batch size, a direction joins `num_local_steps` minibatches. Where the lower level is global
+and the residual of y is above 30 % of its largest value, clients take K = `num_local_steps` local
+steps y_i <- y_i - a (s / L) D^-1 g_y of the slow and the eager candidate, and g_y above is the sum
+over these steps, of which only the first has r f_y. A client whose gradient becomes three times as
+long as its first stops. Networks need many steps of y, and local steps cost no round. With its own
+r > 0, the slow candidate replaces derivatives along u by differences over r u:
 
     h = f_x - (g_x(x, y + r u) - g_x(x, y)) / r,      H u <- (grad_y g(x, y + r u) - grad_y g(x, y)) / r
 
-With one local step, its y minimises g + r f and y + r u minimises g, as in the penalty method with
-lam = 1 / r; with K local steps, its y minimises about g + (r / K) f.
+At the limit, without local steps, its y minimises g + r f and y + r u minimises g, as in the penalty
+method with lam = 1 / r.
 
 D is a diagonal that makes the rows of D^-1/2 H D^-1/2 equally long, estimated from products of H
 with random signs. L is the largest eigenvalue of D^-1/2 H D^-1/2, by power iteration. Products
@@ -75,18 +75,17 @@ Deviations: (1) There is no paper of the whole method. (2) With a private x ever
 its own h, with a common length; with a local lower level every client paces its own y and u and
 takes `num_local_steps` steps of them per round.
 
-Bias: for the steady candidate, none at the limit of a strongly convex lower level with all samples
-in every batch; where clients differ, local steps move the y of the slow and the eager candidate
-away from the minimiser, by a distance proportional to their step; with minibatches x, y and u keep
-a noise that averaging reduces; where u' H u < 0 the damping delta biases the hypergradient; 20 % of
-the validation samples have no influence on h. With r > 0, y minimises g + r f, and the h of the
-slow candidate has an error proportional to r. The answer is the best state on held-out samples:
-where y overfits, it stops before y*(x), and where r > 0 or a refit helps, it moves beyond.
-`refit=False` keeps r = 0 and y; `holdout=0` returns the last state of the steady candidate, without
-a refit.
+Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all
+samples in every batch, where local steps have ended; before, local steps of clients that differ
+lead y away from the minimiser. With minibatches x, y and u keep a noise that averaging reduces.
+Where u' H u < 0 the damping delta biases the hypergradient. 20 % of the validation samples have no
+influence on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error
+proportional to r. The answer is the best state on held-out samples: where y overfits, it stops
+before y*(x), and where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y;
+`holdout=0` returns the last state of the steady candidate, without a refit.
 
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three
-of eight outer iterations 4 d_y floats each way more; per client 3 + 2 K of g_y, four of each of f_x
+of eight outer iterations 4 d_y floats each way more; per client up to 3 + 2 K of g_y, four of each of f_x
 and f_y, three of each of H u and J u, two of g_x (in the first, 2 + 2 K of g_y, and four of each
 other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations three to
 eight products H v more; where y also fits validation samples, up to three f_y for a product; if the
@@ -136,6 +135,7 @@ _UPPER = ("z_x", "m_x", "s_x", "d_x", "a_x")
 _LOWER = ("z_y", "u", "v_y", "v_u", "g_y", "g_u", "a_y", "diagonal", "ray", "controls")
 _FOUND = ("h", "residual_y", "residual_u", "product", "held", "against", "lags", "figures")
 _ENDINGS = tuple(GAITS)
+LAGGING = 0.3  # residual of y, as a share of its largest, above which clients take local steps
 HOPS = 3.0  # length of a gradient, as a multiple of the first, at which a client ends its local steps
 _TOLD = ("step", "cosine", "moved", "reach", "blend", "pull")  # numbers of the server
 
@@ -298,7 +298,8 @@ class SelfTuned(ServerAlgorithm):
             told |= {"blend": pace.blend} if gait.fits or gait.weight else {}
         if gait.hops and not isinstance(own["z_y"], Kept):
             controls = Controls.of(own["controls"])
-            told["pull"] = gait.lower * float(controls.safe / controls.curvature)
+            if not float(controls.steps) or float(lags(own["controls"])[0]) > LAGGING:
+                told["pull"] = gait.lower * float(controls.safe / controls.curvature)
         return told
 
     def length(self, pace: Pace) -> float:
