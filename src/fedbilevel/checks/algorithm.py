@@ -189,7 +189,7 @@ def _aggregated(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdin
     assert isinstance(fed, Simulation)
     for one in TRIED:
         try:
-            check_aggregation(one, algorithm, fed.cohort, fed.num_clients, fed.most_weight)
+            check_aggregation(one, algorithm, fed.cohort, fed.num_clients, fed.largest_weight)
         except SettingError as error:
             if not (algorithm.gathers and one.robust):
                 return False, f"refuses {one}: {error}"

@@ -48,6 +48,7 @@ class Peering(Hosting):
     through the whole run, so that a resumed run continues with the same network.
     """
 
+    account = None  # peers have no account of privacy
     algorithm: Algorithm
     network: AnyNetwork
     links: Links

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.aggregation.layer import Encoded, Layer
-from fedbilevel.aggregation.validity import check_gather
+from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
+from fedbilevel.aggregation.sealing import bits_of
+from fedbilevel.aggregation.validity import check_aggregation, check_gather, check_noise
 from fedbilevel.engines import layered
 from fedbilevel.engines.held import Held
 from fedbilevel.engines.ranks import Group
@@ -59,7 +60,7 @@ class Server:
         layer: Layer | None = None,
     ) -> None:
         self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
-        self.layer = layer
+        self.layer, self.account = layer, layered.account_of(layer)
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
         self.place_of = ids.argsort()  # by number
         self.cohort = cohort.checked()
@@ -75,6 +76,9 @@ class Server:
         self._held = Held(self.num_clients)
         self.iteration = self.call = self._draws = self.num_answers = 0
         self._draw_cohort()
+        if layer is not None:
+            check_noise(layer.settings, algorithm)
+            check_aggregation(layer.settings, algorithm, cohort, self.num_clients, self.largest_weight)
 
     # ---- what an engine says --------------------------------------------------------------------------------------
 
@@ -139,12 +143,21 @@ class Server:
         assert self.layer is not None
         weights, order = self._counts(places, times), self.ids[places].argsort()
         engine = SimpleNamespace(add=self._added, rows=lambda rows: self._answered(rows, places)[order.to(rows.device)])
-        return layered.means(self.layer, sent, self._mine(places, weights), weights[order], self.most_weight, engine)
+        return layered.means(self.layer, sent, self._mine(places, weights), weights[order], self.bits, engine)
 
     @property
-    def most_weight(self) -> int:
-        """Largest sum of weights that a cohort can have, by which no sum of integers overflows."""
-        return self.cohort.size(self.num_clients) * int(self._sampler.member_weights.max())
+    def largest_weight(self) -> int:
+        return int(self._sampler.member_weights.max())
+
+    @property
+    def bits(self) -> int:
+        """Bits of an entry, by which no sum of a cohort overflows."""
+        assert self.layer is not None
+        return bits_of(self.layer.settings, self.cohort.size(self.num_clients), self.largest_weight)
+
+    def _fixed(self, places: Tensor, times: Tensor) -> Fixed:
+        """Return what the clients of this process at `places` need to make integers."""
+        return Fixed(self._mine(places, self._counts(places, times)), self.bits, self.largest_weight, len(places))
 
     def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
         if len(places) < self.num_clients:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fedbilevel.aggregation.layer import Layer
 from fedbilevel.aggregation.settings import Aggregation
-from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.layered import layered_figures
+from fedbilevel.engines.layered import identity_of, layered_figures
 from fedbilevel.engines.server import Answers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Value
@@ -71,8 +70,6 @@ class Sites(SiteServer):
             ledger=Ledger(len(weights)), stream=Stream(seed),
             layer=None if aggregation is None else Layer(aggregation, algorithm, Stream(seed)),
         )  # fmt: skip
-        if aggregation is not None:
-            check_aggregation(aggregation, algorithm, cohort, self.num_clients, self.most_weight)
         self.layouts, self.exclude_outliers = dict(layouts), exclude_outliers
         self.batch_size, self.sampling = batch_size, sampling
         self.settings = algorithm  # before a schedule scales its steps
@@ -264,7 +261,7 @@ class Sites(SiteServer):
 
     def identity(self) -> dict[str, Any]:
         several = {"hosted": [len(places) for places in self.hosts]} if self.num_clients > len(self.names) else {}
-        layer = {"aggregation": self.layer.settings.asdict()} if self.layer is not None else {}
+        layer = identity_of(self.layer)
         return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict(), **layer}
 
     def commit(self) -> None:

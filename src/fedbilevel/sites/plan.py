@@ -158,7 +158,10 @@ def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     check_options(given)
     if given.get("aggregation") is not None:  # weights are known later, and are at least one
         num = plan.num_clients
-        check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, num)
+        for name in ("secure", "noise"):
+            if getattr(given["aggregation"], name):
+                raise PlanError(f"aggregation.{name} does not work between sites yet: leave it out.")
+        check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, 1)
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
             raise PlanError(
