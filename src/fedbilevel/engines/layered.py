@@ -78,16 +78,30 @@ def identity_of(layer: Layer | None) -> dict[str, dict[str, object]]:
     return {"aggregation": {name: value for name, value in given.items() if name not in ("epsilon", "delta")}}
 
 
-def layered_figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, float]:
+def layered_figures(problem: Problem, names: Sequence[str], table: Tensor, settings: Aggregation) -> dict[str, float]:
     """Return losses and metrics from a table of all clients, from sums of integers.
 
-    Figures that do not fit are added as usual: they come from a run that has diverged.
+    Figures that do not fit are added as usual: they come from a run that has diverged. Under secure
+    sums there are no figures that compare single clients.
     """
-    weights = table[:, 2:3]
-    whole = torch.cat([table[:, :2] * weights, table[:, 2:]], dim=1)
-    integers = ring.limbs(whole)
+    integers = figure_integers(table)
     if integers is None:
-        return figures(problem, names, table)
-    sums = ring.figures_of(ring.summed(integers))
+        return figures(problem, names, table, across=not settings.secure)
+    return summed_figures(problem, names, ring.summed(integers), None if settings.secure else table)
+
+
+def figure_integers(table: Tensor) -> Tensor | None:
+    """Return the figures of clients as integers that can be added, or None if a figure does not fit."""
+    return ring.limbs(torch.cat([table[:, :2] * table[:, 2:3], table[:, 2:]], dim=1))
+
+
+def summed_figures(
+    problem: Problem, names: Sequence[str], total: Tensor, table: Tensor | None = None
+) -> dict[str, float]:
+    """Return losses and metrics from the sum of all clients' integers.
+
+    table: figures of single clients, if they are known.
+    """
+    sums = ring.figures_of(total)
     sums[:2] /= sums[2]
-    return figures(problem, names, sums[None], table)
+    return figures(problem, names, sums[None], table, across=table is not None)

@@ -204,7 +204,10 @@ class Simulation(Hosting, Server):
         return row if self.account is None else {}
 
     def _figures(self, names: Sequence[str], own: Tensor) -> dict[str, float]:
-        return (figures if self.layer is None else layered_figures)(self.problem, names, self.roster.rows(own))
+        table = self.roster.rows(own)
+        if self.layer is None:
+            return figures(self.problem, names, table)
+        return layered_figures(self.problem, names, table, self.layer.settings)
 
     def _points(self, value: Any) -> Points:
         """Return points for a measurement, which reads kept rows a few at a time."""
