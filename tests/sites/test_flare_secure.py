@@ -11,6 +11,7 @@ pytest.importorskip("Crypto", reason="PyCryptodome is not installed: pip install
 
 from fedbilevel.runs.record import Record
 from fedbilevel.sites.flare import job
+from fedbilevel.sites.plan import plan_of
 from support.sites.loopback import differences, simulated
 from support.sites.real_loopback import federation_of
 
@@ -30,7 +31,7 @@ PLAN = {
 
 def test_kits_run_secure_sums_with_the_trajectory_of_the_simulator(tmp_path):
     with federation_of(tmp_path / "federation", SITES) as federation:
-        federation.submit(PLAN)
+        federation.submit(plan_of(PLAN).asdict())
         folder = federation.kits["server"] / job.RUNS / "secure"
         end, told = time.monotonic() + 240, {"outcome": "running"}
         while told["outcome"] == "running":

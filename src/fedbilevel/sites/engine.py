@@ -125,7 +125,7 @@ class Sites(SiteServer):
         self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
     ) -> tuple[Answers, Tensor, Tensor]:
         asked, what = len(self._by_site(self._positions.tolist())), f"{phase} of outer iteration {self.iteration}"
-        sites = self._by_site(places.tolist())
+        sites: Places = self._by_site(places.tolist())
         self._check_quorum(len(sites), asked, f"call {self.call} ({phase}) of outer iteration {self.iteration}")
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call}
         head["scaled"] = self._scaled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -62,7 +63,7 @@ class SecureSums:
         tally = self._tally
         tally.expect({name: row.numel() for name, row in next(iter(rows.values()))[1].items()})
         for site, (message, own) in rows.items():
-            self._try(site, lambda site=site, message=message, own=own: tally.take_rows(site, message, own))
+            self._try(site, partial(tally.take_rows, site, message, own))
         listed = tally.survivors()
         self._each("confirm", dict.fromkeys(listed["survivors"], listed), tally.take_confirmation)
         opening = tally.opening()
@@ -71,7 +72,7 @@ class SecureSums:
 
     def _each(self, stage: str, messages: Mapping[str, Any], take: Callable[[str, Any], None]) -> None:
         for site, answer in self._ask(stage, messages).items():
-            self._try(site, lambda site=site, answer=answer: take(site, answer))
+            self._try(site, partial(take, site, answer))
 
     def _try(self, site: str, take: Callable[[], None]) -> None:
         try:

@@ -182,10 +182,10 @@ class Session:
                 iteration=iteration, call=call, fixed=fixed,
             )  # fmt: skip
         results, sent = self._kept_or_sent(answers, rows)
-        masked = {}
+        masked: dict[str, Any] = {}
         if self.member is not None:
             masked, sent = self.member.masked(header.get("secure"), {name: one for name, [one] in sent.items()})
-        head = {"secure": masked} if masked else {}
+        head: dict[str, Any] = {"secure": masked} if masked else {}
         head |= {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
 
@@ -238,7 +238,8 @@ class Session:
         follow from the plan, so that the server cannot choose them."""
         if self.layer is None or self.layer.ring is None:
             return None
-        largest, weights = header.get("largest"), header.get("weights")
+        largest: Any = header.get("largest")
+        weights: Any = header.get("weights")
         if not are_counts([largest], 1, least=1) or not are_counts(weights, num, least=1) or max(weights) > largest:
             raise WireError("a message does not have the weights of this site's clients.")
         bits = bits_of(self.layer.settings, self.plan.num_clients, largest)
