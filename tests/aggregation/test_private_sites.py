@@ -13,10 +13,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedbilevel.aggregation.sealing import addressed
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError
+from fedbilevel.privacy import Accountant, Budget, joint
 from fedbilevel.problem.draws import Stream
 from fedbilevel.sites import wire
 from fedbilevel.sites.membership import Papers
 from fedbilevel.sites.plan import plan_of
+from fedbilevel.sites.policy import read_settings
+from fedbilevel.sites.preview import preview
+from fedbilevel.sites.telling import plan_rows
 from support.secure import Card, Owner
 from support.sites.loopback import TRIAL, Loopback, differences, simulated
 
@@ -203,6 +207,18 @@ def test_a_run_between_sites_stops_at_its_budget_and_a_site_keeps_its_own_accoun
     spent.unlink()  # a server that forgets its account
     with pytest.raises(FedBilevelError, match="nothing is released"):
         federation.serve({**plan, "num_iterations": 20})
+
+
+def test_an_operator_sees_epsilon_before_the_approval(tmp_path):
+    federation = federation_of(tmp_path)
+    plan = plan_of(plan_for(federation, {**PRIVATE, "epsilon": 5.5}, num_iterations=4))
+    leaves = preview(plan, "site-0", read_settings(tmp_path / "sites" / "site-0"))
+    account = Accountant(Budget(5.5, 1e-5))
+    assert f"about {account.forecast(4, [joint([2.0] * 3)]):.4g} at delta 1e-05, and the run will" in leaves["privacy"]
+    request = {"plan": plan.asdict(), "run": "trial", "who": "lead", "time": 0.0, "digest": "d", "leaves": leaves}
+    rows = dict(plan_rows(request))
+    assert rows["Privacy"] == [leaves["privacy"].removeprefix("privacy: ")]
+    assert "no figures: they have no noise" in rows["How often"]
 
 
 def test_a_site_answers_no_measurement_of_a_run_with_noise_and_needs_weights(tmp_path):
