@@ -103,6 +103,7 @@ def check_aggregation(
 
     largest: largest weight of a client.
     """
+    _check_noise(settings, algorithm)
     size = cohort.size(num_clients)
     bits = bits_of(settings, size, largest)
     around = {
@@ -127,7 +128,7 @@ def check_aggregation(
                 )
 
 
-def check_noise(settings: Aggregation, algorithm: Algorithm) -> None:
+def _check_noise(settings: Aggregation, algorithm: Algorithm) -> None:
     """Raise if a row would leave without noise, although the settings ask for it."""
     if settings.noise is None:
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
 from fedbilevel.aggregation.sealing import bits_of
-from fedbilevel.aggregation.validity import check_aggregation, check_gather, check_noise
+from fedbilevel.aggregation.validity import check_aggregation, check_gather
 from fedbilevel.engines import layered
 from fedbilevel.engines.held import Held
 from fedbilevel.engines.ranks import Group
@@ -28,9 +28,8 @@ from fedbilevel.oracle.population import total
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
 
-Answers = dict[
-    str, "Tensor | Sparse | Encoded | None"
-]  # by name, one row per client that answered; None: not sent, or kept at the client
+# by name, one row per client that answered; None: not sent, or kept at the client
+Answers = dict[str, "Tensor | Sparse | Encoded | None"]
 
 
 class Server:
@@ -77,7 +76,6 @@ class Server:
         self.iteration = self.call = self._draws = self.num_answers = 0
         self._draw_cohort()
         if layer is not None:
-            check_noise(layer.settings, algorithm)
             check_aggregation(layer.settings, algorithm, cohort, self.num_clients, self.largest_weight)
 
     # ---- what an engine says --------------------------------------------------------------------------------------
@@ -194,17 +192,13 @@ class Server:
             if name in self.kept_names and value is not None:
                 gathered[name] = self._keep(name, places)
             elif isinstance(value, Encoded):
-                self.ledger.charge("floats_up", self.ids[places], value.floats)
-                self.ledger.charge("bytes_up", self.ids[places], value.num_bytes)
+                for column, paid in (("floats_up", value.floats), ("bytes_up", value.num_bytes)):
+                    self.ledger.charge(column, self.ids[places], paid)
                 encoded[name], sent[name] = value, value.rows
             elif value is not None:
                 rows = value.rows if isinstance(value, Sparse) else value
-                floats, itemsize = (
-                    (value.num_kept, rows.element_size() + 4)
-                    if isinstance(value, Sparse)
-                    else (rows.shape[1], rows.element_size())
-                )
-                self.ledger.charge_message("up", self.ids[places], floats, itemsize)
+                kept, places_of = (value.num_kept, 4) if isinstance(value, Sparse) else (rows.shape[1], 0)
+                self.ledger.charge_message("up", self.ids[places], kept, rows.element_size() + places_of)
                 sent[name] = rows
         if encoded and join == self._means:
             gathered.update(self._layered_means(encoded, places, times))

@@ -20,7 +20,7 @@ from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
 from fedbilevel.runs.pace import Pace, checked_pace
-from fedbilevel.runs.record import Record
+from fedbilevel.runs.record import Record, named
 from fedbilevel.runs.recovery import UNCHANGED, Recovery, check_finite, out_of_range
 from fedbilevel.runs.result import Ending, Progress, Result
 from fedbilevel.runs.resume import check_same, identity_of, versions
@@ -95,7 +95,7 @@ class Loop:
             fed.finish(self.state)
             x, y = fed.trees(self.state.x, upper=True), fed.trees(self.state.y, upper=False)
             if self.record is not None and group.rank == 0:
-                self.record.save_solution({**_named("x", x), **_named("y", y)})
+                self.record.save_solution({**named("x", x), **named("y", y)})
             totals = fed.bill().totals()
             if end()[0].state in ("finished", "converged"):
                 self.recovery.check_moved(x, self.iteration)
@@ -152,7 +152,7 @@ class Loop:
             self.ending = Ending("budget", str(error))
             state = fed.go_back(*before, self.algorithm.State)  # without the releases of the incomplete iteration
             self.state, self.complete = (self.state, False) if state is None else (state, True)
-            if self.rows and self.rows[-1]["iteration"] == self.iteration:  # its epsilon has grown since
+            if self.rows[-1]["iteration"] == self.iteration:  # its epsilon has grown since
                 self.rows.pop()
                 if self.record is not None and fed.group.rank == 0:
                     self.record.cut_after(self.iteration - 1)
@@ -344,11 +344,3 @@ def configuration(
         "ranks": fed.group.size,
         **(describe or {}),
     }
-
-
-def _named(prefix: str, value: Any) -> dict[str, Tensor]:
-    if value is None:  # it never left the sites
-        return {}
-    if isinstance(value, Mapping):
-        return {f"{prefix}.{name}": leaf for name, leaf in value.items()}
-    return {f"{prefix}.client{i}.{name}": leaf for i, tree in enumerate(value) for name, leaf in tree.items()}

@@ -99,6 +99,15 @@ def make_folder(path: Path) -> None:
         raise CheckpointError(f"the folder {path} cannot be made ({error.strerror}): name another one.") from error
 
 
+def named(prefix: str, value: Any) -> dict[str, Tensor]:
+    """Return the tensors of x or y by name, for one tree or one tree per client."""
+    if value is None:  # it never left the sites
+        return {}
+    if isinstance(value, Mapping):
+        return {f"{prefix}.{name}": leaf for name, leaf in value.items()}
+    return {f"{prefix}.client{i}.{name}": leaf for i, tree in enumerate(value) for name, leaf in tree.items()}
+
+
 class Record:
     """The folder of one run.
 

@@ -7,7 +7,6 @@ over the sites that answered.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from fedbilevel.aggregation.layer import Encoded, Layer
 from fedbilevel.aggregation.sealing import ring_of, secret
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.layered import identity_of, layered_figures, spend, summed_figures
+from fedbilevel.engines.layered import identity_of, layered_figures
 from fedbilevel.engines.server import Answers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Value
@@ -27,24 +26,13 @@ from fedbilevel.federation.ledger import Ledger
 from fedbilevel.oracle.population import figures
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.problem import Problem
-from fedbilevel.sites.answers import (
-    Figures,
-    PhaseReader,
-    form_of,
-    read_figures,
-    read_masked_figures,
-    read_nothing,
-    read_stage,
-    sent_rows,
-    stacked,
-)
-from fedbilevel.sites.exchange import Member, Places, SiteServer
+from fedbilevel.sites.answers import Figures, PhaseReader, form_of, read_figures, read_nothing, sent_rows, stacked
+from fedbilevel.sites.exchange import Member, Places
 from fedbilevel.sites.mailbox import Answer, Mailbox
-from fedbilevel.sites.secure_sums import Ask, SecureSums
-from fedbilevel.sites.transport import Failure
+from fedbilevel.sites.private_server import MakesSums, PrivateServer
 
 
-class Sites(SiteServer):
+class Sites(PrivateServer):
     """Implements `Federation` and `Engine` for clients at sites. Places are places of clients.
 
     layouts: names and shapes of x and y.
@@ -75,13 +63,13 @@ class Sites(SiteServer):
         sampling: str = "replacement",
         dtype: torch.dtype = torch.float32,
         aggregation: Aggregation | None = None,
-        sums: Callable[[Ask, Callable[[str, str], None]], SecureSums] | None = None,
+        sums: MakesSums | None = None,
         **_: Any,
     ) -> None:
         weights = torch.tensor([weight for member in members for weight in member.weights])
         super().__init__(
             algorithm, problem, members, mailbox, quorum=quorum, deadline=deadline, plan=plan, welcome=welcome,
-            dtype=dtype, seed=seed, cohort=cohort, ids=torch.arange(len(weights)), weights=weights,
+            dtype=dtype, sums=sums, seed=seed, cohort=cohort, ids=torch.arange(len(weights)), weights=weights,
             ledger=Ledger(len(weights)), stream=Stream(seed),
             layer=None
             if aggregation is None
@@ -93,8 +81,6 @@ class Sites(SiteServer):
         self.ways: dict[str, Any] = {}
         self._clean: dict[str, float] | None = None  # last measurement without flagged sites, if any was flagged
         self.without_solution: list[str] = []  # sites that could not write their private part of the solution
-        self.sums = None if sums is None else sums(self._ask_stage, self._refuse_in_sum)
-        self._num_sums: dict[str, int] = {}  # sequences that the sites sent in the last call of a phase
         self._read_phase = PhaseReader(algorithm, self.kept_names, dtype, self._spaces(), self.layer)
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
@@ -148,80 +134,14 @@ class Sites(SiteServer):
             if answer.header["changed"]:
                 self.changed.add(site)
         rows = {name: stacked([rows[name] for _, rows in answers.values()]) for name in first}
-        there = {self.names[site] for site in answers}
-        masked = {name: one for name, one in first.items() if isinstance(one, Encoded)}
-        if self.sums is not None and masked:
-            each = {
-                self.names[site]: (answer.header.get("secure"), {name: read[name].rows for name in masked})
-                for site, (answer, read) in answers.items()
-            }
-            survivors, totals = self.sums.total(each)
-            there = {*survivors}
-            for name, total in totals.items():
-                rows[name] = masked[name]._replace(arrays=[total[None]], rows=total[None])
-        stay = torch.tensor([self.names[self.site_of[place]] in there for place in places.tolist()])
+        there = self._unmasked(answers, rows)
+        stay = torch.tensor([self.site_of[place] in there for place in places.tolist()])
         return rows, places[stay], times[stay]
-
-    # ---- noise and secure sums ------------------------------------------------------------------------------------
-
-    def _spend(self, phase: str, num: int | None) -> bool:
-        """Count the sums of a call before it, or after its first answers if their number is unknown.
-        Every site counts them itself before it answers."""
-        if self.account is not None and self.layer is not None and num is not None:
-            spend(self.account, self.layer.settings, num)
-        return num is not None
-
-    def _own_weights(self, sites: Places, weights: Tensor) -> dict[int, dict[str, Any]] | None:
-        """Return the weights for each site, if rows leave sites as integers."""
-        if self.layer is None or self.layer.ring is None:
-            return None
-        of = dict(zip([place for places in sites.values() for place in places], weights.tolist(), strict=True))
-        largest = {"largest": self.largest_weight}
-        return {site: {"weights": [of[place] for place in places], **largest} for site, places in sites.items()}
-
-    def _secure_call(self, sites: Places, asked: int, what: str) -> tuple[dict[str, Any], Places]:
-        """Return the call of a secure sum for the header of a message, and the sites that have keys."""
-        if self.sums is None:
-            return {}, sites
-        call = self.sums.call([self.names[site] for site in sites], self.iteration, self.call)
-        sites = {site: places for site, places in sites.items() if site not in self.missing}
-        self._check_quorum(len(sites), asked, what)
-        return {"secure": call}, sites
-
-    def _ask_stage(self, stage: str, messages: Mapping[str, Any]) -> dict[str, Any]:
-        own = {self.names.index(name): {"message": message} for name, message in messages.items()}
-        sites = self._whole(site for site in own if site not in self.missing)
-        head, what = {"kind": "secure", "stage": stage}, f"the stage {stage} of a secure sum"
-        return {
-            self.names[site]: read
-            for site, (_, read) in self._exchange(head, {}, sites, what, read_stage, own=own).items()
-        }
-
-    def _refuse_in_sum(self, name: str, reason: str) -> None:
-        self._refuse(self.names.index(name), reason, "a secure sum")
-
-    def _drop(self, site: int, failure: Failure, what: str) -> None:
-        super()._drop(site, failure, what)
-        if self.sums is not None:
-            self.sums.lost.add(self.names[site])
 
     def _scaled(self) -> dict[str, float]:
         """Return the step sizes that a schedule has changed."""
         before, now = self.settings.asdict(), self.algorithm.asdict()
         return {name: value for name, value in now.items() if value != before[name]}
-
-    def _leave_out_odd_ones(
-        self, answers: dict[int, tuple[Answer, Any]], form: Callable[[Any], Any], asked: int, what: str
-    ) -> None:
-        """Leave out sites whose answers have other names or lengths than most answers. The reason
-        is another version or an attack."""
-        forms = {site: form(read) for site, (_, read) in answers.items()}
-        [(usual, _)] = Counter(forms.values()).most_common(1)
-        fix = "install the same version of fedbilevel at all sites"
-        for site in [site for site, one in forms.items() if one != usual]:
-            del answers[site]
-            self._refuse(site, f"its answer has not the form of the others': {fix}.", what)
-        self._check_quorum(len(answers), asked, what)
 
     def _leave_out_outliers(
         self,
@@ -299,24 +219,6 @@ class Sites(SiteServer):
         clean = {site: rows for site, rows in tables.items() if site not in flagged}
         self._clean = (self._figures(names, clean) if clean else {}) if flagged else None
         return {**self._figures(names, tables), "num_sites": float(len(found))}
-
-    def _measured_securely(
-        self, sums: SecureSums, head: dict[str, Any], values: Mapping[str, Any], sites: Places, when: str
-    ) -> dict[str, float]:
-        num = len(self.names)
-        own = self._own_weights(sites, self.weights_by_place[self._places(sites)])
-        more, sites = self._secure_call(sites, num, when)
-        head |= more
-        found = self._exchange(head, values, sites, when, read_masked_figures, num, charged=False, own=own)
-        self._leave_out_odd_ones(found, lambda read: tuple(read[0]), num, when)
-        self.changed |= {site for site, (answer, _) in found.items() if answer.header["changed"]}
-        names = next(iter(found.values()))[1][0]
-        rows = {
-            self.names[site]: (answer.header.get("secure"), {"figures": row})
-            for site, (answer, (_, row)) in found.items()
-        }
-        survivors, totals = sums.total(rows)
-        return {**summed_figures(self.problem, names, totals["figures"]), "num_sites": float(len(survivors))}
 
     def _figures(self, names: Sequence[str], tables: Mapping[int, Tensor]) -> dict[str, float]:
         table = torch.cat(list(tables.values()))

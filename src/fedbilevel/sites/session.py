@@ -18,7 +18,6 @@ from torch import Tensor
 from fedbilevel._version import __version__
 from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
 from fedbilevel.aggregation.sealing import bits_of, ring_of, secret
-from fedbilevel.aggregation.validity import check_noise
 from fedbilevel.columns import CALLS
 from fedbilevel.engines.layered import account_of, figure_integers, spend
 from fedbilevel.engines.roster import digest
@@ -106,9 +105,7 @@ class Session:
         self.member: Membership | None = None
         self.account: Accountant | None = None
         if aggregation is not None:
-            stream = Stream(options["seed"])
-            self.layer = Layer(aggregation, self.algorithm, stream, ring_of(aggregation, secret))
-            check_noise(aggregation, self.algorithm)
+            self.layer = Layer(aggregation, self.algorithm, Stream(options["seed"]), ring_of(aggregation, secret))
             self.account = account_of(self.layer)
         if self.account is not None:
             attach(self.account, self.folder)
