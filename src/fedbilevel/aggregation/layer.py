@@ -210,7 +210,7 @@ class Layer:
             raise WireError(f"it sent {at.name} in the form {kind!r:.40}, expected {usual}.")
         arrays = list(arrays)
         if kind in ("rows", "ring"):
-            lengths: tuple[int, ...] = (arrays[0].shape[1] if kind == "ring" and way.compressor else width,)
+            lengths: tuple[int, ...] = way.compressor.lengths[:1] if kind == "ring" and way.compressor else (width,)
         else:
             lengths = (arrays[0].shape[1],) * 2 if way.compressor is None else way.compressor.lengths
         types = {"int8": (torch.int8, dtype), "ring": (torch.int64,)}.get(kind, (dtype, torch.int32))

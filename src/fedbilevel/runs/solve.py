@@ -106,8 +106,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         cohort: Cohort(fraction) lets a part of the clients take part in a round (with a server).
         stragglers: Stragglers(slow, work, dropout) makes clients slow or silent (with a server).
         network, averaging: links between peers and the kind of average (without a server).
-        aggregation: Aggregation(clip, compress, robust) treats the rows that clients send (with a
-            server).
+        aggregation: Aggregation(clip, compress, robust, noise, secure) treats the rows that clients
+            send (with a server).
         attack: Attack(kind, share) makes a share of the clients attack (with a server).
 
     Measurements.
