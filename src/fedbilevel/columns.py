@@ -8,7 +8,7 @@ from collections.abc import Iterable
 CALLS = ("gy", "gx", "fx", "fy", "hvp", "jvp", "samples")
 COLUMNS = ("floats_up", "floats_down", "bytes_up", "bytes_down", *CALLS)  # of the ledger, one count per client
 # position in the run and, between peers, membership
-BESIDE = ("iteration", "seconds", "megabytes", "rounds", "messages", "members", "num_peers", "seen")
+BESIDE = ("iteration", "seconds", "megabytes", "rounds", "messages", "members", "num_peers", "seen", "epsilon")
 DIAGNOSTICS = ("hypergradient", "residual", "lower_gradient")  # of the method, not of the model
 _RISING = {"accuracy", "f1", "precision", "recall", "auc", "r2", "pearson"}  # words of figures where more is better
 
@@ -23,6 +23,7 @@ TERMS: dict[str, str] = {  # one sentence each, for tooltips of the report page 
     "seconds": "Wall-clock time of the run; measuring time is excluded.",
     "samples": "Number of samples; in the ledger, samples evaluated, where one evaluation counts its samples once.",
     "messages": "Messages between peers, each charged to its sender and to its edge.",
+    "epsilon": "Privacy spent so far on what clients sent, at the delta of the run. Lower is more private.",
     "floats_up": "Numbers sent by clients.",
     "floats_down": "Numbers sent to clients.",
     "bytes_up": "Bytes sent by clients.",

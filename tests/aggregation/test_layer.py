@@ -198,7 +198,7 @@ class Cancelling:
     def __init__(self, noise=0):
         self.noise, self.seen = noise, []
 
-    def noised(self, integers, ids, at, step):
+    def noised(self, integers, ids, way, fixed):
         return integers + self.noise
 
     def masked(self, integers, ids, at):

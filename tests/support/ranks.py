@@ -152,6 +152,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         lambda: quadratic(client_weights="by_samples"),
         {**NOISY, "cohort": Cohort(0.6), "aggregation": Aggregation(robust="trimmed:0.2", compress="int8")},
     ),
+    "layer_private": (
+        FedBiO(num_local_steps=2),
+        with_figures,
+        {**NOISY, **SHUFFLED, "aggregation": Aggregation(secure=True, clip=1.0, noise=1.0, epsilon=1e4)},
+    ),
     "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),

@@ -37,17 +37,19 @@ class At(NamedTuple):
     call: int
 
 
-class Ring(Protocol):
-    """What is done to the weighted integers of clients: the place of noise and of masks."""
+class Fixed(NamedTuple):
+    """What clients need to make integers of their rows.
 
-    def noised(self, integers: Tensor, ids: Tensor, at: At, step: float) -> Tensor:
-        """Add noise to rows of weighted integers, at the clients; the integer 1 stands for `step`."""
+    weights: of the clients here.
+    bits: of an entry.
+    largest: largest weight of any client.
+    members: fewest clients whose noise is in the sum.
+    """
 
-    def masked(self, integers: Tensor, ids: Tensor, at: At) -> Tensor:
-        """Add masks to rows of integers, at the clients, wrapping at 2^64."""
-
-    def unmasked(self, total: Tensor, at: At) -> Tensor:
-        """Return the sum of the clients' integers from the sum of their masked integers."""
+    weights: Tensor
+    bits: int
+    largest: int
+    members: int
 
 
 class Way(NamedTuple):
@@ -60,6 +62,20 @@ class Way(NamedTuple):
     bound: float  # largest entry, a power of two
     derived: bool  # from what was sent, so that a larger row is one of a run that diverges
     compressor: Compressor | None
+    dtype: torch.dtype
+
+
+class Ring(Protocol):
+    """What is done to the weighted integers of clients: the place of noise and of masks."""
+
+    def noised(self, integers: Tensor, ids: Tensor, way: Way, fixed: Fixed) -> Tensor:
+        """Add noise to rows of weighted integers, at the clients."""
+
+    def masked(self, integers: Tensor, ids: Tensor, at: At) -> Tensor:
+        """Add masks to rows of integers, at the clients, wrapping at 2^64."""
+
+    def unmasked(self, total: Tensor, at: At) -> Tensor:
+        """Return the sum of the clients' integers from the sum of their masked integers."""
 
 
 class Encoded(NamedTuple):
@@ -101,7 +117,7 @@ class Layer:
 
     # ---- both ends ------------------------------------------------------------------------------------------------
 
-    def way(self, at: At, width: int, sent: Mapping[str, Any], *, sparse: bool = False) -> Way:
+    def way(self, at: At, width: int, sent: Mapping[str, Any], dtype: torch.dtype, *, sparse: bool = False) -> Way:
         """Return the encoding of rows of this length.
 
         sent: the values that the server sent with the call.
@@ -122,7 +138,7 @@ class Layer:
             arrays = shared.values() if base is None else (base,)
             bound = HEADROOM * max([1.0, *(float(array.abs().max()) for array in arrays if array.numel())])
         settings = dataclasses.replace(own, clip=None, compress=None) if exact else own
-        return Way(at, settings, width, base, ring.power_of_two(bound), derived, compressor)
+        return Way(at, settings, width, base, ring.power_of_two(bound), derived, compressor, dtype)
 
     # ---- client ---------------------------------------------------------------------------------------------------
 
@@ -138,14 +154,13 @@ class Layer:
         *,
         iteration: int,
         call: int,
-        weights: Tensor | None = None,
-        bits: int = 0,
+        fixed: Fixed | None = None,
     ) -> dict[str, Any]:
         """Return the answers of a phase with every row that is sent as `Encoded`.
 
         feedback: what compression has left at each client; `positions` are those of the clients.
         ids: numbers of the clients.
-        weights, bits: of the fixed point, needed with a ring only.
+        fixed: needed with a ring only.
         """
         found: dict[str, Any] = {}
         for name, value in answers.items():
@@ -153,11 +168,12 @@ class Layer:
                 found[name] = value
                 continue
             rows, sparse = (value.rows, value) if isinstance(value, Sparse) else (value, None)
-            way = self.way(At(phase, name, iteration, call), rows.shape[1], sent, sparse=sparse is not None)
+            at = At(phase, name, iteration, call)
+            way = self.way(at, rows.shape[1], sent, rows.dtype, sparse=sparse is not None)
             rows = rows if way.base is None else rows - way.base
             one = self._packed(way, clipped(rows, way.settings.clip), sparse, feedback, positions)
             _check_fits(way, one.rows, ids)
-            found[name] = one if self.ring is None else self._sealed(one, ids, weights, bits)
+            found[name] = one if self.ring is None else self._sealed(self.ring, one, ids, fixed)
         return found
 
     def _packed(self, way: Way, rows: Tensor, sparse: Sparse | None, feedback: Store, positions: Tensor) -> Encoded:
@@ -173,15 +189,13 @@ class Layer:
         feedback.write(label, positions, whole - sent)
         return Encoded(way, way.compressor.kind, arrays, sent)
 
-    def _sealed(self, one: Encoded, ids: Tensor, weights: Tensor | None, bits: int) -> Encoded:
+    def _sealed(self, own: Ring, one: Encoded, ids: Tensor, fixed: Fixed | None) -> Encoded:
         """Return the last form of rows: integers with noise and masks."""
-        assert self.ring is not None
-        assert weights is not None
+        assert fixed is not None
         way = one.way
         values = one.arrays[0] if one.kind == "randk" else one.rows
-        integers = ring.weighted(ring.fixed(values, way.bound, bits), weights)
-        integers = self.ring.noised(integers, ids, way.at, way.bound / 2.0 ** (bits - 1))
-        integers = self.ring.masked(integers, ids, way.at)
+        integers = ring.weighted(ring.fixed(values, way.bound, fixed.bits), fixed.weights)
+        integers = own.masked(own.noised(integers, ids, way, fixed), ids, way.at)
         return Encoded(way, "ring", [integers], integers)
 
     # ---- server ---------------------------------------------------------------------------------------------------
@@ -190,13 +204,13 @@ class Layer:
         self, at: At, kind: Any, arrays: Sequence[Tensor], sent: Mapping[str, Any], width: int, dtype: torch.dtype
     ) -> Encoded:
         """Return rows that arrived in a message, whose number and finiteness were checked."""
-        way = self.way(at, width, sent, sparse=kind == "sparse")
+        way = self.way(at, width, sent, dtype, sparse=kind == "sparse")
         usual = "ring" if self.ring is not None else way.compressor.kind if way.compressor else "rows"
-        if kind not in (usual, "sparse"):
+        if kind != usual and (kind != "sparse" or self.ring is not None):
             raise WireError(f"it sent {at.name} in the form {kind!r:.40}, expected {usual}.")
         arrays = list(arrays)
         if kind in ("rows", "ring"):
-            lengths: tuple[int, ...] = (arrays[0].shape[1] if kind == "ring" and way.compressor else width,)
+            lengths: tuple[int, ...] = way.compressor.lengths[:1] if kind == "ring" and way.compressor else (width,)
         else:
             lengths = (arrays[0].shape[1],) * 2 if way.compressor is None else way.compressor.lengths
         types = {"int8": (torch.int8, dtype), "ring": (torch.int64,)}.get(kind, (dtype, torch.int32))

@@ -2,7 +2,8 @@
 
 An entry v of a row is the integer round(v / step) with step = bound / 2^(bits - 1). A row counts
 with its whole weight, so a sum stays below 2^63 if the sum of all weights is below 2^(64 - bits).
-Both are known before anything is sent, so no sum can overflow. Bounds are powers of two, so that
+Noise takes room like a weight of 80 standard deviations, which it exceeds with a probability below
+exp(-800). All are known before anything is sent, so no sum can overflow. Bounds are powers of two, so that
 the division is exact.
 """
 
@@ -17,17 +18,23 @@ from fedbilevel.errors import SettingError
 
 MOST_BITS = 54  # integers up to 2^53 are exact as float64
 LEAST_BITS = 8
+_TAIL = 80  # 40 standard deviations, of which rounding to integers may double the size
+_NOISE_BITS = 49  # standard deviations stay below 2^50
 _HIGH, _LOW, _LARGEST = 2.0**-8, 2.0**-50, 2.0**34  # steps and range of figures, which have two integers each
 
 
-def bits_for(whole: int, asked: int | None = None) -> int:
+def bits_for(whole: int, asked: int | None = None, noise: float = 0.0) -> int:
     """Return the bits of an entry if the weights sum to at most `whole`.
 
     asked: number of bits from the settings, which is refused if a sum could overflow.
+    noise: standard deviation of the noise in a sum, relative to the largest entry.
     """
-    most = min(MOST_BITS, 64 - whole.bit_length())
+    most = min(MOST_BITS, 64 - (whole + math.ceil(_TAIL * noise)).bit_length())
+    if noise:
+        most = min(most, _NOISE_BITS - math.ceil(math.log2(noise)))
     if most < LEAST_BITS:
-        raise SettingError(f"the weights of a cohort sum to {whole}, expected less than 2**56: give smaller weights.")
+        less = "give smaller weights, or less noise" if noise else "give smaller weights"
+        raise SettingError(f"the weights of a cohort sum to {whole}, expected less than 2**56 in all: {less}.")
     if asked is not None and asked > most:
         raise SettingError(
             f"aggregation.fixed_point is {asked} bits, and a sum over weights of {whole} in all has room for {most}: "

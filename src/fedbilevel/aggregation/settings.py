@@ -56,7 +56,12 @@ class Aggregation(Settings):
         with that radius) or `geometric` (geometric median).
     outside: with `robust`, for clients that differ: before the rule, each row becomes the mean of its
         nearest rows, without this share of all rows.
-    fixed_point: bits of an integer; None means as many as the weights leave.
+    secure: the server sees sums of rows only. Between sites each row carries masks that cancel in the
+        sum; in one process the same integers are added without masks.
+    noise: standard deviation of the noise in a sum, divided by the largest change of the sum by one
+        client (client-level differential privacy). It needs `clip` and `epsilon`.
+    epsilon, delta: the privacy budget at which the run stops.
+    fixed_point: bits of an integer; None means as many as the weights and the noise leave.
     bound: largest entry of a row without `clip`; None derives it from the arrays that were sent.
     sequences: other settings by the name of a sequence, e.g. `{"u": {"clip": 5.0, "compress":
         "none"}}`.
@@ -77,6 +82,10 @@ class Aggregation(Settings):
     outside: float | None = setting(
         None, "before a robust mean, average each row with its nearest rows, without this share", least=0, most=0.49
     )
+    secure: bool = setting(False, "secure sums: the server sees sums of rows only")
+    noise: float | None = setting(None, "noise multiplier of client-level differential privacy", above=0)
+    epsilon: float | None = setting(None, "privacy budget: the run stops at this epsilon", above=0)
+    delta: float = setting(1e-5, "delta of the privacy budget", above=0, most=0.1)
     fixed_point: int | None = setting(
         None, "bits of an integer in a sum (None: as many as the weights leave)", least=8, most=54
     )
@@ -89,6 +98,9 @@ class Aggregation(Settings):
             parsed(label, getattr(self, label), known)
         for name in self.sequences or ():
             self.of(name)
+        if (self.noise is None) != (self.epsilon is None):
+            given, missing = ("noise", "epsilon") if self.epsilon is None else ("epsilon", "noise")
+            raise SettingError(f"aggregation.{given} is given without aggregation.{missing}: give both, or neither.")
 
     @property
     def compressor(self) -> Choice | None:

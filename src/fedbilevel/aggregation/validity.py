@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fedbilevel.aggregation import ring
+from fedbilevel.aggregation.sealing import bits_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort
+from fedbilevel.privacy.noise import ring_sigma
 
 FEATURES = {  # in words, in the order of the documentation
     "secure": "secure sums: the server sees sums of rows only",
@@ -65,6 +66,8 @@ TRIED = (
         for one in ("trimmed:0.2", "median", "krum:1", "multikrum:1", "centred:1.0", "geometric")
     ),
     Aggregation(clip=1.0, compress="int8", robust="median"),
+    Aggregation(secure=True),
+    Aggregation(secure=True, compress="randk:0.5"),
 )
 NEEDS = {"noise": ("clip", "the noise is a multiple of the largest norm of a row")}
 
@@ -94,14 +97,15 @@ def check_features(asked: set[str]) -> None:
 
 
 def check_aggregation(
-    settings: Aggregation, algorithm: Algorithm, cohort: Cohort, num_clients: int, most_weight: int
+    settings: Aggregation, algorithm: Algorithm, cohort: Cohort, num_clients: int, largest: int
 ) -> None:
     """Raise if the settings do not fit each other, the algorithm, the cohort or the weights.
 
-    most_weight: largest sum of weights that a cohort can have.
+    largest: largest weight of a client.
     """
-    ring.bits_for(most_weight, settings.fixed_point)
+    _check_noise(settings, algorithm)
     size = cohort.size(num_clients)
+    bits = bits_of(settings, size, largest)
     around = {
         name
         for name, is_so in (
@@ -113,6 +117,8 @@ def check_aggregation(
     }
     for one in settings.all():
         check_features(features(one) | around)
+        if one.noise is not None and one.clip is not None:  # raises if the noise is below the steps of the integers
+            ring_sigma(one.clip, one.noise, 2.0 ** (bits - 2) / one.clip, 1, members=size)
         if one.rule is not None and one.rule.kind in ("krum", "multikrum"):
             needed = 2 * int(one.rule.number) + 3
             if size < needed:
@@ -120,6 +126,24 @@ def check_aggregation(
                     f"aggregation.robust is {one.robust!r}, which needs {needed} clients in every round, and there are "
                     f"{size}: assume fewer attackers, or use another rule such as 'median'."
                 )
+
+
+def _check_noise(settings: Aggregation, algorithm: Algorithm) -> None:
+    """Raise if a row would leave without noise, although the settings ask for it."""
+    if settings.noise is None:
+        return
+    steps = algorithm.auto_names()
+    if steps:
+        raise SettingError(
+            f"{steps[0]} is 'auto', and its measurement is not clipped, so noise would not hide it: give a number, or "
+            "leave out aggregation.noise."
+        )
+    bare = [name for name in algorithm.exact if name not in (settings.sequences or {})]
+    if bare:
+        raise SettingError(
+            f"{algorithm.name()} measures {bare[0]!r} without clipping, so noise would not hide it: give "
+            f"aggregation.sequences.{bare[0]}.clip, or use another algorithm."
+        )
 
 
 def check_gather(settings: Aggregation) -> None:

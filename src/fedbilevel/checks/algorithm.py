@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.aggregation.layer import Layer
+from fedbilevel.aggregation.sealing import addressed, ring_of
 from fedbilevel.aggregation.validity import TRIED, check_aggregation
 from fedbilevel.engines import simulate
 from fedbilevel.engines.peer_simulation import PeerSimulation
@@ -189,13 +190,13 @@ def _aggregated(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdin
     assert isinstance(fed, Simulation)
     for one in TRIED:
         try:
-            check_aggregation(one, algorithm, fed.cohort, fed.num_clients, fed.most_weight)
+            check_aggregation(one, algorithm, fed.cohort, fed.num_clients, fed.largest_weight)
         except SettingError as error:
-            if not (algorithm.gathers and one.robust):
+            if not (algorithm.gathers and (one.robust or one.secure)):
                 return False, f"refuses {one}: {error}"
             refused += 1
             continue
-        fed.layer = Layer(one, algorithm, fed.stream)
+        fed.layer = Layer(one, algorithm, fed.stream, ring_of(one, addressed(fed.stream)))
         for store in (fed.host.memory, fed.host.kept, fed.host.feedback):
             store.clear()
         fed.begin(0)
@@ -203,5 +204,5 @@ def _aggregated(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdin
         if not bool(torch.isfinite(end).all()):
             return False, f"{one} leads to a value that is not finite"
     return True, f"runs under {len(TRIED) - refused} of {len(TRIED)} settings" + (
-        "; refuses robust means, because it reads single rows" if refused else ""
+        "; refuses robust means and secure sums, because it reads single rows" if refused else ""
     )

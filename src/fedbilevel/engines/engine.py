@@ -15,6 +15,7 @@ from fedbilevel.engines.ranks import Group
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.privacy.accountant import Accountant
 from fedbilevel.problem.problem import Problem
 
 
@@ -37,6 +38,7 @@ class Engine(Protocol):
     seed: int
     ledger: Ledger
     group: Group
+    account: Accountant | None  # of privacy, if the run has noise
 
     @property
     def sampling(self) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor
 from fedbilevel.aggregation import ring
 from fedbilevel.aggregation.layer import Encoded, Layer
 from fedbilevel.aggregation.robust import robust_mean
+from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.oracle.population import figures
+from fedbilevel.privacy.accountant import Accountant, Budget, joint
 from fedbilevel.problem.problem import Problem
 
 
@@ -26,40 +28,80 @@ class Adds(Protocol):
 
 
 def means(
-    layer: Layer, sent: Mapping[str, Encoded], mine: Tensor, weights: Tensor, most: int, engine: Adds
+    layer: Layer, sent: Mapping[str, Encoded], mine: Tensor, weights: Tensor, bits: int, engine: Adds
 ) -> dict[str, Tensor]:
     """Return the mean of every sequence.
 
     mine: weights of the clients in this process, in the order of the rows.
     weights: weights of all clients that answered, by client number.
-    most: largest sum of weights that any cohort of this run can have.
+    bits: of an entry, so that no sum of a cohort of this run overflows.
     """
     whole = int(weights.sum())
-    bits = {name: ring.bits_for(most, one.way.settings.fixed_point) for name, one in sent.items()}
     plain = [name for name, one in sent.items() if one.way.settings.rule is None]
-    totals = dict(zip(plain, engine.add([layer.integers(sent[name], mine, bits[name]) for name in plain]), strict=True))
+    totals = dict(zip(plain, engine.add([layer.integers(sent[name], mine, bits) for name in plain]), strict=True))
     found = {}
     for name, one in sent.items():
         rule, base = one.way.settings.rule, one.way.base
         if rule is None:
-            mean = layer.mean(one, totals[name], whole, bits[name])
+            mean = layer.mean(one, totals[name], whole, bits)
         else:
             mean = robust_mean(rule, engine.rows(one.rows), weights, one.way.settings.outside)
-        dtype = one.rows.dtype if base is None else base.dtype
+        dtype = one.way.dtype if base is None else base.dtype
         found[name] = (mean if base is None else base.double() + mean).to(dtype)
     return found
 
 
-def layered_figures(problem: Problem, names: Sequence[str], table: Tensor) -> dict[str, float]:
+def account_of(layer: Layer | None) -> Accountant | None:
+    """Return the account of privacy of a run with noise, which needs opacus."""
+    if layer is None or layer.settings.noise is None:
+        return None
+    assert layer.settings.epsilon is not None
+    return Accountant(Budget(layer.settings.epsilon, layer.settings.delta))
+
+
+def spend(account: Accountant | None, settings: Aggregation, num_sequences: int) -> None:
+    """Count the sums of one call before they are released.
+
+    The sums of a call concern the same clients. Every client counts as present, because a cohort of a
+    fixed size does not lower epsilon.
+    """
+    if account is not None and num_sequences:
+        assert settings.noise is not None
+        account.spend([joint([settings.noise] * num_sequences)])
+
+
+def identity_of(layer: Layer | None) -> dict[str, dict[str, object]]:
+    """Return the settings that a resumed run must share; the budget may change."""
+    if layer is None:
+        return {}
+    given = layer.settings.asdict()
+    return {"aggregation": {name: value for name, value in given.items() if name not in ("epsilon", "delta")}}
+
+
+def layered_figures(problem: Problem, names: Sequence[str], table: Tensor, settings: Aggregation) -> dict[str, float]:
     """Return losses and metrics from a table of all clients, from sums of integers.
 
-    Figures that do not fit are added as usual: they come from a run that has diverged.
+    Figures that do not fit are added as usual: they come from a run that has diverged. Under secure
+    sums there are no figures that compare single clients.
     """
-    weights = table[:, 2:3]
-    whole = torch.cat([table[:, :2] * weights, table[:, 2:]], dim=1)
-    integers = ring.limbs(whole)
+    integers = figure_integers(table)
     if integers is None:
-        return figures(problem, names, table)
-    sums = ring.figures_of(ring.summed(integers))
+        return figures(problem, names, table, across=not settings.secure)
+    return summed_figures(problem, names, ring.summed(integers), None if settings.secure else table)
+
+
+def figure_integers(table: Tensor) -> Tensor | None:
+    """Return the figures of clients as integers that can be added, or None if a figure does not fit."""
+    return ring.limbs(torch.cat([table[:, :2] * table[:, 2:3], table[:, 2:]], dim=1))
+
+
+def summed_figures(
+    problem: Problem, names: Sequence[str], total: Tensor, table: Tensor | None = None
+) -> dict[str, float]:
+    """Return losses and metrics from the sum of all clients' integers.
+
+    table: figures of single clients, if they are known.
+    """
+    sums = ring.figures_of(total)
     sums[:2] /= sums[2]
-    return figures(problem, names, sums[None], table)
+    return figures(problem, names, sums[None], table, across=table is not None)

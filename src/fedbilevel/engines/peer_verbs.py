@@ -19,6 +19,7 @@ from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.federation.network import AnyNetwork, Links
+from fedbilevel.privacy.accountant import Accountant
 
 WEIGHT = 8  # bytes of a Push-Sum weight: always float64
 COUNT = 8  # bytes of the number of a running sum
@@ -48,6 +49,7 @@ class Peering(Hosting):
     through the whole run, so that a resumed run continues with the same network.
     """
 
+    account: Accountant | None = None  # peers have no account of privacy
     algorithm: Algorithm
     network: AnyNetwork
     links: Links

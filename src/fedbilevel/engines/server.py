@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.aggregation.layer import Encoded, Layer
-from fedbilevel.aggregation.validity import check_gather
+from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
+from fedbilevel.aggregation.sealing import bits_of
+from fedbilevel.aggregation.validity import check_aggregation, check_gather
 from fedbilevel.engines import layered
 from fedbilevel.engines.held import Held
 from fedbilevel.engines.ranks import Group
@@ -27,9 +28,8 @@ from fedbilevel.oracle.population import total
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
 
-Answers = dict[
-    str, "Tensor | Sparse | Encoded | None"
-]  # by name, one row per client that answered; None: not sent, or kept at the client
+# by name, one row per client that answered; None: not sent, or kept at the client
+Answers = dict[str, "Tensor | Sparse | Encoded | None"]
 
 
 class Server:
@@ -59,7 +59,7 @@ class Server:
         layer: Layer | None = None,
     ) -> None:
         self.algorithm, self.problem, self.seed, self.stream = algorithm, problem, seed, stream
-        self.layer = layer
+        self.layer, self.account = layer, layered.account_of(layer)
         self.ids, self.num_clients, self.ledger = ids, len(ids), ledger
         self.place_of = ids.argsort()  # by number
         self.cohort = cohort.checked()
@@ -75,6 +75,8 @@ class Server:
         self._held = Held(self.num_clients)
         self.iteration = self.call = self._draws = self.num_answers = 0
         self._draw_cohort()
+        if layer is not None:
+            check_aggregation(layer.settings, algorithm, cohort, self.num_clients, self.largest_weight)
 
     # ---- what an engine says --------------------------------------------------------------------------------------
 
@@ -139,12 +141,21 @@ class Server:
         assert self.layer is not None
         weights, order = self._counts(places, times), self.ids[places].argsort()
         engine = SimpleNamespace(add=self._added, rows=lambda rows: self._answered(rows, places)[order.to(rows.device)])
-        return layered.means(self.layer, sent, self._mine(places, weights), weights[order], self.most_weight, engine)
+        return layered.means(self.layer, sent, self._mine(places, weights), weights[order], self.bits, engine)
 
     @property
-    def most_weight(self) -> int:
-        """Largest sum of weights that a cohort can have, by which no sum of integers overflows."""
-        return self.cohort.size(self.num_clients) * int(self._sampler.member_weights.max())
+    def largest_weight(self) -> int:
+        return int(self._sampler.member_weights.max())
+
+    @property
+    def bits(self) -> int:
+        """Bits of an entry, by which no sum of a cohort overflows."""
+        assert self.layer is not None
+        return bits_of(self.layer.settings, self.cohort.size(self.num_clients), self.largest_weight)
+
+    def _fixed(self, places: Tensor, times: Tensor) -> Fixed:
+        """Return what the clients of this process at `places` need to make integers."""
+        return Fixed(self._mine(places, self._counts(places, times)), self.bits, self.largest_weight, len(places))
 
     def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
         if len(places) < self.num_clients:
@@ -181,17 +192,13 @@ class Server:
             if name in self.kept_names and value is not None:
                 gathered[name] = self._keep(name, places)
             elif isinstance(value, Encoded):
-                self.ledger.charge("floats_up", self.ids[places], value.floats)
-                self.ledger.charge("bytes_up", self.ids[places], value.num_bytes)
+                for column, paid in (("floats_up", value.floats), ("bytes_up", value.num_bytes)):
+                    self.ledger.charge(column, self.ids[places], paid)
                 encoded[name], sent[name] = value, value.rows
             elif value is not None:
                 rows = value.rows if isinstance(value, Sparse) else value
-                floats, itemsize = (
-                    (value.num_kept, rows.element_size() + 4)
-                    if isinstance(value, Sparse)
-                    else (rows.shape[1], rows.element_size())
-                )
-                self.ledger.charge_message("up", self.ids[places], floats, itemsize)
+                kept, places_of = (value.num_kept, 4) if isinstance(value, Sparse) else (rows.shape[1], 0)
+                self.ledger.charge_message("up", self.ids[places], kept, rows.element_size() + places_of)
                 sent[name] = rows
         if encoded and join == self._means:
             gathered.update(self._layered_means(encoded, places, times))

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.aggregation import ring as integers
 from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.aggregation.layer import Layer
+from fedbilevel.aggregation.sealing import addressed, ring_of
 from fedbilevel.aggregation.settings import Aggregation
-from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.layered import layered_figures
+from fedbilevel.engines.layered import identity_of, layered_figures, spend
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Answers, Server, below
@@ -97,10 +96,10 @@ class Simulation(Hosting, Server):
             weights=self.roster.weights,
             ledger=self.host.ledger,
             stream=self.host.stream,
-            layer=None if aggregation is None else Layer(aggregation, algorithm, self.host.stream),
+            layer=None
+            if aggregation is None
+            else Layer(aggregation, algorithm, self.host.stream, ring_of(aggregation, addressed(self.host.stream))),
         )
-        if aggregation is not None:
-            check_aggregation(aggregation, algorithm, cohort, self.num_clients, self.most_weight)
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
 
@@ -137,10 +136,11 @@ class Simulation(Hosting, Server):
             answers = self.attack.changed(answers, values, self.kept_names, self.host.ids[positions], self.attackers)
         if self.layer is None:
             return answers, places, times
+        leaves = [name for name, value in answers.items() if value is not None and name not in self.kept_names]
+        spend(self.account, self.layer.settings, len(leaves))
         encoded = self.layer.encode(
             phase, answers, values, self.kept_names, self.host.feedback, positions, self.host.ids[positions],
-            iteration=self.iteration, call=self.call, weights=self._mine(places, self._counts(places, times)),
-            bits=integers.bits_for(self.most_weight, self.layer.settings.fixed_point),
+            iteration=self.iteration, call=self.call, fixed=self._fixed(places, times),
         )  # fmt: skip
         return encoded, places, times
 
@@ -199,8 +199,15 @@ class Simulation(Hosting, Server):
             )
         return found
 
+    def judged(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the measurement, or nothing with noise: exact figures must not guide a private run."""
+        return row if self.account is None else {}
+
     def _figures(self, names: Sequence[str], own: Tensor) -> dict[str, float]:
-        return (figures if self.layer is None else layered_figures)(self.problem, names, self.roster.rows(own))
+        table = self.roster.rows(own)
+        if self.layer is None:
+            return figures(self.problem, names, table)
+        return layered_figures(self.problem, names, table, self.layer.settings)
 
     def _points(self, value: Any) -> Points:
         """Return points for a measurement, which reads kept rows a few at a time."""
@@ -218,7 +225,7 @@ class Simulation(Hosting, Server):
 
     def identity(self) -> dict[str, Any]:
         unequal = {"stragglers": self.stragglers._asdict()} if self.stragglers != Stragglers() else {}
-        layer = {"aggregation": self.layer.settings.asdict()} if self.layer is not None else {}
+        layer = identity_of(self.layer)
         layer |= {"attack": self.attack.asdict()} if self.attack is not None else {}
         return {**self.of_data(), "cohort": self.cohort._asdict(), **unequal, **layer}
 

@@ -304,10 +304,13 @@ class Population:
         return [layout.unravel(row[:size]) for row, size in zip(value, sizes, strict=True)]
 
 
-def figures(problem: Problem, names: Sequence[str], table: Tensor, clients: Tensor | None = None) -> dict[str, float]:
+def figures(
+    problem: Problem, names: Sequence[str], table: Tensor, clients: Tensor | None = None, *, across: bool = True
+) -> dict[str, float]:
     """Return losses and metrics from a table of `looked_at` with one row per client.
 
     clients: that table, if `table` holds one row with means of the losses and sums of the rest.
+    across: include figures that compare single clients.
     """
     upper, lower, weights, *statistics = table.unbind(1)
     found = dict(zip(names[3:], statistics, strict=True))
@@ -320,7 +323,7 @@ def figures(problem: Problem, names: Sequence[str], table: Tensor, clients: Tens
     return {
         **losses,
         **metrics,
-        **(own_figures("across", problem.across, single) if problem.across is not None else {}),
+        **(own_figures("across", problem.across, single) if problem.across is not None and across else {}),
     }
 
 

@@ -96,7 +96,7 @@ class Accountant:
         if method not in get_args(Method):
             raise SettingError(f"the accountant is {method!r}, expected 'rdp' or 'prv'.")
         _opacus()  # before the run, not at its first release
-        self.budget, self.method, self._run, self._keep = budget, method, run, keep
+        self.budget, self.method, self._run, self.keep = budget, method, run, keep
         self._runs: dict[str, Counts] = {}
 
     def spend(self, releases: Sequence[Release]) -> float:
@@ -109,7 +109,7 @@ class Accountant:
                 f"{self.budget.epsilon:.4g} at delta {self.budget.delta:.1g}: nothing is released; stop here, or "
                 "agree on a larger budget."
             )
-        self._keep(_state(after))
+        self.keep(_state(after))
         self._runs = after
         return epsilon
 

@@ -15,7 +15,7 @@ from typing import Any
 from fedbilevel.errors import ReportError
 
 STUDIES = {"comparison.json": "comparison", "influence.json": "influence", "personalisation.json": "personalisation"}
-ENDS = ("finished", "converged", "callback", "interrupted", "failed")  # a killed run writes no end.json
+ENDS = ("finished", "converged", "callback", "interrupted", "budget", "failed")  # a killed run writes no end.json
 
 
 def folder_of(path: Path) -> Path:

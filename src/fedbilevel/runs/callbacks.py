@@ -21,7 +21,7 @@ class Follower(Protocol):
     end: method called when the run ends for any reason, including an error.
     rows: all measurements so far; at the start, the first measurement or, in a resumed run, every
         measurement up to the checkpoint.
-    stopped: "finished", "converged", "callback", "interrupted" or "failed".
+    stopped: "finished", "converged", "callback", "interrupted", "budget" or "failed".
     """
 
     def begin(self, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None: ...

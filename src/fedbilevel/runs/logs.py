@@ -159,7 +159,7 @@ class MLflow(_Log):
     """
 
     STATUS = {
-        **dict.fromkeys(("finished", "converged", "callback"), "FINISHED"),
+        **dict.fromkeys(("finished", "converged", "callback", "budget"), "FINISHED"),
         "interrupted": "KILLED",
         "failed": "FAILED",
     }

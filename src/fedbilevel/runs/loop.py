@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.engine import Engine
-from fedbilevel.errors import NonFiniteError, SettingError
+from fedbilevel.errors import BudgetError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.auto_steps import resolved
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.endings import STOPPED, followed, interrupts, with_remains
 from fedbilevel.runs.pace import Pace, checked_pace
-from fedbilevel.runs.record import Record
+from fedbilevel.runs.record import Record, named
 from fedbilevel.runs.recovery import UNCHANGED, Recovery, check_finite, out_of_range
 from fedbilevel.runs.result import Ending, Progress, Result
 from fedbilevel.runs.resume import check_same, identity_of, versions
@@ -61,6 +61,7 @@ class Loop:
     iteration: int = field(init=False, default=0)
     saved: int = field(init=False, default=0)  # the outer iteration of the last checkpoint
     ending: Ending | None = field(init=False, default=None)  # None while the run continues
+    complete: bool = field(init=False, default=True)  # whether clients hold the values of `state`
     returned: int | None = field(init=False, default=None)  # the outer iteration of the best state, if it is the result
     recovery: Recovery = field(init=False)
     _clock: float = field(init=False, default=0.0)  # the start of the run, without pauses and measurements
@@ -94,7 +95,7 @@ class Loop:
             fed.finish(self.state)
             x, y = fed.trees(self.state.x, upper=True), fed.trees(self.state.y, upper=False)
             if self.record is not None and group.rank == 0:
-                self.record.save_solution({**_named("x", x), **_named("y", y)})
+                self.record.save_solution({**named("x", x), **named("y", y)})
             totals = fed.bill().totals()
             if end()[0].state in ("finished", "converged"):
                 self.recovery.check_moved(x, self.iteration)
@@ -124,7 +125,7 @@ class Loop:
             self.ending = Ending(stopped, self.recovery.note())
             if stopped == "callback" and row is None:  # not after Ctrl-C: a resumed run must have the same rows
                 self._measure()
-        if self.ending is not None or last or self.iteration % pace.checkpoint_every == 0:
+        if self.complete and (self.ending is not None or last or self.iteration % pace.checkpoint_every == 0):
             self._save()
 
     def _iterate(self) -> None:
@@ -132,6 +133,7 @@ class Loop:
         fed, recovery = self.fed, self.recovery
         now = self.algorithm.scaled(recovery.factor * self.schedule(self.iteration))
         recovery.begin()
+        before = None if fed.account is None else fed.state_dict(self.state)
         try:
             with fed.group.together():
                 fed.begin(self.iteration, now)
@@ -144,6 +146,17 @@ class Loop:
             if self.raises or not self.recover:
                 raise found from error
             self._go_back(str(found).split(":", 1)[0])
+        except BudgetError as error:
+            assert before is not None
+            self.iteration -= 1
+            self.ending = Ending("budget", str(error))
+            state = fed.go_back(*before, self.algorithm.State)  # without the releases of the incomplete iteration
+            self.state, self.complete = (self.state, False) if state is None else (state, True)
+            if self.rows[-1]["iteration"] == self.iteration:  # its epsilon has grown since
+                self.rows.pop()
+                if self.record is not None and fed.group.rank == 0:
+                    self.record.cut_after(self.iteration - 1)
+            self._measure()
 
     def _judge(self, row: Mapping[str, Any], is_due: bool, last: bool) -> None:
         """Go back or end the run, as the measurement demands.
@@ -270,6 +283,7 @@ class Loop:
             "iteration": self.iteration,
             "seconds": now - self._clock,
             "megabytes": self.fed.ledger.megabytes,
+            **({} if self.fed.account is None else {"epsilon": self.fed.account.epsilon()}),
             **self.fed.bill().totals(),
             **self.fed.measure(self.state.x, self.state.y),
             **{name: value for figures in self.more_figures for name, value in figures(self.state).items()},
@@ -330,11 +344,3 @@ def configuration(
         "ranks": fed.group.size,
         **(describe or {}),
     }
-
-
-def _named(prefix: str, value: Any) -> dict[str, Tensor]:
-    if value is None:  # it never left the sites
-        return {}
-    if isinstance(value, Mapping):
-        return {f"{prefix}.{name}": leaf for name, leaf in value.items()}
-    return {f"{prefix}.client{i}.{name}": leaf for i, tree in enumerate(value) for name, leaf in tree.items()}

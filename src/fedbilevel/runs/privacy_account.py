@@ -7,11 +7,23 @@ The file is not part of a checkpoint: resuming from an old checkpoint does not r
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from fedbilevel.engines.ranks import Group
+from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import CheckpointError
-from fedbilevel.privacy.accountant import Accountant, Budget, Method, State
+from fedbilevel.federation.algorithm import Algorithm
+from fedbilevel.privacy.accountant import Accountant, Budget, Method, State, joint
+from fedbilevel.problem.client_data import Holdings
+from fedbilevel.problem.problem import Problem
+from fedbilevel.runs.pace import Pace
 from fedbilevel.runs.record import write_whole
 
 FILE = "privacy.json"
@@ -20,16 +32,81 @@ FILE = "privacy.json"
 def account_in(folder: Path, budget: Budget, *, method: Method = "rdp", run: str = "run") -> Accountant:
     """Return the account of a folder with all that was spent there. The file is on the disk before a
     release is allowed."""
+    accountant = Accountant(budget, method=method, run=run)
+    attach(accountant, folder)
+    return accountant
+
+
+def attach(accountant: Accountant, folder: Path | None, group: Group = Group()) -> None:
+    """Add what was spent in a folder to an account, and keep the account there from now on.
+
+    group: all ranks have the same account, and the first one writes it.
+    """
+    if folder is None:
+        return
     path = folder / FILE
 
-    def keep(state: State) -> None:
-        write_whole(path, json.dumps(state).encode())
+    def read() -> State:
+        try:
+            found = json.loads(path.read_bytes())
+            Accountant(accountant.budget).merge(found)  # raises for a damaged account
+        except FileNotFoundError:
+            return {}  # nothing was spent yet
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} holds the account of privacy and cannot be read: put back a copy."
+            ) from error
+        return found
 
-    accountant = Accountant(budget, method=method, run=run, keep=keep)
-    try:
-        accountant.merge(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        pass  # nothing was spent yet
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} holds the account of privacy and cannot be read: put back a copy.") from error
-    return accountant
+    accountant.merge(group.told(read))
+    if group.rank == 0:
+        accountant.keep = lambda state: write_whole(path, json.dumps(state).encode())
+
+
+class _Counting(Simulation):
+    """A simulation that counts the sequences in each mean."""
+
+    def _means(self, sent: Mapping[str, Tensor], places: Tensor, times: Tensor) -> dict[str, Tensor]:
+        self.seen = [*getattr(self, "seen", []), len(sent)]
+        return super()._means(sent, places, times)
+
+
+def sums_of(
+    algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings], **options: Any
+) -> tuple[list[int], list[int]]:
+    """Return the numbers of sequences in the means before the first outer iteration, and in it.
+
+    Two clients are enough, because the number of means does not depend on the number of clients.
+    """
+    few = clients[:2]
+    per_client = {key: value[: len(few)] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}
+    algorithm = dataclasses.replace(algorithm, **per_client)
+    fed = _Counting(algorithm, problem, few, **options)
+    fed.seen = []
+    with torch.no_grad():
+        fed.begin(0)
+        state = algorithm.init(fed)
+        start, fed.seen = fed.seen, []
+        fed.begin(1, algorithm)
+        algorithm.round(fed, state)
+    return [num for num in start if num], [num for num in fed.seen if num]
+
+
+def forecast(account: Accountant, noise: float, sums: tuple[list[int], list[int]], pace: Pace, done: int = 0) -> str:
+    """Return the sentence about epsilon at the end of a run, from the sums of its first outer iteration.
+
+    done: outer iterations that are done already.
+    """
+    start, each = sums
+    left = pace.num_iterations - done
+    if pace.num_rounds is not None and each:
+        left = min(left, -(-(pace.num_rounds - len(start)) // len(each)) - done)
+    releases = [joint([noise] * num) for num in start if not done]
+    releases += [joint([noise] * num, times=left) for num in each if left > 0]
+    end, budget = account.forecast(1, releases), account.budget
+    text = f"privacy: epsilon will be about {end:.4g} at delta {budget.delta:.1g}"
+    if end <= budget.epsilon:
+        return f"{text} after {left} outer iterations, within the budget of {budget.epsilon:.4g}."
+    per_iteration = [joint([noise] * num) for num in each]
+    fits = account.rounds_left(per_iteration, left)
+    return f"{text}, and the run will stop at its budget of {budget.epsilon:.4g} after about {fits} outer iterations."

@@ -11,9 +11,10 @@
     baseline.json             the comparison with y trained at a fixed x, if requested
     findings.json             the task's findings at the end (command line only)
     cleaning.json             the verdict on cleaned labels and its sentences, if labels were cleaned
-    end.json                  how the run ended (finished, converged, callback, interrupted or
+    end.json                  how the run ended (finished, converged, callback, interrupted, budget or
                               failed), after which outer iteration, and why; missing if the process
                               was killed
+    privacy.json              the account of privacy, of a run with noise; a resume never rolls it back
     solution.safetensors      x and y by their own names (written at the end)
 
 Each file is written under a temporary name and then renamed, so a crash leaves the old file intact.
@@ -96,6 +97,15 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"the folder {path} cannot be made ({error.strerror}): name another one.") from error
+
+
+def named(prefix: str, value: Any) -> dict[str, Tensor]:
+    """Return the tensors of x or y by name, for one tree or one tree per client."""
+    if value is None:  # it never left the sites
+        return {}
+    if isinstance(value, Mapping):
+        return {f"{prefix}.{name}": leaf for name, leaf in value.items()}
+    return {f"{prefix}.client{i}.{name}": leaf for i, tree in enumerate(value) for name, leaf in tree.items()}
 
 
 class Record:

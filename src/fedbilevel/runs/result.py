@@ -39,7 +39,8 @@ class Ending(NamedTuple):
     """The way in which a run ended.
 
     how: "finished" (its length is reached), "converged" (its figures no longer change), "callback"
-        or "interrupted" (a callback or Ctrl-C stopped it), or "failed".
+        or "interrupted" (a callback or Ctrl-C stopped it), "budget" (its privacy budget is spent), or
+        "failed".
     why: a remark; the reason of a failure, as one sentence.
     """
 
@@ -49,10 +50,11 @@ class Ending(NamedTuple):
     @property
     def state(self) -> str:
         """Return finished, converged, stopped or failed."""
-        return "stopped" if self.how in ("callback", "interrupted") else self.how
+        return "stopped" if self.how in ("callback", "interrupted", "budget") else self.how
 
     def __str__(self) -> str:
-        by = {"callback": " by a callback", "interrupted": " by Ctrl-C"}.get(self.how, "")
+        who = {"callback": " by a callback", "interrupted": " by Ctrl-C", "budget": " by the privacy budget"}
+        by = who.get(self.how, "")
         return f"{self.state}{by}{': ' if self.why else ''}{self.why.removesuffix('.')}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines import group_of, simulate
 from fedbilevel.engines.distributed import TIMEOUT
-from fedbilevel.engines.ranks import EngineName
+from fedbilevel.engines.ranks import EngineName, Group
 from fedbilevel.errors import ProblemWarning, SettingError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm, ServerAlgorithm
 from fedbilevel.federation.averaging import Averaging
@@ -37,6 +38,7 @@ from fedbilevel.runs.faults import warn_of_faults
 from fedbilevel.runs.loop import Loop, configuration
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.pace import checked_pace
+from fedbilevel.runs.privacy_account import attach, forecast, sums_of
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.step_sizes import measured_steps
@@ -104,8 +106,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         cohort: Cohort(fraction) lets a part of the clients take part in a round (with a server).
         stragglers: Stragglers(slow, work, dropout) makes clients slow or silent (with a server).
         network, averaging: links between peers and the kind of average (without a server).
-        aggregation: Aggregation(clip, compress, robust) treats the rows that clients send (with a
-            server).
+        aggregation: Aggregation(clip, compress, robust, noise, secure) treats the rows that clients
+            send (with a server).
         attack: Attack(kind, share) makes a share of the clients attack (with a server).
 
     Measurements.
@@ -214,6 +216,12 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
             check_unseen(fed.host)
         if group.size == 1:
             warn_of_faults(fed.host, chosen.learns_x and not chosen.one_level)
+        if fed.account is not None:
+            attach(fed.account, None if record is None else Path(record), group)
+            if aggregation is not None and aggregation.noise is not None and group.rank == 0:
+                sums = sums_of(chosen, problem, clients, **{**options, "ids": None, "group": Group()})
+                done = Record(record).load()[1]["iteration"] if resume and record is not None else 0
+                print(forecast(fed.account, aggregation.noise, sums, pace, done), file=sys.stderr)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
         result = Loop(
             chosen,

@@ -1,7 +1,7 @@
 """The server of a secure sum, without transport: it collects messages, and learns one sum per call.
 
     begin -> take_keys -> roster -> take_shares -> handout                              once per epoch
-    call -> take_rows -> survivors -> take_confirmation -> opening -> take_unmask -> total   per call
+    call -> expect -> take_rows -> survivors -> take_confirmation -> opening -> take_unmask -> total   per call
 
 `take_*` raise WireError or PolicyError for an unusable message; its sender then counts as dropped out. QuorumError
 says that too few members are left.
@@ -96,17 +96,23 @@ class Tally:
 
     # ---- for each call ---------------------------------------------------------------------------------------------
 
-    def call(self, nonce: Nonce, sizes: Mapping[str, int]) -> Message:
+    def call(self, nonce: Nonce, sizes: Mapping[str, int] | None = None) -> Message:
         """Ask for masked rows. Each call takes the next slot of the epoch.
 
-        sizes: numbers of entries of the rows by name.
+        sizes: numbers of entries of the rows by name; None: `expect` gives them before the first row.
         """
         if self.is_exhausted:
             raise QuorumError("the epoch of the secure sum has no members or no slots left: begin a new epoch.")
         call = Call(self.epoch, self.slot, nonce)
         self.slot += 1
-        self._call = _Sum(self._found(), self.members, call, sizes)
+        self._call = _Sum(self._found(), self.members, call)
+        if sizes is not None:
+            self.expect(sizes)
         return call.message()
+
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Set the form of the rows, which all of them must have."""
+        self._current().expect(sizes)
 
     def take_rows(self, name: str, message: Any, rows: Mapping[str, Tensor]) -> None:
         self._summing(message, "rows").take_rows(name, rows)
@@ -154,14 +160,19 @@ class Tally:
 class _Sum:
     """One call at the server."""
 
-    def __init__(self, roster: Roster, members: list[str], call: Call, sizes: Mapping[str, int]) -> None:
-        self.roster, self.members, self.call, self._sizes = roster, members, call, dict(sizes)
-        self._sums = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+    def __init__(self, roster: Roster, members: list[str], call: Call) -> None:
+        self.roster, self.members, self.call = roster, members, call
+        self._sizes: dict[str, int] = {}
+        self._sums: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self.survivors: list[str] = []
         self._signatures: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
         self._shares: dict[str, list[Share]] = {}
+
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = dict(sizes)
+        self._sums = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
 
     def take_rows(self, name: str, rows: Mapping[str, Tensor]) -> None:
         fits = {one: row.numel() for one, row in rows.items() if row.dtype == torch.int64} == self._sizes

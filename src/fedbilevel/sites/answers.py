@@ -83,7 +83,7 @@ class PhaseReader:
         if width not in widths or width < 1:
             raise WireError(f"it sent {name} with {width} entries, expected {' or '.join(map(str, widths))}.")
         for array in arrays:
-            _finite(name, array, array.dtype, num)
+            _finite(name, array, array.dtype, 1 if layer.settings.secure else num)
         phase, iteration, call = self._call
         return layer.received(At(phase, name, iteration, call), form, arrays, self._sent, width, self._dtype)
 
@@ -133,6 +133,25 @@ def read_figures(answer: Answer, num: int) -> Figures:
     if not bool(((tables[0][:, 2] > 0) & (tables[0][:, 2] < 2**40)).all()):
         raise WireError("its measurement has an invalid weight.")
     return names, tables[0]
+
+
+def read_masked_figures(answer: Answer, _num: int) -> tuple[list[str], Tensor]:
+    """Read a measurement under secure sums: names, and a masked row of integers."""
+    names, tables = answer.header.get("names"), answer.arrays.get("figures", [])
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or names[:3] != ["upper", "lower", "weight"]
+        or not isinstance(answer.header.get("changed"), bool)
+        or [(table.shape, table.dtype) for table in tables] != [((1, 2 * len(names)), torch.int64)]
+    ):
+        raise WireError("its measurement is not a masked row of figures.")
+    return names, tables[0]
+
+
+def read_stage(answer: Answer, _num: int) -> Any:
+    """Read a site's message of a secure sum, which the sum itself checks."""
+    return answer.header.get("answer")
 
 
 def is_free(answer: Answer) -> bool:

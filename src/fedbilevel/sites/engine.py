@@ -7,18 +7,17 @@ over the sites that answered.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedbilevel.aggregation.layer import Layer
+from fedbilevel.aggregation.layer import Encoded, Layer
+from fedbilevel.aggregation.sealing import ring_of, secret
 from fedbilevel.aggregation.settings import Aggregation
-from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.engines.engine import resent
-from fedbilevel.engines.layered import layered_figures
+from fedbilevel.engines.layered import identity_of, layered_figures
 from fedbilevel.engines.server import Answers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Value
@@ -28,11 +27,12 @@ from fedbilevel.oracle.population import figures
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.problem import Problem
 from fedbilevel.sites.answers import Figures, PhaseReader, form_of, read_figures, read_nothing, sent_rows, stacked
-from fedbilevel.sites.exchange import Member, SiteServer
+from fedbilevel.sites.exchange import Member, Places
 from fedbilevel.sites.mailbox import Answer, Mailbox
+from fedbilevel.sites.private_server import MakesSums, PrivateServer
 
 
-class Sites(SiteServer):
+class Sites(PrivateServer):
     """Implements `Federation` and `Engine` for clients at sites. Places are places of clients.
 
     layouts: names and shapes of x and y.
@@ -41,6 +41,7 @@ class Sites(SiteServer):
     plan: the plan that a returning site joins with.
     welcome: function that checks the introduction of a returning site.
     exclude_outliers: whether flagged answers are left out of the mean.
+    sums: makes the secure sums of the run.
     """
 
     def __init__(
@@ -62,17 +63,18 @@ class Sites(SiteServer):
         sampling: str = "replacement",
         dtype: torch.dtype = torch.float32,
         aggregation: Aggregation | None = None,
+        sums: MakesSums | None = None,
         **_: Any,
     ) -> None:
         weights = torch.tensor([weight for member in members for weight in member.weights])
         super().__init__(
             algorithm, problem, members, mailbox, quorum=quorum, deadline=deadline, plan=plan, welcome=welcome,
-            dtype=dtype, seed=seed, cohort=cohort, ids=torch.arange(len(weights)), weights=weights,
+            dtype=dtype, sums=sums, seed=seed, cohort=cohort, ids=torch.arange(len(weights)), weights=weights,
             ledger=Ledger(len(weights)), stream=Stream(seed),
-            layer=None if aggregation is None else Layer(aggregation, algorithm, Stream(seed)),
+            layer=None
+            if aggregation is None
+            else Layer(aggregation, algorithm, Stream(seed), ring_of(aggregation, secret)),
         )  # fmt: skip
-        if aggregation is not None:
-            check_aggregation(aggregation, algorithm, cohort, self.num_clients, self.most_weight)
         self.layouts, self.exclude_outliers = dict(layouts), exclude_outliers
         self.batch_size, self.sampling = batch_size, sampling
         self.settings = algorithm  # before a schedule scales its steps
@@ -109,41 +111,37 @@ class Sites(SiteServer):
         self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
     ) -> tuple[Answers, Tensor, Tensor]:
         asked, what = len(self._by_site(self._positions.tolist())), f"{phase} of outer iteration {self.iteration}"
-        sites = self._by_site(places.tolist())
+        sites: Places = self._by_site(places.tolist())
         self._check_quorum(len(sites), asked, f"call {self.call} ({phase}) of outer iteration {self.iteration}")
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call}
         head["scaled"] = self._scaled()
         self._read_phase.expect(phase, self.iteration, self.call, broadcast)
-        answers = self._exchange(head, broadcast, sites, what, self._read_phase, asked)
+        known = self._spend(phase, self._num_sums.get(phase))
+        own = self._own_weights(sites, self._counts(places, times))
+        more, sites = self._secure_call(sites, asked, what)
+        head |= more
+        answers = self._exchange(head, broadcast, sites, what, self._read_phase, asked, own=own)
         self._leave_out_odd_ones(answers, form_of, asked, what)
-        self._leave_out_outliers(phase, broadcast, answers, asked, what)
+        first = next(iter(answers.values()))[1]
+        self._num_sums[phase] = sum(isinstance(one, Encoded) for one in first.values())
+        if not known:
+            self._spend(phase, self._num_sums[phase])
+        if self.layer is None or self.layer.ring is None:  # integers with noise or masks have no usual norm
+            self._leave_out_outliers(phase, broadcast, answers, asked, what)
         for site, (answer, _) in answers.items():
             for column, numbers in answer.header["calls"].items():
                 self.ledger.charge(column, torch.tensor(sites[site]), torch.tensor(numbers))
             if answer.header["changed"]:
                 self.changed.add(site)
-        stay = torch.tensor([self.site_of[place] in answers for place in places.tolist()])
-        first = next(iter(answers.values()))[1]
         rows = {name: stacked([rows[name] for _, rows in answers.values()]) for name in first}
+        there = self._unmasked(answers, rows)
+        stay = torch.tensor([self.site_of[place] in there for place in places.tolist()])
         return rows, places[stay], times[stay]
 
     def _scaled(self) -> dict[str, float]:
         """Return the step sizes that a schedule has changed."""
         before, now = self.settings.asdict(), self.algorithm.asdict()
         return {name: value for name, value in now.items() if value != before[name]}
-
-    def _leave_out_odd_ones(
-        self, answers: dict[int, tuple[Answer, Any]], form: Callable[[Any], Any], asked: int, what: str
-    ) -> None:
-        """Leave out sites whose answers have other names or lengths than most answers. The reason
-        is another version or an attack."""
-        forms = {site: form(read) for site, (_, read) in answers.items()}
-        [(usual, _)] = Counter(forms.values()).most_common(1)
-        fix = "install the same version of fedbilevel at all sites"
-        for site in [site for site, one in forms.items() if one != usual]:
-            del answers[site]
-            self._refuse(site, f"its answer has not the form of the others': {fix}.", what)
-        self._check_quorum(len(answers), asked, what)
 
     def _leave_out_outliers(
         self,
@@ -206,8 +204,12 @@ class Sites(SiteServer):
         here, when = self._here(), f"the measurement after outer iteration {self.iteration}"
         num_sites = len(self.names)
         self._check_quorum(len(here), num_sites, when)
-        head = {"kind": "measure", "iteration": self.iteration}
+        if self.account is not None:  # figures would leave without noise
+            return {"num_sites": float(len(here))}
+        head: dict[str, Any] = {"kind": "measure", "iteration": self.iteration}
         values = {"x": x, "y": y}
+        if self.sums is not None:
+            return self._measured_securely(self.sums, head, values, self._whole(here), when)
         found = self._exchange(head, values, self._whole(here), when, read_figures, num_sites, charged=False)
         self._leave_out_odd_ones(found, lambda read: tuple(read[0]), num_sites, when)
         names = next(iter(found.values()))[1][0]
@@ -221,11 +223,15 @@ class Sites(SiteServer):
     def _figures(self, names: Sequence[str], tables: Mapping[int, Tensor]) -> dict[str, float]:
         table = torch.cat(list(tables.values()))
         table[:, 2] = self.weights_by_place[self._places(tables)].double()  # capped weights, not what a site claims
-        return (figures if self.layer is None else layered_figures)(self.problem, names, table)
+        if self.layer is None:
+            return figures(self.problem, names, table)
+        return layered_figures(self.problem, names, table, self.layer.settings)
 
     def judged(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the last measurement without flagged sites, whose losses may be false. It is empty
         if all sites are flagged, as two sites are that differ."""
+        if self.account is not None:
+            return {}
         return row if self._clean is None else {**row, **self._clean} if self._clean else {}
 
     def _check_losses(self, found: dict[int, tuple[Answer, Figures]], when: str) -> set[int]:
@@ -264,7 +270,7 @@ class Sites(SiteServer):
 
     def identity(self) -> dict[str, Any]:
         several = {"hosted": [len(places) for places in self.hosts]} if self.num_clients > len(self.names) else {}
-        layer = {"aggregation": self.layer.settings.asdict()} if self.layer is not None else {}
+        layer = identity_of(self.layer)
         return {**self.layouts, "sites": self.names, **several, "cohort": self.cohort._asdict(), **layer}
 
     def commit(self) -> None:

@@ -101,6 +101,7 @@ class SiteServer(Server):
         asked: int = 0,
         *,
         charged: bool = True,
+        own: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> dict[int, tuple[Answer, Any]]:
         """Send a message to each site and return the valid answers by site.
 
@@ -111,10 +112,17 @@ class SiteServer(Server):
         asked: number of sites of which a quorum must answer.
         charged: whether clients pay for the arrays that they lack, and hold these arrays
             afterwards.
+        own: further entries of each site's message.
         """
         if not sites:
             return {}
         messages = self._messages(head, broadcast, sites, charged)
+        if own is not None:
+            messages = {
+                self.names[site]: message._replace(header={**message.header, **own[site]})
+                for site in sites
+                if (message := messages[self.names[site]])
+            }
         longest = {self.names[site]: self._longest(len(places)) for site, places in sites.items()}
         answers, failures = self.mailbox.exchange(messages, deadline=self.deadline, longest=longest)
         good: dict[int, tuple[Answer, Any]] = {}

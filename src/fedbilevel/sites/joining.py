@@ -8,7 +8,8 @@ import re
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedbilevel._version import __version__
 from fedbilevel.errors import PlanError, ProblemError, QuorumError
@@ -16,9 +17,14 @@ from fedbilevel.sites.answers import are_counts
 from fedbilevel.sites.engine import Sites
 from fedbilevel.sites.exchange import Member
 from fedbilevel.sites.mailbox import Answer, Mailbox, SiteMessage
+from fedbilevel.sites.membership import terms_of
 from fedbilevel.sites.plan import SitePlan
+from fedbilevel.sites.secure_sums import SecureSums
 from fedbilevel.sites.transport import Failure
 from fedbilevel.tasks.task import Shapes
+
+if TYPE_CHECKING:
+    from fedbilevel.secure.messages import PartyOf
 
 
 class Weights(NamedTuple):
@@ -30,12 +36,16 @@ class Weights(NamedTuple):
     counted: dict[str, list[int]]  # what they count
 
 
-def joined(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], *, everyone: bool) -> tuple[Sites, Weights]:
+def joined(
+    plan: SitePlan, mailbox: Mailbox, there: Sequence[str], *, everyone: bool, party_of: PartyOf | None = None
+) -> tuple[Sites, Weights]:
     """Ask these sites to join the run.
 
     everyone: whether all sites must join without a refusal, as in a new run; a resumed run needs a
         quorum.
+    party_of: reads a certificate of the federation, for secure sums.
     """
+    sums = _sums(plan, party_of)
     join = SiteMessage({"kind": "join", "plan": plan.asdict(), "version": __version__})
     answers, failures = mailbox.exchange({name: join for name in there}, deadline=plan.join_deadline)
     why = {name: "it is not connected" for name in plan.sites if name not in there} | {
@@ -67,9 +77,20 @@ def joined(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], *, everyone: 
         plan=plan.asdict(),
         welcome=_welcome(plan, usual, about),
         exclude_outliers=plan.exclude_outliers,
+        sums=sums,
         **plan.keywords(),
     )
     return fed, weights
+
+
+def _sums(plan: SitePlan, party_of: PartyOf | None) -> Callable[..., SecureSums] | None:
+    """Return the function that makes the secure sums of a plan, if it has any."""
+    aggregation = plan.keywords().get("aggregation")
+    if aggregation is None or not aggregation.secure:
+        return None
+    if party_of is None:
+        raise PlanError("secure sums need the certificates of a federation's kits: run the plan with its kits.")
+    return partial(SecureSums, terms_of(plan), party_of)
 
 
 def _check_enough(

@@ -35,9 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.errors import PlanError, UnknownNameError
-from fedbilevel.federation.algorithm import ServerAlgorithm
+from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm
 from fedbilevel.runs.options import keywords
 from fedbilevel.runs.runfile import NAME, check_options, check_seconds, parts_of, read_toml, used, without_name
 from fedbilevel.settings import check_plain, made
@@ -141,6 +142,16 @@ def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
     return plan_of(used(read_toml(path), "sites", str(path)), known)
 
 
+def _check_private(plan: SitePlan, aggregation: Aggregation, cohort: Cohort) -> None:
+    asked = next((name for name in ("secure", "noise") if getattr(aggregation, name)), "")
+    if asked and (cohort.size(plan.num_clients) < plan.num_clients or cohort.replacement):
+        raise PlanError(f"aggregation.{asked} needs all clients in every round between sites: leave out fraction.")
+    if aggregation.secure and not len(plan.sites) / 2 < plan.quorum:
+        raise PlanError(
+            f"the quorum is {plan.quorum} of {len(plan.sites)} sites, and secure sums need more than half: raise it."
+        )
+
+
 def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     if not plan.sites or len(set(plan.sites)) < len(plan.sites):
         raise PlanError(
@@ -158,7 +169,8 @@ def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     check_options(given)
     if given.get("aggregation") is not None:  # weights are known later, and are at least one
         num = plan.num_clients
-        check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, num)
+        _check_private(plan, given["aggregation"], given["cohort"])
+        check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, 1)
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
             raise PlanError(

@@ -50,6 +50,7 @@ auto_approve = false                  # true: plans run without `fedbilevel fede
 # max_answer_seconds = 600            # computing time of one answer
 # max_memory_megabytes = 8192         # memory of the job's process; without this line: half of the machine's
 # max_disk_megabytes = 4096           # this site's folder: state of runs and logs
+# min_members = 3                     # sites in a secure sum to which this site contributes
 # max_runs = 20                       # runs with state on this site's disk
 
 [policy.settings]                     # allowed ranges of the plan's settings, by name or pattern
@@ -75,6 +76,7 @@ _POLICY = {
     "max_memory_megabytes": "number",
     "max_disk_megabytes": "number",
     "max_runs": "whole",
+    "min_members": "whole",
     "settings": "table",
 }
 
@@ -95,6 +97,7 @@ class Policy:
     max_memory_megabytes: float | None = None
     max_disk_megabytes: float = 4096.0
     max_runs: int = 20
+    min_members: int = 3
     settings: dict[str, Range] = field(default_factory=dict)
 
     def check_plan(self, plan: SitePlan) -> None:

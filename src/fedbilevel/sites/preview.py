@@ -10,7 +10,10 @@ import torch
 
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
+from fedbilevel.privacy.accountant import Accountant, Budget
 from fedbilevel.problem.client_data import Holdings
+from fedbilevel.runs.pace import checked_pace
+from fedbilevel.runs.privacy_account import forecast, sums_of
 from fedbilevel.sites.plan import SitePlan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
@@ -34,7 +37,8 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
         num = min(_CLIENTS, plan.num_clients)
         options = {key: value for key, value in plan.keywords().items() if key not in _NOT_HERE}
         if (layer := options.get("aggregation")) is not None:  # a robust rule may need more clients, and sends nothing
-            options["aggregation"] = dataclasses.replace(layer, robust=None)
+            budget = None if layer.noise is None else 1e9  # nothing is released here
+            options["aggregation"] = dataclasses.replace(layer, robust=None, epsilon=budget)
         problem, algorithm = plan.built_task().problem(shapes), plan.built_algorithm()
         per_client = {key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}
         algorithm = dataclasses.replace(algorithm, **per_client)
@@ -48,6 +52,13 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
             algorithm.round(fed, state)
     except (FedBilevelError, OSError):
         return {}
+    private = {}
+    if fed.account is not None and layer is not None and layer.noise is not None:
+        rest = {key: value for key, value in options.items() if key != "aggregation"}
+        sums = sums_of(algorithm, problem, [_few(holdings)] * num, **rest)
+        account = Accountant(Budget(layer.epsilon, layer.delta))
+        pace = checked_pace(plan.num_iterations, plan.num_rounds, plan.measure_every)
+        private = {"privacy": forecast(account, layer.noise, sums, pace)}
     ledger = fed.bill().totals()
     asked = plan.keywords()["cohort"].size(plan.num_clients)  # of all clients, at a time
     rounds, share = ledger["rounds"], lambda paid: paid // num * asked // plan.num_clients * len(plan.numbers(name))
@@ -62,6 +73,7 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
             for part, kept in (("x", problem.scopes.upper == "private"), ("y", problem.scopes.lower == "local"))
             if kept
         ],
+        **private,
     }
 
 

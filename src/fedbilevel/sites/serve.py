@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError, SuspendedError
 from fedbilevel.runs.loop import run_between
+from fedbilevel.runs.privacy_account import attach
 from fedbilevel.runs.record import Record, shorten
 from fedbilevel.runs.result import Progress
 from fedbilevel.sites.answers import is_free
@@ -21,14 +22,21 @@ from fedbilevel.sites.plan import SitePlan, plan_of
 from fedbilevel.sites.pulse import Pulse
 from fedbilevel.sites.transport import SiteTransport
 
+if TYPE_CHECKING:
+    from fedbilevel.secure.messages import PartyOf
+
 _BETWEEN = 1.0  # seconds between pings while too few sites answer
 Say = Callable[[dict[str, Any]], None]
 
 
-def serve(plan: Mapping[str, Any], transport: SiteTransport, folder: Path, say: Say) -> str:
-    """Run or resume the plan. Return "finished", or "stopped" if a stop was requested.
+def serve(
+    plan: Mapping[str, Any], transport: SiteTransport, folder: Path, say: Say, party_of: PartyOf | None = None
+) -> str:
+    """Run or resume the plan. Return "finished", or "stopped" if a stop was requested or the privacy
+    budget is spent.
 
     folder: the folder of the run's record.
+    party_of: reads a certificate of the federation, for secure sums.
     """
     ours, record = plan_of(plan), Record(folder)
     with Pulse() as pulse:
@@ -36,7 +44,7 @@ def serve(plan: Mapping[str, Any], transport: SiteTransport, folder: Path, say: 
         there: Sequence[str] = [name for name in ours.sites if name in transport.sites]
         while True:
             try:
-                return _attempt(ours, Mailbox(transport, ours.name, pulse.lost), there, record, say)
+                return _attempt(ours, Mailbox(transport, ours.name, pulse.lost), there, record, say, party_of)
             except QuorumError as error:
                 if transport.stop_asked():
                     return "stopped"
@@ -46,13 +54,17 @@ def serve(plan: Mapping[str, Any], transport: SiteTransport, folder: Path, say: 
                     return "stopped"
 
 
-def _attempt(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Record, say: Say) -> str:
+def _attempt(
+    plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Record, say: Say, party_of: PartyOf | None
+) -> str:
     resume = record.checkpoint.exists()
     if resume and (before := record.read_config().get("plan", {}).get("sites")) != list(plan.sites):
         raise PlanError(
             f"the run {plan.name} began with the sites {', '.join(before)}: use another name for a run with others."
         )
-    fed, weights = joined(plan, mailbox, there, everyone=not resume)
+    fed, weights = joined(plan, mailbox, there, everyone=not resume, party_of=party_of)
+    if fed.account is not None:
+        attach(fed.account, record.path)
     diary = _Diary(record.path / "sites.jsonl", plan, fed, mailbox, say)
     most = weights.most
     if resume:  # weights come with the checkpoint
@@ -75,7 +87,9 @@ def _attempt(plan: SitePlan, mailbox: Mailbox, there: Sequence[str], record: Rec
         describe={"plan": plan.asdict(), "max_weight": most},
         recover=True,
     )
-    if result.stopped == "interrupted":
+    if result.stopped == "budget":
+        say({"run": plan.name, "warning": result.ending.why})
+    if result.ending.state == "stopped":
         return "stopped"
     if result.stopped == "failed":
         raise FedBilevelError(fed.suspects.blame(result.iteration) or result.ending.why)
@@ -123,6 +137,7 @@ class _Diary:
             "flagged": fed.suspects.taken(),
             "capped": {},
             "strangers": mailbox.strangers(),
+            **({} if fed.account is None else {"epsilon": fed.account.epsilon()}),
             **self._once,
         }
         self._once = {}

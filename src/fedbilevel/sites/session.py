@@ -16,18 +16,24 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedbilevel._version import __version__
-from fedbilevel.aggregation.layer import Encoded, Layer
+from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
+from fedbilevel.aggregation.sealing import bits_of, ring_of, secret
 from fedbilevel.columns import CALLS
+from fedbilevel.engines.layered import account_of, figure_integers, spend
 from fedbilevel.engines.roster import digest
-from fedbilevel.errors import ProblemError, SettingError, WireError
+from fedbilevel.errors import NonFiniteError, PolicyError, ProblemError, SettingError, WireError
 from fedbilevel.federation.algorithm import Sparse
 from fedbilevel.federation.host import Host
+from fedbilevel.privacy.accountant import Accountant
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.runs.options import torch_device
+from fedbilevel.runs.privacy_account import attach
 from fedbilevel.runs.record import make_folder, write_whole
+from fedbilevel.sites.answers import are_counts
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.incoming import Incoming
+from fedbilevel.sites.membership import Membership, Papers, fewest_clients
 from fedbilevel.sites.order import Order
 from fedbilevel.sites.plan import SitePlan, plan_digest
 from fedbilevel.sites.policy import SiteSettings
@@ -43,10 +49,19 @@ class Session:
     """Holds the data, memory and private values of the clients that the site hosts, with one row
     for each client."""
 
-    def __init__(self, name: str, folder: Path, settings: SiteSettings, plan: SitePlan, audit: AuditLog) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        settings: SiteSettings,
+        plan: SitePlan,
+        audit: AuditLog,
+        papers: Papers | None = None,
+    ) -> None:
         self.plan, self.name, self.settings, self.policy, self.audit = plan, name, settings, settings.policy, audit
         self.numbers = list(self.plan.numbers(name))  # of the clients of this site among all
         self.all = torch.arange(len(self.numbers))  # their rows here
+        self._papers = papers
         self.site_folder, self.folder = folder, folder / "runs" / self.plan.name
         make_folder(self.folder)
         self.enter()
@@ -86,7 +101,17 @@ class Session:
         given = self.plan.keywords()
         options = {name: value for name, value in given.items() if name not in elsewhere}
         aggregation = given.get("aggregation")
-        self.layer = aggregation and Layer(aggregation, self.algorithm, Stream(options["seed"]))
+        self.layer: Layer | None = None
+        self.member: Membership | None = None
+        self.account: Accountant | None = None
+        if aggregation is not None:
+            self.layer = Layer(aggregation, self.algorithm, Stream(options["seed"]), ring_of(aggregation, secret))
+            self.account = account_of(self.layer)
+        if self.account is not None:
+            attach(self.account, self.folder)
+        if aggregation is not None and aggregation.secure:
+            floor = self.policy.min_members
+            self.member = Membership(self.plan, self.name, self.site_folder, self._papers, floor)
         try:
             problem = self.plan.built_task().problem(self.shapes)
         except ProblemError as error:  # about names and shapes, which the server knows anyway
@@ -138,6 +163,7 @@ class Session:
         rows = self.incoming.rows(header.get("clients"))
         values = self.incoming.values(header, arrays, rows)
         self.incoming.check_arguments(phase, method, values)
+        fixed = self._fixed(header, len(rows))
         self._begin(header)
         if iteration != self.iteration:
             self.host.scratch.clear()
@@ -146,12 +172,18 @@ class Session:
         with self._within_time():
             answers: Mapping[str, Any] = self.host.run_phase(phase, values, rows, iteration, call)
         if self.layer:
+            leaves = [name for name, one in answers.items() if one is not None and name not in self.incoming.kept_names]
+            spend(self.account, self.layer.settings, len(leaves))
             answers = self.layer.encode(
                 phase, answers, values, self.incoming.kept_names, self.host.feedback, rows, self.host.ids[rows],
-                iteration=iteration, call=call,
+                iteration=iteration, call=call, fixed=fixed,
             )  # fmt: skip
         results, sent = self._kept_or_sent(answers, rows)
-        head = {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
+        masked: dict[str, Any] = {}
+        if self.member is not None:
+            masked, sent = self.member.masked(header.get("secure"), {name: one for name, [one] in sent.items()})
+        head: dict[str, Any] = {"secure": masked} if masked else {}
+        head |= {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
 
     def _kept_or_sent(self, answers: Mapping[str, Any], rows: Tensor) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
@@ -182,11 +214,40 @@ class Session:
         values = self.incoming.values(header, arrays, self.all)
         if values.keys() != {"x", "y"}:
             raise WireError("a message that asks for a measurement does not have x and y.")
+        if self.account is not None:
+            raise PolicyError("a message asks for a measurement, and figures have no noise: leave it out.")
+        fixed = self._fixed(header, len(self.all))
         self._begin(header)
         with self._within_time():
             names, table = self.host.looked_at(values["x"], values["y"])
         head = {"names": names, "changed": self._changes() != self._saved}
-        return head, {"figures": [table]}, {"kind": "measure", "iteration": header["iteration"], "round": True}
+        sent = {"figures": [table]}
+        if self.member is not None and fixed is not None:
+            table[:, 2] = fixed.weights.double()
+            integers = figure_integers(table)
+            if integers is None:
+                raise NonFiniteError("it measured a figure that is not finite or above 2**34: lower the step sizes.")
+            head["secure"], sent = self.member.masked(header.get("secure"), {"figures": integers})
+        return head, sent, {"kind": "measure", "iteration": header["iteration"], "round": True}
+
+    def _fixed(self, header: Mapping[str, Any], num: int) -> Fixed | None:
+        """Read the weights by which rows are multiplied, if rows leave as integers. All other numbers
+        follow from the plan, so that the server cannot choose them."""
+        if self.layer is None or self.layer.ring is None:
+            return None
+        largest: Any = header.get("largest")
+        weights: Any = header.get("weights")
+        if not are_counts([largest], 1, least=1) or not are_counts(weights, num, least=1) or max(weights) > largest:
+            raise WireError("a message does not have the weights of this site's clients.")
+        bits = bits_of(self.layer.settings, self.plan.num_clients, largest)
+        return Fixed(torch.tensor(weights), bits, largest, fewest_clients(self.plan))
+
+    def secure(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
+        """Answer a stage of a secure sum."""
+        if self.member is None:
+            raise WireError("a message is about a secure sum, which the plan does not have.")
+        stage = header.get("stage")
+        return {"answer": self.member.answer(stage, header.get("message"))}, {}, {"kind": "secure", "stage": stage}
 
     def commit(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
         """Write memory and private values to disk, before the server writes a checkpoint that

@@ -45,6 +45,7 @@ from fedbilevel.escapes import printable
 from fedbilevel.sites import wire
 from fedbilevel.sites.audit import AuditLog
 from fedbilevel.sites.consent import Consent, Submitted
+from fedbilevel.sites.membership import Papers
 from fedbilevel.sites.policy import Policy, read_settings
 from fedbilevel.sites.session import Content, Session
 from fedbilevel.sites.status import STATUS, StatusFile
@@ -70,10 +71,13 @@ class Site:
 
     submitted: the only plan that this site answers to; None, for trials in one process, allows any
         approved plan.
+    papers: the site's certificate, for secure sums.
     """
 
-    def __init__(self, name: str, folder: Path | str, submitted: Submitted | None = None) -> None:
-        self.name, self.folder = name, Path(folder)
+    def __init__(
+        self, name: str, folder: Path | str, submitted: Submitted | None = None, papers: Papers | None = None
+    ) -> None:
+        self.name, self.folder, self._papers = name, Path(folder), papers
         self.audit = AuditLog(self.folder)
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -156,7 +160,7 @@ class Site:
                 f"this site takes no part in the run {header.get('run')!r:.80}: it must be asked to join first."
             )
         self._consent.check_approved(session.plan.name)
-        answers = {name: getattr(session, name) for name in ("phase", "measure", "commit", "load", "finish")}
+        answers = {name: getattr(session, name) for name in ("phase", "measure", "secure", "commit", "load", "finish")}
         if kind not in answers:
             raise WireError(
                 f"a message has kind {kind!r:.40}, which fedbilevel {__version__} at this site does not know."
@@ -176,7 +180,7 @@ class Site:
             session = before
         else:
             settings.policy.check_runs(self.folder / "runs", plan.name)
-            session = Session(self.name, self.folder, settings, plan, self.audit)
+            session = Session(self.name, self.folder, settings, plan, self.audit, self._papers)
         self._status.write(
             state="idle",
             run=plan.name,

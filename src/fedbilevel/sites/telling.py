@@ -133,9 +133,12 @@ def _leaving(leaves: Mapping[str, Any]) -> Rows:
     numbers, sent = count(leaves, "floats_per_iteration"), megabytes(count(leaves, "total_bytes"))
     sending = phases.items() if isinstance(phases, Mapping) else ()
     each = [f"{name}: {number} numbers" for name, number in sending if number]
+    privacy = leaves.get("privacy")
+    figures = "a row of figures at every measurement" if privacy is None else "no figures: they have no noise"
     return [
         ("Leaves", ["in each outer iteration, by phase:", *each]),
-        ("How often", [f"{often} in each outer iteration, {total} in all", "a row of figures at every measurement"]),
+        *([("Privacy", [str(privacy).removeprefix("privacy: ")])] if privacy is not None else []),
+        ("How often", [f"{often} in each outer iteration, {total} in all", figures]),
         ("How much", [f"{numbers} numbers in each outer iteration, {sent} in all"]),
         ("Stays here", ["the data", *(f"{part} of the solution" for part in stays or [])]),
     ]

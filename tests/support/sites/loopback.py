@@ -77,15 +77,25 @@ class Faulty(InProcess):
 class Loopback:
     opened: ClassVar[list[Loopback]] = []
 
-    def __init__(self, folder: Path, num_sites: int = 3, settings: str = TRIAL, *, hosts: Sequence[int] = ()) -> None:
-        """hosts: how many clients each site hosts, where that is not one."""
+    def __init__(
+        self,
+        folder: Path,
+        num_sites: int = 3,
+        settings: str = TRIAL,
+        *,
+        hosts: Sequence[int] = (),
+        papers: Callable[[str], Any] = lambda name: None,
+        party_of: Any = None,
+    ) -> None:
+        """hosts: how many clients each site hosts, where that is not one. papers, party_of: for secure sums."""
+        self.papers, self.party_of = papers, party_of
         self.folder, self.names = folder, [f"site-{i}" for i in range(len(hosts) or num_sites)]
         self.clients = dict(zip(self.names, hosts, strict=False))
         self.sites: dict[str, Site] = {}
         for name in self.names:
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "site.toml").write_text(settings)
-            self.sites[name] = Site(name, folder / name)
+            self.sites[name] = Site(name, folder / name, papers=papers(name))
         self.opened.append(self)
 
     @classmethod
@@ -97,7 +107,7 @@ class Loopback:
     def restart(self, name: str) -> None:
         """Start a new process, with the disk of the old one."""
         self.sites[name].close()
-        self.sites[name] = Site(name, self.folder / name)
+        self.sites[name] = Site(name, self.folder / name, papers=self.papers(name))
 
     def plan(self, algorithm: Mapping[str, Any], task: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         number = sum(self.clients.values()) or len(self.names)
@@ -123,7 +133,7 @@ class Loopback:
         say: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> str:
         self.transport = Faulty(self, fault)
-        return serve(plan, self.transport, self.folder / "server" / "trial", say)
+        return serve(plan, self.transport, self.folder / "server" / "trial", say, self.party_of)
 
     @property
     def record(self) -> Record:

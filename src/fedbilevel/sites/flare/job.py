@@ -54,10 +54,14 @@ class Client:
         self._tidy = Tidy()
 
     def site(self, name: str, folder: Path) -> Handler:
+        from fedbilevel.sites.membership import Papers
         from fedbilevel.sites.policy import read_settings
         from fedbilevel.sites.site import Site
 
-        found = Site(name, folder, submitted(folder.parent, self.plan, self.seal, str(collab.fl_ctx.get_job_id())))
+        kit = folder.parent
+        plan = submitted(kit, self.plan, self.seal, str(collab.fl_ctx.get_job_id()))
+        papers = Papers(Signer(kit), lambda certificate: Party(certificate, root_of(kit)))
+        found = Site(name, folder, plan, papers)
         with contextlib.suppress(FedBilevelError):  # joining says what is wrong with the settings
             read_settings(folder).policy.limit_memory()
         Rejections(found.refuse_caller).attach()
@@ -147,7 +151,8 @@ class Server:
     ) -> str:
         from fedbilevel.sites.serve import serve
 
-        return serve(plan, transport, folder, say)
+        root = root_of(Path(collab.workspace.get_root_dir()))
+        return serve(plan, transport, folder, say, lambda certificate: Party(certificate, root))
 
     @collab.main
     def run(self) -> None:
