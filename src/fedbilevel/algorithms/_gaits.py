@@ -17,7 +17,6 @@ class Gait(NamedTuple):
         that of the safe candidate.
     weight: r of a candidate whose y minimises g + r f with its own x, as a share of |g_y| / |f_y| at
         the start.
-    hops: whether clients take several local steps of y in a round, where the lower level is global.
     """
 
     lower: float = 0.9
@@ -28,13 +27,12 @@ class Gait(NamedTuple):
     wait: int = 10
     fits: bool = False
     weight: float = 0.0
-    hops: bool = False
 
 
 GAITS = {  # by the ending of the names of a candidate's variables
     "": Gait(),
-    "_slow": Gait(lower=0.2, system=0.2, momentum=0.0, promise=0.1, weight=0.1, hops=True),
-    "_eager": Gait(promise=0.2, brake=0.5, wait=3, hops=True),
+    "_slow": Gait(lower=0.2, system=0.2, momentum=0.0, promise=0.1, weight=0.1),
+    "_eager": Gait(promise=0.2, brake=0.5, wait=3),
     "_fit": Gait(fits=True),
 }
 SAFE = "_slow"  # the answer, unless another candidate is surely better; slow steps fit noise last

@@ -43,8 +43,8 @@ class Pace(NamedTuple):
     low, high: range of `loss` so far.
     changes: running means of the change of that loss by steps along -u of the lengths in REFITS.
     errors: standard errors of these changes over clients.
-    lead: running mean of the difference between this loss and that of the safe candidate.
-    doubt: running mean of the standard error of that difference over clients.
+    doubt: running mean of the standard error, over clients, of the difference between this loss and
+        that of the safe candidate.
     blend: weight of f in the lower level of this candidate.
     best: smallest loss of an answer since y was warmed up; None before.
     age: outer iterations of this pace.
@@ -63,7 +63,6 @@ class Pace(NamedTuple):
     high: float = 0.0
     changes: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()
-    lead: float = 0.0
     doubt: float = 0.0
     blend: float = 0.0
     best: float | None = None
@@ -98,10 +97,9 @@ class Pace(NamedTuple):
     def answer(self) -> float:
         """Return the held-out loss of the answer that this candidate offers, or its upper bound.
 
-        It is a bound unless the candidate is surely better than the safe candidate.
+        It is a bound where the candidate is compared with the safe candidate.
         """
-        bound = 0.0 if self.lead + 2 * self.doubt < 0 else 2 * self.doubt
-        return self.loss + (0.0, *self.changes)[self.refit] + bound
+        return self.loss + (0.0, *self.changes)[self.refit] + 2 * self.doubt
 
     def after(self, held: float, lags: list[float], figures: list[float], gait: Gait = GAITS[""]) -> Pace:
         """Return the pace after an outer iteration.
@@ -150,11 +148,7 @@ class Pace(NamedTuple):
         difference, square: mean over clients of the difference of held-out losses, and of its square.
         """
         error = _error(difference, square, num_clients)
-        doubt, lead = (
-            now if not self.age else FADING * old + (1 - FADING) * now
-            for old, now in ((self.doubt, error), (self.lead, difference))
-        )
-        return self._replace(doubt=doubt, lead=lead)
+        return self._replace(doubt=error if not self.age else FADING * self.doubt + (1 - FADING) * error)
 
 
 def _error(mean: float, square: float, num: int) -> float:

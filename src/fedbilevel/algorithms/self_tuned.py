@@ -20,17 +20,12 @@ One outer iteration of a candidate, at the means over clients of
     v_u <- 0.9 c_u v_u + D^-1 g_u,      u <- u - b (s / L) v_u
     x   <- x - l m / sqrt(max h^2),     m <- (m + h) / 2
 
-With a batch size, a direction joins `num_local_steps` minibatches. Where the lower level is global
-and the residual of y is above 30 % of its largest value, clients take K = `num_local_steps` local
-steps y_i <- y_i - a (s / L) D^-1 g_y of the slow and the eager candidate, and g_y above is the sum
-over these steps, of which only the first has r f_y. A client whose gradient becomes three times as
-long as its first stops. Networks need many steps of y, and local steps cost no round. With its own
-r > 0, the slow candidate replaces derivatives along u by differences over r u:
+With a batch size, a direction joins `num_local_steps` minibatches. With its own r > 0, the slow
+candidate replaces derivatives along u by differences over r u:
 
     h = f_x - (g_x(x, y + r u) - g_x(x, y)) / r,      H u <- (grad_y g(x, y + r u) - grad_y g(x, y)) / r
 
-At the limit, without local steps, its y minimises g + r f and y + r u minimises g, as in the penalty
-method with lam = 1 / r.
+Its y minimises g + r f and y + r u minimises g, as in the penalty method with lam = 1 / r.
 
 D is a diagonal that makes the rows of D^-1/2 H D^-1/2 equally long, estimated from products of H
 with random signs. L is the largest eigenvalue of D^-1/2 H D^-1/2, by power iteration. Products
@@ -41,26 +36,25 @@ twice the negative part of u' H u / (L u' D u), and zero for a difference over r
 
 The length l grows while h agrees with the last direction and falls when it does not. It has two
 limits: a step never promises to lower the upper loss by more than the share p of the range of
-losses so far, and l is multiplied by min(1, k / lag), where lag is the residual of y or u as a
-share of its largest value. x begins to move when the lag is below one half, at the latest after ten
-outer iterations (eager: three).
+losses so far, and l is multiplied by min(1, k / lag), where lag is the residual of y or u as a share
+of its largest value. x begins to move when the lag is below one half, at the latest after ten outer
+iterations (eager: three).
 
-Where the lower level is global, two candidates also fit validation samples: they solve min_y g + r
-f instead of min_y g, with D and L of g + r f. The slow candidate has a constant r. The fourth takes
-x from the slow candidate and begins with r = 0; its r grows while a step of y along -u surely
-lowers the held-out loss. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
+Where the lower level is global, two candidates also fit validation samples: they solve min_y g + r f
+instead of min_y g, with D and L of g + r f. The slow candidate has a constant r. The fourth takes x
+from the slow candidate and begins with r = 0; its r grows while a step of y along -u surely lowers
+the held-out loss. With u = H^-1 f_y, -u is the derivative of y by r at r = 0.
 
 A candidate offers an average of its last iterates where residuals are noise, and its last iterate
 where they agree. Phases see only 80 % of each client's validation samples. The upper loss on the
-others decides which candidate, and which of its states, is the answer. A candidate counts with its
-loss if it is better than the slow candidate by more than two standard errors of the difference over
-clients, and otherwise with its loss and these two errors. Few held-out samples would otherwise
-choose by chance, and slow steps fit noise last. States before y is warmed up are no answer. A
-candidate other than the steady ends when its held-out loss rises above its range so far by ten
-times that range. Where y - t u has a lower held-out loss than y by more than two standard errors
-over clients, for a length t of six, the answer's y is y - t u: the model also fits validation
-samples. One client alone shows no standard error, and every gain counts. No result depends on the
-units of f, g, x or y.
+others decides which candidate, and which of its states, is the answer: the slow candidate, unless
+another is better by more than two standard errors of the difference over clients. Few held-out
+samples would otherwise choose by chance, and slow steps fit noise last. States before y is warmed
+up are no answer. A candidate other than the steady ends when its held-out loss rises above its range
+so far by ten times that range. Where y - t u has a lower held-out loss than y by more than two
+standard errors over clients, for a length t of six, the answer's y is y - t u: the model also fits
+validation samples. One client alone shows no standard error, and every gain counts. No result
+depends on the units of f, g, x or y.
 
 With x fixed (`learn_x=False`), all validation samples choose among the steady and the slow
 candidate and their states, because no other step uses them.
@@ -76,24 +70,24 @@ its own h, with a common length; with a local lower level every client paces its
 takes `num_local_steps` steps of them per round.
 
 Bias: for a candidate with r = 0, none at the limit of a strongly convex lower level with all
-samples in every batch, where local steps have ended; before, local steps of clients that differ
-lead y away from the minimiser. With minibatches x, y and u keep a noise that averaging reduces.
-Where u' H u < 0 the damping delta biases the hypergradient. 20 % of the validation samples have no
-influence on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error
-proportional to r. The answer is the best state on held-out samples: where y overfits, it stops
-before y*(x), and where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y;
-`holdout=0` returns the last state of the steady candidate, without a refit.
+samples in every batch; with minibatches x, y and u keep a noise that averaging reduces; where u' H
+u < 0 the damping delta biases the hypergradient; 20 % of the validation samples have no influence
+on h. With r > 0, y minimises g + r f, and the h of the slow candidate has an error proportional to
+r. The answer is the best state on held-out samples: where y overfits, it stops before y*(x), and
+where r > 0 or a refit helps, it moves beyond. `refit=False` keeps r = 0 and y; `holdout=0` returns
+the last state of the steady candidate, without a refit.
 
 Cost per outer iteration: 1 round; 3 d_x + 8 d_y floats each way and at most 79 floats up; in three
-of eight outer iterations 4 d_y floats each way more; per client up to 3 + 2 K of g_y, four of each of f_x
-and f_y, three of each of H u and J u, two of g_x (in the first, 2 + 2 K of g_y, and four of each
-other but g_x), and 28 upper losses on held-out samples; in five of eight outer iterations three to
-eight products H v more; where y also fits validation samples, up to three f_y for a product; if the
-fit has begun, one f_y more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each
-derivative but g_x. Before the first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17
-products H v per client. With a local lower level there is no fourth candidate, y fits training
-samples alone, no y, u or product travels, there is no round before the first outer iteration, and a
-client that joins later computes its 17 products then."""
+of eight outer iterations 4 d_y floats each way more; per client five of g_y, four of each of f_x
+and f_y, three of each of H u and J u, two of g_x (in the first, four of each but g_x), and 28 upper
+losses on held-out samples; in five of eight outer iterations three to eight products H v more;
+where y also fits validation samples, up to three f_y for a product; if the fit has begun, one f_y
+more. `num_candidates=1`: d_x + 2 d_y floats each way and one of each derivative but g_x. Before the
+first: 1 round; d_x + d_y floats down, 2 d_y + 1 floats up; 17 products H v per client. With a local
+lower level there is no fourth candidate, y fits training samples alone, no y, u or product travels,
+there is no round before the first outer iteration, and a client that joins later computes its 17
+products then.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +110,6 @@ from fedbilevel.algorithms._lower_pacing import (
     first_metric,
     lags,
     lower_step,
-    norm,
     reach,
     refitted,
     unit,
@@ -135,9 +128,7 @@ _UPPER = ("z_x", "m_x", "s_x", "d_x", "a_x")
 _LOWER = ("z_y", "u", "v_y", "v_u", "g_y", "g_u", "a_y", "diagonal", "ray", "controls")
 _FOUND = ("h", "residual_y", "residual_u", "product", "held", "against", "lags", "figures")
 _ENDINGS = tuple(GAITS)
-LAGGING = 0.3  # residual of y, as a share of its largest, above which clients take local steps
-HOPS = 3.0  # length of a gradient, as a multiple of the first, at which a client ends its local steps
-_TOLD = ("step", "cosine", "moved", "reach", "blend", "pull")  # numbers of the server
+_TOLD = ("step", "cosine", "moved", "reach", "blend")  # numbers of the server
 
 
 def _named(names: Iterable[str]) -> tuple[str, ...]:
@@ -186,9 +177,9 @@ class SelfTuned(ServerAlgorithm):
 
     upper_space = ("x", *_named(_UPPER))
     lower_space = ("y", *_named(_LOWER))
+    exact = ("top", *_named(("diagonal", "ray", "product", "held", "against", "figures", "lags")))
     decays: ClassVar[tuple[str, ...]] = ("pace",)
     lengths: ClassVar[dict[str, int]] = dict.fromkeys(_named(["controls"]), len(Controls._fields))
-    exact = ("top", *_named(("diagonal", "ray", "product", "held", "against", "figures", "lags")))
 
     # x and y are the answer; z_x and z_y the iterates of a candidate, a_x and a_y their averages.
     # answer: the place of the candidate whose averages become the answer, or -1 if the answer stays.
@@ -259,8 +250,7 @@ class SelfTuned(ServerAlgorithm):
         told = {ending: self.told(GAITS[ending], _of(old, ending), paces[ending]) for ending in running}
         for ending in running:
             own = _of(old, ending)
-            needed = ("z_x", "z_y", "u", probe, *(["diagonal"] if "pull" in told[ending] else []))
-            own = {name: own[name] for name in own if name in needed or isinstance(own[name], Kept)}
+            own = {name: own[name] for name in own if name in ("z_x", "z_y", "u", probe) or isinstance(own[name], Kept)}
             sent |= _ended(own | told[ending], ending)
         refit = REFITS[paces[_ENDINGS[state.answer]].refit] if state.answer >= 0 else 0.0
         new = vars(fed.mean(self.look, **sent, probe=probe, answer=state.answer, refit=refit))
@@ -296,10 +286,6 @@ class SelfTuned(ServerAlgorithm):
         if self.refits and not isinstance(own["z_y"], Kept):
             told["reach"] = float(reach(own["z_y"], own["u"], own["diagonal"]))
             told |= {"blend": pace.blend} if gait.fits or gait.weight else {}
-        if gait.hops and not isinstance(own["z_y"], Kept):
-            controls = Controls.of(own["controls"])
-            if not float(controls.steps) or float(lags(own["controls"])[0]) > LAGGING:
-                told["pull"] = gait.lower * float(controls.safe / controls.curvature)
         return told
 
     def length(self, pace: Pace) -> float:
@@ -316,7 +302,6 @@ class SelfTuned(ServerAlgorithm):
             rows = self.measured({name: old[name][None] for name in _LOWER}, probe, new.get("product"))
             rows = lower_step(rows, new["residual_y"][None], new["residual_u"][None] if self.learn_x else None, gait)
             new |= {name: value[0] for name, value in rows.items()} | {"lags": lags(rows["controls"])[0]}
-            new |= {"diagonal": old["diagonal"]} if probe != "diagonal" else {}  # the array that clients hold
         if gait.fits:
             new |= {name: lead[name] for name in (*_UPPER, "figures") if name in lead}
         elif self.learn_x and "z_x" not in new:
@@ -373,8 +358,6 @@ class SelfTuned(ServerAlgorithm):
             h, g_y, g_u = self.residuals(clients, step, x, rows, gait, r)
             if local:
                 rows = lower_step(rows, g_y, g_u, gait)
-        if "pull" in own:
-            g_y = self.hopped(clients, x, y, g_y, own["pull"], clients.rows(own["diagonal"]))
         if local:
             out |= rows | {"lags": lags(rows["controls"])}
         else:
@@ -410,21 +393,6 @@ class SelfTuned(ServerAlgorithm):
         at_y, at_z = clients.lower_grad(x, y, train), clients.lower_grad(x, z, train)
         h = f_x - (clients.lower_grad_x(x, z, train) - clients.lower_grad_x(x, y, train)) / r
         return h, at_y + r * f_y, (at_z - at_y) / r - f_y
-
-    def hopped(self, clients: Clients, x: Tensor, y: Tensor, g_y: Tensor, pull: float, d: Tensor) -> Tensor:
-        """Return the sum of g_y over local steps from y, the first of which has the gradient `g_y`.
-
-        A client stops where its gradient is far longer than its first, because its own curvature may
-        be larger than that of the mean.
-        """
-        longest, going = HOPS * norm(g_y, 1 / d), torch.ones_like(g_y[:, :1])
-        z, whole = y - pull * g_y / d, g_y
-        for step in clients.steps(self.num_local_steps):
-            if step.index:
-                now = clients.lower_grad(x, z, step.batch("train", "B_g"))
-                going = going * (norm(now, 1 / d) <= longest)
-                z, whole = z - pull * going * now / d, whole + going * now
-        return whole
 
     def product(self, clients: Clients, x: Tensor, y: Tensor, probe: str, vector: Tensor, blend: float) -> Tensor:
         """Return H times the ray, u' H u, or a new diagonal, each of every client.
