@@ -33,6 +33,18 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture
+def short_waits(monkeypatch):
+    """The server pings a missing site before every outer iteration, and does not sleep between
+    pings."""
+    from support.sites.loopback import Loopback  # only these tests need the sites
+
+    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
+    monkeypatch.setattr("fedbilevel.sites.serve._BETWEEN", 0.0)
+    yield
+    Loopback.close_all()
+
+
+@pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A folder that is the only place for data."""
     monkeypatch.setenv("FEDBILEVEL_DATA", "")

@@ -26,14 +26,6 @@ LAYERS = {
 }
 
 
-@pytest.fixture
-def short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
-    monkeypatch.setattr("fedbilevel.sites.serve._BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
-
-
 def plan_of(federation, layer, algorithm="fedbio", **more):
     options = {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop", **more, "aggregation": layer}
     task = {"name": "quadratic", "num_clients": sum(federation.clients.values()) or len(federation.names)}

@@ -28,14 +28,6 @@ pytestmark = [pytest.mark.usefixtures("short_waits"), pytest.mark.slow]
 PRIVATE = {"clip": 1.0, "noise": 2.0, "epsilon": 1000.0}
 
 
-@pytest.fixture
-def short_waits(monkeypatch):
-    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
-    monkeypatch.setattr("fedbilevel.sites.serve._BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
-
-
 def federation_of(folder, num=3, hosts=(), settings=TRIAL):
     authority = Ed25519PrivateKey.generate()
     party_of = lambda certificate: Owner(certificate, authority)

@@ -20,6 +20,7 @@ from fedbilevel.federation.algorithm import Cohort
 from fedbilevel.federation.network import Network
 from fedbilevel.federation.sampling import Sampler
 from fedbilevel.problem.draws import Stream
+from fedbilevel.runs.result import Ending
 from fedbilevel.tasks.quadratic import Quadratic
 from fedbilevel.verdict import Report
 from support.peers.threads import Threads
@@ -62,7 +63,7 @@ def test_sites_keep_the_contract(tmp_path, monkeypatch, fraction):
 
     def checked(_algorithm: Any, fed: Any, **_options: Any) -> Any:
         reports.append(check_engine(fed, clients, show=False))
-        return SimpleNamespace(stopped="finished")
+        return SimpleNamespace(stopped="finished", ending=Ending())
 
     monkeypatch.setattr("fedbilevel.sites.serve.run_between", checked)
     federation = Loopback(tmp_path, hosts=(1, 2))
@@ -90,7 +91,7 @@ def test_resumed_server_of_sites_draws_cohorts_by_the_weights_of_its_checkpoint(
             fed.begin(iteration)
             drawn.append((fed._positions.tolist(), wanted.draw(fed.stream, iteration, 1)[0].sort().values.tolist()))
         assert torch.equal(fed._counts(torch.arange(3), torch.ones(3)), wanted.member_weights.float())
-        return SimpleNamespace(stopped="finished")
+        return SimpleNamespace(stopped="finished", ending=Ending())
 
     monkeypatch.setattr("fedbilevel.sites.serve.run_between", resumed)
     federation = Loopback(tmp_path)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from support.sites.loopback import Loopback
 from support.sites.operator_kits import make_kit
 
 
@@ -16,13 +15,3 @@ def kit(tmp_path):
 def folder(kit):
     """The site's own folder in its kit."""
     return kit / "site"
-
-
-@pytest.fixture
-def short_waits(monkeypatch):
-    """The server pings a missing site before every outer iteration, and does not sleep between
-    pings."""
-    monkeypatch.setattr("fedbilevel.sites.exchange._APART", (0.0, 0.0))
-    monkeypatch.setattr("fedbilevel.sites.serve._BETWEEN", 0.0)
-    yield
-    Loopback.close_all()
