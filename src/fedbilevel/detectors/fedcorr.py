@@ -68,7 +68,7 @@ RANKED = 0.001  # share of the probabilities in x, which ranks samples of equal 
 @dataclass(frozen=True, kw_only=True)
 class FedCorr(Detector):
     statistics = (*Detector.statistics, "noisy")
-    num_passes: int = setting(6, "passes that correct labels; the last is the second stage", least=2)  # type: ignore[misc]
+    num_passes: int = setting(6, "passes that correct labels; the last is stage two", least=2)  # type: ignore[misc]
     num_warm_rounds: int = setting(8, "rounds of training in each of the others", least=1)
     num_local_steps: int = setting(1, "steps of each client's own model after them", least=0)
     num_tune_rounds: int = setting(20, "rounds of training in the second stage", least=1)
