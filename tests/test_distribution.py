@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fedbilevel
-from fedbilevel.cli.main import cli
+from fedbilevel.cli.commands import places
 from support.docs import check_quoted
 from website import quotes
 
@@ -142,4 +142,4 @@ def test_the_readme_is_short_and_shows_the_demo_and_an_example():
     learned, plain = (float(found) for found in re.findall(r"(\d\.\d+) with", example.text))
     assert learned > plain
     for line in re.findall(r"^    fedbilevel (\S+)", text, re.MULTILINE):
-        assert line in cli.commands, line
+        assert line in places(), line

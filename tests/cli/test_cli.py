@@ -18,6 +18,7 @@ from rich.console import Console
 from fedbilevel import discovery
 from fedbilevel.cli import terminal
 from fedbilevel.cli.main import cli, main
+from fedbilevel.cli.run import run_command
 from fedbilevel.runs.record import Record
 
 CALL = "import torch; torch.set_num_threads(1); from fedbilevel.cli.main import main; main()"
@@ -328,7 +329,7 @@ def test_every_setting_of_every_algorithm_is_a_flag_with_its_symbol(name):
 
 def test_no_flag_means_two_things():
     """One command line sets a task and an algorithm, so their settings must not share a name."""
-    run_flags = {param.name for param in cli.commands["run"].params}
+    run_flags = {param.name for param in run_command.params}
     names = lambda kinds: {field.name for kind in kinds.values() for field in dataclasses.fields(kind)}
     tasks, algorithms = names(discovery.tasks()), names(discovery.algorithms())
     assert not tasks & algorithms

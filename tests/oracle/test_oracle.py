@@ -6,6 +6,7 @@ The reference uses no code of the library. Finite differences are a second refer
 import dataclasses
 import math
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -709,6 +710,22 @@ def test_short_calls_are_not_measured():
     population = meet(quadratic(), long=1e9)
     x, y, _ = point(population)
     population.oracle.lower_grad(x, y, whole(population, "train"))
+    assert population.oracle.choices == {}
+
+
+def test_a_call_that_waits_for_the_processor_is_not_long():
+    """Sleep stands for a machine that computes something else."""
+    problem, clients = quadratic()
+
+    def waiting(x, y, batch):
+        time.sleep(0.05)
+        return problem.lower(x, y, batch)
+
+    population = meet(Built(dataclasses.replace(problem, lower=waiting), clients), long=0.03)
+    x, y, _ = point(population)
+    before = time.perf_counter()
+    population.oracle.lower_grad(x, y, whole(population, "train"))
+    assert time.perf_counter() - before > 0.05
     assert population.oracle.choices == {}
 
 

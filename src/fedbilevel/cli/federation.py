@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from fedbilevel.cli import operator
 from fedbilevel.cli.terminal import say, say_line
 from fedbilevel.errors import SettingError
 from fedbilevel.escapes import printable
@@ -348,3 +349,7 @@ def try_command(num_sites: int, folder: Path | None) -> None:
         "Finished, and all processes ended."
         + (f" The record is in {place / 'kits' / 'server' / 'runs' / plan['name']}." if folder else "")
     )
+
+
+for command in operator.site.commands.values():
+    federation.add_command(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from fedbilevel.cli.setting_values import METAVARS, by_sequence, number_or_auto,
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.oracle import Strategy
-from fedbilevel.report import tables
 from fedbilevel.runs.choice import Choice, choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES, WITH_SERVER
 from fedbilevel.runs.runfile import RunFile, read_run_file
@@ -95,10 +95,13 @@ def names_of(
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
     """Return shell completion of names, each with the first line of its docstring."""
     return lambda _ctx, _param, begun: [
-        CompletionItem(name, help=tables.first_line(kind))
-        for name, kind in sorted(found().items())
-        if name.startswith(begun)
+        CompletionItem(name, help=first_line(kind)) for name, kind in sorted(found().items()) if name.startswith(begun)
     ]
+
+
+def first_line(kind: type[Any]) -> str:
+    """Return the first line of the docstring of a class's module."""
+    return (inspect.getdoc(inspect.getmodule(kind)) or "").split("\n", 1)[0]
 
 
 def jobs_option(what: str) -> Callable[[Any], Any]:

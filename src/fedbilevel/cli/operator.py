@@ -29,11 +29,16 @@ from fedbilevel.sites.summary import AuditReport
 KIT = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
+@click.group()
+def site() -> None:
+    """Commands for the operator of a site, which `fedbilevel federation` offers."""
+
+
 def with_kit(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--kit", type=KIT, required=True, help="this site's startup kit")(command)
 
 
-@click.command("audit")
+@site.command("audit")
 @with_kit
 @click.option(
     "--contains",
@@ -97,7 +102,7 @@ def _norm(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3g}"
 
 
-@click.command("requests")
+@site.command("requests")
 @with_kit
 @click.option("--wait", type=click.FloatRange(min=0), default=0.0, help="maximum seconds to wait for a plan")
 def requests_command(kit: Path, wait: float) -> None:
@@ -111,7 +116,7 @@ def requests_command(kit: Path, wait: float) -> None:
         say(printable(telling.waiting(one, kit)))
 
 
-@click.command("approve")
+@site.command("approve")
 @click.argument("digest")
 @with_kit
 @click.option("--yes", is_flag=True, help="approve without a prompt")
@@ -139,7 +144,7 @@ def _is_asked(question: str) -> bool:
     return click.confirm(question, default=False)
 
 
-@click.command("refuse")
+@site.command("refuse")
 @click.argument("digest")
 @with_kit
 def refuse_command(digest: str, kit: Path) -> None:
@@ -148,7 +153,7 @@ def refuse_command(digest: str, kit: Path) -> None:
     say(f"{printable(run)} is refused.")
 
 
-@click.command("leave")
+@site.command("leave")
 @click.argument("run")
 @with_kit
 def leave_command(run: str, kit: Path) -> None:
@@ -158,7 +163,7 @@ def leave_command(run: str, kit: Path) -> None:
     say(f"This site takes no further part in {printable(run)}. To take part again: {again}")
 
 
-@click.command("pause")
+@site.command("pause")
 @with_kit
 def pause_command(kit: Path) -> None:
     """Pause this site until unpause. Runs wait for it or continue without it."""
@@ -166,7 +171,7 @@ def pause_command(kit: Path) -> None:
     say(f"This site is paused. To resume: fedbilevel federation unpause --kit {kit}")
 
 
-@click.command("unpause")
+@site.command("unpause")
 @with_kit
 def unpause_command(kit: Path) -> None:
     """End a pause."""
@@ -174,7 +179,7 @@ def unpause_command(kit: Path) -> None:
     say("This site answers again.")
 
 
-@click.command("watch")
+@site.command("watch")
 @with_kit
 @click.option("--once", is_flag=True, help="print the state once and exit (default without a terminal)")
 @click.option("--page", is_flag=True, help="serve a page with buttons for a browser on this machine")
@@ -248,15 +253,3 @@ def user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # the user has no name in some containers
         return f"user {os.getuid()}"
-
-
-COMMANDS = (
-    audit_command,
-    requests_command,
-    approve_command,
-    refuse_command,
-    leave_command,
-    pause_command,
-    unpause_command,
-    watch_command,
-)

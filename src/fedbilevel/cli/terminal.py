@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedbilevel.columns import DIAGNOSTICS
 from fedbilevel.escapes import printable
-from fedbilevel.runs.result import Progress as RunProgress
+
+if TYPE_CHECKING:
+    from fedbilevel.runs.result import Progress as RunProgress
 
 console = Console()
 if not console.is_terminal:

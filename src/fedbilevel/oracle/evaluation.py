@@ -9,11 +9,11 @@ There are three ways of evaluation, with the same numbers up to rounding:
              point is needed
 
 `auto` takes vmap, or pooled if possible. If a call is long, `auto` measures the other ways once per
-derivative and shapes. The choice is kept in `choices` and in the checkpoint, so that a resumed run
-on the same number of processes uses the same way. A derivative that is needed often is traced
-(`tracing`), which changes no number. `compiled` is `auto` with traces compiled by torch.compile: it
-halves the time of small derivatives, but needs a compiler, takes some seconds at the start of a
-run, and rounds differently.
+derivative and shapes, on a CPU by processor time, which hardly depends on the load of the machine.
+The choice is kept in `choices` and in the checkpoint, so that a resumed run on the same number of
+processes uses the same way. A derivative that is needed often is traced (`tracing`), which changes
+no number. `compiled` is `auto` with traces compiled by torch.compile: it halves the time of small
+derivatives, but needs a compiler, takes some seconds at the start of a run, and rounds differently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedbilevel.problem.problem import Fields, Loss, Problem, with_features
 BUDGET = 2**31  # bytes of points, samples and intermediate values evaluated at once on a CPU
 _OFTEN_ENOUGH = 16  # calls before a trace is compiled: rare shapes are not worth compiling
 _SHAPES = 4  # shapes of one derivative that are measured; later ones take the last choice
-_LONG = 0.02  # seconds of a call from which other ways of evaluating are measured
+_LONG = 0.02  # processor seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls before tracing pays; captured calls on a GPU should be short from the start
 _SHARES = "shares of the clients"  # a field of a pooled evaluation; no field of a user has this name
 
@@ -183,11 +183,10 @@ class Plan:
     def _is_worth_tracing(self) -> bool:
         """Return whether to trace this derivative.
 
-        Long calls, which were measured, and single clients, whose losses may branch on values, are
-        not traced.
+        Single clients, whose losses may branch on values, are not traced.
         """
         simple = self.way != "loop" and self.chunk is None and not self.untraceable
-        return simple and not self.evaluation.frozen and self.label not in self.evaluation.choices
+        return simple and not self.evaluation.frozen
 
     def _settle(self, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None) -> Any:
         """Evaluate for the first time, and measure other ways if a call is long.
@@ -288,9 +287,12 @@ def _try_compiler() -> None:
 
 
 def _timed(evaluate: Callable[[str], Any], way: str, device: torch.device) -> tuple[Any, float]:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
+    """Return a result and its seconds: processor time, or on a GPU the time until it is there."""
+    if device.type != "cuda":
+        start = time.process_time()
+        return evaluate(way), time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
     result = evaluate(way)
-    wait()
+    torch.cuda.synchronize()
     return result, time.perf_counter() - start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -292,19 +291,6 @@ def _beside(figures: Mapping[str, Any], paper: float | None, name: str, heading:
 
 def _score(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def names(title: str, found: Mapping[str, type[Any]]) -> Table:
-    """List names, each with the first line of its module's docstring."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, kind in sorted(found.items()):
-        table.add_row(name, first_line(kind))
-    return table
-
-
-def first_line(kind: type[Any]) -> str:
-    """Return the first line of the docstring of a class's module."""
-    return (inspect.getdoc(inspect.getmodule(kind)) or "").split("\n", 1)[0]
 
 
 def personalisation(outcomes: Sequence[Any], paper: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:

@@ -14,7 +14,7 @@ Row: {"task": {"name": "data_cleaning", ...its settings}, "training": {...settin
 The last network of `refined` is trained, by the setting `last`:
 
     pruned      on the labels that are not flagged
-    mended      on all samples; a flagged label is replaced by its posterior of label_em
+    corrected   on all samples; a flagged label is replaced by its posterior of label_em
     soft        on the posteriors of all samples
 
 The two networks `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
@@ -56,7 +56,7 @@ _shared: dict[str, Any] = {}  # networks of the last panel and repetition
 @dataclass(frozen=True, kw_only=True)
 class NetworkRow(Settings):
     method: Literal["as_given", "only_right", "cleanlab", "refined"] = setting("refined", "how labels are cleaned")
-    last: Literal["pruned", "mended", "soft"] = setting("mended", "samples of the last network of refined")
+    last: Literal["pruned", "corrected", "soft"] = setting("corrected", "samples of the last network of refined")
 
 
 def run(
@@ -139,11 +139,11 @@ class Work:
         elif last == "soft":
             network = self.network("soft", self.train, soft.posteriors)
         else:
-            mended = [
+            corrected = [
                 np.where(flagged[:, None], posterior, np.eye(self.num_classes)[own["label"]])
                 for own, flagged, posterior in zip(self.train, found.flags, soft.posteriors, strict=True)
             ]
-            network = self.network("mended", self.train, mended)
+            network = self.network("corrected", self.train, corrected)
         return flags, np.concatenate(found.wrong), network, cost
 
     def _detected(self, name: str, folds: FoldNetworks, detector: str) -> Cleaning:
