@@ -124,7 +124,7 @@ class PeerSimulation(Peering):
         """Take a fixed number of steps, or stop as soon as all peers agree."""
         tolerance = self.averaging.limit(rows.dtype)
         if tolerance is None:
-            for _ in range(self.averaging.steps):
+            for _ in range(self.averaging.steps(self.links)):
                 advance()
             return
         scale = (

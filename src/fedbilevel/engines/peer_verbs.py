@@ -142,6 +142,7 @@ class Peering(Hosting):
             return self._exact(rows)
         if kind == "robust":
             return self._robust(rows)
+        self.time += -self.time % (self.links.cycle or 1)  # steps that average exactly do so from their first one on
         kept, divides = kind == "push_sum" and self.averaging.weights == "kept", counts or kind == "push_sum"
         z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
         spare: Tensor | None = None

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import NetworkError
+from fedbilevel.federation.base_graph import base_graph
 from fedbilevel.federation.mixing import Mixing, fastest_mixing, metropolis
 from fedbilevel.problem.draws import Stream
 from fedbilevel.settings import Settings, setting
 
 Kind = Literal[
-    "complete", "ring", "torus", "exponential", "erdos_renyi", "random_undirected", "random_directed", "file"
+    "complete", "ring", "torus", "exponential", "base", "erdos_renyi", "random_undirected", "random_directed", "file"
 ]
 DIRECTED = ("exponential", "random_directed")
 STATIC = ("complete", "ring", "torus", "erdos_renyi")
@@ -43,6 +44,12 @@ class Network(Settings):
     """
 
     kind: Kind = setting("complete", "which peers can send to which")
+    degree: int = setting(
+        1,
+        "base: most receivers of a peer at one step; the steps repeat, and one cycle is an exact average",
+        symbol="k",
+        least=1,
+    )
     probability: float = setting(0.4, "erdos_renyi: of an edge, drawn once", above=0, most=1)
     lowest: float = setting(
         0.4,
@@ -77,6 +84,11 @@ class Network(Settings):
             raise NetworkError(
                 "kind='file' needs the name of a file, and a file needs kind='file': give both or neither."
             )
+        if self.kind == "base" and self.shares != "auto":
+            raise NetworkError(
+                f"shares are {self.shares!r}, but a network of kind 'base' averages exactly only with its own: "
+                "use shares 'auto'."
+            )
 
     @property
     def faulty(self) -> bool:
@@ -85,6 +97,8 @@ class Network(Settings):
     def between(self, num_peers: int) -> Links:
         if self.kind == "file":
             return _read(Path(self.file), num_peers, self.shares)
+        if self.kind == "base":
+            return Cycle(base_graph(num_peers, self.degree))
         links = Links(num_peers, self._adjacency(num_peers), directed=self.kind in DIRECTED, shares=self.shares)
         links.period = (
             1 if self.kind in STATIC else max(1, (num_peers - 1).bit_length()) if self.kind == "exponential" else None
@@ -177,6 +191,7 @@ class Links:
     """Network between a known number of peers."""
 
     period: int | None = None  # steps after which it repeats, if it does
+    cycle: int | None = None  # steps that average exactly if they begin at a multiple of this number
 
     def __init__(self, num_peers: int, out: Callable[[int], Any], *, directed: bool, shares: str) -> None:
         self.num_peers, self.directed = num_peers, directed
@@ -263,6 +278,20 @@ class Links:
             f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by "
             "them; add edges, or raise the probabilities."
         )
+
+
+class Cycle(Links):
+    """Network whose steps repeat the given doubly stochastic matrices, which average exactly."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self.period = self.cycle = len(matrices)
+        super().__init__(
+            len(matrices[0]), lambda step: matrices[step % len(matrices)] > 0, directed=False, shares="metropolis"
+        )
+        self.shares, self._matrices = "base", matrices
+
+    def _made(self, step: int) -> Mixing:
+        return Mixing(self.adjacency(step), self._matrices[step], torch.ones(self.num_peers, dtype=torch.float64))
 
 
 def _read(path: Path, num_peers: int, shares: str) -> Links:
