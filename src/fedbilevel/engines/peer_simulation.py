@@ -65,6 +65,7 @@ class PeerSimulation(Peering):
         self.problem, self.scopes, self.seed = problem, problem.scopes, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.network, self.links = network, network.between(self.num_clients)
+        self.upper_links = None if network.upper is None else network.upper.between(self.num_clients)
         self.averaging = (
             averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
         )
@@ -76,7 +77,7 @@ class PeerSimulation(Peering):
                 "'push_sum'."
             )
         if check_connected:
-            _ = self.links.connected_within
+            _ = [links.connected_within for links in (self.links, self.upper_links) if links is not None]
         self.kept_names = algorithm.kept_names(problem.scopes)
         share = self.roster.weights.double()
         self._mine = slice(self.roster.first, self.roster.first + len(self.host))  # places of those hosted here
