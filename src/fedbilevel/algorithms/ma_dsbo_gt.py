@@ -20,9 +20,9 @@ literature, and does not claim a faithful reproduction.
 Deviations: (1) Peers step first and exchange afterwards, which allows longer steps than W s - a t;
 s - a t and t are one message. (2) `warm_start=True`, this project's default: u and its tracker
 continue from the last outer iteration; False: they start at zero, and u is the result of N steps
-alone. (3) `tracking="lower"`: x takes x <- W (x - eta r). (4) The moving average starts at zero. (5)
-Clients count by the problem's weights. (6) Values that a scope keeps at the peer are not exchanged,
-and the factor 1/m of a private x is dropped.
+alone. (3) `tracking="lower"`: x takes x <- W (x - eta r). (4) The moving average starts at zero.
+(5) Clients count by the problem's weights. (6) Values that a scope keeps at the peer are not
+exchanged, and the factor 1/m of a private x is dropped.
 
 Bias: none with the default settings. With `warm_start=False` u is short of the solution by a factor
 of about (1 - tau mu)^N. With `tracking="lower"` and a constant step, the peers converge to points at

@@ -18,10 +18,10 @@ Algorithms over a Network", AISTATS 2023, Algorithm 1 (MDBO). The update is writ
 the literature, and does not claim a faithful reproduction.
 
 Deviations: (1) W x, W y, W z and W v are one message, because all four are known when an iteration
-begins. (2) The momenta start at zero and not at the first directions. (3)
-`hypergradient="local-neumann-sum"` is this project's own: the mean over k. (4) Clients count by the
-problem's weights. (5) Values that a scope keeps at the peer are not exchanged, and the factor 1/m of
-a private x is dropped.
+begins. (2) The momenta start at zero and not at the first directions.
+(3) `hypergradient="local-neumann-sum"` is this project's own: the mean over k. (4) Clients count by
+the problem's weights. (5) Values that a scope keeps at the peer are not exchanged, and the factor
+1/m of a private x is dropped.
 
 Bias: every peer inverts its own Hessian. So with a global lower level and heterogeneous clients the
 peers converge to the point where the mean of local hypergradients vanishes. With a local lower
