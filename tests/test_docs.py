@@ -422,6 +422,7 @@ def test_a_round_between_peers_is_what_the_pages_say(site):
         "hgp",
         "ma_dsbo_gt",
         "mdbo",
+        "rasgp",
         "sgp",
         "sparkle",
     }  # of which choosing.md says how many rounds they take
@@ -433,7 +434,7 @@ def test_a_round_between_peers_is_what_the_pages_say(site):
     assert rounds["sparkle"] == rounds["mdbo"] == 1
     nested = made(discovery.algorithm("ma_dsbo_gt"), curves.found("ma_dsbo_gt")[0][0].settings)
     assert rounds["ma_dsbo_gt"] == nested.num_lower_steps + nested.num_terms + 1
-    assert rounds["sgp"] == sgp.num_lower_steps
+    assert rounds["sgp"] == rounds["rasgp"] == sgp.num_lower_steps
     assert rounds["hgp"] == hgp.num_lower_steps + 10 * (hgp.num_terms + 1)
 
 

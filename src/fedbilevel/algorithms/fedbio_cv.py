@@ -6,21 +6,21 @@ with constant steps and any numbers of local steps, also unequal ones. It costs 
 2 d_x + 4 d_y floats per outer iteration.
 
 For each sequence s in {x, y, u} client i keeps c_i, the mean of its directions in its last outer
-iteration, and the server sends c, the mean of the c_i of all clients. Every client takes I local steps at its own
-(x_i, y_i, u_i) with FedBiO's directions d_i = (f_x,i - J_i u_i, g_y,i, H_i u_i - f_y,i):
+iteration, and the server sends c, the mean of the c_i of all clients. Every client takes I local
+steps at its own (x_i, y_i, u_i) with FedBiO's directions and the step a of the sequence:
 
-    s_i <- s_i - a (d_i - c_i + c)
+    s_i <- s_i - a (d_i - c_i + c),   d_i = (f_x,i - J_i u_i, g_y,i, H_i u_i - f_y,i)
 
-Then c_i becomes the mean of d_i over these steps. One round averages s_i and the changes of c_i, and
-c moves by the mean change times the share of clients that answered. At the solution d_i = c_i and
-c = 0, so no client moves: the solution is a fixed point for every I.
+Then c_i becomes the mean of d_i over these steps. One round averages s_i and the changes of c_i,
+and c moves by the mean change times the share of clients that answered. At the solution d_i = c_i
+and c = 0, so no client moves: the solution is a fixed point for every I.
 
-Reference: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging
-for Federated Learning", ICML 2020, applied to the three sequences of FedBiO. This combination is this
-project's own.
+Reference: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
+Averaging for Federated Learning", ICML 2020, applied to the three sequences of FedBiO. This
+combination is this project's own.
 
-Deviations: (1) Control variates start at zero, so the first outer iteration is one of FedBiO.
-(2) A sequence that a scope keeps at its client takes FedBiO's steps, because its c_i and c are equal.
+Deviations: (1) Control variates start at zero, so the first outer iteration is one of FedBiO. (2) A
+sequence that a scope keeps at its client takes FedBiO's steps, because its c_i and c are equal.
 (3) The server's step is one: s becomes the mean of the s_i.
 
 Bias: none with full batches if c is the mean of all c_i. This holds for all clients in every round,

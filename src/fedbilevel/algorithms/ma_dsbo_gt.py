@@ -25,11 +25,12 @@ alone. (3) `tracking="lower"`: x takes x <- W (x - eta r). (4) The moving averag
 exchanged, and the factor 1/m of a private x is dropped.
 
 Bias: none with the default settings. With `warm_start=False` u is short of the solution by a factor
-of about (1 - tau mu)^N. With `tracking="lower"` and a constant step, the peers converge to points at
-a distance proportional to the step.
+of about (1 - tau mu)^N. With `tracking="lower"` and a constant step, the peers converge to points
+at a distance proportional to the step.
 
-Cost per outer iteration: T + N + 1 rounds; 2 (T + N) d_y + 2 d_x floats per out-edge (d_x instead of
-2 d_x with `tracking="lower"`); per client T of g_y, N of each of H u and f_y, 1 of each of f_x and J u.
+Cost per outer iteration: T + N + 1 rounds; 2 (T + N) d_y + 2 d_x floats per out-edge (d_x instead
+of 2 d_x with `tracking="lower"`); per client T of g_y, N of each of H u and f_y, 1 of each of f_x
+and J u.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ With W one exchange, every peer takes
 
     m_i <- (1 - a eta) m_i + a eta h_i(x_i, y_i)        momentum of x
     n_i <- (1 - b eta) n_i + b eta g_y,i(x_i, y_i)      momentum of y
-    z_i <- (W z)_i + m_i - m_i,before                   gradient tracking; v_i <- (W v)_i + n_i - n_i,before
+    z_i <- (W z)_i + m_i - m_i,before;      v_i <- (W v)_i + n_i - n_i,before     gradient tracking
     x_i <- x_i + eta ((W x)_i - beta z_i - x_i);        y_i <- y_i + eta ((W y)_i - gamma v_i - y_i)
     h_i = f_x,i - J_i K theta prod_{j=1..k} (I - theta H_i) f_y,i,   k uniform in {0..K-1}
 

@@ -85,6 +85,10 @@ class Peering(Hosting):
         """Return a robust average by running sums."""
         raise NotImplementedError
 
+    def _running(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one step of the network through running sums of the whole run."""
+        raise NotImplementedError
+
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """Take the steps of one average."""
         raise NotImplementedError
@@ -127,6 +131,14 @@ class Peering(Hosting):
             return (weights, *rows.values())
         with self._paying_for("push", rows), self._on_network_of(*groups[0]):
             together, weights = self._exchange(together, weights, sends_weights=True)
+        return (weights, *self._apart(together, rows))
+
+    def running_push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        together = self._travelling(rows)
+        if together is None:
+            return (weights, *rows.values())
+        with self._paying_for("push", rows):
+            together, weights = self._running(together, weights)
         return (weights, *self._apart(together, rows))
 
     def gossip(self, **rows: Tensor) -> Any:

@@ -192,7 +192,12 @@ def spread(rows: Tensor, scale: Tensor) -> float:
 
 
 def robust_steps(
-    peers: Sequence[RunningSums], network: AnyNetwork, links: Links, start: int, charge: Callable[[Tensor], None]
+    peers: Sequence[RunningSums],
+    network: AnyNetwork,
+    links: Links,
+    start: int,
+    charge: Callable[[Tensor], None],
+    late: dict[int, list[Message]] | None = None,
 ) -> Callable[[], None]:
     """Return a function that takes one step with faults.
 
@@ -200,9 +205,10 @@ def robust_steps(
     Faults are drawn per (seed, step, edge).
 
     charge: function that receives the (n, n) matrix of messages sent, including lost messages.
+    late: messages under way by the step of their arrival; None: there are none.
     """
     n, stream = len(peers), Stream(network.seed)
-    due: dict[int, list[Message]] = {}
+    due: dict[int, list[Message]] = {} if late is None else late
     step = start
 
     def draw(purpose: str, width: int) -> Tensor:

@@ -117,6 +117,11 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
             "the network of the plan delays messages or lets peers sleep, which only a simulation can do: "
             "remove max_delay and activity."
         )
+    if "running_push" in verbs:
+        raise PlanError(
+            f"{plan.algorithm['name']} keeps running sums of every edge, which only a simulation does: use sgp, or hgp "
+            "with robust averages."
+        )
     if network.upper is not None:
         raise PlanError("the plan gives x a network of its own, which only a simulation can do: remove upper_kind.")
     if network.kind == "file":
