@@ -92,7 +92,8 @@ class FedBiOCV(ServerAlgorithm):
         shift = [0 * c if kept else c - c_i for kept, c, c_i in zip(stays, common, own, strict=True)]
         rates = (self.lr_upper, self.lr_lower, self.lr_system)
         for step in clients.steps(self.num_local_steps):
-            found = step_directions(clients, step, *point, self.minibatches)
+            x, y, u = point
+            found = step_directions(clients, step, x, y, u, self.minibatches)
             new = tuple(s - a * (d + c) for s, a, d, c in zip(point, rates, found, shift, strict=True))
             point = step.where(new, point)
             total = step.where(tuple(t + d for t, d in zip(total, found, strict=True)), total)

@@ -55,7 +55,8 @@ class Tracked(NamedTuple):
 
     def step(self, peers: Peers, name: str, d: Tensor, a: float) -> Tracked:
         t = self.t + d - self.d
-        return Tracked(*peers.gossip(**{name: self.s - a * t, f"{name}_t": t}), d)
+        mixed, mixed_t = peers.gossip(**{name: self.s - a * t, f"{name}_t": t})
+        return Tracked(mixed, mixed_t, d)
 
 
 @dataclass(frozen=True, kw_only=True)
