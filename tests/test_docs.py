@@ -421,6 +421,9 @@ def test_a_round_between_peers_is_what_the_pages_say(site):
     assert "counts as a round" not in site[1]["algorithms/fedbio.html"].text
     assert {name for name in NAMES if algorithm_pages.about(name).peers} == {
         "hgp",
+        "ma_dsbo_gt",
+        "mdbo",
+        "rasgp",
         "sgp",
         "sparkle",
     }  # of which choosing.md says how many rounds they take
@@ -429,8 +432,10 @@ def test_a_round_between_peers_is_what_the_pages_say(site):
         for row in _rows(algorithm_pages.decision_table())
     }
     sgp, hgp = (made(discovery.algorithm(name), curves.found(name)[0][0].settings) for name in ("sgp", "hgp"))
-    assert rounds["sparkle"] == 1
-    assert rounds["sgp"] == sgp.num_lower_steps
+    assert rounds["sparkle"] == rounds["mdbo"] == 1
+    nested = made(discovery.algorithm("ma_dsbo_gt"), curves.found("ma_dsbo_gt")[0][0].settings)
+    assert rounds["ma_dsbo_gt"] == nested.num_lower_steps + nested.num_terms + 1
+    assert rounds["sgp"] == rounds["rasgp"] == sgp.num_lower_steps
     assert rounds["hgp"] == hgp.num_lower_steps + 10 * (hgp.num_terms + 1)
 
 

@@ -456,7 +456,11 @@ def _story(task: str, name: str, knows: About) -> str:
     )
 
 
-AMOUNTS = {"push": "every push counts as a round", "gossip": "every exchange with the neighbours counts as a round"}
+AMOUNTS = {
+    "push": "every push counts as a round",
+    "running_push": "every push counts as a round",
+    "gossip": "every exchange with the neighbours counts as a round",
+}
 
 
 def _between(task: str, name: str) -> str:

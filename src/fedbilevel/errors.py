@@ -73,6 +73,10 @@ class IgnoredWarning(UserWarning):
     """A run file sets a key that has no meaning for this kind of run."""
 
 
+class ResidualWarning(UserWarning):
+    """A linear system was stopped before it was solved; the message has its residual."""
+
+
 class RecoveryWarning(UserWarning):
     """A run went back to its best state, failed, or did not move x."""
 

@@ -978,3 +978,14 @@ def test_a_long_run_whose_derivatives_are_traced_goes_the_way_of_a_loop(algorith
         _, state = drive(algorithm, built, 24, engine=soon_traced, strategy=how, batch_size=3, cohort=Cohort(0.5))
         ends.append((state.x, state.y))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap", "auto"])
+def test_in_float32_the_order_of_clients_leaves_no_trace_without_pooled_derivatives(strategy):
+    """A pooled derivative adds samples in the order of the clients, so `auto` agrees up to rounding only."""
+    built, ends = Quadratic().build(), []
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
+        options = {"ids": order, "strategy": strategy, "batch_size": 2, "dtype": torch.float32}
+        _, state = drive(FBOAggITD(), Built(built.problem, [built.clients[i] for i in order]), 3, **options)
+        ends.append(torch.cat([state.x, state.y]))
+    assert float((ends[0] - ends[1]).abs().max()) <= (1e-6 if strategy == "auto" else 0.0)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.errors import ProblemError, ResidualWarning, SettingError
 from fedbilevel.oracle import population as populations
 from fedbilevel.oracle.hypergradient import (
     SOLVERS,
@@ -659,3 +659,36 @@ def test_projection_is_the_nearest_point_of_the_ball(radius, seed):
         expected = rows[i] if norms[i] <= radius else rows[i] * radius / norms[i]
         torch.testing.assert_close(got[i], expected, rtol=1e-14, atol=0)
     assert project(rows, None) is rows
+
+
+@pytest.mark.parametrize("solve", [solve_neumann, solve_fixed_point])
+def test_a_system_that_is_stopped_at_its_limit_is_warned_of_with_its_residual(solve):
+    """At condition 1e4 the solution is a third off while the residual is a few thousandths."""
+    eigenvalues = torch.logspace(-4, 0, 5, dtype=torch.float64)
+    product, b = (lambda v: v * eigenvalues), torch.ones(1, 5, dtype=torch.float64)
+    with pytest.warns(ResidualWarning, match=r"stopped after 10,000 products with a residual of 0\.\d+, ") as said:
+        got = solve(product, b, step=0.9)
+    [sentence] = {str(warning.message) for warning in said}
+    assert f"residual of {got.residual:.2g}," in sentence
+    assert got.num_products == 10_001
+    # closed form: the error of each entry is (1 - 0.9 mu)^(k), of the residual the same times mu
+    left = (1 - 0.9 * eigenvalues) ** (10_001 if solve is solve_neumann else 10_000)
+    torch.testing.assert_close(got.u[0], (1 - left) / eigenvalues, rtol=1e-9, atol=0)
+    torch.testing.assert_close(got.residual, float(torch.linalg.vector_norm(left)) / 5**0.5, rtol=1e-6, atol=0)
+    assert relative(got.u[0], 1 / eigenvalues) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("solve", "options"),
+    [
+        (solve_neumann, {"num_terms": 3}),
+        (solve_neumann, {"max_products": 3}),
+        (solve_fixed_point, {"max_products": 3}),
+        (solve_neumann, {}),
+        (solve_fixed_point, {}),
+    ],
+)
+def test_a_limit_of_the_user_or_a_solved_system_is_not_warned_of(solve, options):
+    product, b = (lambda v: v * torch.tensor([0.2, 1.0], dtype=torch.float64)), torch.ones(1, 2, dtype=torch.float64)
+    got = solve(product, b, step=0.9, **options)  # pytest makes warnings errors
+    assert (got.residual > 1e-3) == bool(options)

@@ -371,6 +371,8 @@ def test_peer_with_another_problem_is_refused(tmp_path):
         ),
         ({"options": {"averaging": {"tolerance": 1e-3}}}, "no peer detects whether all agree"),
         ({"options": {"network": {"max_delay": 3}}}, "delays messages or lets peers sleep"),
+        ({"algorithm": {"name": "rasgp"}}, "rasgp keeps running sums of every edge, which only a simulation does"),
+        ({"options": {"network": {"upper_kind": "ring"}}}, "gives x a network of its own"),
         ({"options": {"network": {"kind": "file", "file": "a.json"}}}, "nothing in a plan may be a path"),
         ({"options": {"device": "cuda"}}, "the plan sets device, which is each participant's own choice"),
         ({"options": {"fraction": 0.5}}, "the plan sets fraction"),

@@ -1,13 +1,16 @@
 """What is said of recorded results is what they say."""
 
 import collections
+import dataclasses
 import json
+import re
 import statistics
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from fedbilevel import discovery
 from fedbilevel.cli import main
 from fedbilevel.report import tables
 from fedbilevel.studies import experiment, pictures, reproduce
@@ -50,6 +53,38 @@ def test_the_page_of_results_is_what_the_files_hold():
     printed = CliRunner().invoke(main.cli, ["reproduce", "--results"])
     assert printed.exit_code == 0
     assert (RESULTS / "RESULTS.md").read_text() == printed.output
+
+
+def recorded(one):
+    return {
+        value["mean"]
+        for rows in one.content.get("result", {}).values()
+        for entry in rows.values()
+        for value in entry["figures"].values()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_percentages_in_a_text_are_recorded_or_printed_in_the_paper(name):
+    """A percentage with two decimals is a result; settings in texts have fewer."""
+    one = experiment.read(RESULTS / name)
+    known = {f"{100 * mean:.2f}" for mean in recorded(one)} | {*re.findall(r"\d+\.\d\d", str(one.content.get("paper")))}
+    said = set(re.findall(r"(\d+\.\d\d) %", one.content.get("about", "")))
+    assert said <= known, said - known
+    if name == "fedbioacc-figure4":
+        assert len(said) == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_with_an_estimator_of_this_project_say_so_in_their_title(name):
+    one = experiment.read(RESULTS / name)
+    for job in one.jobs(repetitions=1):
+        algorithm = job.settings.get("algorithm")
+        kind = discovery.algorithms().get(algorithm.get("name")) if isinstance(algorithm, dict) else None
+        for spec in dataclasses.fields(kind) if kind is not None else ():
+            value = algorithm.get(spec.name, spec.default) if spec.name in ("estimator", "hypergradient") else ""
+            if value in ("sum", "local-neumann-sum", "shared-u"):
+                assert "(our " in one.row_title(job.row), (job.panel, job.row)
 
 
 def means(name, panel):
@@ -156,6 +191,14 @@ def test_local_steps_help_few_shot_learning_per_round(panel):
     ours = means("fedbioacc-figure4", panel)
     assert ours["fedbioacc-local"]["validation_accuracy"] > ours["distbioacc"]["validation_accuracy"]
     assert ours["fedbio-local"]["test_accuracy"] > ours["distbio"]["test_accuracy"]
+    assert max(ours, key=lambda row: ours[row]["validation_accuracy"]) == "fedbioacc-local"
+    assert min(ours, key=lambda row: ours[row]["validation_accuracy"]) == "distbioacc"
+    helped = [
+        ours[f"fed{method}-local"]["validation_accuracy"] - ours[f"dist{method}"]["validation_accuracy"]
+        for method in ("bioacc", "bio")
+    ]
+    assert 0.035 < helped[0] < 0.045
+    assert (0.005 < helped[1] < 0.015) if panel == "way5-shot5" else abs(helped[1]) < 0.005
 
 
 @pytest.mark.parametrize("name", ["mnist-mlp-cuda", "digits-mlp-cpu"])

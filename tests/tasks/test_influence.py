@@ -407,7 +407,9 @@ def test_what_makes_no_sense_is_refused():
     push = Training(kind="push", num_steps=1)
     with pytest.raises(SettingError, match="a network without loss"):
         train(built, push, network=Network(loss=0.1))
-    with pytest.raises(SettingError, match="use metropolis shares"):
+    with pytest.raises(SettingError, match="base shares of islands differ"):
+        train(built, push, network=Network(kind="base"))
+    with pytest.raises(SettingError, match="use a network with metropolis shares"):
         train(built, push, [None, (0, 0)], network=Network(kind="ring", shares="fastest"))
     with pytest.raises(SettingError, match="at_once is -1"):
         retrain(built, push, train(built, push), [(0, 0)], at_once=-1)

@@ -24,6 +24,7 @@ Cost per outer iteration: T pushes of d_y + 1 floats per out-edge; per client T 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -45,14 +46,18 @@ def gradient_push(
     num_steps: int,
     schedule: Schedule = "constant",
     purpose: str = "B",
+    push: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Take `num_steps` steps of stochastic gradient push on g(x, .) from (z, w); return (z, w)."""
+    """Take `num_steps` steps of stochastic gradient push on g(x, .) from (z, w); return (z, w).
+
+    push: verb of the exchange; None: `peers.push`.
+    """
     share = peers.weights.to(z.dtype)
     for step in peers.steps(num_steps):
         passed = (step.index >= num_steps * 5 / 6) + (step.index >= num_steps * 11 / 12)
         now = lr * 0.1**passed if schedule == "milestones" else lr
         z = z - now * share * peers.clients.lower_grad(x, debiased(z, w), step.batch("train", purpose))
-        w, z = peers.push(w, y=z)
+        w, z = (push or peers.push)(w, y=z)
     return z, w
 
 

@@ -5,7 +5,7 @@ All peers are in this process or divided among the processes of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import hosted
+from fedbilevel.engines.running_pushes import RunningPushes
 from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps, spread, waiting
@@ -65,6 +66,7 @@ class PeerSimulation(Peering):
         self.problem, self.scopes, self.seed = problem, problem.scopes, seed
         self.num_clients, self.ledger = self.host.num_clients, self.host.ledger
         self.network, self.links = network, network.between(self.num_clients)
+        self.upper_links = None if network.upper is None else network.upper.between(self.num_clients)
         self.averaging = (
             averaging if averaging is not None else Averaging(kind="robust" if network.faulty else "push_sum")
         )
@@ -75,8 +77,13 @@ class PeerSimulation(Peering):
                 "that, or a network without faults and averaging "
                 "'push_sum'."
             )
+        if "running_push" in algorithm.verbs() and group.size > 1:
+            raise SettingError(
+                f"{algorithm.name()} follows single messages, which only the engine 'simulation' does: use it, or sgp."
+            )
+        self._pushes: RunningPushes | None = None
         if check_connected:
-            _ = self.links.connected_within
+            _ = [links.connected_within for links in (self.links, self.upper_links) if links is not None]
         self.kept_names = algorithm.kept_names(problem.scopes)
         share = self.roster.weights.double()
         self._mine = slice(self.roster.first, self.roster.first + len(self.host))  # places of those hosted here
@@ -120,11 +127,41 @@ class PeerSimulation(Peering):
         )
         return values()[self.host.ids.to(rows.device)].to(rows.dtype)
 
+    def _running(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        if self._pushes is None:
+            self._pushes = self._pushes_of(rows.shape[1])
+        number, place = self._order or (slice(None), slice(None))
+        rows, weights = self._pushes.push(rows[number], weights[number], self.time)
+        self.time += 1
+        return rows[place], weights[place]
+
+    def _pushes_of(self, width: int) -> RunningPushes:
+        def charge(sent: Tensor) -> None:
+            self.ledger.charge_edges(sent, width + 1, (width + 1) * WEIGHT + COUNT)
+            self.ledger.count_round()
+
+        return RunningPushes(self.network, self.links, width, charge)
+
+    def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, plain = super().state_dict(state)
+        if self._pushes is not None:
+            sums, plain["running"] = self._pushes.state_dict()
+            tensors.update({f"running.{name}": value for name, value in sums.items()})
+        return tensors, plain
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], state_type: Any) -> Any:
+        self._pushes = None
+        if "running" in plain:
+            sums = {name: tensors[f"running.{name}"] for name in ("sent", "got", "due")}
+            self._pushes = self._pushes_of(sums["sent"].shape[1] - 1)
+            self._pushes.load_state_dict(sums, plain["running"])
+        return super().load_state_dict(tensors, plain, state_type)
+
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """Take a fixed number of steps, or stop as soon as all peers agree."""
         tolerance = self.averaging.limit(rows.dtype)
         if tolerance is None:
-            for _ in range(self.averaging.steps):
+            for _ in range(self.averaging.steps(self.links)):
                 advance()
             return
         scale = (

@@ -5,8 +5,8 @@ The parts are the verbs, the rows that may leave a peer, and averages by steps o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ def check_verbs(algorithm: PeerAlgorithm, network: AnyNetwork, links: Links, ave
     name, verbs = algorithm.name(), algorithm.verbs()
     if "mix" in verbs:
         averaging.check(network, links)
+    if network.upper is not None:
+        check_verbs(algorithm, network.upper, network.upper.between(links.num_peers), averaging)
+        if averaging.weights == "kept":
+            raise SettingError(
+                "the weights of Push-Sum are kept between averages, but x has a network of its own, on which they "
+                "differ: use weights 'reset', or one network."
+            )
     if "push" in verbs and network.faulty:
         raise SettingError(
             f"{name} pushes without running sums, so a lost message would be lost for good: use a network "
@@ -53,12 +60,13 @@ class Peering(Hosting):
     algorithm: Algorithm
     network: AnyNetwork
     links: Links
+    upper_links: Links | None = None  # of the sequences of the space of x, if they have their own network
     averaging: Averaging
     kept_names: set[str]
     unequal: bool  # whether the peers have unequal weights
     weights: Tensor
     push_weights: Tensor  # of Push-Sum, where averages keep them
-    iteration = call = time = 0
+    iteration = call = time = upper_time = 0
 
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
@@ -75,6 +83,10 @@ class Peering(Hosting):
 
     def _robust(self, rows: Tensor) -> Tensor:
         """Return a robust average by running sums."""
+        raise NotImplementedError
+
+    def _running(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one step of the network through running sums of the whole run."""
         raise NotImplementedError
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
@@ -108,26 +120,69 @@ class Peering(Hosting):
         return self.clients.steps(num)
 
     def push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        groups = self._groups({name: value for name, value in rows.items() if self.travels(name)})
+        if len(groups) > 1:
+            raise SettingError(
+                f"{self.algorithm.name()} pushes x and y with the same weights, but x has a network of its own: use "
+                "one network, or exchange='gossip'."
+            )
+        together = self._travelling(rows)
+        if together is None:
+            return (weights, *rows.values())
+        with self._paying_for("push", rows), self._on_network_of(*groups[0]):
+            together, weights = self._exchange(together, weights, sends_weights=True)
+        return (weights, *self._apart(together, rows))
+
+    def running_push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
         together = self._travelling(rows)
         if together is None:
             return (weights, *rows.values())
         with self._paying_for("push", rows):
-            together, weights = self._exchange(together, weights, sends_weights=True)
+            together, weights = self._running(together, weights)
         return (weights, *self._apart(together, rows))
 
     def gossip(self, **rows: Tensor) -> Any:
-        together = self._travelling(rows)
-        if together is not None:
-            with self._paying_for("gossip", rows):
-                together, _ = self._exchange(together, self.weights, sends_weights=False)
-        return _one(self._apart(together, rows))
+        return self._by_network(
+            "gossip", rows, lambda together: self._exchange(together, self.weights, sends_weights=False)[0]
+        )
 
     def mix(self, **rows: Tensor) -> Any:
-        together = self._travelling(rows)
-        if together is not None:
-            with self._paying_for("mix", rows):
-                together = self._averaged(together)
-        return _one(self._apart(together, rows))
+        return self._by_network("mix", rows, self._averaged)
+
+    def _by_network(self, verb: str, rows: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor]) -> Any:
+        """Return the rows after an exchange on each network that carries some of them."""
+        new: dict[str, Tensor] = {}
+        for names in self._groups(rows):
+            part = {name: rows[name] for name in names}
+            together = self._travelling(part)
+            if together is not None:
+                with self._paying_for(verb, part), self._on_network_of(*names):
+                    together = exchange(together)
+            new.update(zip(part, self._apart(together, part), strict=True))
+        return _one(tuple(new[name] for name in rows))
+
+    def _groups(self, names: Iterable[str]) -> list[list[str]]:
+        """Return the names by the network that carries them."""
+        if self.upper_links is None:
+            return [list(names)]
+        both = [[name for name in names if self._is_upper(name) == upper] for upper in (False, True)]
+        return [some for some in both if some] or [[]]
+
+    def _is_upper(self, name: str) -> bool:
+        return self.algorithm.space(name) == "upper"
+
+    @contextmanager
+    def _on_network_of(self, *names: str) -> Iterator[None]:
+        """Take steps on the network of these sequences, which counts its own steps."""
+        if self.upper_links is None or not any(map(self._is_upper, names)):
+            yield
+            return
+        lower = self.links, self.time
+        self.links, self.time = self.upper_links, self.upper_time
+        try:
+            yield
+        finally:
+            self.upper_time, (self.links, self.time) = self.time, lower
 
     def _paying_for(self, verb: str, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Charge an exchange under the verb and the names of the rows that are sent."""
@@ -142,6 +197,7 @@ class Peering(Hosting):
             return self._exact(rows)
         if kind == "robust":
             return self._robust(rows)
+        self.time += -self.time % (self.links.cycle or 1)  # steps that average exactly do so from their first one on
         kept, divides = kind == "push_sum" and self.averaging.weights == "kept", counts or kind == "push_sum"
         z, w = rows * self.weights.to(rows.dtype), self.push_weights if kept else self.weights
         spare: Tensor | None = None
@@ -188,6 +244,8 @@ class Peering(Hosting):
     def state_dict(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors: dict[str, Tensor] = {"push_weights": self._stored(self.push_weights.cpu(), upper=False)}
         plain: dict[str, Any] = {"time": {"value": self.time}}
+        if self.upper_links is not None:
+            plain["upper_time"] = {"value": self.upper_time}
         for name, value in state._asdict().items():
             if isinstance(value, Tensor):
                 tensors[f"state.{name}"] = self._stored(value, upper=name in self.algorithm.upper_space)
@@ -202,6 +260,7 @@ class Peering(Hosting):
             self._restored(tensors["push_weights"], upper=False).to(device),
             plain["time"]["value"],
         )
+        self.upper_time = plain.get("upper_time", {"value": 0})["value"]
         self.host.ledger.load_state_dict(
             {name.removeprefix("ledger."): value for name, value in tensors.items() if name.startswith("ledger.")}
         )

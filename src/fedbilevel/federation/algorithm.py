@@ -286,6 +286,9 @@ class Peers(Protocol):
         Every peer divides its rows and its weight among its receivers of this step.
         """
 
+    def running_push(self, weights: Tensor, /, **rows: Tensor) -> tuple[Tensor, ...]:
+        """Take one step of Push-Sum through running sums, which survives lost and late messages."""
+
     def gossip(self, **rows: Tensor) -> Any:
         """Take one doubly stochastic step, which needs an undirected network.
 

@@ -27,7 +27,7 @@ from fedbilevel.problem.draws import Stream
 from fedbilevel.settings import Settings, setting
 
 Kind = Literal["push_sum", "gossip", "exact", "robust"]
-STEPS = 10  # of an average without num_steps and tolerance
+STEPS = 10  # of an average without num_steps and tolerance, on a network that does not average exactly
 TOLERANCE = {torch.float32: 1e-7, torch.float64: 1e-12}  # of a robust average, relative to the largest row
 _LEAST = 1e-6  # the least weight that a split may leave; weights are one on average
 
@@ -52,7 +52,10 @@ class Averaging(Settings):
 
     kind: Kind = setting("push_sum", "the operator behind an average")
     num_steps: int | None = setting(
-        None, "steps of one averaging (None: 10, and a robust one until all peers agree)", symbol="S", least=1
+        None,
+        "steps of one averaging (None: 10, on a base network one cycle, and a robust one until all peers agree)",
+        symbol="S",
+        least=1,
     )
     tolerance: float | None = setting(
         None,
@@ -64,10 +67,9 @@ class Averaging(Settings):
         "reset", "Push-Sum weights start at one for every average, or where the last one left them"
     )
 
-    @property
-    def steps(self) -> int:
-        """Number of steps of an average without a limit on the disagreement."""
-        return STEPS if self.num_steps is None else self.num_steps
+    def steps(self, links: Links) -> int:
+        """Return the number of steps of an average without a limit on the disagreement."""
+        return (links.cycle or STEPS) if self.num_steps is None else self.num_steps
 
     def limit(self, dtype: torch.dtype) -> float | None:
         """Return the disagreement at which an average ends, relative to the largest row.
@@ -190,7 +192,12 @@ def spread(rows: Tensor, scale: Tensor) -> float:
 
 
 def robust_steps(
-    peers: Sequence[RunningSums], network: AnyNetwork, links: Links, start: int, charge: Callable[[Tensor], None]
+    peers: Sequence[RunningSums],
+    network: AnyNetwork,
+    links: Links,
+    start: int,
+    charge: Callable[[Tensor], None],
+    late: dict[int, list[Message]] | None = None,
 ) -> Callable[[], None]:
     """Return a function that takes one step with faults.
 
@@ -198,9 +205,10 @@ def robust_steps(
     Faults are drawn per (seed, step, edge).
 
     charge: function that receives the (n, n) matrix of messages sent, including lost messages.
+    late: messages under way by the step of their arrival; None: there are none.
     """
     n, stream = len(peers), Stream(network.seed)
-    due: dict[int, list[Message]] = {}
+    due: dict[int, list[Message]] = {} if late is None else late
     step = start
 
     def draw(purpose: str, width: int) -> Tensor:

@@ -6,11 +6,9 @@ peer sends to itself. `mixing` computes the effect of one exchange on the rows.
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +16,21 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import NetworkError
-from fedbilevel.federation.mixing import Mixing, fastest_mixing, metropolis
+from fedbilevel.federation.base_graph import base_graph
+from fedbilevel.federation.links import Cycle as Cycle
+from fedbilevel.federation.links import Links as Links
+from fedbilevel.federation.links import read
 from fedbilevel.problem.draws import Stream
 from fedbilevel.settings import Settings, setting
 
 Kind = Literal[
-    "complete", "ring", "torus", "exponential", "erdos_renyi", "random_undirected", "random_directed", "file"
+    "complete", "ring", "torus", "exponential", "base", "erdos_renyi", "random_undirected", "random_directed", "file"
+]
+UpperKind = Literal[
+    "same", "complete", "ring", "torus", "exponential", "base", "erdos_renyi", "random_undirected", "random_directed"
 ]
 DIRECTED = ("exponential", "random_directed")
 STATIC = ("complete", "ring", "torus", "erdos_renyi")
-_WINDOW = 100  # steps within which a changing network must connect all peers
 _AHEAD = 16  # steps of a random network drawn at once
 _MOST_DRAWN = 2**18  # and edges, at most
 
@@ -43,6 +46,16 @@ class Network(Settings):
     """
 
     kind: Kind = setting("complete", "which peers can send to which")
+    degree: int = setting(
+        1,
+        "base: most receivers of a peer at one step; the steps repeat, and one cycle is an exact average",
+        symbol="k",
+        least=1,
+    )
+    upper_kind: UpperKind = setting(
+        "same", "network of x and the other sequences of its space, with the other settings of this network"
+    )
+    upper_degree: int | None = setting(None, "degree of that network (None: the same)", least=1)
     probability: float = setting(0.4, "erdos_renyi: of an edge, drawn once", above=0, most=1)
     lowest: float = setting(
         0.4,
@@ -77,6 +90,19 @@ class Network(Settings):
             raise NetworkError(
                 "kind='file' needs the name of a file, and a file needs kind='file': give both or neither."
             )
+        if "base" in (self.kind, self.upper_kind) and self.shares != "auto":
+            raise NetworkError(
+                f"shares are {self.shares!r}, but a network of kind 'base' averages exactly only with its own: "
+                "use shares 'auto'."
+            )
+
+    @property
+    def upper(self) -> Network | None:
+        """Network of x, or None if all sequences share one network."""
+        if self.upper_kind == "same":
+            return None
+        degree = self.degree if self.upper_degree is None else self.upper_degree
+        return replace(self, kind=self.upper_kind, degree=degree, upper_kind="same", upper_degree=None, file="")
 
     @property
     def faulty(self) -> bool:
@@ -84,7 +110,9 @@ class Network(Settings):
 
     def between(self, num_peers: int) -> Links:
         if self.kind == "file":
-            return _read(Path(self.file), num_peers, self.shares)
+            return read(Path(self.file), num_peers, self.shares)
+        if self.kind == "base":
+            return Cycle(base_graph(num_peers, self.degree))
         links = Links(num_peers, self._adjacency(num_peers), directed=self.kind in DIRECTED, shares=self.shares)
         links.period = (
             1 if self.kind in STATIC else max(1, (num_peers - 1).bit_length()) if self.kind == "exponential" else None
@@ -142,6 +170,7 @@ class GivenNetwork:
     """Network that the user describes as a function of the step."""
 
     faulty, loss, max_delay, activity, seed = False, 0.0, 0, 1.0, 0
+    upper = None
 
     def __init__(
         self, num_peers: int, out: Callable[[int], Any], *, directed: bool = True, shares: str = "auto"
@@ -171,147 +200,3 @@ def given(num_peers: int, out: Callable[[int], Any], *, directed: bool = True, s
         to j.
     """
     return GivenNetwork(num_peers, out, directed=directed, shares=shares)
-
-
-class Links:
-    """Network between a known number of peers."""
-
-    period: int | None = None  # steps after which it repeats, if it does
-
-    def __init__(self, num_peers: int, out: Callable[[int], Any], *, directed: bool, shares: str) -> None:
-        self.num_peers, self.directed = num_peers, directed
-        self.shares = ("out_degree" if directed else "metropolis") if shares == "auto" else shares
-        if self.shares not in ("out_degree", "metropolis", "fastest"):
-            raise NetworkError(f"there are no shares named {shares!r}: use auto, out_degree, metropolis or fastest.")
-        if directed and self.shares != "out_degree":
-            raise NetworkError(
-                f"{self.shares} shares need an undirected network, this one is directed: use out_degree."
-            )
-        self._out = out
-        self._kept: dict[int, Mixing] = {}
-
-    @property
-    def doubly_stochastic(self) -> bool:
-        return self.shares != "out_degree"
-
-    def adjacency(self, step: int) -> Tensor:
-        """Return the (n, n) flags of the links, with self-loops."""
-        links = torch.as_tensor(self._out(step)).bool()
-        if links.shape != (self.num_peers, self.num_peers):
-            raise NetworkError(
-                f"the network gave a matrix of shape {tuple(links.shape)} at step {step}, expected "
-                f"{(self.num_peers, self.num_peers)}."
-            )
-        if not self.directed and not torch.equal(links, links.T):
-            raise NetworkError(
-                f"the network is said to be undirected but is not symmetric at step {step}: say that it is "
-                "directed, or fix it."
-            )
-        return links | torch.eye(self.num_peers, dtype=torch.bool)
-
-    def mixing(self, step: int) -> Mixing:
-        if self.period is None:
-            return self._made(step)
-        place = step % self.period
-        if place not in self._kept:
-            self._kept[place] = self._made(place)
-        return self._kept[place]
-
-    def _made(self, step: int) -> Mixing:
-        adjacency = self.adjacency(step)
-        links = adjacency.double()
-        if self.shares == "out_degree":
-            return Mixing(adjacency, links.T, 1 / links.sum(1))
-        return Mixing(
-            adjacency,
-            fastest_mixing(adjacency) if self.shares == "fastest" else metropolis(adjacency),
-            torch.ones(len(links), dtype=torch.float64),
-        )
-
-    @cached_property
-    def connected_within(self) -> int:
-        """Number of steps after which every peer can reach every other peer.
-
-        A network that does not repeat is checked a second time at later steps, so that a network
-        with links only at the start does not pass.
-        """
-        first = self._connects(0)
-        if self.period is None:
-            self._connects(_WINDOW)
-        return first
-
-    def _connects(self, start: int) -> int:
-        """Return the number of steps from `start` until all peers are connected.
-
-        If some peers are never connected, the error names them.
-        """
-        import networkx as nx
-
-        links = torch.zeros(self.num_peers, self.num_peers, dtype=torch.bool)
-        window = self.period or _WINDOW
-        for step in range(window):
-            links |= self.adjacency(start + step)
-            graph = nx.from_numpy_array(links.numpy(), create_using=nx.DiGraph)
-            if nx.is_strongly_connected(graph):
-                return step + 1
-        parts = sorted(nx.strongly_connected_components(graph), key=lambda part: (-len(part), min(part)))
-        lost = sorted(set().union(*parts[1:]))
-        names = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
-        raise NetworkError(
-            f"the network never connects: over {window} "
-            f"step{'s' if window > 1 else ''}{f' from step {start}' if start else ''}, "
-            f"client{'s' if len(lost) > 1 else ''} {names} cannot both reach the others and be reached by "
-            "them; add edges, or raise the probabilities."
-        )
-
-
-def _read(path: Path, num_peers: int, shares: str) -> Links:
-    try:
-        content = json.loads(path.read_text())
-        size, steps, directed = content["num_peers"], content["steps"], content.get("directed", True)
-        if (
-            not isinstance(size, int)
-            or not isinstance(directed, bool)
-            or not isinstance(steps, list)
-            or not all(isinstance(edges, list) for edges in steps)
-        ):
-            raise TypeError(
-                "num_peers must be a whole number, directed true or false and steps a list of lists of edges"
-            )
-    except OSError as error:
-        raise NetworkError(f"the network file {path} cannot be read ({error.strerror}): check its name.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        form = '{"num_peers": 3, "directed": true, "steps": [[[0, 1], [1, 2]], [[2, 0]]]}'
-        raise NetworkError(
-            f"the network file {path} is not of the form {form}: {type(error).__name__} {error}."
-        ) from error
-    if size != num_peers:
-        raise NetworkError(
-            f"the network file {path} is for {size} peers, there are {num_peers} clients: write one for as many."
-        )
-    if not steps:
-        raise NetworkError(f"the network file {path} has no steps: give at least one list of edges.")
-    matrices = [_matrix(edges, num_peers, directed, f"{path}, step {number}") for number, edges in enumerate(steps)]
-    links = Links(num_peers, lambda step: matrices[step % len(matrices)], directed=directed, shares=shares)
-    links.period = len(matrices)
-    return links
-
-
-def _matrix(edges: Sequence[Any], n: int, directed: bool, where: str) -> Tensor:
-    matrix = torch.zeros(n, n, dtype=torch.bool)
-    for edge in edges:
-        if (
-            not isinstance(edge, list)
-            or len(edge) != 2
-            or not all(isinstance(end, int) and not isinstance(end, bool) for end in edge)
-        ):
-            raise NetworkError(f"{where}: {edge!r} is no edge, expected [sender, receiver].")
-        for end in edge:
-            if not 0 <= end < n:
-                raise NetworkError(
-                    f"{where}: the edge {edge} names the unknown peer {end}; peers are numbered from 0 to {n - 1}."
-                )
-        matrix[edge[0], edge[1]] = True
-        if not directed:
-            matrix[edge[1], edge[0]] = True
-    return matrix

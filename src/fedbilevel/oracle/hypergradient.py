@@ -11,16 +11,18 @@ right-hand side per client for a local lower level.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel.errors import ConvexityError, ProblemError, SettingError
+from fedbilevel.errors import ConvexityError, ProblemError, ResidualWarning, SettingError
 from fedbilevel.oracle.population import Population
 
 Product = Callable[[Tensor], Tensor]  # (r, d) -> (r, d), row by row
+LIMIT = 10_000  # products of a series or a fixed point without max_products
 Method = Literal["exact", "cg", "neumann", "fixed_point"]
 
 
@@ -89,24 +91,28 @@ def solve_neumann(
     step: float | None = None,
     num_terms: int | None = None,
     tolerance: float = 1e-10,
-    max_products: int = 10_000,
+    max_products: int | None = None,
 ) -> Solution:
     """Return step * sum_{j < num_terms} (I - step H)^j b.
 
     The error is (1 - step mu)^num_terms.
 
     num_terms: number of terms; None stops when a term is small relative to the first term.
+    max_products: number of products without num_terms; None stops after 10,000, with a warning.
     """
     if num_terms is not None and num_terms < 1:
         raise SettingError(f"num_terms is {num_terms}, expected at least 1.")
     step, count = _step(product, b, step)
     term, total = b, b
     goal = _reachable(tolerance, b) * torch.linalg.vector_norm(b, dim=1)
-    for _ in range(max_products if num_terms is None else num_terms - 1):
+    limit = LIMIT if max_products is None else max_products
+    for _ in range(limit if num_terms is None else num_terms - 1):
         if num_terms is None and bool((torch.linalg.vector_norm(term, dim=1) <= goal).all()):
             break
         term = term - step * product(term)
         total, count = total + term, count + 1
+    else:
+        return _cut_off(_certified(product, b, step * total, count), max_products is None and num_terms is None)
     return _certified(product, b, step * total, count)
 
 
@@ -116,23 +122,40 @@ def solve_fixed_point(
     *,
     step: float | None = None,
     tolerance: float = 1e-10,
-    max_products: int = 10_000,
+    max_products: int | None = None,
     u0: Tensor | None = None,
 ) -> Solution:
     """Iterate u <- u - step (H u - b) from any start until the residual is small.
 
     Single-loop methods take one such step per round.
+
+    max_products: number of products; None stops after 10,000, with a warning.
     """
     step, count = _step(product, b, step)
     u = torch.zeros_like(b) if u0 is None else u0
     goal = _reachable(tolerance, b) * torch.linalg.vector_norm(b, dim=1)
-    for _ in range(max_products):
+    for _ in range(LIMIT if max_products is None else max_products):
         residual = product(u) - b
         count += 1
         if bool((torch.linalg.vector_norm(residual, dim=1) <= goal).all()):
             break
         u = u - step * residual
+    else:
+        return _cut_off(_certified(product, b, u, count), max_products is None)
     return _certified(product, b, u, count)
+
+
+def _cut_off(solution: Solution, warns: bool) -> Solution:
+    """Return a solution that was stopped at a limit, with a warning if the user gave no limit."""
+    if warns:
+        warnings.warn(
+            ResidualWarning(
+                f"the linear system was stopped after {LIMIT:,} products with a residual of {solution.residual:.2g}, "
+                "and an error that can be larger by the condition number: use method 'cg', or give max_products."
+            ),
+            stacklevel=4,
+        )
+    return solution
 
 
 def _reachable(tolerance: float, like: Tensor) -> float:

@@ -137,7 +137,7 @@ class Peer(Peering):
         self.ledger.count_round()
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
-        for _ in range(self.averaging.steps):
+        for _ in range(self.averaging.steps(self.links)):
             advance()
 
     # ---- robust averages -------------------------------------------------------------------------

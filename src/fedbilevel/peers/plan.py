@@ -117,6 +117,13 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
             "the network of the plan delays messages or lets peers sleep, which only a simulation can do: "
             "remove max_delay and activity."
         )
+    if "running_push" in verbs:
+        raise PlanError(
+            f"{plan.algorithm['name']} keeps running sums of every edge, which only a simulation does: use sgp, or hgp "
+            "with robust averages."
+        )
+    if network.upper is not None:
+        raise PlanError("the plan gives x a network of its own, which only a simulation can do: remove upper_kind.")
     if network.kind == "file":
         raise PlanError("the network of the plan is a file, and nothing in a plan may be a path: use another kind.")
     given = plan.options.get("averaging", {})

@@ -147,10 +147,10 @@ def _pushed(
 
 def _islands(links: Any, num: int, *, faulty: bool) -> AnyNetwork:
     """Return a network of `num` copies of the clients, without links between copies."""
-    if links.shares == "fastest" and num > 1:
+    if links.shares == "base" or (links.shares == "fastest" and num > 1):
         raise SettingError(
-            "fastest-mixing shares of islands differ from those of one island, so retraining would differ from "
-            "training: use metropolis shares."
+            f"{links.shares} shares of islands differ from those of one island, so retraining would differ from "
+            "training: use a network with metropolis shares."
         )
     if faulty:
         raise SettingError(

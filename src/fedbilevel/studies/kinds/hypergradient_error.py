@@ -106,7 +106,7 @@ def run(
     truth = hypergradient(peers.host, x, solution, method="exact")
     say(
         f"{algorithm.num_terms} terms, each after an average "
-        + (f"of {averaging.steps} steps" if averaging.limit(y.dtype) is None else "until all agree")
+        + (f"of {averaging.steps(peers.links)} steps" if averaging.limit(y.dtype) is None else "until all agree")
     )
     size, curve, shown = float(_norms(truth.value).mean()), [], set(terms(algorithm.num_terms))
     with torch.no_grad():
