@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ COMPLETE = 30  # members up to which everybody is everybody's neighbour
 MOST_MEMBERS = 2000
 MOST_SLOTS = 4096
 LONGEST_NAME = 200
+Groups = Mapping[str, int]  # the group of each member, in a call of which the server learns the sum of each group
 
 
 class Nonce(NamedTuple):

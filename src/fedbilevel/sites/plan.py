@@ -146,6 +146,11 @@ def _check_private(plan: SitePlan, aggregation: Aggregation, cohort: Cohort) -> 
     asked = next((name for name in ("secure", "noise") if getattr(aggregation, name)), "")
     if asked and (cohort.size(plan.num_clients) < plan.num_clients or cohort.replacement):
         raise PlanError(f"aggregation.{asked} needs all clients in every round between sites: leave out fraction.")
+    if aggregation.secure and aggregation.groups is not None and plan.clients:
+        raise PlanError(
+            f"aggregation.groups needs one client per site under secure sums, and {next(iter(plan.clients))} hosts "
+            "several: the clients of a group could be those of one site; leave out groups."
+        )
     if aggregation.secure and not len(plan.sites) / 2 < plan.quorum:
         raise PlanError(
             f"the quorum is {plan.quorum} of {len(plan.sites)} sites, and secure sums need more than half: raise it."

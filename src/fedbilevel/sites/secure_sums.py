@@ -18,6 +18,7 @@ from fedbilevel.errors import PolicyError, WireError
 if TYPE_CHECKING:
     from fedbilevel.secure import Terms
     from fedbilevel.secure.messages import PartyOf
+    from fedbilevel.secure.terms import Groups
 
 # stage and messages by site -> answers by site
 Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
@@ -36,14 +37,14 @@ class SecureSums:
         self._tally, self._ask, self._refuse = Tally(terms, party_of), ask, refuse
         self.lost: set[str] = set()  # sites that were left out since the epoch began, and may have lost their keys
 
-    def call(self, here: Sequence[str], iteration: int, call: int) -> dict[str, Any]:
+    def call(self, here: Sequence[str], iteration: int, call: int, groups: Groups | None = None) -> dict[str, Any]:
         """Return the message that asks for masked rows, after a new epoch if that is needed."""
         from fedbilevel.secure import Nonce
 
         tally = self._tally
         if tally.is_exhausted or not {*here} <= {*tally.members} or self.lost & {*here}:
             self._begin(here)
-        return tally.call(Nonce((tally.epoch, tally.slot), iteration, call))
+        return tally.call(Nonce((tally.epoch, tally.slot), iteration, call), groups=groups)
 
     def _begin(self, here: Sequence[str]) -> None:
         """Let the sites agree on keys, and share the seeds of their masks."""
@@ -56,7 +57,7 @@ class SecureSums:
         self._each("receive", tally.handout(), lambda name, message: None)
 
     def total(self, rows: Mapping[str, tuple[Any, Mapping[str, Tensor]]]) -> tuple[list[str], dict[str, Tensor]]:
-        """Return the names of the sites in the sum, and the sums by name.
+        """Return the names of the sites in the sum, and the sums by name, with a row for each group.
 
         rows: message and masked rows of each site that answered, all of the same form.
         """

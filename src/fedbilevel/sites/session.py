@@ -181,7 +181,8 @@ class Session:
         results, sent = self._kept_or_sent(answers, rows)
         masked: dict[str, Any] = {}
         if self.member is not None:
-            masked, sent = self.member.masked(header.get("secure"), {name: one for name, [one] in sent.items()})
+            own = {name: one for name, [one] in sent.items()}
+            masked, sent = self.member.masked(header.get("secure"), own, iteration)
         head: dict[str, Any] = {"secure": masked} if masked else {}
         head |= {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
@@ -299,7 +300,6 @@ class Session:
         return {"phase": phase if known else kind, **({"iteration": iteration} if within else {})}
 
     # ---- inside --------------------------------------------------------------------------------------------------
-
     def _begin(self, header: Mapping[str, Any]) -> None:
         """Count a computation whose checks have passed, before it runs."""
         self.policy.check_rounds(self.audit.rounds + 1)
