@@ -74,7 +74,7 @@ def test_the_round_fails_with_fewer_than_three_groups(tmp_path, secure, text):
 
 def test_refusals_of_plans_and_sites(tmp_path):
     several = federation_of(tmp_path / "several", hosts=(3, 3, 3))
-    with pytest.raises(PlanError, match="groups needs one client per site under secure sums, and site-0 hosts several"):
+    with pytest.raises(PlanError, match="a group under secure sums needs one client per site, and site-0 hosts"):
         several.serve(plan_for(several, SECURE))
     high = federation_of(tmp_path / "high", 9)
     (tmp_path / "high" / "sites" / "site-4" / "site.toml").write_text(TRIAL + "min_members = 4\n")

@@ -139,9 +139,9 @@ class Member:
             raise PolicyError("the survivors of a call are confirmed once: repeat the call with a new turn.")
         if not {self.name} <= {*survivors} <= {*epoch.members}:
             raise PolicyError("the list of survivors lacks this site or names strangers: repeat the call.")
-        if len(survivors) < self.terms.quorum:
+        if len(survivors) < roster.quorum:
             raise PolicyError(
-                f"{len(survivors)} members survived, expected at least the quorum of {self.terms.quorum}: "
+                f"{len(survivors)} members survived, expected at least the quorum of {roster.quorum}: "
                 "repeat the call when more members are there."
             )
         self._check_floor(survivors)
@@ -162,10 +162,10 @@ class Member:
             is_signed(roster.keys[name].signing, signature, opened.signed) for name, signature in signatures.items()
         ):
             raise WireError("a survivor did not sign the list of survivors that this site confirmed.")
-        if len(signatures) < self.terms.quorum:
+        if len(signatures) < roster.quorum:
             raise PolicyError(
                 f"{len(signatures)} members confirmed the survivors, expected at least the quorum of "
-                f"{self.terms.quorum}: repeat the call when more members are there."
+                f"{roster.quorum}: repeat the call when more members are there."
             )
         self._open = None  # a second request finds nothing
         halves: dict[str, dict[str, str]] = {"selves": {}, "pairs": {}}

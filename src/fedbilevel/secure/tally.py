@@ -140,8 +140,9 @@ class Tally:
         return found
 
     def _need(self, num: int, did: str) -> None:
-        if num < self.terms.quorum:
-            raise QuorumError(f"{num} members {did}, expected at least {self.terms.quorum}: wait for more members.")
+        quorum = self.terms.quorum if self._roster is None else self._roster.quorum
+        if num < quorum:
+            raise QuorumError(f"{num} members {did}, expected at least {quorum}: wait for more members.")
 
     def _found(self) -> Roster:
         if self._roster is None:
@@ -270,7 +271,7 @@ class _Sum:
         return {"epoch": self.call.epoch, "slot": self.call.slot}
 
     def _need(self, num: int, did: str) -> None:
-        if num < (quorum := self.roster.terms.quorum):
+        if num < (quorum := self.roster.quorum):
             raise QuorumError(f"{num} members {did}, expected at least {quorum}: repeat the call with a new turn.")
 
 

@@ -29,7 +29,8 @@ class Terms:
     """Terms of a secure sum, which every member signs together with its keys.
 
     run: name of the run.
-    quorum: fewest members whose rows may be summed; more than half of the members.
+    quorum: fewest members whose rows may be summed. In an epoch with more members it rises to more
+        than half of them.
     neighbours: degree of the graph of masks. By default the graph is complete up to 30 members, and
         has the degree of `usual_degree` above.
     slots: calls of one key epoch. Each call uses up one slot of every member's keys.
@@ -51,6 +52,10 @@ class Terms:
             if not least <= value <= most:
                 kind = "characters in the name of the run" if name == "run" else name
                 raise SettingError(f"a secure sum has {value} {kind}, expected {least} to {most}.")
+
+    def needed(self, num_members: int) -> int:
+        """Return the quorum of an epoch with this many members."""
+        return max(self.quorum, num_members // 2 + 1)
 
     def parts(self) -> tuple[str, ...]:
         """Return the terms as texts, for signatures."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedbilevel.secure.messages import Identity, PartyOf
 
 NONCES = "nonces.json"
+_SLOTS = 16  # calls of the key epoch of a cohort, which rarely meets again
 
 
 class Papers(NamedTuple):
@@ -88,7 +89,11 @@ def terms_of(plan: SitePlan) -> Terms:
     from fedbilevel.secure import Terms  # needs an extra
 
     everyone = plan.built_algorithm().needs_everyone
-    return Terms(plan.name, len(plan.sites) if everyone else plan.quorum)
+    quorum = len(plan.sites) if everyone else plan.quorum
+    if plan.cohort_size == plan.num_clients:
+        return Terms(plan.name, quorum)
+    # each site has one client, and a cohort has an epoch of its own, which is short
+    return Terms(plan.name, max(2, quorum * plan.cohort_size // plan.num_clients), slots=_SLOTS)
 
 
 def groups_of(plan: SitePlan, size: int, iteration: int) -> dict[str, int]:

@@ -29,11 +29,16 @@ class SecureSums:
 
     ask: sends the messages of a stage to sites, and returns the answers; other sites are left out.
     refuse: leaves out a site whose answer cannot be used, with the reason.
+    cohorts: whether calls concern cohorts. Then every other cohort begins an epoch of its own, so that
+        masks and quorum are those of the cohort.
     """
 
-    def __init__(self, terms: Terms, party_of: PartyOf, ask: Ask, refuse: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, terms: Terms, party_of: PartyOf, ask: Ask, refuse: Callable[[str, str], None], *, cohorts: bool = False
+    ) -> None:
         from fedbilevel.secure import Tally  # needs an extra
 
+        self._cohorts = cohorts
         self._tally, self._ask, self._refuse = Tally(terms, party_of), ask, refuse
         self.lost: set[str] = set()  # sites that were left out since the epoch began, and may have lost their keys
 
@@ -41,8 +46,8 @@ class SecureSums:
         """Return the message that asks for masked rows, after a new epoch if that is needed."""
         from fedbilevel.secure import Nonce
 
-        tally = self._tally
-        if tally.is_exhausted or not {*here} <= {*tally.members} or self.lost & {*here}:
+        tally, known = self._tally, {*self._tally.members}
+        if tally.is_exhausted or not {*here} <= known or self.lost & {*here} or (self._cohorts and known != {*here}):
             self._begin(here)
         return tally.call(Nonce((tally.epoch, tally.slot), iteration, call), groups=groups)
 

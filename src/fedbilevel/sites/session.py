@@ -240,7 +240,7 @@ class Session:
         weights: Any = header.get("weights")
         if not are_counts([largest], 1, least=1) or not are_counts(weights, num, least=1) or max(weights) > largest:
             raise WireError("a message does not have the weights of this site's clients.")
-        bits = bits_of(self.layer.settings, self.plan.num_clients, largest)
+        bits = bits_of(self.layer.settings, self.plan.cohort_size, largest)
         return Fixed(torch.tensor(weights), bits, largest, fewest_clients(self.plan))
 
     def secure(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
