@@ -39,13 +39,15 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Settings):
-    """Treatment of the rows that clients send to the server, with a server only.
+    """Treatment of the rows that clients send to the server.
 
     A row is treated as the difference to the array of its name and length that the server sent with
     the same call, if there is one. Clipping and compression concern rows in the spaces of x and y.
     Statistics that an algorithm measures, such as losses and curvatures, are sent as they are.
     Robust rules concern all rows. Means are sums of integers, which do not depend on the order of
     clients.
+
+    Between peers, `compress` and `robust` treat rows in averages of kind gossip.
 
     clip: a longer row is scaled to this norm.
     compress: `int8`, `topk:0.1` (the largest tenth of the entries), `randk:0.1` (a tenth that all

@@ -12,7 +12,9 @@ from fedbilevel.aggregation.groups import LEAST
 from fedbilevel.aggregation.sealing import bits_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Algorithm, Cohort
+from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.network import Links
 from fedbilevel.privacy.noise import ring_sigma
 
 FEATURES = {  # in words, in the order of the documentation
@@ -30,9 +32,15 @@ FEATURES = {  # in words, in the order of the documentation
     "replacement": "a cohort drawn with replacement",
     "private": "a private upper variable",
     "local": "a local lower level",
+    "peers": "peers without a server",
+    "push_sum": "averages of peers other than gossip",
 }
 _REST = "the rest that error feedback adds to a row is not bounded by clip, so noise would not hide it"
 _ALONE = "masks cancel only if all clients send integers on the same scale at the same places"
+
+_NO_SERVER = "peers read single rows of their neighbours, and there is no server that would see a sum only"
+_ONE = "an algorithm has a server or peers, and peers always take part"
+_WEIGHTS = "rows of Push-Sum that are changed no longer fit their weights, so their quotient has a bias"
 
 
 class Clash(NamedTuple):
@@ -60,6 +68,18 @@ CLASHES = (
     Clash("robust", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
     Clash("groups", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
     Clash("groups", "replacement", "the number of different clients, and so that of groups, is not known before"),
+    Clash("peers", "secure", _NO_SERVER),
+    Clash("peers", "noise", _NO_SERVER),
+    Clash("peers", "groups", _NO_SERVER),
+    Clash("peers", "clip", "peers send whole rows, and no difference to what a server sent"),
+    Clash("peers", "powersgd", "the share of a row that it sends is not known, and steps of peers have that length"),
+    Clash("peers", "gather", _ONE),
+    Clash("peers", "cohort", _ONE),
+    Clash("peers", "replacement", _ONE),
+    Clash("push_sum", "robust", _WEIGHTS),
+    Clash("push_sum", "int8", _WEIGHTS),
+    Clash("push_sum", "topk", _WEIGHTS),
+    Clash("push_sum", "randk", _WEIGHTS),
 )
 # settings that a contract runs every algorithm with: each compressor and each rule
 TRIED = (
@@ -75,6 +95,7 @@ TRIED = (
     Aggregation(secure=True, compress="randk:0.5"),
     Aggregation(secure=True, robust="median", groups=3),
 )
+NEIGHBOURS = ("trimmed", "centred")  # rules that need the rows of neighbours only
 NEEDS = {"noise": ("clip", "the noise is a multiple of the largest norm of a row")}
 
 
@@ -175,6 +196,40 @@ def check_gather(settings: Aggregation) -> None:
     """Raise if single rows may not be read under these settings."""
     for one in settings.all():
         check_features(features(one) | {"gather"})
+
+
+def check_peers(
+    settings: Aggregation, algorithm: PeerAlgorithm, averaging: Averaging, links: Links, *, unequal: bool = False
+) -> None:
+    """Raise if peers cannot treat rows by these settings.
+
+    unequal: whether the peers have unequal weights.
+    """
+    around = {"peers"} | ({"push_sum"} if averaging.kind != "gossip" else set())
+    for one in settings.all():
+        check_features(features(one) | around)
+        if one.rule is not None and (one.rule.kind not in NEIGHBOURS or one.outside is not None):
+            rule = one.robust if one.outside is None else f"{one.robust} with outside"
+            raise SettingError(
+                f"aggregation.robust is {rule}, and peers see the rows of their neighbours only: use "
+                f"{' or '.join(NEIGHBOURS)}, without outside."
+            )
+    verbs = sorted({*algorithm.verbs()} - {"mix"})
+    if verbs:
+        raise SettingError(
+            f"{algorithm.name()} with these settings also sends rows by {verbs[0]}, which the layer does not treat: "
+            "use settings that average only (hgp with lower_solver='mix'), or leave out aggregation."
+        )
+    if links.period != 1:
+        raise SettingError(
+            "the network changes from step to step, and peers keep copies of the rows of their neighbours: use a fixed "
+            "network, or leave out aggregation."
+        )
+    if unequal:
+        raise SettingError(
+            "the clients have unequal weights, and a rule or a copy would need them for every row: use client_weights "
+            "'equal', or leave out aggregation."
+        )
 
 
 def table() -> str:

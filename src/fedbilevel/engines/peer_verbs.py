@@ -5,19 +5,22 @@ The parts are the verbs, the rows that may leave a peer, and averages by steps o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedbilevel.engines import neighbours
 from fedbilevel.engines.engine import resent
+from fedbilevel.engines.neighbours import NeighbourLayer
 from fedbilevel.engines.roster import Hosting
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import AnyNetwork, Links
 from fedbilevel.privacy.accountant import Accountant
 
@@ -50,6 +53,7 @@ class Peering(Hosting):
     """
 
     account: Accountant | None = None  # peers have no account of privacy
+    layer: NeighbourLayer | None = None
     algorithm: Algorithm
     network: AnyNetwork
     links: Links
@@ -79,6 +83,17 @@ class Peering(Hosting):
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """Take the steps of one average."""
+        raise NotImplementedError
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the peers of this process in the network."""
+        raise NotImplementedError
+
+    def _spread(self, sent: Tensor, mixing: Mixing, parts: Sequence[neighbours.Part]) -> Tensor:
+        """Take one step of the network, charge it, and return the messages of all peers by number.
+
+        Messages that no peer of this process receives may be zero.
+        """
         raise NotImplementedError
 
     def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
@@ -126,7 +141,7 @@ class Peering(Hosting):
         together = self._travelling(rows)
         if together is not None:
             with self._paying_for("mix", rows):
-                together = self._averaged(together)
+                together = self._averaged(together) if self.layer is None else self._layered(together, rows)
         return _one(self._apart(together, rows))
 
     def _paying_for(self, verb: str, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -159,6 +174,23 @@ class Peering(Hosting):
             self.push_weights = w
         return value()
 
+    def _layered(self, together: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return an average by steps of gossip in which the layer treats the rows."""
+        assert self.layer is not None
+        layer, widths = self.layer, {name: value.shape[1] for name, value in rows.items() if self.travels(name)}
+        x, numbers, shares = together, self._numbers(), self.links.mixing(self.time).matrix
+        copies = together.new_zeros(len(shares), together.shape[1])
+
+        def advance() -> None:
+            nonlocal x, copies
+            parts, mixing = layer.parts(widths, self.iteration, self.time), self.links.mixing(self.time)
+            sent = neighbours.message(parts, x, copies[numbers])
+            copies = neighbours.heard(parts, copies, self._spread(sent, mixing, parts))
+            x = neighbours.moved(parts, x, copies, numbers, mixing.adjacency, shares)
+
+        self._until_agreed(advance, lambda: x, together)
+        return x
+
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
@@ -181,7 +213,8 @@ class Peering(Hosting):
         return int(self.host.ids[row])
 
     def identity(self) -> dict[str, Any]:
-        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict()}
+        layer = {} if self.layer is None else {"aggregation": self.layer.settings.asdict()}
+        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict(), **layer}
 
     # ---- checkpoint -----------------------------------------------------------------------------------------------
 
