@@ -26,6 +26,7 @@ from torch import Tensor
 from fedbilevel.aggregation.compression import Compressor
 from fedbilevel.aggregation.robust import trimmed
 from fedbilevel.aggregation.settings import Aggregation, Choice
+from fedbilevel.federation.mixing import Mixing
 from fedbilevel.problem.draws import Stream
 
 _CALLS = 2**15  # addresses of draws within an outer iteration
@@ -49,6 +50,7 @@ class NeighbourLayer:
 
     def __init__(self, settings: Aggregation, stream: Stream) -> None:
         self.settings, self._stream = settings, stream
+        self._own: dict[str, tuple[Choice | None, Choice | None]] = {}  # compressor and rule by name
 
     def parts(self, widths: Mapping[str, int], iteration: int, time: int) -> list[Part]:
         """Return the parts of a message of one step.
@@ -58,11 +60,14 @@ class NeighbourLayer:
         """
         found, start = [], 0
         for name, width in widths.items():
-            own = self.settings.of(name)
-            choice = own.compressor if width > 1 else None
+            if name not in self._own:
+                own = self.settings.of(name)
+                self._own[name] = own.compressor, own.rule
+            choice, rule = self._own[name]
+            choice = choice if width > 1 else None
             compressor = choice and Compressor(choice, width, self._stream, f"peers/{name}", iteration, time % _CALLS)
             step = 1.0 if choice is None or choice.kind == "int8" else choice.number
-            found.append(Part(slice(start, start + width), compressor, own.rule, step))
+            found.append(Part(slice(start, start + width), compressor, rule, step))
             start += width
         return found
 
@@ -126,24 +131,36 @@ def cost(parts: Sequence[Part], dtype: torch.dtype) -> tuple[int, int]:
     return sum(form[0][0] for form in forms), sum(length * kind.itemsize for form in forms for length, kind in form)
 
 
-def moved(
-    parts: Sequence[Part], rows: Tensor, copies: Tensor, numbers: Sequence[int], adjacency: Tensor, shares: Tensor
-) -> Tensor:
+class Near(NamedTuple):
+    """A peer, the peers that it receives from, itself included, and their shares."""
+
+    number: int
+    senders: Tensor
+    shares: Tensor
+
+
+def near_of(numbers: Sequence[int], mixing: Mixing, device: torch.device) -> list[Near]:
+    """Return the neighbours of some peers."""
+    matrix, found = mixing.matrix, []
+    for number in numbers:
+        senders = mixing.adjacency[:, number].nonzero()[:, 0]
+        found.append(Near(number, senders.to(device), matrix[number, senders].to(device)))
+    return found
+
+
+def moved(parts: Sequence[Part], rows: Tensor, copies: Tensor, near: Sequence[Near]) -> Tensor:
     """Return the rows of some peers after a step.
 
     copies: of all peers, by number.
-    numbers: of the peers of the rows.
-    adjacency: (n, n) flags of the links with self-loops, from sender to receiver.
-    shares: (n, n) shares by receiver and sender.
+    near: neighbours of the peers of the rows.
     """
     new = rows.clone()
-    for place, number in enumerate(numbers):
-        senders = adjacency[:, number].nonzero()[:, 0]
-        near, own = copies[senders.to(copies.device)].double(), copies[number].double()
-        weights = shares[number, senders].to(copies.device)
+    wide = copies.double()
+    for place, (number, senders, shares) in enumerate(near):
+        theirs, own = wide[senders], wide[number]
         for part in parts:
-            some, mine = near[:, part.columns], own[part.columns]
-            change = _rule(part.rule, some, mine, weights) - mine
+            some, mine = theirs[:, part.columns], own[part.columns]
+            change = _rule(part.rule, some, mine, shares) - mine
             new[place, part.columns] = (rows[place, part.columns].double() + part.step * change).to(rows.dtype)
     return new
 

@@ -178,15 +178,16 @@ class Peering(Hosting):
         """Return an average by steps of gossip in which the layer treats the rows."""
         assert self.layer is not None
         layer, widths = self.layer, {name: value.shape[1] for name, value in rows.items() if self.travels(name)}
-        x, numbers, shares = together, self._numbers(), self.links.mixing(self.time).matrix
-        copies = together.new_zeros(len(shares), together.shape[1])
+        x, numbers, mixing = together, self._numbers(), self.links.mixing(0)  # the same in every step
+        near = neighbours.near_of(numbers, mixing, together.device)
+        copies = together.new_zeros(len(mixing.adjacency), together.shape[1])
 
         def advance() -> None:
             nonlocal x, copies
-            parts, mixing = layer.parts(widths, self.iteration, self.time), self.links.mixing(self.time)
+            parts = layer.parts(widths, self.iteration, self.time)
             sent = neighbours.message(parts, x, copies[numbers])
             copies = neighbours.heard(parts, copies, self._spread(sent, mixing, parts))
-            x = neighbours.moved(parts, x, copies, numbers, mixing.adjacency, shares)
+            x = neighbours.moved(parts, x, copies, near)
 
         self._until_agreed(advance, lambda: x, together)
         return x
