@@ -27,7 +27,8 @@ same with mutual TLS 1.3 and the kits' own certificates, without FLARE. The thre
 less than 0.2 s with 2 sites and 0.5 s with 5, on two cores. Then one outer iteration of FedBiO on
 hyper-representation of embedded digits (batches of 32, I = 1, one communication round) between 3 sites, each with
 its data in a folder: the time between two answers of a site; here the reference is an outer iteration of the
-simulator on the same data. All processes have one thread, and both write a checkpoint after each outer iteration.
+simulator on the same data, and beside it the same run with secure sums. All processes have one thread, and all
+runs write a checkpoint after each outer iteration.
 `slowest answer` is what the server waited for the slowest site, by its diary; `at the slowest site` is what the
 slowest of these sites needs to read, compute and write an answer, measured with the sites in one process. `load` is
 the load average of the last minute before and after: the machine is not alone, and the federation itself keeps more
@@ -167,6 +168,13 @@ def real_run(folder: Path, name: str, number: int, num_iterations: int, *, measu
     return Real(plan_of(plan).asdict(), data)
 
 
+def with_secure_sums(plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same plan with secure sums, if they are installed."""
+    if find_spec("Crypto") is None:
+        return None
+    return {**plan, "name": f"{plan['name']}-secure", "options": {**plan["options"], "aggregation": {"secure": True}}}
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -200,6 +208,7 @@ def real_rows(number: int, num_iterations: int) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="fedbilevel-bench-") as place:
             folder = Path(place)
             real = real_run(folder / "data", "fedbio", number, num_iterations)
+            secure = with_secure_sums(real.plan)
             simulated, computing = (
                 second_half(_simulated(real, folder / "simulated")),
                 second_half(slowest(_in_one_process(real, folder / "here"))),
@@ -208,14 +217,16 @@ def real_rows(number: int, num_iterations: int) -> list[Row]:
                 folder / "federation", real.plan["sites"], data=real.data, auto_approve=True, environment=environment()
             ) as federation:
                 federation.watch(real.plan, poll=2.0, max_restarts=0)
+                if secure is not None:
+                    federation.watch(secure, poll=2.0, max_restarts=0)
                 left = lines(federation.kits[real.plan["sites"][0]] / SITE / LEFT)
                 diary = lines(federation.kits["server"] / RUNS / real.plan["name"] / "sites.jsonl")
     finally:
         torch.set_num_threads(threads)
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
-    return iteration_rows(
-        number, second_half(gaps(left, real.plan["name"])), second_half(slowest(diary)), computing, simulated, load
-    )
+    masked = [] if secure is None else second_half(gaps(left, secure["name"]))
+    plain = second_half(gaps(left, real.plan["name"]))
+    return iteration_rows(number, plain, second_half(slowest(diary)), computing, simulated, load, masked)
 
 
 def iteration_rows(
@@ -225,11 +236,15 @@ def iteration_rows(
     computing: Sequence[float],
     simulated: Sequence[float],
     load: Mapping[str, float],
+    secure: Sequence[float] = (),
 ) -> list[Row]:
     timed, base = spread_out(federation), spread_out(simulated)
     least = base["seconds"]
     name, more = f"FedBiO on digits, {number} sites", {"floor_is": "simulator", **load}
     known = {"slowest_answer": statistics.median(answers), "at_the_slowest_site": statistics.median(computing)}
+    masked = spread_out(secure) if secure else {}
+    ratio = {"floor_seconds": least, "ratio": masked["seconds"] / least, **more} if masked else {}
+    beside = [{"name": name, "what": "outer iteration, FLARE, secure sums", **masked, **ratio}] if masked else []
     return [
         {
             "name": name,
@@ -240,6 +255,7 @@ def iteration_rows(
             **known,
             **more,
         },
+        *beside,
         {"name": name, "what": "outer iteration, simulator", **base, "floor_seconds": least, "ratio": 1.0, **more},
     ]
 

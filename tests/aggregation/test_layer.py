@@ -62,6 +62,13 @@ def test_a_clipped_mean_is_the_mean_of_clipped_differences(aggregation):
         assert float((getattr(new, name) - expected).abs().max()) < 1e-12
 
 
+def test_a_run_with_the_layer_is_not_resumed_without_it(tmp_path):
+    options = {"record": tmp_path / "run", "attack": None}
+    fb.solve(*BUILT, "fedbio", num_rounds=2, aggregation=fb.Aggregation(robust="median"), **options)
+    with pytest.raises(CheckpointError, match=r"its aggregation is .*median.*, here it is None"):
+        fb.solve(*BUILT, "fedbio", num_rounds=4, resume=True, **options)
+
+
 def test_a_robust_mean_is_that_of_the_differences():
     fed, state = go(fb.Aggregation(robust="median"), 2)
     fed.begin(3)

@@ -9,38 +9,20 @@ import torch
 pytest.importorskip("Crypto", reason="PyCryptodome is not installed: pip install 'fedbilevel[secure]'")
 pytest.importorskip("opacus", reason="opacus is not installed: pip install 'fedbilevel[privacy]'")
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from fedbilevel.aggregation.sealing import addressed
 from fedbilevel.errors import FedBilevelError, PlanError, QuorumError
 from fedbilevel.privacy import Accountant, Budget, joint
 from fedbilevel.problem.draws import Stream
 from fedbilevel.sites import wire
-from fedbilevel.sites.membership import Papers
 from fedbilevel.sites.plan import plan_of
 from fedbilevel.sites.policy import read_settings
 from fedbilevel.sites.preview import preview
 from fedbilevel.sites.telling import plan_rows
-from support.secure import Card, Owner
-from support.sites.loopback import TRIAL, Loopback, differences, simulated
+from support.sites.loopback import Loopback, differences, simulated
+from support.sites.private import federation_of, plan_for
 
 pytestmark = [pytest.mark.usefixtures("short_waits"), pytest.mark.slow]
 PRIVATE = {"clip": 1.0, "noise": 2.0, "epsilon": 1000.0}
-
-
-def federation_of(folder, num=3, hosts=(), settings=TRIAL):
-    authority = Ed25519PrivateKey.generate()
-    party_of = lambda certificate: Owner(certificate, authority)
-    papers = lambda name: Papers(Card(name, authority), party_of)
-    return Loopback(folder / "sites", num, settings, hosts=hosts, papers=papers, party_of=party_of)
-
-
-def plan_for(federation, layer, algorithm="fedbio", quorum=None, **more):
-    number = sum(federation.clients.values()) or len(federation.names)
-    task = {"name": "quadratic", "num_clients": number, "client_weights": "by_samples"}
-    options = {"seed": 5, "batch_size": 3, "dtype": "float64", "strategy": "loop", "aggregation": layer}
-    quorum = quorum or len(federation.names)
-    return federation.plan({"name": algorithm}, task, options=options, quorum=quorum, **more)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +125,9 @@ def test_refusals_of_plans_and_sites(tmp_path):
         federation.serve(plan_for(federation, {"secure": True}, quorum=2))
     with pytest.raises(PlanError, match="the quorum is 1 of 3 sites, and secure sums need more than half"):
         federation.serve(plan_for(federation, {"secure": True}, quorum=1))
-    for layer in ({"secure": True}, PRIVATE):
-        plan = plan_for(federation, layer)
-        with pytest.raises(PlanError, match="needs all clients in every round between sites"):
-            plan_of({**plan, "options": {**plan["options"], "fraction": 0.5}})
+    plan = plan_for(federation, PRIVATE)
+    with pytest.raises(PlanError, match="noise needs all clients in every round between sites"):
+        plan_of({**plan, "options": {**plan["options"], "fraction": 0.5}})
     federation.party_of = None
     with pytest.raises(PlanError, match="secure sums need the certificates of a federation's kits: run the plan"):
         federation.serve(plan_for(federation, {"secure": True}))

@@ -70,7 +70,7 @@ def test_a_resumed_run_keeps_the_layer(tmp_path):
     ("text", "said"),
     [
         (START + LAYER + "[options.aggregation]\nclip = 2.0\n", "has aggregation and options.aggregation"),
-        (START.replace("fedbio", "sgp") + LAYER, "options.aggregation in .* is for algorithms with a server, and sgp"),
+        (START.replace("fedbio", "sgp") + "[options.attack]\n", "options.attack in .* is for algorithms with a server"),
     ],
 )
 def test_tables_that_cannot_be_used_are_refused(tmp_path, text, said):

@@ -25,6 +25,10 @@ WIDTH = 20_000
 DIRECTED = {"kind": "random_directed", "seed": 1}
 
 
+_MIX = {"lower_solver": "mix"}
+_GOSSIP = {"network": {"kind": "ring"}, "averaging": {"kind": "gossip", "num_steps": 3}}
+
+
 def settings(**more: Any) -> dict[str, Any]:
     return {"num_iterations": 2, "suspect": 5.0, "join_deadline": 60.0, **more}
 
@@ -39,8 +43,13 @@ def settings(**more: Any) -> dict[str, Any]:
         ),
         (8, {"name": "sgp", "lr_lower": 0.02, "num_lower_steps": 4}, {"network": DIRECTED}),
         (4, {"name": "sparkle", "lr_lower": 0.02, "lr_system": 0.02}, {"network": {"kind": "ring"}}),
+        (
+            4,
+            {"name": "hgp", "lr_lower": 0.02, "lr_system": 0.02, "num_terms": 2, "num_lower_steps": 2, **_MIX},
+            {**_GOSSIP, "aggregation": {"compress": "int8", "robust": "centred:1.0"}},
+        ),
     ],
-    ids=["hgp", "sgp-8", "sparkle"],
+    ids=["hgp", "sgp-8", "sparkle", "int8"],
 )
 def test_synchronous_processes_equal_the_simulator_in_values_and_bytes(tmp_path, num, algorithm, options):
     content = settings(algorithm=algorithm, options={"strategy": "loop", **options})

@@ -108,7 +108,7 @@ REFUSALS = {
     ),
     "finished": (planted(BEAT, FINISHED, "I", 2**31), "it is of epoch 3 after 2147483648 outer iterations"),
     "no type": (planted(DATA, TYPE, "B", 0), "its array is of the unknown type 0"),
-    "type": (planted(DATA, TYPE, "B", 3), "its array is of the unknown type 3"),
+    "type": (planted(DATA, TYPE, "B", 4), "its array is of the unknown type 4"),
     "type of none": (planted(BEAT, TYPE, "B", 1), "its array is of the unknown type 1"),
     "beat of other size": (
         planted((BEAT[0], bytes(BEAT[1])[8:]), LENGTH, "I", 24),

@@ -176,13 +176,28 @@ def test_wrong_shares_of_dishonest_members_are_noticed(group, num_wrong):
 # ---- thresholds and floors -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quorum", [2, 6])
-def test_a_quorum_below_half_of_the_members_or_above_all_is_refused(tmp_path, quorum):
-    group = Group(tmp_path, 5, quorum)
+def test_a_quorum_above_all_members_is_refused(tmp_path):
+    group = Group(tmp_path, 5, 6)
     begin = group.tally.begin(1)
     messages = [group.members[name].keys(begin) for name in group.names]
-    with pytest.raises(PolicyError, match=f"5 members and a quorum of {quorum}, expected a quorum above half"):
+    with pytest.raises(PolicyError, match="has 5 members, expected at least the quorum of 6: wait for more"):
         group.members["site000"].share({"epoch": 1, "keys": messages})
+
+
+@pytest.mark.parametrize(("num", "quorum"), [(3, 2), (5, 3), (6, 4), (9, 5)])
+def test_the_quorum_rises_to_more_than_half_of_the_members(tmp_path, num, quorum):
+    """Terms with a quorum of 2: with one member fewer than the quorum, no site confirms."""
+    group = Group(tmp_path, num, 2)
+    group.agree()
+    rows = group.rows()
+    call = group.tally.call(group.nonce(), {"y": 100, "u": 33})
+    for name in group.names:
+        group.tally.take_rows(name, *group.members[name].mask(call, rows[name]))
+    listed = group.tally.survivors()
+    few = altered(listed, survivors=group.names[: quorum - 1])
+    with pytest.raises(PolicyError, match=f"{quorum - 1} members survived, expected at least the quorum of {quorum}"):
+        group.members["site000"].confirm(few)
+    group.members["site000"].confirm(altered(listed, survivors=group.names[:quorum]))
 
 
 def test_a_site_sets_its_own_floor(tmp_path):

@@ -29,9 +29,20 @@ PLAN = {
 }
 
 
-def test_kits_run_secure_sums_with_the_trajectory_of_the_simulator(tmp_path):
-    with federation_of(tmp_path / "federation", SITES) as federation:
-        federation.submit(plan_of(PLAN).asdict())
+FOUR = [*SITES, "site-4"]
+COHORT = {
+    **PLAN,
+    "sites": FOUR,
+    "quorum": 4,
+    "task": {**PLAN["task"], "num_clients": 4},
+    "options": {**PLAN["options"], "fraction": 0.75},
+}
+
+
+@pytest.mark.parametrize("plan", [PLAN, COHORT], ids=["all", "cohort"])
+def test_kits_run_secure_sums_with_the_trajectory_of_the_simulator(tmp_path, plan):
+    with federation_of(tmp_path / "federation", plan["sites"]) as federation:
+        federation.submit(plan_of(plan).asdict())
         folder = federation.kits["server"] / job.RUNS / "secure"
         end, told = time.monotonic() + 240, {"outcome": "running"}
         while told["outcome"] == "running":
@@ -40,7 +51,7 @@ def test_kits_run_secure_sums_with_the_trajectory_of_the_simulator(tmp_path):
             if (folder / job.PROGRESS).exists():
                 told = json.loads((folder / job.PROGRESS).read_text())
         assert told["outcome"] == "finished", told
-        result, wanted = simulated(PLAN, tmp_path / "one")
+        result, wanted = simulated(plan, tmp_path / "one")
         assert {*differences(Record(folder).load()[0], wanted).values()} == {0.0}
         rows = Record(folder).rows()
         assert [row["upper_loss"] for row in rows] == [row["upper_loss"] for row in result.rows]

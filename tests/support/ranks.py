@@ -157,6 +157,22 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         with_figures,
         {**NOISY, **SHUFFLED, "aggregation": Aggregation(secure=True, clip=1.0, noise=1.0, epsilon=1e4)},
     ),
+    "layer_groups": (
+        FedBiO(num_local_steps=2),
+        lambda: Quadratic(num_clients=11, client_weights="by_samples").build(),
+        {**NOISY, "aggregation": Aggregation(secure=True, robust="median", groups=3)},
+    ),
+    "hgp_layer": (
+        HGP(num_terms=2, num_lower_steps=2, lr_lower=0.05, lr_system=0.05, lower_solver="mix"),
+        quadratic,
+        {
+            **NOISY,
+            **SHUFFLED,
+            "network": Network(kind="ring"),
+            "averaging": Averaging(kind="gossip", num_steps=3),
+            "aggregation": Aggregation(compress="int8", robust="centred:1.0"),
+        },
+    ),
     "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),

@@ -233,10 +233,8 @@ class Layer:
         return Encoded(way, str(kind), arrays, rows)
 
     def integers(self, one: Encoded, weights: Tensor, bits: int) -> Tensor:
-        """Return the sum of the weighted integers of the clients here."""
-        return ring.summed(
-            one.rows if one.kind == "ring" else ring.weighted(ring.fixed(one.rows, one.way.bound, bits), weights)
-        )
+        """Return the weighted integers of the clients here."""
+        return one.rows if one.kind == "ring" else ring.weighted(ring.fixed(one.rows, one.way.bound, bits), weights)
 
     def mean(self, one: Encoded, total: Tensor, whole: int, bits: int) -> Tensor:
         """Return the mean difference in float64, from the sum of all clients' integers."""

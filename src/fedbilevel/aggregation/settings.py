@@ -39,13 +39,15 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Settings):
-    """Treatment of the rows that clients send to the server, with a server only.
+    """Treatment of the rows that clients send to the server.
 
     A row is treated as the difference to the array of its name and length that the server sent with
     the same call, if there is one. Clipping and compression concern rows in the spaces of x and y.
     Statistics that an algorithm measures, such as losses and curvatures, are sent as they are.
     Robust rules concern all rows. Means are sums of integers, which do not depend on the order of
     clients.
+
+    Between peers, `compress` and `robust` treat rows in averages of kind gossip.
 
     clip: a longer row is scaled to this norm.
     compress: `int8`, `topk:0.1` (the largest tenth of the entries), `randk:0.1` (a tenth that all
@@ -54,6 +56,9 @@ class Aggregation(Settings):
     robust: instead of the mean, `trimmed:0.2` (without a fifth of the weight at both ends),
         `median`, `krum:1` and `multikrum:1` (against one attacker), `centred:1.0` (centred clipping
         with that radius) or `geometric` (geometric median).
+    groups: with `robust`, the rule compares the means of random groups of at least this many clients,
+        drawn anew in every outer iteration. Under secure sums the server learns the sums of groups
+        only. An attacker spoils its whole group.
     outside: with `robust`, for clients that differ: before the rule, each row becomes the mean of its
         nearest rows, without this share of all rows.
     secure: the server sees sums of rows only. Between sites each row carries masks that cancel in the
@@ -78,6 +83,9 @@ class Aggregation(Settings):
     compress: str | None = setting(None, "compression with error feedback: int8, topk:0.1, randk:0.1 or powersgd:2")
     robust: str | None = setting(
         None, "robust mean: trimmed:0.2, median, krum:1, multikrum:1, centred:1.0 or geometric"
+    )
+    groups: int | None = setting(
+        None, "with a robust mean, compare the means of groups of at least this many clients", least=3
     )
     outside: float | None = setting(
         None, "before a robust mean, average each row with its nearest rows, without this share", least=0, most=0.49

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fedbilevel.aggregation.groups import LEAST
 from fedbilevel.aggregation.sealing import bits_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import SettingError
-from fedbilevel.federation.algorithm import Algorithm, Cohort
+from fedbilevel.federation.algorithm import Algorithm, Cohort, PeerAlgorithm
+from fedbilevel.federation.averaging import Averaging
+from fedbilevel.federation.network import Links
 from fedbilevel.privacy.noise import ring_sigma
 
 FEATURES = {  # in words, in the order of the documentation
@@ -23,14 +26,21 @@ FEATURES = {  # in words, in the order of the documentation
     "randk": "compression randk",
     "powersgd": "compression powersgd",
     "robust": "a robust mean",
+    "groups": "a robust mean of groups of clients",
     "gather": "an algorithm that reads single rows (`gather`)",
     "cohort": "a cohort of some clients",
     "replacement": "a cohort drawn with replacement",
     "private": "a private upper variable",
     "local": "a local lower level",
+    "peers": "peers without a server",
+    "push_sum": "averages of peers other than gossip",
 }
 _REST = "the rest that error feedback adds to a row is not bounded by clip, so noise would not hide it"
 _ALONE = "masks cancel only if all clients send integers on the same scale at the same places"
+
+_NO_SERVER = "peers read single rows of their neighbours, and there is no server that would see a sum only"
+_ONE = "an algorithm has a server or peers, and peers always take part"
+_WEIGHTS = "rows of Push-Sum that are changed no longer fit their weights, so their quotient has a bias"
 
 
 class Clash(NamedTuple):
@@ -42,12 +52,13 @@ class Clash(NamedTuple):
 
 
 CLASHES = (
-    Clash("secure", "robust", "a robust mean compares single rows, and the server sees only their sum"),
+    Clash("secure", "robust", "a robust mean compares single rows, and the server sees only their sum; set groups"),
     Clash("secure", "gather", "the algorithm compares single rows, and the server sees only their sum"),
     Clash("secure", "int8", f"{_ALONE}, and every client has its own scale"),
     Clash("secure", "topk", f"{_ALONE}, and every client sends other places; randk draws the same for all"),
     Clash("secure", "powersgd", f"{_ALONE}, and a product of two factors is no sum of products"),
     Clash("noise", "robust", "the noise is shared among all clients, and hides a sum but no single row"),
+    Clash("noise", "groups", "the noise is shared among all clients, and the sum of a group has only a part of it"),
     Clash("noise", "gather", "the noise is shared among all clients, and hides a sum but no single row"),
     Clash("noise", "int8", _REST),
     Clash("noise", "topk", _REST),
@@ -55,6 +66,20 @@ CLASHES = (
     Clash("noise", "powersgd", _REST),
     Clash("noise", "replacement", "the accountant counts each client once per round"),
     Clash("robust", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
+    Clash("groups", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
+    Clash("groups", "replacement", "the number of different clients, and so that of groups, is not known before"),
+    Clash("peers", "secure", _NO_SERVER),
+    Clash("peers", "noise", _NO_SERVER),
+    Clash("peers", "groups", _NO_SERVER),
+    Clash("peers", "clip", "peers send whole rows, and no difference to what a server sent"),
+    Clash("peers", "powersgd", "the share of a row that it sends is not known, and steps of peers have that length"),
+    Clash("peers", "gather", _ONE),
+    Clash("peers", "cohort", _ONE),
+    Clash("peers", "replacement", _ONE),
+    Clash("push_sum", "robust", _WEIGHTS),
+    Clash("push_sum", "int8", _WEIGHTS),
+    Clash("push_sum", "topk", _WEIGHTS),
+    Clash("push_sum", "randk", _WEIGHTS),
 )
 # settings that a contract runs every algorithm with: each compressor and each rule
 TRIED = (
@@ -68,7 +93,9 @@ TRIED = (
     Aggregation(clip=1.0, compress="int8", robust="median"),
     Aggregation(secure=True),
     Aggregation(secure=True, compress="randk:0.5"),
+    Aggregation(secure=True, robust="median", groups=3),
 )
+NEIGHBOURS = ("trimmed", "centred")  # rules that need the rows of neighbours only
 NEEDS = {"noise": ("clip", "the noise is a multiple of the largest norm of a row")}
 
 
@@ -79,7 +106,9 @@ def clash(one: str, other: str) -> str | None:
 
 def features(settings: Aggregation) -> set[str]:
     """Return the features that the settings of a run or of a sequence ask for."""
-    found = {name for name in ("secure", "noise", "clip", "robust") if getattr(settings, name, None)}
+    found = {name for name in ("secure", "noise", "clip") if getattr(settings, name)}
+    if settings.rule is not None:
+        found.add("robust" if settings.groups is None else "groups")
     return found | ({settings.compressor.kind} if settings.compressor is not None else set())
 
 
@@ -105,6 +134,7 @@ def check_aggregation(
     """
     _check_noise(settings, algorithm)
     size = cohort.size(num_clients)
+    _check_groups(settings, size)
     bits = bits_of(settings, size, largest)
     around = {
         name
@@ -120,12 +150,28 @@ def check_aggregation(
         if one.noise is not None and one.clip is not None:  # raises if the noise is below the steps of the integers
             ring_sigma(one.clip, one.noise, 2.0 ** (bits - 2) / one.clip, 1, members=size)
         if one.rule is not None and one.rule.kind in ("krum", "multikrum"):
-            needed = 2 * int(one.rule.number) + 3
-            if size < needed:
+            needed, what = 2 * int(one.rule.number) + 3, "clients" if one.groups is None else "groups"
+            found = size // (one.groups or 1)
+            if found < needed:
                 raise SettingError(
-                    f"aggregation.robust is {one.robust!r}, which needs {needed} clients in every round, and there are "
-                    f"{size}: assume fewer attackers, or use another rule such as 'median'."
+                    f"aggregation.robust is {one.robust!r}, which needs {needed} {what} in every round, and there are "
+                    f"{found}: assume fewer attackers, or use another rule such as 'median'."
                 )
+
+
+def _check_groups(settings: Aggregation, size: int) -> None:
+    """Raise if there are too few groups, or no rule for them."""
+    if settings.groups is None:
+        return
+    if all(one.rule is None for one in settings.all()):
+        raise SettingError(
+            f"aggregation.groups is {settings.groups} without a robust mean: set robust, or leave it out."
+        )
+    if size // settings.groups < LEAST:
+        raise SettingError(
+            f"aggregation.groups is {settings.groups}, and {size} clients in every round make "
+            f"{size // settings.groups} groups, expected at least {LEAST}: use smaller groups or more clients."
+        )
 
 
 def _check_noise(settings: Aggregation, algorithm: Algorithm) -> None:
@@ -150,6 +196,40 @@ def check_gather(settings: Aggregation) -> None:
     """Raise if single rows may not be read under these settings."""
     for one in settings.all():
         check_features(features(one) | {"gather"})
+
+
+def check_peers(
+    settings: Aggregation, algorithm: PeerAlgorithm, averaging: Averaging, links: Links, *, unequal: bool = False
+) -> None:
+    """Raise if peers cannot treat rows by these settings.
+
+    unequal: whether the peers have unequal weights.
+    """
+    around = {"peers"} | ({"push_sum"} if averaging.kind != "gossip" else set())
+    for one in settings.all():
+        check_features(features(one) | around)
+        if one.rule is not None and (one.rule.kind not in NEIGHBOURS or one.outside is not None):
+            rule = one.robust if one.outside is None else f"{one.robust} with outside"
+            raise SettingError(
+                f"aggregation.robust is {rule}, and peers see the rows of their neighbours only: use "
+                f"{' or '.join(NEIGHBOURS)}, without outside."
+            )
+    verbs = sorted({*algorithm.verbs()} - {"mix"})
+    if verbs:
+        raise SettingError(
+            f"{algorithm.name()} with these settings also sends rows by {verbs[0]}, which the layer does not treat: "
+            "use settings that average only (hgp with lower_solver='mix'), or leave out aggregation."
+        )
+    if links.period != 1:
+        raise SettingError(
+            "the network changes from step to step, and peers keep copies of the rows of their neighbours: use a fixed "
+            "network, or leave out aggregation."
+        )
+    if unequal:
+        raise SettingError(
+            "the clients have unequal weights, and a rule or a copy would need them for every row: use client_weights "
+            "'equal', or leave out aggregation."
+        )
 
 
 def table() -> str:

@@ -185,8 +185,8 @@ def _dropping(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings
 
 def _aggregated(algorithm: Algorithm, problem: Problem, clients: Sequence[Holdings]) -> tuple[bool, str]:
     """Run an outer iteration under every setting of the aggregation, or see it refused."""
-    five = [*clients, *clients[: 5 - len(clients)]]  # krum needs five
-    fed, refused = simulate(algorithm, problem, five, dtype=torch.float64), 0
+    nine = [*clients, *clients, *clients][:9]  # three groups of three
+    fed, refused = simulate(algorithm, problem, nine, dtype=torch.float64), 0
     assert isinstance(fed, Simulation)
     for one in TRIED:
         try:

@@ -18,7 +18,7 @@ from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.oracle import Strategy
 from fedbilevel.runs.choice import Choice, choose
-from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES, WITH_SERVER
+from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES, WITH_BOTH, WITH_SERVER
 from fedbilevel.runs.runfile import RunFile, read_run_file
 from fedbilevel.settings import AUTO, Settings, kinds
 
@@ -154,7 +154,10 @@ class TaskCommand(click.Command):
             if found and self.name == "run":  # `check` uses its own networks
                 theirs += [
                     option
-                    for name, kind in (BETWEEN_PEERS if issubclass(found, PeerAlgorithm) else WITH_SERVER).items()
+                    for name, kind in {
+                        **(BETWEEN_PEERS if issubclass(found, PeerAlgorithm) else WITH_SERVER),
+                        **WITH_BOTH,
+                    }.items()
                     for option in flags(kind, name.capitalize(), task.suggestions(name), name)
                 ]
             ctx.meta["settings"] = [*flags(task, f"Task {task.name()}", {}), *theirs]

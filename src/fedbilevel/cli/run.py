@@ -25,11 +25,12 @@ from fedbilevel.report import tables
 from fedbilevel.runs import logs
 from fedbilevel.runs.baseline import unseen_roles
 from fedbilevel.runs.choice import Choice
-from fedbilevel.runs.options import DEFAULTS, WITH_SERVER, keywords, torch_device
+from fedbilevel.runs.options import DEFAULTS, WITH_BOTH, WITH_SERVER, keywords, torch_device
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.runfile import PLAN, RunFile, written
 from fedbilevel.runs.solve import solve
+from fedbilevel.settings import Settings
 from fedbilevel.tasks.task import Task
 
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
@@ -131,7 +132,8 @@ def run_command(
     if isinstance(settings, PeerAlgorithm):
         options |= _between_peers(kind, values, file)
     else:
-        options |= _with_server(values, file)
+        options |= _if_given(WITH_SERVER, values, file)
+    options |= _if_given(WITH_BOTH, values, file)
     plan = {name: given[name] for name in PLAN}
     if plan["num_iterations"] is None and plan["num_rounds"] is None:
         plan["num_iterations"] = kind.iterations(choice.name)
@@ -154,10 +156,10 @@ def _between_peers(kind: type[Task], values: dict[str, Any], file: RunFile) -> d
     return {"network": network.asdict(), "averaging": averaging.asdict()}
 
 
-def _with_server(values: dict[str, Any], file: RunFile) -> dict[str, Any]:
-    """Return aggregation and attack from flags, else from the file; omitted ones are not used."""
+def _if_given(tables: dict[str, type[Settings]], values: dict[str, Any], file: RunFile) -> dict[str, Any]:
+    """Return tables of options from flags, else from the file; omitted ones are not used."""
     found = {}
-    for name, owner in WITH_SERVER.items():
+    for name, owner in tables.items():
         one = chosen(owner, values, dict(file.options.get(name, {})), name)
         if name in file.options or one != owner():
             found[name] = one.asdict()

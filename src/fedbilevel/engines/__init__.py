@@ -21,7 +21,7 @@ from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 
-SERVER_ONLY, PEERS_ONLY = ("cohort", "drops", "stragglers", "aggregation", "attack"), ("network", "averaging")
+SERVER_ONLY, PEERS_ONLY = ("cohort", "drops", "stragglers", "attack"), ("network", "averaging")
 
 
 def group_of(engine: EngineName, device: torch.device | str = "cpu", timeout: float = distributed.TIMEOUT) -> Group:
@@ -47,7 +47,7 @@ def simulate(
     given = {
         name: value
         for name, value in options.items()
-        if name not in (*SERVER_ONLY, *PEERS_ONLY) or value not in (None, Cohort(), Stragglers())
+        if name not in (*SERVER_ONLY, *PEERS_ONLY, "aggregation") or value not in (None, Cohort(), Stragglers())
     }
     wrong = [name for name in other if name in given]
     if wrong:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,28 +27,73 @@ class Adds(Protocol):
         """Return the rows of all clients that answered, by client number."""
 
 
+class Split(NamedTuple):
+    """Groups of clients.
+
+    clients: group of each client that answered, by client number.
+    rows: group of each row in this process. A row is that of a client, or the sum of a group.
+    """
+
+    clients: Tensor
+    rows: Tensor
+
+
 def means(
-    layer: Layer, sent: Mapping[str, Encoded], mine: Tensor, weights: Tensor, bits: int, engine: Adds
+    layer: Layer,
+    sent: Mapping[str, Encoded],
+    mine: Tensor,
+    weights: Tensor,
+    bits: int,
+    engine: Adds,
+    split: Split | None = None,
 ) -> dict[str, Tensor]:
     """Return the mean of every sequence.
 
     mine: weights of the clients in this process, in the order of the rows.
     weights: weights of all clients that answered, by client number.
     bits: of an entry, so that no sum of a cohort of this run overflows.
+    split: groups whose means a robust rule compares; None compares rows of clients.
     """
     whole = int(weights.sum())
     plain = [name for name, one in sent.items() if one.way.settings.rule is None]
-    totals = dict(zip(plain, engine.add([layer.integers(sent[name], mine, bits) for name in plain]), strict=True))
+    sums = [ring.summed(layer.integers(sent[name], mine, bits)) for name in plain]
+    totals = dict(zip(plain, engine.add(sums), strict=True))
     found = {}
     for name, one in sent.items():
         rule, base = one.way.settings.rule, one.way.base
         if rule is None:
             mean = layer.mean(one, totals[name], whole, bits)
-        else:
+        elif split is None:
             mean = robust_mean(rule, engine.rows(one.rows), weights, one.way.settings.outside)
+        else:
+            rows, shares = group_means(layer, one, mine, weights, bits, engine, split)
+            mean = robust_mean(rule, rows, shares, one.way.settings.outside)
         dtype = one.way.dtype if base is None else base.dtype
         found[name] = (mean if base is None else base.double() + mean).to(dtype)
     return found
+
+
+def group_means(
+    layer: Layer, one: Encoded, mine: Tensor, weights: Tensor, bits: int, engine: Adds, split: Split
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of each group in float64, and the sum of the weights of its clients."""
+    numbers, members = split.clients.unique(return_inverse=True)
+    shares = torch.zeros(len(numbers), dtype=weights.dtype).index_add_(0, members, weights)
+    integers = layer.integers(one, mine, bits)
+    groups = torch.searchsorted(numbers, split.rows).to(integers.device)
+    own = integers.new_zeros(len(numbers), integers.shape[1]).index_add_(0, groups, integers)
+    [total] = engine.add([own.reshape(-1)])
+    each = zip(total.view_as(own), shares.tolist(), strict=True)
+    return torch.stack([layer.mean(one, row, whole, bits) for row, whole in each]), shares
+
+
+def only(answers: Mapping[str, Any], stay: Tensor) -> dict[str, Any]:
+    """Return the answers with the encoded rows of some clients of this process."""
+    rows = lambda array: array[stay.to(array.device)]
+    return {
+        name: one._replace(arrays=[*map(rows, one.arrays)], rows=rows(one.rows)) if isinstance(one, Encoded) else one
+        for name, one in answers.items()
+    }
 
 
 def account_of(layer: Layer | None) -> Accountant | None:

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.settings import Aggregation
+from fedbilevel.aggregation.validity import check_peers
+from fedbilevel.engines import neighbours
+from fedbilevel.engines.neighbours import NeighbourLayer
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import hosted
@@ -19,6 +23,7 @@ from fedbilevel.errors import NetworkError, SettingError
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps, spread, waiting
 from fedbilevel.federation.clients import BatchSize
+from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import AnyNetwork, Network
 from fedbilevel.oracle.population import total
 from fedbilevel.problem.client_data import Holdings
@@ -36,6 +41,7 @@ class PeerSimulation(Peering):
     averaging: operator of the verb `mix`; the default is ten steps of Push-Sum, or the robust kind
         if the network loses or delays messages.
     ids: numbers of the peers, if they are not given in order.
+    aggregation: robust rule and compression of the rows that peers send in `mix`.
     options: dtype, device, strategy and chunk_size of the population.
     """
 
@@ -51,6 +57,7 @@ class PeerSimulation(Peering):
         batch_size: BatchSize = None,
         ids: Sequence[int] | None = None,
         check_connected: bool = True,
+        aggregation: Aggregation | None = None,
         group: Group = Group(),
         **options: Any,
     ) -> None:
@@ -90,6 +97,10 @@ class PeerSimulation(Peering):
         self.weights = (share / share.mean())[self._mine, None].to(self.host.device)
         self.push_weights = self.weights
         self.unequal = bool((self.roster.weights != self.roster.weights[0]).any())
+        if aggregation is not None:
+            for links in filter(None, (self.links, self.upper_links)):
+                check_peers(aggregation, algorithm, self.averaging, links, unequal=self.unequal)
+            self.layer = NeighbourLayer(aggregation, self.host.stream)
         self.ledger.charge_edges(
             torch.zeros(self.num_clients, self.num_clients), 0, 0
         )  # so that a bill without messages says so
@@ -232,6 +243,15 @@ class PeerSimulation(Peering):
         if self.num_clients < _FEW:  # the product of all of them: the same one as of a single process, bit for bit
             return mixing(rows)[numbers], mixing(weights)[numbers]
         return mixing(rows, numbers), mixing(weights, numbers)
+
+    def _numbers(self) -> list[int]:
+        return self.host.ids.tolist()
+
+    def _spread(self, sent: Tensor, mixing: Mixing, parts: Sequence[neighbours.Part]) -> Tensor:
+        self.time += 1
+        self.ledger.charge_edges(mixing.sent, *neighbours.cost(parts, self.host.dtype))
+        self.ledger.count_round()
+        return self._everyone(sent)[self.roster.place_of.to(sent.device)]
 
     def _received(self, adjacency: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows and weights of all peers by number.

@@ -5,22 +5,26 @@ The parts are the verbs, the rows that may leave a peer, and averages by steps o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedbilevel.engines import neighbours
 from fedbilevel.engines.engine import resent
+from fedbilevel.engines.neighbours import NeighbourLayer
 from fedbilevel.engines.roster import Hosting
 from fedbilevel.errors import CheckpointError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm, debiased
 from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.clients import Clients, Step
+from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import AnyNetwork, Links
 from fedbilevel.privacy.accountant import Accountant
 
+Exchange = Callable[[Tensor, Mapping[str, Tensor]], Tensor]  # of the rows of some sequences, side by side
 WEIGHT = 8  # bytes of a Push-Sum weight: always float64
 COUNT = 8  # bytes of the number of a running sum
 
@@ -57,6 +61,7 @@ class Peering(Hosting):
     """
 
     account: Accountant | None = None  # peers have no account of privacy
+    layer: NeighbourLayer | None = None
     algorithm: Algorithm
     network: AnyNetwork
     links: Links
@@ -91,6 +96,17 @@ class Peering(Hosting):
 
     def _until_agreed(self, advance: Callable[[], None], values: Callable[[], Tensor], rows: Tensor) -> None:
         """Take the steps of one average."""
+        raise NotImplementedError
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the peers of this process in the network."""
+        raise NotImplementedError
+
+    def _spread(self, sent: Tensor, mixing: Mixing, parts: Sequence[neighbours.Part]) -> Tensor:
+        """Take one step of the network, charge it, and return the messages of all peers by number.
+
+        Messages that no peer of this process receives may be zero.
+        """
         raise NotImplementedError
 
     def _stored(self, rows: Tensor, *, upper: bool) -> Tensor:
@@ -143,13 +159,14 @@ class Peering(Hosting):
 
     def gossip(self, **rows: Tensor) -> Any:
         return self._by_network(
-            "gossip", rows, lambda together: self._exchange(together, self.weights, sends_weights=False)[0]
+            "gossip", rows, lambda together, _part: self._exchange(together, self.weights, sends_weights=False)[0]
         )
 
     def mix(self, **rows: Tensor) -> Any:
-        return self._by_network("mix", rows, self._averaged)
+        average = self._layered if self.layer is not None else lambda together, _part: self._averaged(together)
+        return self._by_network("mix", rows, average)
 
-    def _by_network(self, verb: str, rows: Mapping[str, Tensor], exchange: Callable[[Tensor], Tensor]) -> Any:
+    def _by_network(self, verb: str, rows: Mapping[str, Tensor], exchange: Exchange) -> Any:
         """Return the rows after an exchange on each network that carries some of them."""
         new: dict[str, Tensor] = {}
         for names in self._groups(rows):
@@ -157,7 +174,7 @@ class Peering(Hosting):
             together = self._travelling(part)
             if together is not None:
                 with self._paying_for(verb, part), self._on_network_of(*names):
-                    together = exchange(together)
+                    together = exchange(together, part)
             new.update(zip(part, self._apart(together, part), strict=True))
         return _one(tuple(new[name] for name in rows))
 
@@ -215,6 +232,24 @@ class Peering(Hosting):
             self.push_weights = w
         return value()
 
+    def _layered(self, together: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return an average by steps of gossip in which the layer treats the rows."""
+        assert self.layer is not None
+        layer, widths = self.layer, {name: value.shape[1] for name, value in rows.items() if self.travels(name)}
+        x, numbers, mixing = together, self._numbers(), self.links.mixing(0)  # the same in every step
+        near = neighbours.near_of(numbers, mixing, together.device)
+        copies = together.new_zeros(len(mixing.adjacency), together.shape[1])
+
+        def advance() -> None:
+            nonlocal x, copies
+            parts = layer.parts(widths, self.iteration, self.time)
+            sent = neighbours.message(parts, x, copies[numbers])
+            copies = neighbours.heard(parts, copies, self._spread(sent, mixing, parts))
+            x = neighbours.moved(parts, x, copies, near)
+
+        self._until_agreed(advance, lambda: x, together)
+        return x
+
     # ---- what the run loop uses -----------------------------------------------------------------------------------
 
     def begin(self, iteration: int, algorithm: Algorithm | None = None) -> None:
@@ -237,7 +272,8 @@ class Peering(Hosting):
         return int(self.host.ids[row])
 
     def identity(self) -> dict[str, Any]:
-        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict()}
+        layer = {} if self.layer is None else {"aggregation": self.layer.settings.asdict()}
+        return {**self.of_data(), "network": self.network.describe(), "averaging": self.averaging.asdict(), **layer}
 
     # ---- checkpoint -----------------------------------------------------------------------------------------------
 

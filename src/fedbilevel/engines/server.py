@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
-from fedbilevel.aggregation.sealing import bits_of
+from fedbilevel.aggregation.layer import Encoded, Layer
 from fedbilevel.aggregation.validity import check_aggregation, check_gather
 from fedbilevel.engines import layered
 from fedbilevel.engines.held import Held
+from fedbilevel.engines.layered_means import Answers, LayeredMeans
 from fedbilevel.engines.ranks import Group
 from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
@@ -28,11 +28,8 @@ from fedbilevel.oracle.population import total
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
 
-# by name, one row per client that answered; None: not sent, or kept at the client
-Answers = dict[str, "Tensor | Sparse | Encoded | None"]
 
-
-class Server:
+class Server(LayeredMeans):
     """Server that implements `Federation`, except for the calls of clients.
 
     The place of a client is its position in the given list. Its number identifies the client in
@@ -103,18 +100,6 @@ class Server:
         """Return weighted sums of the rows of all clients at `places`, in float64."""
         return [total(rows, weights) for rows in sent.values()]
 
-    def _added(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return sums over all processes."""
-        return parts
-
-    def _mine(self, places: Tensor, values: Tensor) -> Tensor:
-        """Return the values of clients in this process, from one value per place."""
-        return values
-
-    def _answered(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return the rows of all clients that answered, from the rows of this process."""
-        return rows
-
     def _of_all(self, rows: Tensor) -> Tensor:
         """Return rows of all clients by place, from the rows of this process."""
         return rows
@@ -135,27 +120,6 @@ class Server:
         whole = float(weights.sum())
         totals = self._summed(sent, places, weights)
         return {name: (one / whole).to(rows.dtype) for (name, rows), one in zip(sent.items(), totals, strict=True)}
-
-    def _layered_means(self, sent: Mapping[str, Encoded], places: Tensor, times: Tensor) -> dict[str, Tensor]:
-        """Return means through the layer; rows are those of the clients in this process."""
-        assert self.layer is not None
-        weights, order = self._counts(places, times), self.ids[places].argsort()
-        engine = SimpleNamespace(add=self._added, rows=lambda rows: self._answered(rows, places)[order.to(rows.device)])
-        return layered.means(self.layer, sent, self._mine(places, weights), weights[order], self.bits, engine)
-
-    @property
-    def largest_weight(self) -> int:
-        return int(self._sampler.member_weights.max())
-
-    @property
-    def bits(self) -> int:
-        """Bits of an entry, by which no sum of a cohort overflows."""
-        assert self.layer is not None
-        return bits_of(self.layer.settings, self.cohort.size(self.num_clients), self.largest_weight)
-
-    def _fixed(self, places: Tensor, times: Tensor) -> Fixed:
-        """Return what the clients of this process at `places` need to make integers."""
-        return Fixed(self._mine(places, self._counts(places, times)), self.bits, self.largest_weight, len(places))
 
     def _by_client(self, sent: Mapping[str, Tensor], places: Tensor, _times: Tensor) -> dict[str, Tensor]:
         if len(places) < self.num_clients:
@@ -183,7 +147,8 @@ class Server:
     ) -> SimpleNamespace:
         self.call += 1
         means = join == self._means and self.layer is None
-        answers, places, times = self._ask(phase, broadcast, *self._present(broadcast.values()), means)
+        asked = self._ask(phase, broadcast, *self._present(broadcast.values()), means)
+        answers, places, times = self._whole_groups(*asked)
         self.num_answers = len(places)
         gathered: dict[str, Any] = dict.fromkeys(answers)
         sent: dict[str, Tensor] = {}
@@ -291,10 +256,6 @@ class Server:
         """Set the weight of each client in a mean over all clients, by place."""
         self.weights_by_place, self.weights = weights, weights[self.place_of]
         self._sampler = Sampler(self.cohort, self.weights)
-
-    def _counts(self, places: Tensor, times: Tensor) -> Tensor:
-        """Return the weights in the cohort's mean of members, each drawn `times` times."""
-        return times * self._sampler.member_weights[self.ids[places]]
 
     def _draw_cohort(self) -> None:
         self._draws += 1

@@ -19,9 +19,10 @@ from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
 from fedbilevel.engines.layered import identity_of, layered_figures, spend
+from fedbilevel.engines.layered_means import Answers
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
-from fedbilevel.engines.server import Answers, Server, below
+from fedbilevel.engines.server import Server, below
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.clients import BatchSize

@@ -8,14 +8,18 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.settings import Aggregation
+from fedbilevel.aggregation.validity import check_peers
+from fedbilevel.engines import neighbours
 from fedbilevel.engines.engine import Regrouped
+from fedbilevel.engines.neighbours import NeighbourLayer
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import digest
@@ -24,6 +28,7 @@ from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import TOLERANCE, Averaging, Message, RunningSums
 from fedbilevel.federation.host import Host
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import AnyNetwork, Links
 from fedbilevel.oracle.population import figures, total
 from fedbilevel.peers.formation import Formation
@@ -44,6 +49,7 @@ class Peer(Peering):
         "absorb": the others average their present values, which contain a part of the lost peer's
         value. "restart": the average restarts.
     interval: longest time in seconds between two pushes of a robust average.
+    aggregation: robust rule and compression of the rows that peers send in `mix`.
     """
 
     group = Group()
@@ -59,6 +65,7 @@ class Peer(Peering):
         averaging: Averaging | None,
         on_crash: OnCrash = "reclaim",
         interval: float = 0.05,
+        aggregation: Aggregation | None = None,
     ) -> None:
         self.host, self.office, self.problem = host, office, host.problem
         self.me = int(host.ids[0])
@@ -71,6 +78,9 @@ class Peer(Peering):
         self.members_by_averaging: list[list[int]] = []  # of this outer iteration
         self._meet(formation)
         check_verbs(algorithm, network, self.links, self.averaging)
+        if aggregation is not None:
+            check_peers(aggregation, algorithm, self.averaging, self.links, unequal=self.unequal)
+            self.layer = NeighbourLayer(aggregation, host.stream)
         self.wakes = self._steps = 0  # wakes of robust averages in the whole run; exchanges of rows with these members
         self._sketcher = Sketcher(self.seed)
         self.ledger.charge_edges(torch.zeros(self.num_clients, self.num_clients), 0, 0)
@@ -114,13 +124,33 @@ class Peer(Peering):
         messages, _ = self._swapped(rows.clone(), 1.0, others, others)
         return (total(messages, self.shares) / float(self.shares.sum())).to(rows.dtype)[None].to(rows.device)
 
-    def _swapped(self, message: Tensor, weight: float, receivers: Tensor, senders: Tensor) -> tuple[Tensor, Tensor]:
+    def _numbers(self) -> list[int]:
+        return [self.rank]
+
+    def _spread(self, sent: Tensor, mixing: Mixing, parts: Sequence[neighbours.Part]) -> Tensor:
+        self.time += 1
+        self._charge(mixing.sent[self.rank], *neighbours.cost(parts, self.host.dtype))
+        is_valid = lambda row: (
+            sent.dtype != torch.uint8 or neighbours.is_valid(parts, torch.from_numpy(row.copy()), self.host.dtype)
+        )
+        # A clone, because a row may be sent again after its owner has changed it.
+        senders = mixing.adjacency[:, self.rank]
+        return self._swapped(sent.clone(), 1.0, mixing.sent[self.rank], senders, is_valid)[0].to(sent.device)
+
+    def _swapped(
+        self,
+        message: Tensor,
+        weight: float,
+        receivers: Tensor,
+        senders: Tensor,
+        is_valid: Callable[[np.ndarray], bool] = lambda row: True,
+    ) -> tuple[Tensor, Tensor]:
         """Send a row, and return (m, d) messages and (m, 1) weights by rank, zero for non-senders."""
         step, self._steps = self._steps, self._steps + 1
         mine = message[0].cpu().numpy()
         others = senders.index_fill(0, torch.tensor([self.rank]), False)
         self.office.exchange.send_row(step, mine, weight, self.members[receivers].tolist())
-        arrived = self.office.exchange.rows(step, self.members[others].tolist(), mine)
+        arrived = self.office.exchange.rows(step, self.members[others].tolist(), mine, is_valid)
         messages = torch.zeros(len(self.members), len(mine), dtype=message.dtype)
         weights = torch.zeros(len(self.members), 1, dtype=torch.float64)
         messages[self.rank], weights[self.rank] = message[0].cpu(), weight

@@ -136,10 +136,17 @@ class Exchange:
         for receiver in receivers:
             self._outbox.transport.send(receiver, *packed)
 
-    def rows(self, step: int, senders: Sequence[int], like: np.ndarray) -> dict[int, tuple[np.ndarray, float]]:
+    def rows(
+        self,
+        step: int,
+        senders: Sequence[int],
+        like: np.ndarray,
+        is_valid: Callable[[np.ndarray], bool] = lambda row: True,
+    ) -> dict[int, tuple[np.ndarray, float]]:
         """Wait for and return the row and weight of every sender.
 
         like: array with the expected shape and type of a row.
+        is_valid: further check of a row of that shape and type.
         """
         key, pause = (self._outbox.epoch, step), _AGAIN
         ask = time.monotonic() + pause
@@ -147,7 +154,7 @@ class Exchange:
             while True:
                 if self._agreement.regrouped():
                     raise Regrouped
-                found = self._fitting(self._rows.get(key, {}), like)
+                found = self._fitting(self._rows.get(key, {}), like, is_valid)
                 missing = [sender for sender in senders if sender not in found]
                 if not missing:
                     break
@@ -160,8 +167,10 @@ class Exchange:
             self._rows = {later: rows for later, rows in self._rows.items() if later > key}
             return {sender: (one.array, one.weight) for sender, one in found.items() if one.array is not None}
 
-    def _fitting(self, found: dict[int, PeerMessage], like: np.ndarray) -> dict[int, PeerMessage]:
-        """Remove rows whose shape or type differs from `like`, and ban their senders."""
+    def _fitting(
+        self, found: dict[int, PeerMessage], like: np.ndarray, is_valid: Callable[[np.ndarray], bool]
+    ) -> dict[int, PeerMessage]:
+        """Remove rows whose shape or type differs from `like` or that are not valid, and ban their senders."""
         for sender, message in list(found.items()):
             array = message.array
             assert array is not None
@@ -169,6 +178,9 @@ class Exchange:
                 del found[sender]
                 sent = f"{array.size} entries of {array.dtype}"
                 self._membership.ban(sender, f"sends {sent} where {like.size} of {like.dtype} are expected")
+            elif not is_valid(array):
+                del found[sender]
+                self._membership.ban(sender, "sends compressed rows that hold NaN, infinity or places outside the row")
         return found
 
     def _request(self, step: int, senders: Sequence[int]) -> None:

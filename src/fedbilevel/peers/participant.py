@@ -44,7 +44,8 @@ from fedbilevel.tasks.task import Shapes
 
 DIARY, HYPERGRADIENT = "peers.jsonl", "hypergradient.safetensors"
 _ONLY = torch.tensor([0])
-_NOT_OF_HOST = ("cohort", "schedule", "device", "network", "averaging")  # options that a host does not take
+# options that a host does not take
+_NOT_OF_HOST = ("cohort", "schedule", "device", "network", "averaging", "aggregation")
 Say = Callable[[str], None]
 
 
@@ -157,6 +158,7 @@ def _engine(
         averaging=options["averaging"],
         on_crash=plan.on_crash,
         interval=interval,
+        aggregation=options.get("aggregation"),
     )
 
 

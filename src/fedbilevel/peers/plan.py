@@ -16,6 +16,7 @@ on_crash = "reclaim"      # with "continue", effect of a lost peer on a robust a
 [options]                 # seed, batch_size, dtype ..., as in a run in one process
 [options.network]         # which peer sends to which; loss: share of messages dropped on purpose
 [options.averaging]       # kind: push_sum, gossip, exact or robust
+[options.aggregation]     # robust and compress of rows that peers send in averages of kind gossip
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.validity import check_peers
 from fedbilevel.engines.peer_verbs import check_verbs
 from fedbilevel.errors import PlanError
 from fedbilevel.federation.algorithm import PeerAlgorithm
@@ -143,3 +145,5 @@ def _check(plan: PeerPlan, num_peers: int) -> None:
             "and a peer that leaves breaks the exchange: use 'restart', or only robust averages."
         )
     check_verbs(plan.built_algorithm(), network, network.between(num_peers), averaging)
+    if options.get("aggregation") is not None:
+        check_peers(options["aggregation"], plan.built_algorithm(), averaging, network.between(num_peers))

@@ -35,7 +35,7 @@ SKETCH = 64  # numbers in the sketch of a row
 _MAGIC = b"FBP1"
 _HEAD = struct.Struct("<4sBB2x16sQIIIIdIH2x")
 HEAD = _HEAD.size
-_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
+_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 3: np.dtype("u1")}  # 3: compressed
 _CODES = {dtype: code for code, dtype in _TYPES.items()}
 _INTRODUCTION = struct.Struct("<d16s16s16sIQqQqQ")
 MOST = 2**31  # most bytes of a body
@@ -141,7 +141,7 @@ def unpack(head: bytes, body: bytes | memoryview, *, num_peers: int, max_bytes: 
             f"it is of epoch {epoch} after {finished} outer iterations, expected less than {_HIGHEST} of each."
         )
     name = KINDS[kind]
-    if code not in ((1, 2) if name == "data" else (0,)):
+    if code not in (_TYPES if name == "data" else (0,)):
         raise WireError(f"its array is of the unknown type {code}.")
     _check_size(name, peers, length, num_peers)
     parts: dict[str, Any] = {}

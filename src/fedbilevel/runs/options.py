@@ -22,8 +22,9 @@ from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.settings import Settings, check_plain, made
 
 BETWEEN_PEERS: dict[str, type[Settings]] = {"network": Network, "averaging": Averaging}
-WITH_SERVER: dict[str, type[Settings]] = {"aggregation": Aggregation, "attack": Attack}
-TABLES = {**BETWEEN_PEERS, **WITH_SERVER}  # options that are tables
+WITH_SERVER: dict[str, type[Settings]] = {"attack": Attack}
+WITH_BOTH: dict[str, type[Settings]] = {"aggregation": Aggregation}
+TABLES = {**BETWEEN_PEERS, **WITH_BOTH, **WITH_SERVER}  # options that are tables
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _KINDS = {
     "seed": "seed",

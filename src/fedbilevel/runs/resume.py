@@ -28,6 +28,9 @@ def versions() -> dict[str, str]:
     }
 
 
+_OPTIONAL = ("aggregation", "attack", "stragglers")  # parts of an identity that most runs do not have
+
+
 def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:
     """Return the values that must not change between a checkpoint and a resumed run.
 
@@ -53,7 +56,7 @@ def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[
 
 def check_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> None:
     fix = "use the same, or start a new run"
-    for name in mine:
+    for name in (*mine, *(name for name in _OPTIONAL if name in theirs and name not in mine)):
         if name == "settings" and mine["algorithm"] == theirs.get("algorithm"):
             given, stored = mine[name], theirs.get(name, {})
             for key in sorted({*given, *stored}):
@@ -71,8 +74,8 @@ def check_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record)
                     f"the checkpoint in {book.path} belongs to another problem: "
                     f"its losses at a fixed point are {theirs[name]}, here {mine[name]}; {fix}."
                 )
-        elif mine[name] != theirs.get(name, "replacement" if name == "sampling" else None):  # older ones lack sampling
+        elif mine.get(name) != theirs.get(name, "replacement" if name == "sampling" else None):  # older ones lack it
             raise CheckpointError(
                 f"the checkpoint in {book.path} belongs to another run: "
-                f"its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {fix}."
+                f"its {name} is {theirs.get(name)!r}, here it is {mine.get(name)!r}; {fix}."
             )

@@ -19,7 +19,7 @@ from the command line writes its own file into its record, as run.toml.
     [options]                    # seed, fraction, batch_size, dtype, ...: see runs/options.py
     [options.network]            # links between peers
     [options.averaging]          # averages between peers
-    [aggregation]                # what happens to rows that clients send to the server; a short
+    [aggregation]                # what happens to rows that clients or peers send; a short
                                  # form of [options.aggregation]
     [options.attack]             # simulated clients that attack
 
@@ -91,7 +91,7 @@ KEYS: dict[str, Key] = {
     "task": Key("table", _EVERYWHERE),
     "algorithm": Key("table", _EVERYWHERE),
     "options": Key("table", _EVERYWHERE),
-    "aggregation": Key("table", ("process", "sites")),
+    "aggregation": Key("table", _EVERYWHERE),
 }
 LENGTH = ("num_iterations", "num_rounds", "measure_every", "measure_growth", "checkpoint_every")
 PLAN = (*LENGTH, "residuals", "stationarity")  # keys that `solve` takes under the same names
@@ -99,7 +99,7 @@ _UNEQUAL = ("slow", "slow_work", "dropout")  # of simulated clients
 _OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses where and how it computes
     "process": (),
     "sites": ("device", "chunk_size", *_UNEQUAL, "attack", *BETWEEN_PEERS),
-    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL, *WITH_SERVER),
+    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL, "attack"),
 }
 
 

@@ -107,7 +107,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         stragglers: Stragglers(slow, work, dropout) makes clients slow or silent (with a server).
         network, averaging: links between peers and the kind of average (without a server).
         aggregation: Aggregation(clip, compress, robust, noise, secure) treats the rows that clients
-            send (with a server).
+            send; between peers, compress and robust in averages of kind gossip.
         attack: Attack(kind, share) makes a share of the clients attack (with a server).
 
     Measurements.

@@ -14,7 +14,8 @@ Deviations from the paper:
    masks of all calls before it, whose own masks the server knows. Here it reveals one slot.
 2. A survivor sends the seed of its own mask itself. Shares restore it only if the survivor is gone.
 3. The quorum of members that confirm the same survivors is above half of the members. Two different
-   lists of survivors therefore need 2 * quorum - num_members dishonest members.
+   lists of survivors therefore need 2 * quorum - num_members dishonest members. The members of an
+   epoch may be a cohort of the sites; the quorum is one of these members.
 4. Members publish commitments to their seeds, so that wrong shares are noticed.
 
 What a member must rely on: its own key, the certificates of the federation's authority, and that

@@ -30,10 +30,11 @@ class Roster:
         self.terms, self.keys = terms, keys
         self.digest = roster_digest(terms, keys)
         self.graph = graph([*keys], self.digest, terms.neighbours)
+        self.quorum = terms.needed(len(keys))
 
     def threshold(self, name: str) -> int:
         """Return how many shares restore a seed of this member."""
-        return threshold(len(self.graph[name]), len(self.keys), self.terms.quorum)
+        return threshold(len(self.graph[name]), len(self.keys), self.quorum)
 
     def number(self, owner: str, holder: str) -> int:
         """Return the number of the share of the owner's seeds that the holder has."""
@@ -83,11 +84,10 @@ class Epoch:
             raise PolicyError("the seeds of an epoch are shared once: begin a new epoch of the secure sum.")
         if roster.keys.get(self.name) != self.keys:
             raise WireError(f"the roster of the secure sum does not hold the keys of {self.name}.")
-        num, quorum = len(roster.keys), self.terms.quorum
-        if not num >= quorum > num / 2:
+        if len(roster.keys) < roster.quorum:
             raise PolicyError(
-                f"the secure sum has {num} members and a quorum of {quorum}, expected a quorum above half of the "
-                "members and at most all of them."
+                f"the secure sum has {len(roster.keys)} members, expected at least the quorum of {roster.quorum}: wait "
+                "for more members."
             )
         self.roster, holders = roster, roster.graph[self.name]
         needed = roster.threshold(self.name)
@@ -118,9 +118,9 @@ class Epoch:
         expected = {name for name in self.roster.graph[self.name] if name in members}
         if not {self.name} <= {*members} <= {*self.roster.keys} or {*sealed} != expected:
             raise WireError("the shares of the secure sum are not those of the member's neighbours.")
-        if len(members) < self.terms.quorum:
+        if len(members) < self.roster.quorum:
             raise PolicyError(
-                f"{len(members)} members shared their seeds, expected at least the quorum of {self.terms.quorum}: "
+                f"{len(members)} members shared their seeds, expected at least the quorum of {self.roster.quorum}: "
                 "begin a new epoch of the secure sum."
             )
         held = {}

@@ -9,17 +9,19 @@ WireError (the message is wrong) or PolicyError (the site does not do this).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.groups import LEAST
 from fedbilevel.errors import PolicyError, SettingError, WireError
 from fedbilevel.secure import streams
 from fedbilevel.secure.epoch import Epoch, Roster, read_roster
 from fedbilevel.secure.graph import is_connected
-from fedbilevel.secure.masks import add_masks, pair_seed
+from fedbilevel.secure.masks import add_masks, pair_seed, partners
 from fedbilevel.secure.messages import (
     SIGNATURE,
     Call,
@@ -33,7 +35,7 @@ from fedbilevel.secure.messages import (
     text,
 )
 from fedbilevel.secure.nonces import Nonces
-from fedbilevel.secure.terms import Terms
+from fedbilevel.secure.terms import Groups, Terms
 
 
 class _Open(NamedTuple):
@@ -42,6 +44,7 @@ class _Open(NamedTuple):
     call: Call
     own: bytes  # seed of the own mask
     sizes: dict[str, int]
+    groups: Groups | None
     survivors: list[str] = []
     signed: bytes = b""
 
@@ -99,10 +102,13 @@ class Member:
 
     # ---- for each call ---------------------------------------------------------------------------------------------
 
-    def mask(self, message: Any, rows: Mapping[str, Tensor]) -> tuple[Message, dict[str, Tensor]]:
+    def mask(
+        self, message: Any, rows: Mapping[str, Tensor], groups: Groups | None = None
+    ) -> tuple[Message, dict[str, Tensor]]:
         """Return the masked rows of a call. The nonce is on the disk before this method returns.
 
         rows: tensors of 64-bit integers by name.
+        groups: groups of which the server learns the sums, as this site knows them itself.
         """
         call = read_call(message)
         epoch, roster = self._ready(message, "call")
@@ -117,12 +123,11 @@ class Member:
         own, pair = epoch.use(call.slot)
         masks = [(own, 1)]
         private = streams.private_key(pair)
-        for other in roster.graph[self.name]:
-            if other in epoch.members:
-                masks.append((pair_seed(roster, call, private, self.name, other), 1 if self.name < other else -1))
+        for other in partners(roster, epoch.members, self.name, groups):
+            masks.append((pair_seed(roster, call, private, self.name, other), 1 if self.name < other else -1))
         sums = {name: row.detach().cpu().clone(memory_format=torch.contiguous_format) for name, row in rows.items()}
         add_masks(sums, call, masks)
-        self._open = _Open(call, own, {name: row.numel() for name, row in rows.items()})
+        self._open = _Open(call, own, {name: row.numel() for name, row in rows.items()}, groups)
         return {"epoch": call.epoch, "slot": call.slot}, sums
 
     def confirm(self, message: Any) -> Message:
@@ -134,17 +139,14 @@ class Member:
             raise PolicyError("the survivors of a call are confirmed once: repeat the call with a new turn.")
         if not {self.name} <= {*survivors} <= {*epoch.members}:
             raise PolicyError("the list of survivors lacks this site or names strangers: repeat the call.")
-        if len(survivors) < self.terms.quorum:
+        if len(survivors) < roster.quorum:
             raise PolicyError(
-                f"{len(survivors)} members survived, expected at least the quorum of {self.terms.quorum}: "
+                f"{len(survivors)} members survived, expected at least the quorum of {roster.quorum}: "
                 "repeat the call when more members are there."
             )
         self._check_floor(survivors)
-        if not is_connected(roster.graph, survivors):
-            raise PolicyError(
-                "the graph of the survivors falls apart, so parts of the sum would be seen: repeat the call."
-            )
-        signed = confirmed(roster.setup(epoch.members), opened.call, opened.sizes, survivors)
+        self._check_parts(roster, survivors, opened.groups)
+        signed = confirmed(roster.setup(epoch.members), opened.call, opened.sizes, survivors, opened.groups)
         self._open = opened._replace(survivors=survivors, signed=signed)
         return {**_place(opened.call), "signature": text(epoch.signing.sign(signed))}
 
@@ -160,10 +162,10 @@ class Member:
             is_signed(roster.keys[name].signing, signature, opened.signed) for name, signature in signatures.items()
         ):
             raise WireError("a survivor did not sign the list of survivors that this site confirmed.")
-        if len(signatures) < self.terms.quorum:
+        if len(signatures) < roster.quorum:
             raise PolicyError(
                 f"{len(signatures)} members confirmed the survivors, expected at least the quorum of "
-                f"{self.terms.quorum}: repeat the call when more members are there."
+                f"{roster.quorum}: repeat the call when more members are there."
             )
         self._open = None  # a second request finds nothing
         halves: dict[str, dict[str, str]] = {"selves": {}, "pairs": {}}
@@ -194,6 +196,20 @@ class Member:
         if self._open is None or self._open.call.slot != slot:
             raise PolicyError(f"slot {slot} is not open at {self.name}: repeat the call with a new turn.")
         return self._open
+
+    def _check_parts(self, roster: Roster, survivors: Collection[str], groups: Groups | None) -> None:
+        """Refuse survivors of whom the server would learn sums of too few members."""
+        if groups is None:
+            if not is_connected(roster.graph, survivors):
+                raise PolicyError(
+                    "the graph of the survivors falls apart, so parts of the sum would be seen: repeat the call."
+                )
+            return
+        least = min(Counter(groups.get(name) for name in survivors).values())
+        if least < LEAST or not {*survivors} <= {*groups}:
+            raise PolicyError(
+                f"a group of the secure sum has {least} survivors, expected at least {LEAST}: leave the group out."
+            )
 
     def _check_floor(self, names: Collection[str]) -> None:
         counted = {*names} if self._partners is None else self._partners.intersection(names)

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedbilevel.errors import WireError
 from fedbilevel.secure.streams import KEY
-from fedbilevel.secure.terms import LONGEST_NAME, MOST_MEMBERS, MOST_SLOTS, Nonce, Terms, digest
+from fedbilevel.secure.terms import LONGEST_NAME, MOST_MEMBERS, MOST_SLOTS, Groups, Nonce, Terms, digest
 
 Message = dict[str, Any]
 PURPOSE = "secure sum keys"
@@ -194,11 +194,14 @@ def read_call(message: Any) -> Call:
     return Call(reader.integer("epoch", 1), reader.integer("slot", 0, MOST_SLOTS), reader.nonce())
 
 
-def confirmed(setup: bytes, call: Call, sizes: Mapping[str, int], survivors: list[str]) -> bytes:
-    """Return what members sign before they unmask: the call, the form of its rows, and whose rows
-    are summed."""
+def confirmed(
+    setup: bytes, call: Call, sizes: Mapping[str, int], survivors: list[str], groups: Groups | None = None
+) -> bytes:
+    """Return what members sign before they unmask: the call, the form of its rows, whose rows are
+    summed, and in which groups."""
     form = digest(*(part for name in sorted(sizes) for part in (name, str(sizes[name]))))
-    return digest("confirm", setup, *call.parts(), form, *survivors)
+    split = [] if groups is None else [digest("groups", *(f"{name} {groups[name]}" for name in survivors))]
+    return digest("confirm", setup, *call.parts(), form, *split, *survivors)
 
 
 def is_signed(key: bytes, signature: bytes, content: bytes) -> bool:

@@ -9,6 +9,7 @@ says that too few members are left.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.aggregation.groups import LEAST, NONE
 from fedbilevel.errors import QuorumError, WireError
 from fedbilevel.secure import streams
 from fedbilevel.secure.epoch import Roster
-from fedbilevel.secure.masks import add_masks, pair_seed
+from fedbilevel.secure.masks import add_masks, pair_seed, partners
 from fedbilevel.secure.messages import (
     SIGNATURE,
     Call,
@@ -33,7 +35,7 @@ from fedbilevel.secure.messages import (
     text,
 )
 from fedbilevel.secure.streams import SEALED, SEED, Share
-from fedbilevel.secure.terms import Nonce, Terms
+from fedbilevel.secure.terms import Groups, Nonce, Terms
 
 
 class Tally:
@@ -96,16 +98,17 @@ class Tally:
 
     # ---- for each call ---------------------------------------------------------------------------------------------
 
-    def call(self, nonce: Nonce, sizes: Mapping[str, int] | None = None) -> Message:
+    def call(self, nonce: Nonce, sizes: Mapping[str, int] | None = None, groups: Groups | None = None) -> Message:
         """Ask for masked rows. Each call takes the next slot of the epoch.
 
         sizes: numbers of entries of the rows by name; None: `expect` gives them before the first row.
+        groups: groups with a sum each, as the members know them themselves; None: one sum.
         """
         if self.is_exhausted:
             raise QuorumError("the epoch of the secure sum has no members or no slots left: begin a new epoch.")
         call = Call(self.epoch, self.slot, nonce)
         self.slot += 1
-        self._call = _Sum(self._found(), self.members, call)
+        self._call = _Sum(self._found(), self.members, call, groups)
         if sizes is not None:
             self.expect(sizes)
         return call.message()
@@ -132,13 +135,14 @@ class Tally:
         self._summing(message, "unmask").take_unmask(name, message)
 
     def total(self) -> tuple[list[str], dict[str, Tensor]]:
-        """Return the survivors, and the sums of their rows by name."""
+        """Return the survivors, and the sums of their rows by name, with a row for each group."""
         found, self._call = self._current().total(), None
         return found
 
     def _need(self, num: int, did: str) -> None:
-        if num < self.terms.quorum:
-            raise QuorumError(f"{num} members {did}, expected at least {self.terms.quorum}: wait for more members.")
+        quorum = self.terms.quorum if self._roster is None else self._roster.quorum
+        if num < quorum:
+            raise QuorumError(f"{num} members {did}, expected at least {quorum}: wait for more members.")
 
     def _found(self) -> Roster:
         if self._roster is None:
@@ -160,10 +164,10 @@ class Tally:
 class _Sum:
     """One call at the server."""
 
-    def __init__(self, roster: Roster, members: list[str], call: Call) -> None:
-        self.roster, self.members, self.call = roster, members, call
+    def __init__(self, roster: Roster, members: list[str], call: Call, groups: Groups | None) -> None:
+        self.roster, self.members, self.call, self._groups = roster, members, call, groups
         self._sizes: dict[str, int] = {}
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[int, dict[str, Tensor]] = {}  # by group
         self._arrived: set[str] = set()
         self.survivors: list[str] = []
         self._signatures: dict[str, bytes] = {}
@@ -171,25 +175,41 @@ class _Sum:
         self._shares: dict[str, list[Share]] = {}
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = dict(sizes)
-        self._sums = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+        self._sizes, self._sums = dict(sizes), {}
 
     def take_rows(self, name: str, rows: Mapping[str, Tensor]) -> None:
         fits = {one: row.numel() for one, row in rows.items() if row.dtype == torch.int64} == self._sizes
         is_new = name in self.members and name not in self._arrived and not self.survivors
+        is_new &= self._groups is None or name in self._groups
         _check(fits and is_new and len(rows) == len(self._sizes), name, "rows")
+        sums = self._sums.setdefault(self._group(name), {})
         for one, row in rows.items():
-            self._sums[one] += row.reshape(-1)
+            sums[one] = sums[one] + row.reshape(-1) if one in sums else row.reshape(-1).clone()
         self._arrived.add(name)
 
     def close(self) -> Message:
         self._need(len(self._arrived), "sent rows")
-        self.survivors = sorted(self._arrived)
+        self.survivors = sorted(self._arrived if self._groups is None else self._in_whole_groups())
+        self._need(len(self.survivors), "sent rows in whole groups")
         return {**self._place(), "survivors": self.survivors}
+
+    def _in_whole_groups(self) -> list[str]:
+        """Leave out groups with too few rows. Their masks stay, so that nothing is learned of them."""
+        sizes = Counter(map(self._group, self._arrived))
+        self._sums = {group: sums for group, sums in sorted(self._sums.items()) if sizes[group] >= LEAST}
+        if len(self._sums) < LEAST:
+            raise QuorumError(
+                f"{len(self._sums)} groups have {LEAST} members that sent rows, expected {LEAST} groups: repeat the "
+                "call with a new turn."
+            )
+        return [name for name in self._arrived if self._group(name) in self._sums]
+
+    def _group(self, name: str) -> int:
+        return 0 if self._groups is None else self._groups.get(name, NONE)
 
     def take_confirmation(self, name: str, message: Any) -> None:
         signature = Reader(message, "confirm").content("signature", SIGNATURE)
-        signed = confirmed(self.roster.setup(self.members), self.call, self._sizes, self.survivors)
+        signed = confirmed(self.roster.setup(self.members), self.call, self._sizes, self.survivors, self._groups)
         fits = name in self.survivors and is_signed(self.roster.keys[name].signing, signature, signed)
         _check(fits, name, "confirmation")
         self._signatures[name] = signature
@@ -210,16 +230,19 @@ class _Sum:
 
     def total(self) -> tuple[list[str], dict[str, Tensor]]:
         self._need(len(self._own), "helped to unmask")
-        masks = []
-        for name in self.members:
-            if name in self._own:
-                masks.append((self._own[name], -1))
-            elif name in self.survivors:
-                masks.append((self._restored(name, partial(self._is_own, name)), -1))
-            else:
-                masks += self._pair_masks(name)
-        add_masks(self._sums, self.call, masks)
-        return self.survivors, self._sums
+        for group, sums in self._sums.items():
+            masks = []
+            for name in [name for name in self.members if self._group(name) == group]:
+                if name in self._own:
+                    masks.append((self._own[name], -1))
+                elif name in self.survivors:
+                    masks.append((self._restored(name, partial(self._is_own, name)), -1))
+                else:
+                    masks += self._pair_masks(name)
+            add_masks(sums, self.call, masks)
+        if self._groups is None:
+            return self.survivors, self._sums[0]
+        return self.survivors, {name: torch.stack([sums[name] for sums in self._sums.values()]) for name in self._sizes}
 
     def _pair_masks(self, dropped: str) -> list[tuple[bytes, int]]:
         """Return the masks that the neighbours of a member that dropped out have in their rows."""
@@ -228,8 +251,7 @@ class _Sum:
         private = streams.private_key(self._restored(dropped, is_right))
         return [
             (pair_seed(self.roster, self.call, private, dropped, name), -1 if name < dropped else 1)
-            for name in self.roster.graph[dropped]
-            if name in self.survivors
+            for name in partners(self.roster, self.survivors, dropped, self._groups)
         ]
 
     def _restored(self, name: str, is_right: Callable[[bytes], bool]) -> bytes:
@@ -249,7 +271,7 @@ class _Sum:
         return {"epoch": self.call.epoch, "slot": self.call.slot}
 
     def _need(self, num: int, did: str) -> None:
-        if num < (quorum := self.roster.terms.quorum):
+        if num < (quorum := self.roster.quorum):
             raise QuorumError(f"{num} members {did}, expected at least {quorum}: repeat the call with a new turn.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ COMPLETE = 30  # members up to which everybody is everybody's neighbour
 MOST_MEMBERS = 2000
 MOST_SLOTS = 4096
 LONGEST_NAME = 200
+Groups = Mapping[str, int]  # the group of each member, in a call of which the server learns the sum of each group
 
 
 class Nonce(NamedTuple):
@@ -27,7 +29,8 @@ class Terms:
     """Terms of a secure sum, which every member signs together with its keys.
 
     run: name of the run.
-    quorum: fewest members whose rows may be summed; more than half of the members.
+    quorum: fewest members whose rows may be summed. In an epoch with more members it rises to more
+        than half of them.
     neighbours: degree of the graph of masks. By default the graph is complete up to 30 members, and
         has the degree of `usual_degree` above.
     slots: calls of one key epoch. Each call uses up one slot of every member's keys.
@@ -49,6 +52,10 @@ class Terms:
             if not least <= value <= most:
                 kind = "characters in the name of the run" if name == "run" else name
                 raise SettingError(f"a secure sum has {value} {kind}, expected {least} to {most}.")
+
+    def needed(self, num_members: int) -> int:
+        """Return the quorum of an epoch with this many members."""
+        return max(self.quorum, num_members // 2 + 1)
 
     def parts(self) -> tuple[str, ...]:
         """Return the terms as texts, for signatures."""

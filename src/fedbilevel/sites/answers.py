@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedbilevel.aggregation.layer import At, Encoded, Layer
 from fedbilevel.columns import CALLS
-from fedbilevel.engines.server import Answers
+from fedbilevel.engines.layered_means import Answers
 from fedbilevel.errors import NonFiniteError, WireError
 from fedbilevel.federation.algorithm import Algorithm, Sparse
 from fedbilevel.sites.mailbox import Answer

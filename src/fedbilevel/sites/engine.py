@@ -18,7 +18,7 @@ from fedbilevel.aggregation.sealing import ring_of, secret
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.engine import resent
 from fedbilevel.engines.layered import identity_of, layered_figures
-from fedbilevel.engines.server import Answers
+from fedbilevel.engines.layered_means import Answers
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Value
 from fedbilevel.federation.clients import BatchSize

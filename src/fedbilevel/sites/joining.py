@@ -90,7 +90,7 @@ def _sums(plan: SitePlan, party_of: PartyOf | None) -> Callable[..., SecureSums]
         return None
     if party_of is None:
         raise PlanError("secure sums need the certificates of a federation's kits: run the plan with its kits.")
-    return partial(SecureSums, terms_of(plan), party_of)
+    return partial(SecureSums, terms_of(plan), party_of, cohorts=plan.cohort_size < plan.num_clients)
 
 
 def _check_enough(

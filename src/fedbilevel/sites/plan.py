@@ -73,6 +73,11 @@ class SitePlan:
     def num_clients(self) -> int:
         return sum(self.clients.get(site, 1) for site in self.sites)
 
+    @property
+    def cohort_size(self) -> int:
+        """Number of clients in every round."""
+        return int(self.keywords()["cohort"].size(self.num_clients))
+
     def numbers(self, site: str) -> range:
         """Return the numbers of the clients that `site` hosts. Numbers run through the sites in the
         order of the plan."""
@@ -143,9 +148,21 @@ def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
 
 
 def _check_private(plan: SitePlan, aggregation: Aggregation, cohort: Cohort) -> None:
-    asked = next((name for name in ("secure", "noise") if getattr(aggregation, name)), "")
-    if asked and (cohort.size(plan.num_clients) < plan.num_clients or cohort.replacement):
+    some = plan.cohort_size < plan.num_clients or cohort.replacement
+    asked = "noise" if aggregation.noise is not None else "groups" if aggregation.groups is not None else ""
+    if some and (asked == "noise" or (asked and aggregation.secure)):
         raise PlanError(f"aggregation.{asked} needs all clients in every round between sites: leave out fraction.")
+    if aggregation.secure and cohort.replacement:
+        raise PlanError(
+            "aggregation.secure needs cohorts without replacement between sites, because a cohort could be one site: "
+            "leave out replacement."
+        )
+    if aggregation.secure and plan.clients and (some or asked == "groups"):
+        raise PlanError(
+            f"a {'cohort' if some else 'group'} under secure sums needs one client per site, and "
+            f"{next(iter(plan.clients))} hosts several: its clients could be those of one site; leave out "
+            f"{'fraction' if some else 'groups'}."
+        )
     if aggregation.secure and not len(plan.sites) / 2 < plan.quorum:
         raise PlanError(
             f"the quorum is {plan.quorum} of {len(plan.sites)} sites, and secure sums need more than half: raise it."

@@ -38,7 +38,7 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
         options = {key: value for key, value in plan.keywords().items() if key not in _NOT_HERE}
         if (layer := options.get("aggregation")) is not None:  # a robust rule may need more clients, and sends nothing
             budget = None if layer.noise is None else 1e9  # nothing is released here
-            options["aggregation"] = dataclasses.replace(layer, robust=None, epsilon=budget)
+            options["aggregation"] = dataclasses.replace(layer, robust=None, groups=None, epsilon=budget)
         problem, algorithm = plan.built_task().problem(shapes), plan.built_algorithm()
         per_client = {key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}
         algorithm = dataclasses.replace(algorithm, **per_client)

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedbilevel.aggregation.layer import Encoded
 from fedbilevel.engines.layered import spend, summed_figures
-from fedbilevel.engines.server import Answers
+from fedbilevel.engines.layered_means import Answers
 from fedbilevel.sites.answers import read_masked_figures, read_stage
 from fedbilevel.sites.exchange import Places, SiteServer
 from fedbilevel.sites.mailbox import Answer
@@ -46,11 +47,15 @@ class PrivateServer(SiteServer):
         largest = {"largest": self.largest_weight}
         return {site: {"weights": [of[place] for place in places], **largest} for site, places in sites.items()}
 
-    def _secure_call(self, sites: Places, asked: int, what: str) -> tuple[dict[str, Any], Places]:
+    def _secure_call(
+        self, sites: Places, asked: int, what: str, *, by_groups: bool = True
+    ) -> tuple[dict[str, Any], Places]:
         """Return the call of a secure sum for the header of a message, and the sites that have keys."""
         if self.sums is None:
             return {}, sites
-        call = self.sums.call([self.names[site] for site in sites], self.iteration, self.call)
+        numbers = self._groups(torch.arange(self.num_clients)) if by_groups else None  # a site has one client then
+        groups = None if numbers is None else dict(zip(self.names, numbers.tolist(), strict=True))
+        call = self.sums.call([self.names[site] for site in sites], self.iteration, self.call, groups)
         sites = {site: places for site, places in sites.items() if site not in self.missing}
         self._check_quorum(len(sites), asked, what)
         return {"secure": call}, sites
@@ -84,15 +89,19 @@ class PrivateServer(SiteServer):
         }
         survivors, totals = self.sums.total(each)
         for name, total in totals.items():
-            rows[name] = masked[name]._replace(arrays=[total[None]], rows=total[None])
+            total = total.view(-1, total.shape[-1])
+            rows[name] = masked[name]._replace(arrays=[total], rows=total)
         return {self.names.index(name) for name in survivors}
+
+    def _groups_of_rows(self, places: Tensor, groups: Tensor) -> Tensor:
+        return super()._groups_of_rows(places, groups) if self.sums is None else groups.unique()
 
     def _measured_securely(
         self, sums: SecureSums, head: dict[str, Any], values: Mapping[str, Any], sites: Places, when: str
     ) -> dict[str, float]:
         num = len(self.names)
         own = self._own_weights(sites, self.weights_by_place[self._places(sites)])
-        more, sites = self._secure_call(sites, num, when)
+        more, sites = self._secure_call(sites, num, when, by_groups=False)
         head |= more
         found = self._exchange(head, values, sites, when, read_masked_figures, num, charged=False, own=own)
         self._leave_out_odd_ones(found, lambda read: tuple(read[0]), num, when)

@@ -18,6 +18,7 @@ from fedbilevel.errors import PolicyError, WireError
 if TYPE_CHECKING:
     from fedbilevel.secure import Terms
     from fedbilevel.secure.messages import PartyOf
+    from fedbilevel.secure.terms import Groups
 
 # stage and messages by site -> answers by site
 Ask = Callable[[str, Mapping[str, Any]], dict[str, Any]]
@@ -28,22 +29,27 @@ class SecureSums:
 
     ask: sends the messages of a stage to sites, and returns the answers; other sites are left out.
     refuse: leaves out a site whose answer cannot be used, with the reason.
+    cohorts: whether calls concern cohorts. Then every other cohort begins an epoch of its own, so that
+        masks and quorum are those of the cohort.
     """
 
-    def __init__(self, terms: Terms, party_of: PartyOf, ask: Ask, refuse: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, terms: Terms, party_of: PartyOf, ask: Ask, refuse: Callable[[str, str], None], *, cohorts: bool = False
+    ) -> None:
         from fedbilevel.secure import Tally  # needs an extra
 
+        self._cohorts = cohorts
         self._tally, self._ask, self._refuse = Tally(terms, party_of), ask, refuse
         self.lost: set[str] = set()  # sites that were left out since the epoch began, and may have lost their keys
 
-    def call(self, here: Sequence[str], iteration: int, call: int) -> dict[str, Any]:
+    def call(self, here: Sequence[str], iteration: int, call: int, groups: Groups | None = None) -> dict[str, Any]:
         """Return the message that asks for masked rows, after a new epoch if that is needed."""
         from fedbilevel.secure import Nonce
 
-        tally = self._tally
-        if tally.is_exhausted or not {*here} <= {*tally.members} or self.lost & {*here}:
+        tally, known = self._tally, {*self._tally.members}
+        if tally.is_exhausted or not {*here} <= known or self.lost & {*here} or (self._cohorts and known != {*here}):
             self._begin(here)
-        return tally.call(Nonce((tally.epoch, tally.slot), iteration, call))
+        return tally.call(Nonce((tally.epoch, tally.slot), iteration, call), groups=groups)
 
     def _begin(self, here: Sequence[str]) -> None:
         """Let the sites agree on keys, and share the seeds of their masks."""
@@ -56,7 +62,7 @@ class SecureSums:
         self._each("receive", tally.handout(), lambda name, message: None)
 
     def total(self, rows: Mapping[str, tuple[Any, Mapping[str, Tensor]]]) -> tuple[list[str], dict[str, Tensor]]:
-        """Return the names of the sites in the sum, and the sums by name.
+        """Return the names of the sites in the sum, and the sums by name, with a row for each group.
 
         rows: message and masked rows of each site that answered, all of the same form.
         """

@@ -181,7 +181,8 @@ class Session:
         results, sent = self._kept_or_sent(answers, rows)
         masked: dict[str, Any] = {}
         if self.member is not None:
-            masked, sent = self.member.masked(header.get("secure"), {name: one for name, [one] in sent.items()})
+            own = {name: one for name, [one] in sent.items()}
+            masked, sent = self.member.masked(header.get("secure"), own, iteration)
         head: dict[str, Any] = {"secure": masked} if masked else {}
         head |= {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
         return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
@@ -239,7 +240,7 @@ class Session:
         weights: Any = header.get("weights")
         if not are_counts([largest], 1, least=1) or not are_counts(weights, num, least=1) or max(weights) > largest:
             raise WireError("a message does not have the weights of this site's clients.")
-        bits = bits_of(self.layer.settings, self.plan.num_clients, largest)
+        bits = bits_of(self.layer.settings, self.plan.cohort_size, largest)
         return Fixed(torch.tensor(weights), bits, largest, fewest_clients(self.plan))
 
     def secure(self, header: Mapping[str, Any], _arrays: list[Tensor]) -> Content:
@@ -299,7 +300,6 @@ class Session:
         return {"phase": phase if known else kind, **({"iteration": iteration} if within else {})}
 
     # ---- inside --------------------------------------------------------------------------------------------------
-
     def _begin(self, header: Mapping[str, Any]) -> None:
         """Count a computation whose checks have passed, before it runs."""
         self.policy.check_rounds(self.audit.rounds + 1)
