@@ -143,7 +143,7 @@ def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
 
 
 def _check_private(plan: SitePlan, aggregation: Aggregation, cohort: Cohort) -> None:
-    asked = next((name for name in ("secure", "noise") if getattr(aggregation, name)), "")
+    asked = next((name for name in ("secure", "noise") if getattr(aggregation.of_rows(), name)), "")
     if asked and (cohort.size(plan.num_clients) < plan.num_clients or cohort.replacement):
         raise PlanError(f"aggregation.{asked} needs all clients in every round between sites: leave out fraction.")
     if aggregation.secure and not len(plan.sites) / 2 < plan.quorum:

@@ -133,11 +133,12 @@ class Policy:
                     return ranges[pattern]
         return (-float("inf"), float("inf"))
 
-    def check_samples(self, sizes: Mapping[str, int]) -> None:
+    def check_samples(self, sizes: Mapping[str, int], rate: float = 1.0) -> None:
         """Raise if there are few samples, because a sum over few samples is close to a single
         sample.
 
         sizes: number of samples by role.
+        rate: probability with which each of them takes part.
         """
         if sizes["train"] < self.min_samples:
             raise PolicyError(
@@ -145,7 +146,7 @@ class Policy:
                 "policy asks for: lower it there, or run without this site."
             )
         for role, size in sizes.items():
-            if size < self.min_batch:
+            if rate * size < self.min_batch:
                 raise PolicyError(
                     f"this site has fewer {role} samples than the {self.min_batch} that the line 'min_batch' of its "
                     "policy asks for: lower it there, or run without this site."

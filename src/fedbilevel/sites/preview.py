@@ -13,7 +13,7 @@ from fedbilevel.errors import FedBilevelError
 from fedbilevel.privacy.accountant import Accountant, Budget
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.runs.pace import checked_pace
-from fedbilevel.runs.privacy_account import forecast, sums_of
+from fedbilevel.runs.privacy_account import forecast, planned
 from fedbilevel.sites.plan import SitePlan
 from fedbilevel.sites.policy import SiteSettings
 from fedbilevel.tasks.task import Shapes
@@ -55,10 +55,10 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
     private = {}
     if fed.account is not None and layer is not None and layer.noise is not None:
         rest = {key: value for key, value in options.items() if key != "aggregation"}
-        sums = sums_of(algorithm, problem, [_few(holdings)] * num, **rest)
+        releases = planned(layer, algorithm, problem, [_few(holdings)] * num, **rest)
         account = Accountant(Budget(layer.epsilon, layer.delta))
         pace = checked_pace(plan.num_iterations, plan.num_rounds, plan.measure_every)
-        private = {"privacy": forecast(account, layer.noise, sums, pace)}
+        private = {"privacy": forecast(account, releases, pace)}
     ledger = fed.bill().totals()
     asked = plan.keywords()["cohort"].size(plan.num_clients)  # of all clients, at a time
     rounds, share = ledger["rounds"], lambda paid: paid // num * asked // plan.num_clients * len(plan.numbers(name))
