@@ -18,6 +18,7 @@ from fedbilevel.aggregation import ring
 from fedbilevel.aggregation.layer import At, Fixed, Way
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.errors import SettingError
+from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.host import Host
 from fedbilevel.privacy.noise import Words, addressed_words, ring_noise, ring_sigma, system_words
 from fedbilevel.privacy.noisy_oracle import KINDS, ExampleNoise, check_means
@@ -82,13 +83,18 @@ def hide_examples(settings: Aggregation | None, host: Host, source: Source) -> N
         return
     assert settings.noise is not None
     assert settings.clip is not None
-    size = host.batch_size
-    if any(one is not None for one in (size.values() if isinstance(size, Mapping) else (size,))):
-        raise SettingError(
-            f"batch_size is {size!r}, and with aggregation.level = 'example' each example takes part by a coin: leave "
-            "out batch_size, and set aggregation.rate."
-        )
+    check_batches(settings, host.batch_size)
     check_means(host)
     draws = lambda purpose, client, iteration, call: source(At("examples", purpose, iteration, call), client)
     clips = {kind: float((settings.clips or {}).get(kind, settings.clip)) for kind in KINDS}
     host.noise = ExampleNoise(clips, settings.noise, settings.rate, draws)
+
+
+def check_batches(settings: Aggregation, size: BatchSize) -> None:
+    """Raise if batches have a fixed size, in which an example may be twice and whose draws are known."""
+    sizes = size.values() if isinstance(size, Mapping) else (size,)
+    if settings.level == "example" and any(one is not None for one in sizes):
+        raise SettingError(
+            f"batch_size is {size!r}, and with aggregation.level = 'example' each example takes part by a coin: leave "
+            "out batch_size, and set aggregation.rate."
+        )

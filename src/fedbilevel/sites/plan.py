@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.sealing import check_batches
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.errors import PlanError, UnknownNameError
@@ -170,6 +171,7 @@ def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     if given.get("aggregation") is not None:  # weights are known later, and are at least one
         num = plan.num_clients
         _check_private(plan, given["aggregation"], given["cohort"])
+        check_batches(given["aggregation"], given["batch_size"])
         check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, 1)
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:
