@@ -104,7 +104,7 @@ class Session:
         self.member: Membership | None = None
         if aggregation is not None:
             self.layer = Layer(aggregation, self.algorithm, Stream(options["seed"]), ring_of(aggregation, secret))
-        self.spending = Spending(self.layer, self.folder)
+        self.spending = Spending(self.layer, self.folder, self.site_folder, self.plan, self.policy)
         if aggregation is not None and aggregation.secure:
             floor = self.policy.min_members
             self.member = Membership(self.plan, self.name, self.site_folder, self._papers, floor)
@@ -116,6 +116,7 @@ class Session:
             num = self.plan.num_clients
             host = Host(self.algorithm, problem, holdings, ids=self.numbers, num_clients=num, device=device, **options)
             hide_examples(aggregation, host, secret)
+            self.spending.check_plan(problem, holdings[0])
             return host
         except SettingError as error:  # about options of the plan
             raise WireError(str(error)) from error
@@ -179,7 +180,8 @@ class Session:
             masked, sent = self.member.masked(header.get("secure"), {name: one for name, [one] in sent.items()})
         head |= {"secure": masked} if masked else {}
         head |= {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
-        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
+        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True,
+                            **self.spending.figures()}  # fmt: skip
 
     def _kept_or_sent(self, answers: Mapping[str, Any], rows: Tensor) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
         """Store the results that stay here, and return the form of each result and the arrays to
