@@ -134,9 +134,9 @@ def planned(
     """
     if settings.level == "client":
         assert settings.noise is not None
-        start, each = sums_of(algorithm, problem, clients, **options)
-        one = [[joint([settings.noise] * num) for num in sums] for sums in (start, each)]
-        return Planned(*one, len(start), len(each))
+        noise, sums = settings.noise, sums_of(algorithm, problem, clients, **options)
+        start, each = ([joint([noise] * num) for num in some] for some in sums)
+        return Planned(start, each, len(start), len(each))
     few = clients[:2]
     per_client = {
         key: (max(value),) * len(few) for key, value in algorithm.asdict().items() if isinstance(value, tuple)
