@@ -7,7 +7,8 @@ Every derivative that a phase asks for is a release by itself. Of each client it
 Each example takes part by a coin of its own (Poisson sampling), drawn anew for every release. Its
 derivative is scaled to the norm `clip` if it is longer, and rounded to integers. The sum of integers
 is exact, and one example changes it by at most `clip` and the rounding. The noise is discrete
-Gaussian. Whatever a phase makes of derivatives, such as local steps, corrections and models, is
+Gaussian, with steps of 2^-30 of the norm, far below the noise: the accountant's figures for continuous
+noise hold for it. Whatever a phase makes of derivatives, such as local steps, corrections and models, is
 computed from releases, and so is all that the server sees. No other use of data is private.
 
 Neighbours are data sets in which the derivatives of one example are zero. The number of examples n
@@ -169,7 +170,7 @@ class NoisyOracle:
         how, oracle = self._how, self._host.oracle
         if oracle.tick is not None:
             oracle.tick()
-        how.counts[len(kinds)] += 1
+        how.counts[len(kinds)] += bool(self._clients)  # a process without a client releases nothing
         self._number += 1
         lengths = [(self._host.x0 if kind in OF_X else self._host.y0).shape[-1] for kind in kinds]
         found = [vectors[0].new_zeros(len(batch), length) for length in lengths]
