@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "cohort": Cohort(0.3),
             "aggregation": Aggregation(level="example", rate=0.5, clip=1.0, noise=1.0, epsilon=1e4),
         },
-    ),  # fmt: skip
+    ),
     "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),
