@@ -173,6 +173,16 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "aggregation": Aggregation(compress="int8", robust="centred:1.0"),
         },
     ),
+    "layer_examples": (  # ranks have clients with different numbers of steps, and so of releases
+        FedBiO(num_local_steps=(1, 3, 2, 2, 1, 3, 2)),
+        with_figures,
+        {
+            **SHUFFLED,
+            "seed": 5,
+            "cohort": Cohort(0.3),
+            "aggregation": Aggregation(level="example", rate=0.5, clip=1.0, noise=1.0, epsilon=1e4),
+        },
+    ),
     "sgp": (SGP(num_lower_steps=3), lambda: quadratic(client_weights="by_samples"), {**NOISY, "network": DIRECTED}),
     "hgp": (
         HGP(num_terms=3, num_lower_steps=2, lr_lower=0.05, lr_system=0.05),

@@ -112,7 +112,7 @@ class Layer:
     """
 
     def __init__(self, settings: Aggregation, algorithm: Algorithm, stream: Stream, ring: Ring | None = None) -> None:
-        self.settings, self.ring = settings, ring
+        self.settings, self.ring, self._of_rows = settings, ring, settings.of_rows()
         self._exact, self._stream = algorithm.exact, stream
 
     # ---- both ends ------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Layer:
 
         sent: the values that the server sent with the call.
         """
-        own = self.settings.of(at.name)
+        own = self._of_rows.of(at.name)
         shared = {name: value for name, value in sent.items() if isinstance(value, Tensor) and value.ndim == 1}
         base = None if sparse else base_of(at.name, width, shared)
         exact = (at.name in self._exact or at.phase in PHASES) and at.name not in (self.settings.sequences or {})

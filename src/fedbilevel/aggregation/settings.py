@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fedbilevel.errors import SettingError, UnknownNameError
+from fedbilevel.privacy.noisy_oracle import KINDS
 from fedbilevel.settings import Settings, setting
 
+Level = Literal["client", "example"]
 OFF = "none"  # switches a setting of the run off for one sequence
 _SHARE, _COUNT, _LENGTH = "a share above 0 and at most 1", "a whole number, at least 1", "a number above 0"
 # by kind: meaning of the number after the colon, or "" if there is none
@@ -64,7 +66,12 @@ class Aggregation(Settings):
     secure: the server sees sums of rows only. Between sites each row carries masks that cancel in the
         sum; in one process the same integers are added without masks.
     noise: standard deviation of the noise in a sum, divided by the largest change of the sum by one
-        client (client-level differential privacy). It needs `clip` and `epsilon`.
+        client, or by one example (differential privacy). It needs `clip` and `epsilon`.
+    level: what noise hides. With `client`, rows are clipped and get noise. With `example`, each
+        derivative at a client is a sum over examples that are clipped one by one, and gets noise;
+        rows are computed from these derivatives, so everything else may be done to them.
+    rate: with `example`, the probability with which an example takes part in a derivative.
+    clips: with `example`, other norms by derivative: gy, gx, fy, fx, hv (H v) or jv (J v).
     epsilon, delta: the privacy budget at which the run stops.
     fixed_point: bits of an integer; None means as many as the weights and the noise leave.
     bound: largest entry of a row without `clip`; None derives it from the arrays that were sent.
@@ -91,7 +98,10 @@ class Aggregation(Settings):
         None, "before a robust mean, average each row with its nearest rows, without this share", least=0, most=0.49
     )
     secure: bool = setting(False, "secure sums: the server sees sums of rows only")
-    noise: float | None = setting(None, "noise multiplier of client-level differential privacy", above=0)
+    noise: float | None = setting(None, "noise multiplier of differential privacy", above=0)
+    level: Level = setting("client", "what noise hides: a client, or one example of a client")
+    rate: float = setting(1.0, "level example: probability of an example to take part", above=0, most=1)
+    clips: dict[str, Any] | None = setting(None, "level example: other norms of clipping by derivative")
     epsilon: float | None = setting(None, "privacy budget: the run stops at this epsilon", above=0)
     delta: float = setting(1e-5, "delta of the privacy budget", above=0, most=0.1)
     fixed_point: int | None = setting(
@@ -109,6 +119,36 @@ class Aggregation(Settings):
         if (self.noise is None) != (self.epsilon is None):
             given, missing = ("noise", "epsilon") if self.epsilon is None else ("epsilon", "noise")
             raise SettingError(f"aggregation.{given} is given without aggregation.{missing}: give both, or neither.")
+        self._check_level()
+
+    def _check_level(self) -> None:
+        if self.level == "client":
+            for label, usual in (("rate", 1.0), ("clips", None)):
+                if getattr(self, label) != usual:
+                    raise SettingError(f"aggregation.{label} is for examples: set aggregation.level = 'example'.")
+            return
+        if self.noise is None or self.clip is None:
+            raise SettingError("aggregation.level is 'example' without noise or clip: give clip, noise and epsilon.")
+        for kind, clip in (self.clips or {}).items():
+            if kind not in KINDS:
+                raise UnknownNameError("derivative in aggregation.clips", kind, KINDS)
+            if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < float("inf"):
+                raise SettingError(f"aggregation.clips.{kind} is {clip!r:.80}, expected a number above 0.")
+        for name, own in (self.sequences or {}).items():
+            if "clip" in own:
+                raise SettingError(
+                    f"aggregation.sequences.{name}.clip is given, and with level 'example' derivatives are clipped "
+                    "and rows are not: give aggregation.clips."
+                )
+
+    def of_rows(self) -> Aggregation:
+        """Return the settings for rows, which have no clipping and noise of their own at the level of
+        examples."""
+        if self.level == "client":
+            return self
+        return dataclasses.replace(
+            self, level="client", rate=1.0, clip=None, clips=None, noise=None, epsilon=None, delta=1e-5
+        )
 
     @property
     def compressor(self) -> Choice | None:

@@ -19,7 +19,8 @@ from fedbilevel.privacy.noise import ring_sigma
 
 FEATURES = {  # in words, in the order of the documentation
     "secure": "secure sums: the server sees sums of rows only",
-    "noise": "noise for differential privacy",
+    "noise": "noise for differential privacy of clients",
+    "examples": "noise for differential privacy of examples",
     "clip": "clipping",
     "int8": "compression int8",
     "topk": "compression topk",
@@ -28,6 +29,7 @@ FEATURES = {  # in words, in the order of the documentation
     "robust": "a robust mean",
     "groups": "a robust mean of groups of clients",
     "gather": "an algorithm that reads single rows (`gather`)",
+    "reads": "an algorithm that uses samples or losses beside derivatives",
     "cohort": "a cohort of some clients",
     "replacement": "a cohort drawn with replacement",
     "private": "a private upper variable",
@@ -65,6 +67,9 @@ CLASHES = (
     Clash("noise", "randk", _REST),
     Clash("noise", "powersgd", _REST),
     Clash("noise", "replacement", "the accountant counts each client once per round"),
+    Clash("examples", "noise", "a run has one level: noise is in derivatives or in rows"),
+    Clash("examples", "clip", "aggregation.clip is then the norm of an example's derivative, and rows have none"),
+    Clash("examples", "reads", "only derivatives have noise, so all else would leave without it"),
     Clash("robust", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
     Clash("groups", "gather", "the algorithm reads every row itself, so the rule would protect nothing"),
     Clash("groups", "replacement", "the number of different clients, and so that of groups, is not known before"),
@@ -140,12 +145,14 @@ def check_aggregation(
         name
         for name, is_so in (
             ("gather", algorithm.gathers),
+            ("examples", settings.level == "example"),
+            ("reads", algorithm.reads_samples),
             ("cohort", size < num_clients),
             ("replacement", cohort.replacement),
         )
         if is_so
     }
-    for one in settings.all():
+    for one in settings.of_rows().all():
         check_features(features(one) | around)
         if one.noise is not None and one.clip is not None:  # raises if the noise is below the steps of the integers
             ring_sigma(one.clip, one.noise, 2.0 ** (bits - 2) / one.clip, 1, members=size)
@@ -185,7 +192,7 @@ def _check_noise(settings: Aggregation, algorithm: Algorithm) -> None:
             "leave out aggregation.noise."
         )
     bare = [name for name in algorithm.exact if name not in (settings.sequences or {})]
-    if bare:
+    if bare and settings.level == "client":
         raise SettingError(
             f"{algorithm.name()} measures {bare[0]!r} without clipping, so noise would not hide it: give "
             f"aggregation.sequences.{bare[0]}.clip, or use another algorithm."
@@ -194,7 +201,7 @@ def _check_noise(settings: Aggregation, algorithm: Algorithm) -> None:
 
 def check_gather(settings: Aggregation) -> None:
     """Raise if single rows may not be read under these settings."""
-    for one in settings.all():
+    for one in settings.of_rows().all():
         check_features(features(one) | {"gather"})
 
 

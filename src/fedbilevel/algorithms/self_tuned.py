@@ -177,6 +177,7 @@ class SelfTuned(ServerAlgorithm):
 
     upper_space = ("x", *_named(_UPPER))
     lower_space = ("y", *_named(_LOWER))
+    reads_samples = True
     exact = ("top", *_named(("diagonal", "ray", "product", "held", "against", "figures", "lags")))
     decays: ClassVar[tuple[str, ...]] = ("pace",)
     lengths: ClassVar[dict[str, int]] = dict.fromkeys(_named(["controls"]), len(Controls._fields))

@@ -67,6 +67,7 @@ class Detector(Classifiers):
         "heats",
     )
     needs_everyone = True
+    reads_samples = True
     learns_x = minimises = False
     refuses = {
         "shared": "x holds the labels of each client's samples, which stay there: use data_cleaning with learn=labels",

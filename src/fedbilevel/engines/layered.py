@@ -13,7 +13,8 @@ from fedbilevel.aggregation.layer import Encoded, Layer
 from fedbilevel.aggregation.robust import robust_mean
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.oracle.population import figures
-from fedbilevel.privacy.accountant import Accountant, Budget, joint
+from fedbilevel.privacy.accountant import Accountant, Budget, Release, joint
+from fedbilevel.privacy.noisy_oracle import releases
 from fedbilevel.problem.problem import Problem
 
 
@@ -104,15 +105,29 @@ def account_of(layer: Layer | None) -> Accountant | None:
     return Accountant(Budget(layer.settings.epsilon, layer.settings.delta))
 
 
-def spend(account: Accountant | None, settings: Aggregation, num_sequences: int) -> None:
-    """Count the sums of one call before they are released.
+def spend(account: Accountant | None, settings: Aggregation, num_sums: int, derived: Mapping[int, int]) -> None:
+    """Count what one call releases, before anything of it leaves.
 
-    The sums of a call concern the same clients. Every client counts as present, because a cohort of a
-    fixed size does not lower epsilon.
+    At the level of clients, the sums of a call concern the same clients. Every client counts as
+    present, because a cohort of a fixed size does not lower epsilon. At the level of examples, the
+    derivatives of the call are released, also if their results stay at the clients. Examples are in
+    one client each, so releases of different clients do not add up.
+
+    num_sums: sequences that leave.
+    derived: noisy derivatives of the client with the most of them, by the number of their sums.
     """
-    if account is not None and num_sequences:
-        assert settings.noise is not None
-        account.spend([joint([settings.noise] * num_sequences)])
+    if account is not None:
+        found = events(settings, num_sums, derived)
+        if found:
+            account.spend(found)
+
+
+def events(settings: Aggregation, num_sums: int, derived: Mapping[int, int]) -> list[Release]:
+    """Return the releases of one call."""
+    assert settings.noise is not None
+    if settings.level == "example":
+        return releases(settings.noise, settings.rate, derived)
+    return [joint([settings.noise] * num_sums)] if num_sums else []
 
 
 def identity_of(layer: Layer | None) -> dict[str, dict[str, object]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.aggregation.layer import Layer
-from fedbilevel.aggregation.sealing import addressed, ring_of
+from fedbilevel.aggregation.sealing import addressed, hide_examples, ring_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
@@ -80,7 +80,8 @@ class Simulation(Hosting, Server):
         self.host, self.roster = hosted(
             group, algorithm, problem, clients, ids, seed=seed, batch_size=batch_size, **options
         )
-        if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto":
+        hide_examples(aggregation, self.host, addressed(self.host.stream))
+        if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto" and self.host.noise is None:
             self.host.captures = Captures(self.host)
         self.group, self.drops, self.stragglers = group, drops, stragglers.checked()
         if algorithm.needs_everyone and stragglers.dropout:
@@ -138,12 +139,17 @@ class Simulation(Hosting, Server):
         if self.layer is None:
             return answers, places, times
         leaves = [name for name, value in answers.items() if value is not None and name not in self.kept_names]
-        spend(self.account, self.layer.settings, len(leaves))
+        spend(self.account, self.layer.settings, len(leaves), self._derived())
         encoded = self.layer.encode(
             phase, answers, values, self.kept_names, self.host.feedback, positions, self.host.ids[positions],
             iteration=self.iteration, call=self.call, fixed=self._fixed(places, times),
         )  # fmt: skip
         return encoded, places, times
+
+    def _derived(self) -> dict[int, int]:
+        """Return the noisy derivatives of the call, those of the process with the most of them."""
+        found = {} if self.host.noise is None else self.host.noise.taken()
+        return {parts: self.group.largest(times) for parts, times in found.items()}
 
     def _sent(self, value: Value, places: Tensor, positions: Tensor) -> Any:
         if isinstance(value, Kept):

@@ -152,6 +152,7 @@ class Algorithm(Settings):
         space and have any length; clients accept no other array.
     exact: names of rows that are measurements, so that they are neither clipped nor compressed.
     gathers: whether the method reads single rows by `gather`.
+    reads_samples: whether phases use samples or losses beside derivatives.
     """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -167,6 +168,7 @@ class Algorithm(Settings):
     statistics: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[tuple[str, ...]] = ()
     gathers: ClassVar[bool] = False
+    reads_samples: ClassVar[bool] = False
 
     @classmethod
     def name(cls) -> str:

@@ -76,6 +76,8 @@ class Clients:
         self.dtype, self.device = host.dtype, host.device
         self._when: tuple[Address, Address] = (iteration, call)
         self._ids_there: Tensor | None = None  # on the device
+        # derivatives, with noise if each of them is a release
+        self.oracle: Any = host.oracle if host.noise is None else host.noise.at(host, positions, iteration, call)
         self._last: tuple[str, Tensor, Tensor, Batch, tuple[int, int], Tensor] | None = None
 
     @property
@@ -142,6 +144,11 @@ class Clients:
         This is for methods that need sums over samples which are no derivatives. With features, the
         problem computes them once and the host keeps them. Every sample is charged.
         """
+        if self.host.noise is not None:
+            raise SettingError(
+                f"{self.host.algorithm.name()} reads samples, which noise of the level 'example' does not cover: use "
+                "an algorithm that needs derivatives only."
+            )
         if self.bill is not None:
             self.bill.whole[role] += 1
         else:
@@ -214,40 +221,40 @@ class Clients:
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "gy")
-        return self._once("gy", x, y, batch, self.host.oracle.lower_grad)
+        return self._once("gy", x, y, batch, self.oracle.lower_grad)
 
     def lower_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "gx")
-        return self.host.oracle.lower_grad_x(x, y, batch, shares=self.shares)
+        return self.oracle.lower_grad_x(x, y, batch, shares=self.shares)
 
     def upper_grad_x(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "fx")
-        return self._once("fx", x, y, batch, self.host.oracle.upper_grad_x)
+        return self._once("fx", x, y, batch, self.oracle.upper_grad_x)
 
     def upper_grad_y(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "fy")
-        return self.host.oracle.upper_grad_y(x, y, batch, shares=self.shares)
+        return self.oracle.upper_grad_y(x, y, batch, shares=self.shares)
 
     def upper_grads(self, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self._charge(batch, "fx", "fy")
-        return self.host.oracle.upper_grads(x, y, batch, shares=self.shares)
+        return self.oracle.upper_grads(x, y, batch, shares=self.shares)
 
     def upper_loss(self, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
         """Return the upper loss of every client, (k, 1); an evaluation is charged by its samples."""
         self._charge(batch)
-        return self.host.oracle.evaluate(self.host.problem.upper, x, y, batch)[:, None]
+        return self.oracle.evaluate(self.host.problem.upper, x, y, batch)[:, None]
 
     def jacobian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "jvp")
-        return self.host.oracle.jacobian_product(x, y, v, batch, shares=self.shares)
+        return self.oracle.jacobian_product(x, y, v, batch, shares=self.shares)
 
     def hessian_product(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> Tensor:
         self._charge(batch, "hvp")
-        return self.host.oracle.hessian_product(x, y, v, batch, shares=self.shares)
+        return self.oracle.hessian_product(x, y, v, batch, shares=self.shares)
 
     def second_order(self, x: Tensor, y: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         self._charge(batch, "jvp", "hvp")
-        return self.host.oracle.second_order(x, y, v, batch, shares=self.shares)
+        return self.oracle.second_order(x, y, v, batch, shares=self.shares)
 
     def directions(
         self, x: Tensor, y: Tensor, u: Tensor, *, gy: Batch, fx: Batch, fy: Batch, ju: Batch, hu: Batch
@@ -258,7 +265,7 @@ class Clients:
             by_batch.setdefault(id(batch), (batch, []))[1].append(column)
         for batch, columns in by_batch.values():
             self._charge(batch, *columns)
-        return self.host.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu, shares=self.shares)
+        return self.oracle.directions(x, y, u, gy=gy, fx=fx, fy=fy, ju=ju, hu=hu, shares=self.shares)
 
     def _once(self, kind: str, x: Tensor, y: Tensor, batch: Batch, evaluate: Callable[..., Tensor]) -> Tensor:
         """Compute two equal gradients at the same point once.

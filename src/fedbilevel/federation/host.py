@@ -14,6 +14,7 @@ from fedbilevel.federation.clients import HELD, OUTSIDE, BatchSize, Bill, Client
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.store import Store
 from fedbilevel.oracle.population import Population
+from fedbilevel.privacy.noisy_oracle import ExampleNoise
 from fedbilevel.problem.client_data import ClientData, Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.problem.problem import Problem
@@ -54,6 +55,7 @@ class Host(Population):
         self._alike: dict[int, Tensor] = {}  # equal shares, by their number
         self.before_derivative: Callable[[], None] | None = None  # raises an error when a limit is reached
         self._features: dict[tuple[str, int], Tensor] = {}  # by role and position
+        self.noise: ExampleNoise | None = None  # an engine puts example-level privacy here
         self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
 
     def _parts(self, share: float) -> dict[str, ClientData]:

@@ -38,7 +38,7 @@ from fedbilevel.runs.faults import warn_of_faults
 from fedbilevel.runs.loop import Loop, configuration
 from fedbilevel.runs.options import torch_device
 from fedbilevel.runs.pace import checked_pace
-from fedbilevel.runs.privacy_account import attach, forecast, sums_of
+from fedbilevel.runs.privacy_account import attach, forecast, planned
 from fedbilevel.runs.record import Record
 from fedbilevel.runs.result import Result
 from fedbilevel.runs.step_sizes import measured_steps
@@ -219,9 +219,9 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
         if fed.account is not None:
             attach(fed.account, None if record is None else Path(record), group)
             if aggregation is not None and aggregation.noise is not None and group.rank == 0:
-                sums = sums_of(chosen, problem, clients, **{**options, "ids": None, "group": Group()})
+                few = planned(aggregation, chosen, problem, clients, **{**options, "ids": None, "group": Group()})
                 done = Record(record).load()[1]["iteration"] if resume and record is not None else 0
-                print(forecast(fed.account, aggregation.noise, sums, pace, done), file=sys.stderr)
+                print(forecast(fed.account, few, pace, done), file=sys.stderr)
         kept = record is not None or any(isinstance(callback, Follower) for callback in callbacks)
         result = Loop(
             chosen,

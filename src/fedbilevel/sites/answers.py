@@ -13,6 +13,7 @@ from fedbilevel.columns import CALLS
 from fedbilevel.engines.layered_means import Answers
 from fedbilevel.errors import NonFiniteError, WireError
 from fedbilevel.federation.algorithm import Algorithm, Sparse
+from fedbilevel.privacy.noisy_oracle import PARTS
 from fedbilevel.sites.mailbox import Answer
 
 KEPT = torch.empty(0, 0)  # marks rows that stayed at the sites
@@ -55,6 +56,9 @@ class PhaseReader:
             raise WireError("its answer lacks results, calls or changed.")
         if not all(name in CALLS and are_counts(numbers, num, least=0) for name, numbers in calls.items()):
             raise WireError("its answer has invalid counts of derivatives or samples.")
+        private = self._layer is not None and self._layer.settings.level == "example"
+        if private and not are_counts(answer.header.get("derived"), len(PARTS), least=0):
+            raise WireError("its answer does not say how many noisy derivatives it has used.")
         return {name: self._rows(name, kind, answer.arrays.get(name, []), num) for name, kind in results.items()}
 
     def _rows(self, name: str, kind: Any, arrays: list[Tensor], num: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.aggregation.layer import Encoded, Layer
+from fedbilevel.aggregation.layer import Layer
 from fedbilevel.aggregation.sealing import ring_of, secret
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.engine import resent
@@ -116,16 +116,16 @@ class Sites(PrivateServer):
         head = {"kind": "phase", "phase": phase, "iteration": self.iteration, "call": self.call}
         head["scaled"] = self._scaled()
         self._read_phase.expect(phase, self.iteration, self.call, broadcast)
-        known = self._spend(phase, self._num_sums.get(phase))
+        known = self._spend(self._released.get(phase))
         own = self._own_weights(sites, self._counts(places, times))
         more, sites = self._secure_call(sites, asked, what)
         head |= more
         answers = self._exchange(head, broadcast, sites, what, self._read_phase, asked, own=own)
         self._leave_out_odd_ones(answers, form_of, asked, what)
         first = next(iter(answers.values()))[1]
-        self._num_sums[phase] = sum(isinstance(one, Encoded) for one in first.values())
+        self._released[phase] = self._of_answers(answers)
         if not known:
-            self._spend(phase, self._num_sums[phase])
+            self._spend(self._released[phase])
         if self.layer is None or self.layer.ring is None:  # integers with noise or masks have no usual norm
             self._leave_out_outliers(phase, broadcast, answers, asked, what)
         for site, (answer, _) in answers.items():

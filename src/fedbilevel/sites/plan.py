@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel import discovery
+from fedbilevel.aggregation.sealing import check_batches
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.aggregation.validity import check_aggregation
 from fedbilevel.errors import PlanError, UnknownNameError
@@ -149,7 +150,7 @@ def read_plan(path: Path, known: Sequence[str] | None = None) -> SitePlan:
 
 def _check_private(plan: SitePlan, aggregation: Aggregation, cohort: Cohort) -> None:
     some = plan.cohort_size < plan.num_clients or cohort.replacement
-    asked = "noise" if aggregation.noise is not None else "groups" if aggregation.groups is not None else ""
+    asked = "noise" if aggregation.of_rows().noise is not None else "groups" if aggregation.groups is not None else ""
     if some and (asked == "noise" or (asked and aggregation.secure)):
         raise PlanError(f"aggregation.{asked} needs all clients in every round between sites: leave out fraction.")
     if aggregation.secure and cohort.replacement:
@@ -187,6 +188,7 @@ def _check(plan: SitePlan, known: Sequence[str] | None) -> None:
     if given.get("aggregation") is not None:  # weights are known later, and are at least one
         num = plan.num_clients
         _check_private(plan, given["aggregation"], given["cohort"])
+        check_batches(given["aggregation"], given["batch_size"])
         check_aggregation(given["aggregation"], plan.built_algorithm(), given["cohort"], num, 1)
     for name, value in plan.built_algorithm().asdict().items():
         if isinstance(value, tuple) and len(value) != plan.num_clients:

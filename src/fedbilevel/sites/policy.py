@@ -16,10 +16,9 @@ caused it.
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fedbilevel.data.folders import read_folder, read_folders
 from fedbilevel.errors import DataError, PlanError, PolicyError, UnknownNameError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.settings import check_plain
+from fedbilevel.sites.loaders import is_one_client, loader_of
 from fedbilevel.sites.plan import SitePlan
 
 FILE = "site.toml"
@@ -52,6 +52,8 @@ auto_approve = false                  # true: plans run without `fedbilevel fede
 # max_disk_megabytes = 4096           # this site's folder: state of runs and logs
 # min_members = 3                     # sites in a secure sum to which this site contributes
 # max_runs = 20                       # runs with state on this site's disk
+# max_epsilon = 8.0                   # privacy of one sample over all runs of this kit; plans need noise then
+# max_delta = 1e-5                    # delta at which max_epsilon counts
 
 [policy.settings]                     # allowed ranges of the plan's settings, by name or pattern
 # num_local_steps = [1, 1000]
@@ -77,6 +79,8 @@ _POLICY = {
     "max_disk_megabytes": "number",
     "max_runs": "whole",
     "min_members": "whole",
+    "max_epsilon": "number",
+    "max_delta": "number",
     "settings": "table",
 }
 
@@ -98,7 +102,16 @@ class Policy:
     max_disk_megabytes: float = 4096.0
     max_runs: int = 20
     min_members: int = 3
+    max_epsilon: float | None = None
+    max_delta: float = 1e-5
     settings: dict[str, Range] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.max_epsilon is None or 0 < self.max_epsilon < float("inf")) or not 0 < self.max_delta < 1:
+            raise PlanError(
+                f"max_epsilon and max_delta of the policy in {FILE} are {self.max_epsilon} and {self.max_delta}, "
+                "expected a positive number and one between 0 and 1."
+            )
 
     def check_plan(self, plan: SitePlan) -> None:
         """Check everything that can be checked before any data are read."""
@@ -133,11 +146,12 @@ class Policy:
                     return ranges[pattern]
         return (-float("inf"), float("inf"))
 
-    def check_samples(self, sizes: Mapping[str, int]) -> None:
+    def check_samples(self, sizes: Mapping[str, int], rate: float = 1.0) -> None:
         """Raise if there are few samples, because a sum over few samples is close to a single
         sample.
 
         sizes: number of samples by role.
+        rate: probability with which each of them takes part.
         """
         if sizes["train"] < self.min_samples:
             raise PolicyError(
@@ -145,7 +159,7 @@ class Policy:
                 "policy asks for: lower it there, or run without this site."
             )
         for role, size in sizes.items():
-            if size < self.min_batch:
+            if rate * size < self.min_batch:
                 raise PolicyError(
                     f"this site has fewer {role} samples than the {self.min_batch} that the line 'min_batch' of its "
                     "policy asks for: lower it there, or run without this site."
@@ -265,11 +279,11 @@ class SiteSettings:
             raise PlanError(
                 f"this site does not say where its data are: set data in its {FILE}, or start it with --data."
             )
-        if self.loader == "folder" and _is_one_client(Path(place)):
+        if self.loader == "folder" and is_one_client(Path(place)):
             return [read_folder(Path(place), num_classes=plan.num_classes)]
         if self.loader == "folder":
             return list(read_folders(place, num_classes=plan.num_classes).values())
-        found = _function(self.loader)(place)
+        found = loader_of(self.loader, FILE)(place)
         return found if isinstance(found, list) else [found]
 
 
@@ -329,25 +343,3 @@ def check_data(settings: SiteSettings, place: Path) -> None:
             f"there is no train file in {place}: a site's folder holds train.npz and val.npz (or .csv, or "
             ".safetensors), or one such folder per client."
         )
-
-
-def _is_one_client(place: Path) -> bool:
-    """Check whether a folder holds the files of a single client. A missing or empty folder counts
-    as one client, so that reading it raises the proper error."""
-    inside = list(place.iterdir()) if place.is_dir() else []
-    return any(path.is_file() and path.stem == "train" for path in inside) or not any(path.is_dir() for path in inside)
-
-
-def _function(name: str) -> Callable[[str], Holdings | list[Holdings]]:
-    """Import the installed loader that the site's settings name."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(
-            f"loader in {FILE} is {name!r} ({error}), expected 'folder', 'simulated' or an installed "
-            "package.module:function."
-        ) from error
-    if not callable(found):
-        raise PlanError(f"loader in {FILE} is {name!r}, which is not a function: name one as package.module:function.")
-    return found

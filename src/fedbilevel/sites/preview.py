@@ -11,14 +11,13 @@ import torch
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import FedBilevelError
 from fedbilevel.privacy.accountant import Accountant, Budget
-from fedbilevel.problem.client_data import Holdings
 from fedbilevel.runs.pace import checked_pace
-from fedbilevel.runs.privacy_account import forecast, sums_of
+from fedbilevel.runs.privacy_account import forecast, planned
 from fedbilevel.sites.plan import SitePlan
 from fedbilevel.sites.policy import SiteSettings
+from fedbilevel.sites.spending import few
 from fedbilevel.tasks.task import Shapes
 
-_SAMPLES = 32  # of each role: the communication of a round does not depend on their number
 _CLIENTS = 2  # nor on the number of clients; the plan is not approved yet, so the preview stays small
 _NOT_HERE = ("device", "schedule", "cohort")
 
@@ -43,7 +42,7 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
         per_client = {key: value[:num] for key, value in algorithm.asdict().items() if isinstance(value, tuple)}
         algorithm = dataclasses.replace(algorithm, **per_client)
         algorithm.check_scopes(problem.scopes)
-        fed = Simulation(algorithm, problem, [_few(holdings)] * num, **options)
+        fed = Simulation(algorithm, problem, [few(holdings)] * num, **options)
         fed.host.before_derivative = lambda: settings.policy.check_seconds(time.monotonic() - start)
         with torch.no_grad():
             fed.begin(0)
@@ -55,10 +54,10 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
     private = {}
     if fed.account is not None and layer is not None and layer.noise is not None:
         rest = {key: value for key, value in options.items() if key != "aggregation"}
-        sums = sums_of(algorithm, problem, [_few(holdings)] * num, **rest)
+        releases = planned(layer, algorithm, problem, [few(holdings)] * num, **rest)
         account = Accountant(Budget(layer.epsilon, layer.delta))
         pace = checked_pace(plan.num_iterations, plan.num_rounds, plan.measure_every)
-        private = {"privacy": forecast(account, layer.noise, sums, pace)}
+        private = {"privacy": forecast(account, releases, pace)}
     ledger = fed.bill().totals()
     asked = plan.keywords()["cohort"].size(plan.num_clients)  # of all clients, at a time
     rounds, share = ledger["rounds"], lambda paid: paid // num * asked // plan.num_clients * len(plan.numbers(name))
@@ -75,7 +74,3 @@ def preview(plan: SitePlan, name: str, settings: SiteSettings) -> dict[str, Any]
         ],
         **private,
     }
-
-
-def _few(holdings: Holdings) -> Holdings:
-    return {role: {field: rows[:_SAMPLES] for field, rows in fields.items()} for role, fields in holdings.items()}

@@ -12,12 +12,14 @@ from torch import Tensor
 from fedbilevel.aggregation.layer import Encoded
 from fedbilevel.engines.layered import spend, summed_figures
 from fedbilevel.engines.layered_means import Answers
+from fedbilevel.privacy.noisy_oracle import PARTS
 from fedbilevel.sites.answers import read_masked_figures, read_stage
 from fedbilevel.sites.exchange import Places, SiteServer
 from fedbilevel.sites.mailbox import Answer
 from fedbilevel.sites.secure_sums import Ask, SecureSums
 from fedbilevel.sites.transport import Failure
 
+Released = tuple[int, dict[int, int]]
 MakesSums = Callable[[Ask, Callable[[str, str], None]], SecureSums]
 
 
@@ -30,14 +32,22 @@ class PrivateServer(SiteServer):
     def __init__(self, *given: Any, sums: MakesSums | None = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self.sums = None if sums is None else sums(self._ask_stage, self._refuse_in_sum)
-        self._num_sums: dict[str, int] = {}  # sequences that the sites sent in the last call of a phase
+        # by phase, the sequences that the sites sent in its last call, and the most noisy derivatives of a site
+        self._released: dict[str, Released] = {}
 
-    def _spend(self, phase: str, num: int | None) -> bool:
-        """Count the sums of a call before it, or after its first answers if their number is unknown.
+    def _spend(self, released: Released | None) -> bool:
+        """Count the releases of a call before it, or after its first answers if they are unknown.
         Every site counts them itself before it answers."""
-        if self.account is not None and self.layer is not None and num is not None:
-            spend(self.account, self.layer.settings, num)
-        return num is not None
+        if released is not None and self.layer is not None:
+            spend(self.account, self.layer.settings, *released)
+        return released is not None
+
+    def _of_answers(self, answers: Mapping[int, tuple[Answer, Answers]]) -> Released:
+        """Return what a call has released, from its answers."""
+        first = next(iter(answers.values()))[1]
+        stated = [answer.header.get("derived", []) for answer, _ in answers.values()]
+        derived = {parts: max(numbers) for parts, *numbers in zip(PARTS, *stated, strict=False)} if any(stated) else {}
+        return sum(isinstance(one, Encoded) for one in first.values()), derived
 
     def _own_weights(self, sites: Places, weights: Tensor) -> dict[int, dict[str, Any]] | None:
         """Return the weights for each site, if rows leave sites as integers."""

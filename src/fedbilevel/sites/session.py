@@ -17,18 +17,16 @@ from torch import Tensor
 
 from fedbilevel._version import __version__
 from fedbilevel.aggregation.layer import Encoded, Fixed, Layer
-from fedbilevel.aggregation.sealing import bits_of, ring_of, secret
+from fedbilevel.aggregation.sealing import bits_of, hide_examples, ring_of, secret
 from fedbilevel.columns import CALLS
-from fedbilevel.engines.layered import account_of, figure_integers, spend
+from fedbilevel.engines.layered import figure_integers
 from fedbilevel.engines.roster import digest
 from fedbilevel.errors import NonFiniteError, PolicyError, ProblemError, SettingError, WireError
 from fedbilevel.federation.algorithm import Sparse
 from fedbilevel.federation.host import Host
-from fedbilevel.privacy.accountant import Accountant
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.draws import Stream
 from fedbilevel.runs.options import torch_device
-from fedbilevel.runs.privacy_account import attach
 from fedbilevel.runs.record import make_folder, write_whole
 from fedbilevel.sites.answers import are_counts
 from fedbilevel.sites.audit import AuditLog
@@ -37,6 +35,7 @@ from fedbilevel.sites.membership import Membership, Papers, fewest_clients
 from fedbilevel.sites.order import Order
 from fedbilevel.sites.plan import SitePlan, plan_digest
 from fedbilevel.sites.policy import SiteSettings
+from fedbilevel.sites.spending import Spending
 from fedbilevel.sites.versions import Versions
 from fedbilevel.tasks.task import Shapes
 
@@ -83,7 +82,7 @@ class Session:
         self.algorithm = self.plan.built_algorithm()
         self.host = self._host(holdings, torch_device(settings.device))
         smallest = {role: int(sizes.min()) for role, sizes in self.host.data.sizes.items()}
-        self.policy.check_samples(smallest)
+        self.policy.check_samples(smallest, 1.0 if self.host.noise is None else self.host.noise.rate)
         data = "".join(digest(self.host.data, row).hex() for row in self.all.tolist())  # stays here
         self.versions = Versions(self.folder, self.plan.name, data, self.host.device)
         self.order = Order(self.folder, plan_digest(self.plan.asdict()), self.plan.num_iterations, self.policy)
@@ -103,12 +102,9 @@ class Session:
         aggregation = given.get("aggregation")
         self.layer: Layer | None = None
         self.member: Membership | None = None
-        self.account: Accountant | None = None
         if aggregation is not None:
             self.layer = Layer(aggregation, self.algorithm, Stream(options["seed"]), ring_of(aggregation, secret))
-            self.account = account_of(self.layer)
-        if self.account is not None:
-            attach(self.account, self.folder)
+        self.spending = Spending(self.layer, self.folder, self.site_folder, self.plan, self.policy)
         if aggregation is not None and aggregation.secure:
             floor = self.policy.min_members
             self.member = Membership(self.plan, self.name, self.site_folder, self._papers, floor)
@@ -117,15 +113,11 @@ class Session:
         except ProblemError as error:  # about names and shapes, which the server knows anyway
             raise WireError(str(error)) from error
         try:
-            return Host(
-                self.algorithm,
-                problem,
-                holdings,
-                ids=self.numbers,
-                num_clients=self.plan.num_clients,
-                device=device,
-                **options,
-            )
+            num = self.plan.num_clients
+            host = Host(self.algorithm, problem, holdings, ids=self.numbers, num_clients=num, device=device, **options)
+            hide_examples(aggregation, host, secret)
+            self.spending.check_plan(problem, holdings[0])
+            return host
         except SettingError as error:  # about options of the plan
             raise WireError(str(error)) from error
 
@@ -164,6 +156,7 @@ class Session:
         values = self.incoming.values(header, arrays, rows)
         self.incoming.check_arguments(phase, method, values)
         fixed = self._fixed(header, len(rows))
+        self.spending.check()
         self._begin(header)
         if iteration != self.iteration:
             self.host.scratch.clear()
@@ -171,9 +164,12 @@ class Session:
         self.host.algorithm = scaled
         with self._within_time():
             answers: Mapping[str, Any] = self.host.run_phase(phase, values, rows, iteration, call)
+        head: dict[str, Any] = {}
         if self.layer:
             leaves = [name for name, one in answers.items() if one is not None and name not in self.incoming.kept_names]
-            spend(self.account, self.layer.settings, len(leaves))
+            derived = {} if self.host.noise is None else self.host.noise.taken()
+            self.spending.spend(len(leaves), derived)
+            head |= {"derived": [*derived.values()]} if derived else {}
             answers = self.layer.encode(
                 phase, answers, values, self.incoming.kept_names, self.host.feedback, rows, self.host.ids[rows],
                 iteration=iteration, call=call, fixed=fixed,
@@ -183,9 +179,10 @@ class Session:
         if self.member is not None:
             own = {name: one for name, [one] in sent.items()}
             masked, sent = self.member.masked(header.get("secure"), own, iteration)
-        head: dict[str, Any] = {"secure": masked} if masked else {}
+        head |= {"secure": masked} if masked else {}
         head |= {"results": results, "calls": self._calls(rows), "changed": self._changes() != self._saved}
-        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True}
+        return head, sent, {"kind": "phase", "phase": phase, "iteration": iteration, "call": call, "round": True,
+                            **self.spending.figures()}  # fmt: skip
 
     def _kept_or_sent(self, answers: Mapping[str, Any], rows: Tensor) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
         """Store the results that stay here, and return the form of each result and the arrays to
@@ -215,7 +212,7 @@ class Session:
         values = self.incoming.values(header, arrays, self.all)
         if values.keys() != {"x", "y"}:
             raise WireError("a message that asks for a measurement does not have x and y.")
-        if self.account is not None:
+        if self.spending.account is not None:
             raise PolicyError("a message asks for a measurement, and figures have no noise: leave it out.")
         fixed = self._fixed(header, len(self.all))
         self._begin(header)
@@ -273,6 +270,7 @@ class Session:
             self.versions.read(version, self._stores())
         self.versions.base, self._saved = version, self._changes()
         self.order.back_to(version)
+        self.spending.loaded()
         self.incoming.computed.clear()
         self._calls(self.all)
         return {}, {}, {"kind": "load"}

@@ -6,6 +6,7 @@ Files in its folder:
     site.toml             settings and policy, never sent
     left.jsonl            audit log: one line for everything that left, see `chain`
     requests, approvals   submitted plans, and the operator's decisions, see `operator`
+    privacy.json          releases over all runs, if the policy has `max_epsilon`, see `spending`
     status.json           the site's state now, for `fedbilevel federation watch`
     log.txt               errors in full
     runs/NAME/version-K   memory and private values after outer iteration K, the last two
@@ -191,6 +192,7 @@ class Site:
             max_rounds=settings.policy.max_rounds,
             rounds_total=self.audit.rounds,
             last_error=None,
+            **session.spending.figures(),
         )
         return session
 
@@ -218,7 +220,8 @@ class Site:
         ]
         self.audit.append({"run": self._session.plan.name, **when, "bytes": len(message), "arrays": what})
         self._status.answered(len(message), {one["name"]: one["norm"] for one in what})
-        self._status.write(state=state, rounds_total=self.audit.rounds, rounds_run=self._session.rounds)
+        spent = self._session.spending.figures()
+        self._status.write(state=state, rounds_total=self.audit.rounds, rounds_run=self._session.rounds, **spent)
         return message
 
     def _reported(self) -> dict[str, Any]:

@@ -93,7 +93,9 @@ def left(view: View) -> list[str]:
 
 def budget(view: View) -> str:
     used, most = max(view.head.rounds, count(view.status, "rounds_total")), count(view.status, "max_rounds")
-    return f"{used} of {most} rounds" if most else f"{plural(used, 'round')}; the limit is max_rounds in site.toml"
+    rounds = f"{used} of {most} rounds" if most else f"{plural(used, 'round')}; the limit is max_rounds in site.toml"
+    spent, limit = view.status.get("epsilon"), view.status.get("max_epsilon")
+    return rounds if spent is None or limit is None else f"{rounds}; epsilon {spent:.4g} of {limit:g} over all runs"
 
 
 def waiting(request: Mapping[str, Any], kit: Path) -> str:

@@ -164,6 +164,7 @@ _COUNTS = ("iteration", "num_iterations", "answers", "bytes", "rounds_run", "rou
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "time": is_number,
     **dict.fromkeys(_COUNTS, is_count),
+    **dict.fromkeys(("epsilon", "max_epsilon"), is_number),
     **dict.fromkeys(("job", "run", "digest", "state", "phase"), _is_text),
     "norms": lambda value: isinstance(value, dict) and all(one is None or is_number(one) for one in value.values()),
     "last_error": _is_error,
