@@ -61,6 +61,7 @@ KNOWN = {
 _FIGURE = "test_accuracy"
 _EVERY = 10  # outer iterations between measurements, by which a run that diverges is found
 _MOST_NOISE = 1e4
+_KNOWN_RUNS: dict[str, dict[str, float]] = {}  # figures of the runs of this process, by their settings
 
 
 def run(
@@ -144,10 +145,19 @@ class _Runs:
     def once(
         self, *, layer: Aggregation | None = None, attack: Attack | None = None, lost: Sequence[int] = ()
     ) -> dict[str, float]:
-        """Return final figures; a run that cannot be continued has those of its start.
+        """Return final figures; rows that need the same run share it.
 
         lost: clients that do not exist; their test samples are those of the first other client.
         """
+        same = [self.row.get(name) for name in ("task", "algorithm", "num_rounds", "options")]
+        ours = [None if one is None else one.asdict() for one in (layer, attack)]
+        key = json.dumps([same, self.repetition, ours, list(lost)], sort_keys=True)
+        if key not in _KNOWN_RUNS:
+            _KNOWN_RUNS[key] = self._run(layer, attack, lost)
+        return _KNOWN_RUNS[key]
+
+    def _run(self, layer: Aggregation | None, attack: Attack | None, lost: Sequence[int]) -> dict[str, float]:
+        """Return final figures; a run that cannot be continued has those of its start."""
         options = {**self.options, "aggregation": layer, "attack": attack, "measure_every": _EVERY, "residuals": False}
         clients = _without(self.built.clients, lost)
         own = lambda **length: solve(
@@ -163,9 +173,8 @@ class _Runs:
         return {_FIGURE: result.final[_FIGURE], **{name: float(value) for name, value in result.ledger.items()}}
 
     def plain(self, lost: Sequence[int]) -> dict[str, float]:
-        """Return figures of the run without protection, which rows share."""
-        same = {name: self.row.get(name) for name in ("task", "algorithm", "num_rounds", "options")}
-        return _PLAIN(self, json.dumps([same, self.repetition, list(lost)], sort_keys=True), tuple(lost))
+        """Return figures of the run without protection and attack."""
+        return self.once(lost=lost)
 
     def attackers(self, share: float) -> list[int]:
         return made(Attack, {"kind": "sign_flip", "share": share}).attackers(
@@ -177,21 +186,6 @@ class _Runs:
         algorithm, rounds = given.algorithm(self.row["algorithm"]), self.row["num_rounds"]
         start, each = sums_of(algorithm, self.built.problem, self.built.clients, dtype=self.options["dtype"])
         return start + each * -(-(rounds - len(start)) // len(each))
-
-
-class _Plain:
-    """The last runs without protection, by their settings."""
-
-    def __init__(self) -> None:
-        self.known = dict[str, dict[str, float]]()
-
-    def __call__(self, runs: _Runs, key: str, lost: tuple[int, ...]) -> dict[str, float]:
-        if key not in self.known:
-            self.known[key] = runs.once(lost=lost)
-        return self.known[key]
-
-
-_PLAIN = _Plain()
 
 
 def _without(clients: Sequence[Any], lost: Sequence[int]) -> list[Any]:
