@@ -114,6 +114,6 @@ def test_a_goal_needs_its_bytes_and_its_figure():
     assert not protection.is_met({"figure": "gap", "least": -0.003, "bytes": 0.1}, figures)
 
 
-def test_a_run_that_cannot_continue_has_the_figures_of_its_start():
+def test_a_run_that_diverges_has_the_figures_of_its_best_state():
     lost = run(algorithm={**ROW["algorithm"], "lr_lower": 1e30}, attacks=["sign_flip"], shares=[0.2]).figures
     assert 0 <= lost["sign_flip_20"] < 0.3

@@ -36,11 +36,10 @@ import numpy as np
 
 from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.aggregation.settings import Aggregation
-from fedbilevel.errors import ExperimentError, NonFiniteError
+from fedbilevel.errors import ExperimentError
 from fedbilevel.privacy.accountant import Accountant, Budget, joint
 from fedbilevel.runs.options import keywords
 from fedbilevel.runs.privacy_account import sums_of
-from fedbilevel.runs.result import Result
 from fedbilevel.runs.solve import solve
 from fedbilevel.settings import made
 from fedbilevel.studies import given
@@ -157,19 +156,17 @@ class _Runs:
         return _KNOWN_RUNS[key]
 
     def _run(self, layer: Aggregation | None, attack: Attack | None, lost: Sequence[int]) -> dict[str, float]:
-        """Return final figures; a run that cannot be continued has those of its start."""
         options = {**self.options, "aggregation": layer, "attack": attack, "measure_every": _EVERY, "residuals": False}
         clients = _without(self.built.clients, lost)
-        own = lambda **length: solve(
-            self.built.problem, clients, given.algorithm(self.row["algorithm"]), **length, **options
-        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a run that returns to its best state warns
-            try:
-                result: Result = own(num_rounds=self.row["num_rounds"])
-            except NonFiniteError:
-                options |= {"attack": None, "aggregation": None}
-                result = own(num_iterations=0)
+            result = solve(
+                self.built.problem,
+                clients,
+                given.algorithm(self.row["algorithm"]),
+                num_rounds=self.row["num_rounds"],
+                **options,
+            )
         return {_FIGURE: result.final[_FIGURE], **{name: float(value) for name, value in result.ledger.items()}}
 
     def plain(self, lost: Sequence[int]) -> dict[str, float]:
