@@ -24,7 +24,6 @@ Runs return to their best state where they diverge, as `solve` does by default.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import warnings
@@ -69,7 +68,7 @@ def run(
     given.check(row, KNOWN, needs=("task", "algorithm", "num_rounds"))
     runs = _Runs(row, repetition, device)
     layer = made(Aggregation, row["aggregation"]) if "aggregation" in row else None
-    clean = runs.plain(())
+    clean = runs.once()
     figures = {"clean": clean[_FIGURE]}
     curve: list[dict[str, float]] = []
     if "epsilons" in row:
@@ -104,7 +103,7 @@ def _attacked(
             own[kind] = runs.once(layer=layer, attack=made(Attack, {"kind": kind, "share": share}))[_FIGURE]
         found |= {f"{kind}_{label}": value for kind, value in own.items()}
         found |= {f"mean_{label}": sum(own.values()) / len(own), f"worst_{label}": min(own.values())}
-        found[f"without_{label}"] = runs.plain(runs.attackers(share))[_FIGURE]
+        found[f"without_{label}"] = runs.once(lost=runs.attackers(share))[_FIGURE]
         if "sign_flip" in own:
             found[f"gap_{label}"] = own["sign_flip"] - figures["clean"]
             found[f"beside_{label}"] = own["sign_flip"] - found[f"without_{label}"]
@@ -169,10 +168,6 @@ class _Runs:
             )
         return {_FIGURE: result.final[_FIGURE], **{name: float(value) for name, value in result.ledger.items()}}
 
-    def plain(self, lost: Sequence[int]) -> dict[str, float]:
-        """Return figures of the run without protection and attack."""
-        return self.once(lost=lost)
-
     def attackers(self, share: float) -> list[int]:
         return made(Attack, {"kind": "sign_flip", "share": share}).attackers(
             len(self.built.clients), self.options["seed"]
@@ -190,10 +185,5 @@ def _without(clients: Sequence[Any], lost: Sequence[int]) -> list[Any]:
     kept = [{**client} for number, client in enumerate(clients) if number not in lost]
     if lost:
         parts = [kept[0]["test"], *(clients[number]["test"] for number in lost)]
-        kept[0]["test"] = {
-            name: functools.reduce(
-                lambda one, other: np.concatenate([one, other]), [np.asarray(p[name]) for p in parts]
-            )
-            for name in parts[0]
-        }
+        kept[0]["test"] = {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
     return kept
