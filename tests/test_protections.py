@@ -1,0 +1,72 @@
+"""Tables of leakage and protections come from recorded experiments, and pages say what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fedbilevel.studies import leaks
+from fedbilevel.studies.experiment import read
+from website import protections
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def with_result(name, result):
+    one = read(name)
+    entries = {
+        panel: {
+            row: {"repetitions": 2, "figures": {key: {"mean": value} for key, value in figures.items()}}
+            for row, figures in rows.items()
+        }
+        for panel, rows in result.items()
+    }
+    return dataclasses.replace(one, content={**one.content, "result": entries})
+
+
+def test_tables_have_the_recorded_means():
+    figures = {"psnr": 41.6, "recovered_train": 0.5, "recovered_val": 1.0}
+    one = with_result(
+        "leakage",
+        {"cleaning-fedbio": {"four": figures}, "cleaning-fedavg": {"one": {"psnr": 99.6, "recovered_train": 1.0}}},
+    )
+    assert "| batch 4 | 42 dB (50 %, 100 %) |" in protections.by_protection(one)
+    assert "| `fedavg` | y | none | 100 dB (100 %) | - | - |" in protections.by_algorithm(one)
+
+
+def test_messages_are_named_for_every_algorithm_that_is_inverted():
+    assert set(protections.MESSAGES) == set(leaks._CARRIERS)
+
+
+@pytest.mark.parametrize(
+    ("gap", "share", "word"), [(-0.002, 0.09, "met"), (-0.002, 0.2, "not met"), (-0.01, 0.09, "not met")]
+)
+def test_a_goal_is_met_by_means_over_repetitions(monkeypatch, gap, share, word):
+    row = {"accuracy": 0.91, "gap": gap, "bytes": share}
+    one = with_result("protection-bytes", {"cleaning": {"fedbio-topk": row}})
+    empty = dataclasses.replace(one, content={**one.content, "result": {}})
+    monkeypatch.setattr(protections, "experiment", lambda name: one if name == "protection-bytes" else empty)
+    line = f"| label cleaning | FedBiO, largest 4.9 % | 91.0 % | {100 * gap:+.1f} | {100 * share:.1f} % | {word} | 2 |"
+    assert protections.goals().splitlines()[2:] == [line]
+
+
+def test_a_robust_row_names_its_rule():
+    one = read("attackers-cleaning")
+    content = {
+        **one.content,
+        "tuned": {"all": {"fedbio-robust": {"settings": {"aggregation": {"robust": "median", "outside": 0.2}}}}},
+    }
+    own = dataclasses.replace(one, content=content)
+    title = "FedBiO, robust (median after means of nearest rows without 20%)"
+    assert protections._row_title(own, "ten", "fedbio-robust") == title
+    assert protections._row_title(own, "ten", "fedbio-mean") == "FedBiO, mean"
+
+
+@pytest.mark.parametrize("comment", protections.TABLES)
+def test_every_table_is_on_a_page(comment):
+    pages = [path for path in DOCS.rglob("*.md") if comment in path.read_text()]
+    assert len(pages) == 1
+    assert protections.filled(f"a\n\n{comment}\n") == f"a\n\n{protections.TABLES[comment]()}\n"
+    assert protections.filled("a") == "a"
