@@ -28,7 +28,11 @@ _FEDBIO = {
 _ROWS = ("one", "four", "secure")  # recorded for every algorithm
 GOALS = {  # experiment -> panels with a goal, by what they are called
     "protection-bytes": {"cleaning": "label cleaning", "representation": "hyper-representation"},
-    "attackers-cleaning": {"all": "label cleaning, 30 clients", "ten": "label cleaning, 10 clients"},
+    "attackers-cleaning": {
+        "all": "label cleaning, 30 clients",
+        "ten": "label cleaning, 10 clients",
+        "mnist": "label cleaning, MNIST, 30 clients",
+    },
     "attackers-representation": {"all": "hyper-representation, 20 clients"},
 }
 
