@@ -70,3 +70,28 @@ def test_every_table_is_on_a_page(comment):
     assert len(pages) == 1
     assert protections.filled(f"a\n\n{comment}\n") == f"a\n\n{protections.TABLES[comment]()}\n"
     assert protections.filled("a") == "a"
+
+
+def test_what_the_page_on_privacy_says_about_leakage():
+    one = read("leakage")
+    result = one.content["result"]
+    means = {panel: {row: protections.recorded(one, panel, row) for row in rows} for panel, rows in result.items()}
+    assert all(entry["repetitions"] >= 5 for rows in result.values() for entry in rows.values())
+    assert len(means) == 12
+    for panel, rows in means.items():
+        large = panel == "representation-mnist-fedbio"
+        for row in {"one", "clip", "int8", "topk"} & set(rows):
+            assert rows[row]["recovered_train"] == (0 if large else 1), (panel, row)
+            assert rows[row].get("recovered_val", 1) == 1, (panel, row)
+        for row in {"one", "four", "sixteen", "all", "clip", "int8", "topk", "secure", "secure16"} & set(rows):
+            assert rows[row]["labels_train"] == rows[row].get("labels_val", 1) == 1, (panel, row)
+        assert rows["secure"].get("recovered_val", 1) > 0.3
+        if "secure16" in rows:
+            assert rows["secure16"]["recovered_train"] < 0.01
+            assert abs(rows["secure16"]["psnr"] - rows["labels-alone"]["psnr"]) < 1.5
+            assert rows["noise1"]["psnr"] < rows["labels-alone"]["psnr"] - 5 < rows["noise01"]["psnr"]
+        if panel.startswith("cleaning-"):
+            assert rows["one"]["psnr"] > 99
+    local = {panel: rows["local"]["psnr"] - rows["four"]["psnr"] for panel, rows in means.items() if "local" in rows}
+    assert local.pop("cleaning-aggitd") == 0
+    assert max(local.values()) < -20
