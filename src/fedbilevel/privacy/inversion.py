@@ -96,7 +96,7 @@ def _matched(
     def closure() -> Tensor:
         solver.zero_grad()
         loss = residual()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     solver.step(closure)
