@@ -96,3 +96,33 @@ def test_what_the_page_on_privacy_says_about_leakage():
     local = {panel: rows["local"]["psnr"] - rows["four"]["psnr"] for panel, rows in means.items() if "local" in rows}
     assert local.pop("cleaning-aggitd") == 0
     assert max(local.values()) < -20
+
+
+def test_what_the_page_on_the_layer_says_about_compression():
+    one = read("protection-bytes")
+    for panel in ("cleaning", "representation"):
+        for row in one.content["rows"]:
+            figures, (name, kind) = protections.recorded(one, panel, row), row.split("-")
+            met = protections.is_met(one.settings(panel, row)["goal"], figures)
+            if kind == "topk":
+                assert met == ((panel, name) != ("representation", "aggitd")), (panel, row)
+            if kind == "int8":
+                assert abs(figures["gap"]) < 0.002
+                assert 0.25 < figures["bytes"] < 0.26
+            if name == "aggitd" and kind in ("randk", "powersgd"):
+                assert figures["gap"] < -0.1
+
+
+@pytest.mark.parametrize("name", ["attackers-cleaning", "attackers-representation"])
+def test_what_the_page_on_the_layer_says_about_robust_means(name):
+    one = read(name)
+    for panel in protections.GOALS[name]:
+        for row in one.content["rows"]:
+            figures = protections.recorded(one, panel, row)
+            if figures and row.endswith("-robust"):
+                assert abs(figures["beside_20"]) < 0.005, (panel, row)
+                assert figures["gap"] < -0.03 or panel == "mnist" or name == "attackers-representation", (panel, row)
+            elif figures:
+                assert figures["gap_20"] < -0.3, (panel, row)
+            if figures and panel == "ten" and row.endswith("-robust"):
+                assert figures["without_20"] < figures["clean"] - 0.1
