@@ -126,3 +126,14 @@ def test_what_the_page_on_the_layer_says_about_robust_means(name):
                 assert figures["gap_20"] < -0.3, (panel, row)
             if figures and panel == "ten" and row.endswith("-robust"):
                 assert figures["without_20"] < figures["clean"] - 0.1
+    share = {
+        (panel, row): protections.recorded(one, panel, row)
+        for panel in one.content["panels"]
+        for row in ("fedbio-mean", "fedbio-robust")
+    }
+    assert share["sign-flip", "fedbio-robust"]["mean_20"] > 0.9
+    assert share["sign-flip", "fedbio-robust"]["mean_30"] < 0.2
+    if name == "attackers-cleaning":
+        for panel in ("inner-product", "label-flip"):
+            for label in ("mean_10", "mean_20", "mean_30", "mean_40"):
+                assert share[panel, "fedbio-mean"][label] > share[panel, "fedbio-robust"][label]
