@@ -96,6 +96,7 @@ PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "whole": ("a whole number, at least 1", lambda value: _whole(value)),
     "seed": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "number": ("a number", _number),
+    "numbers": ("a list of numbers", lambda value: isinstance(value, list) and all(map(_number, value))),
     "names": (
         "a list of names",
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
