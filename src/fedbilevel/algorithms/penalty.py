@@ -37,9 +37,9 @@ Optimization", ICML 2023 (F2SA), in the federated single-loop form of its follow
 FedBOB); differences of order p are those of F2SA-p (arXiv 2509.02937, ICLR 2026). The update is
 written from memory of the literature and does not claim a faithful reproduction of any of them.
 
-Deviations: (1) The step of y_j is divided by |j| + lam, so that one gamma serves every lam. (2)
-Derivatives of g at all y_j share their samples, and so do derivatives of f: differences are of the
-order of 1/lam and are multiplied by lam. (3) y is sent with the offsets of the y_j, so that a
+Deviations: (1) The step of y_j is normalised by |j| + lam, so that one gamma serves every lam.
+(2) Derivatives of g at all y_j share their samples, and so do derivatives of f: differences are of
+the order of 1/lam and are multiplied by lam. (3) y is sent with the offsets of the y_j, so that a
 client which joins late and finds offsets of zero starts all y_j at y. (4) With a private x the step
 is without the factor 1/m of the stacked problem and x stays; with a local lower level all y_j stay
 at their client.
@@ -47,8 +47,8 @@ at their client.
 Bias: a constant lam converges to a point at a distance O(1/lam^p) from the solution. With I > 1 and
 constant steps the clients drift.
 
-Cost per outer iteration, with n = 2 lower variables (4 for p = 4): 1 round; d_x + n d_y floats each
-way; per client and step n of g_y, n of g_x, n of f_x and f_y (1 for p = 1), no H v, no J v.
+Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of
+g_x, 2 of f_x and f_y (1 for p = 1), no H v, no J v. With p = 4, the 2 is a 4 everywhere.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Penalty(ServerAlgorithm):
     penalty_increment: float = setting(0.0, "what is added to the weight per outer iteration", least=0)
     max_penalty: float | None = setting(None, "the weight grows no further", symbol="lam_max", above=0)
 
+    uses_products = False
     upper_space = ("x",)
     lower_space = ("y", "d", "e_plus", "e_minus")
 

@@ -152,6 +152,8 @@ class Algorithm(Settings):
         space and have any length; clients accept no other array.
     exact: names of rows that are measurements, so that they are neither clipped nor compressed.
     gathers: whether the method reads single rows by `gather`.
+    uses_products: whether phases use products with second derivatives, so that they are tried
+        before a run.
     """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -167,6 +169,7 @@ class Algorithm(Settings):
     statistics: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[tuple[str, ...]] = ()
     gathers: ClassVar[bool] = False
+    uses_products: ClassVar[bool] = True
 
     @classmethod
     def name(cls) -> str:

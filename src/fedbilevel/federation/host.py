@@ -38,7 +38,8 @@ class Host(Population):
         sampling: Sampling = "replacement",
         **options: Any,
     ) -> None:
-        super().__init__(problem, clients, **options)
+        second = algorithm.uses_products or bool(algorithm.auto_names())
+        super().__init__(problem, clients, second=second, **options)
         if sampling not in get_args(Sampling):
             raise SettingError(f"sampling is {sampling!r}, expected {' or '.join(map(repr, get_args(Sampling)))}.")
         self.sampling = sampling

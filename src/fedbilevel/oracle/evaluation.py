@@ -4,7 +4,7 @@ There are three ways of evaluation, with the same numbers up to rounding:
 
     vmap     all clients in one pass, or as many at a time as the memory budget allows
     loop     one client after the other: less memory, and faster if a single client keeps the
-             machine busy (convolutions on a CPU)
+             machine busy (convolutions on a CPU); gradients use fused attention and checkpoints
     pooled   one derivative of the clients' weighted mean loss, if only the mean at a shared
              point is needed
 
@@ -75,10 +75,11 @@ class Evaluation:
         self.tick: Callable[[], None] | None = None  # called before every evaluation; it may raise
         self.plain_kernels: frozenset[str] = frozenset()  # layers whose fast kernel has no second derivative
 
-    def flat(self, loss: Loss, *, padded: bool = True) -> FlatLoss:
+    def flat(self, loss: Loss, *, padded: bool = True, fast: bool = False) -> FlatLoss:
         """Return a loss as a function of flat vectors.
 
         padded: whether batches may hold padding, which costs a mask.
+        fast: whether to use fast kernels that have no second derivative.
         """
         contract = self._contraction(loss, padded=padded)
 
@@ -87,7 +88,7 @@ class Evaluation:
             value = loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
             return value if contract is None else contract(value, fields["weight"])
 
-        return plain(flat, self.plain_kernels)
+        return plain(flat, () if fast else self.plain_kernels)
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
         """Return a function that reduces values per sample to one value.
@@ -123,6 +124,7 @@ class Plan:
         evaluation: Evaluation,
         key: tuple[Any, ...],
         build: Build,
+        alone: Build | None,
         way: str,
         chunk: int | None,
         *,
@@ -132,6 +134,10 @@ class Plan:
         problem = evaluation.problem
         self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
         self.each = build(*(evaluation.flat(loss, padded=padded) for loss in (problem.upper, problem.lower)))
+        self.alone = self.each  # for one client at a time
+        if alone is not None:
+            fast = (evaluation.flat(loss, padded=padded, fast=True) for loss in (problem.upper, problem.lower))
+            self.alone = alone(*fast)
         self.mean = build(*(evaluation.pooled(loss, padded=padded) for loss in (problem.upper, problem.lower)))
         self.name, self.label = key[0], repr(key)
         self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way
@@ -226,7 +232,7 @@ class Plan:
     ) -> Any:
         if way == "loop":
             rows = [
-                self.each(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
+                self.alone(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
                 for i in range(len(batches[0]))
             ]
             return tree_map(lambda *leaves: torch.stack(leaves), *rows)

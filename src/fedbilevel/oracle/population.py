@@ -57,7 +57,12 @@ class Population:
         device: torch.device | str = "cpu",
         strategy: Strategy = "auto",
         chunk_size: int | None = None,
+        second: bool = True,
     ) -> None:
+        """Prepare the data and the oracle of a problem.
+
+        second: whether second derivatives are used, so that they are tried before a run.
+        """
         if dtype not in (torch.float32, torch.float64):
             raise SettingError(f"dtype is {dtype!r}, expected torch.float32 or torch.float64.")
         check_kind(problem)
@@ -72,7 +77,8 @@ class Population:
         check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
         self.oracle = self._oracle(strategy, chunk_size)
         self._watcher: Oracle | None = None
-        settle(self.oracle, self._oracle, self._few())
+        self.second = second
+        settle(self.oracle, self._oracle, self._few(), second=second)
 
     def __len__(self) -> int:
         return self.data.num_clients

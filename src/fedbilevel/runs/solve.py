@@ -258,6 +258,7 @@ def _with_baseline(
     with warnings.catch_warnings():  # the run has already warned of them
         warnings.simplefilter("ignore", ProblemWarning)
         warnings.filterwarnings("ignore", ".* cannot be evaluated for several clients at once")
+        warnings.filterwarnings("ignore", "the fused kernels of attention")
         plain = solve(problem, clients, plain_run(), **own)
     if plain.stopped == "interrupted":
         return result
