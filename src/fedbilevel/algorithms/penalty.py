@@ -48,7 +48,8 @@ Bias: a constant lam converges to a point at a distance O(1/lam^p) from the solu
 constant steps the clients drift.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of
-g_x, 2 of f_x and f_y (1 for p = 1), no H v, no J v. With p = 4, the 2 is a 4 everywhere.
+g_x, 2 of f_x and f_y, no H v, no J v. `order=1` needs 1 of f_x and f_y; `order=4` needs d_x + 4 d_y
+floats and 4 of every gradient.
 """
 
 from __future__ import annotations

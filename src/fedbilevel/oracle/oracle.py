@@ -21,6 +21,7 @@ from fedbilevel.oracle.derivatives import Build
 from fedbilevel.oracle.evaluation import BUDGET, Evaluation, Plan
 from fedbilevel.oracle.features import FeatureCache
 from fedbilevel.oracle.plain_kernels import needed
+from fedbilevel.oracle.precision import Precision
 from fedbilevel.oracle.torch_errors import lacks_derivative, plainly
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.layout import Layout, one_row
@@ -47,6 +48,7 @@ class Oracle(Evaluation):
         per_sample: Collection[str] = (),
         strategy: Strategy = "auto",
         chunk_size: int | None = None,
+        precision: Precision = "full",
     ) -> None:
         if strategy not in get_args(Strategy):
             *others, last = map(repr, get_args(Strategy))
@@ -62,6 +64,7 @@ class Oracle(Evaluation):
             strategy="auto" if compiles else strategy,
             chunk_size=chunk_size,
             compiles=compiles,
+            precision=precision,
         )
         self._plans: dict[Any, Plan] = {}
         self._features = FeatureCache(self)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.oracle import Oracle, Strategy
+from fedbilevel.oracle.precision import Precision, check_precision
 from fedbilevel.oracle.trial import Few, settle
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
 from fedbilevel.problem.layout import Layout
@@ -57,16 +58,19 @@ class Population:
         device: torch.device | str = "cpu",
         strategy: Strategy = "auto",
         chunk_size: int | None = None,
+        precision: Precision = "full",
         second: bool = True,
     ) -> None:
         """Prepare the data and the oracle of a problem.
 
+        precision: precision of the run's derivatives; measurements are always in full.
         second: whether second derivatives are used, so that they are tried before a run.
         """
         if dtype not in (torch.float32, torch.float64):
             raise SettingError(f"dtype is {dtype!r}, expected torch.float32 or torch.float64.")
+        check_precision(precision, dtype)
         check_kind(problem)
-        self.problem = problem
+        self.problem, self.precision = problem, precision
         self.data = ClientData(clients, dtype=dtype, device=device)
         self.dtype, self.device = self.data.dtype, self.data.device
         self.x_sizes: Tensor | None = None  # lengths of private rows without their padding
@@ -75,15 +79,15 @@ class Population:
         self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
         self.per_sample = check_losses(problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0)
         check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
-        self.oracle = self._oracle(strategy, chunk_size)
+        make = partial(self._oracle, precision=precision)
+        self.oracle, self.second = make(strategy, chunk_size), second
         self._watcher: Oracle | None = None
-        self.second = second
-        settle(self.oracle, self._oracle, self._few(), second=second)
+        settle(self.oracle, make, self._few(), second=second)
 
     def __len__(self) -> int:
         return self.data.num_clients
 
-    def _oracle(self, strategy: Strategy, chunk_size: int | None = None) -> Oracle:
+    def _oracle(self, strategy: Strategy, chunk_size: int | None = None, precision: Precision = "full") -> Oracle:
         return Oracle(
             self.problem,
             self.layout_x,
@@ -91,6 +95,7 @@ class Population:
             per_sample=self.per_sample,
             strategy=strategy,
             chunk_size=chunk_size,
+            precision=precision,
         )
 
     def _few(self) -> Few:

@@ -53,7 +53,7 @@ def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[
 
 def check_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record) -> None:
     fix = "use the same, or start a new run"
-    for name in mine:
+    for name in dict.fromkeys([*mine, *({"precision"} & theirs.keys())]):
         if name == "settings" and mine["algorithm"] == theirs.get("algorithm"):
             given, stored = mine[name], theirs.get(name, {})
             for key in sorted({*given, *stored}):
@@ -71,8 +71,10 @@ def check_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], book: Record)
                     f"the checkpoint in {book.path} belongs to another problem: "
                     f"its losses at a fixed point are {theirs[name]}, here {mine[name]}; {fix}."
                 )
-        elif mine[name] != theirs.get(name, "replacement" if name == "sampling" else None):  # older ones lack sampling
+        elif mine.get(name) != theirs.get(
+            name, "replacement" if name == "sampling" else None
+        ):  # older ones lack sampling
             raise CheckpointError(
                 f"the checkpoint in {book.path} belongs to another run: "
-                f"its {name} is {theirs.get(name)!r}, here it is {mine[name]!r}; {fix}."
+                f"its {name} is {theirs.get(name)!r}, here it is {mine.get(name)!r}; {fix}."
             )

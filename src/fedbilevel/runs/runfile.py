@@ -98,8 +98,8 @@ PLAN = (*LENGTH, "residuals", "stationarity")  # keys that `solve` takes under t
 _UNEQUAL = ("slow", "slow_work", "dropout")  # of simulated clients
 _OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses where and how it computes
     "process": (),
-    "sites": ("device", "chunk_size", *_UNEQUAL, "attack", *BETWEEN_PEERS),
-    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL, *WITH_SERVER),
+    "sites": ("device", "chunk_size", "precision", *_UNEQUAL, "attack", *BETWEEN_PEERS),
+    "peers": ("device", "chunk_size", "precision", "fraction", "replacement", "redraw", *_UNEQUAL, *WITH_SERVER),
 }
 
 
