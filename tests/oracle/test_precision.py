@@ -70,7 +70,7 @@ def test_a_loss_is_summed_in_float32():
 
 @pytest.mark.parametrize("algorithm", ["penalty", "fedbio"])
 @pytest.mark.filterwarnings("ignore:the fused kernels of attention")
-@pytest.mark.parametrize("strategy", ["auto", "loop"])
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
     """Fused attention alone is in bfloat16; plain attention has no derivatives in it."""
     runs = [
@@ -82,7 +82,8 @@ def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
     full, low = (run.x["trust"] for run in runs)
     assert low.dtype == torch.float32
     assert relative(low, full) < 4 * EPS
-    assert torch.equal(low, full) is (algorithm == "fedbio")  # all its derivatives are of plain attention
+    is_plain = strategy == "vmap" or algorithm == "fedbio"  # its derivatives come from one evaluation
+    assert torch.equal(low, full) is is_plain
     assert runs[1].final["upper_loss"] == pytest.approx(runs[0].final["upper_loss"], rel=1e-3)
 
 
