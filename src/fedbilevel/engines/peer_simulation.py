@@ -19,7 +19,7 @@ from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps, spread, waiting
 from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.network import AnyNetwork, Network
-from fedbilevel.oracle.population import total
+from fedbilevel.oracle.portions import total
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 
