@@ -203,6 +203,13 @@ def test_gradients_of_one_client_use_fused_attention_and_products_the_plain_one(
         assert set(seen) == {math}
 
 
+def test_products_for_a_measurement_of_a_first_order_run_find_plain_attention_when_asked():
+    """Such a run tries no products at its start."""
+    options = {"num_iterations": 1, "dtype": torch.float64, "stationarity": True, "strategy": "loop"}
+    found = fb.solve(reading("Attention"), clients(), "penalty", **options)
+    assert 0 < found.rows[-1]["hypergradient"] < 1
+
+
 def test_a_checkpoint_saves_memory_in_gradients_and_changes_nothing():
     """A recomputed layer is evaluated twice in a gradient, with the same numbers."""
     calls = []

@@ -54,7 +54,7 @@ def _alone(number: int, *argnums: int) -> Build:
             points = [x.detach(), y.detach()]
             wanted = [points[argnum].requires_grad_() for argnum in argnums]
             with torch.enable_grad():
-                value = losses[number](*points, fields)
+                value = losses[number](points[0], points[1], fields)
             if value.requires_grad:
                 found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
             else:

@@ -67,6 +67,7 @@ class Oracle(Evaluation):
             precision=precision,
         )
         self._plans: dict[Any, Plan] = {}
+        self.adapts = True  # whether an error may change the kernels
         self._features = FeatureCache(self)
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
@@ -211,7 +212,7 @@ class Oracle(Evaluation):
         except RuntimeError as error:
             if not lacks_derivative(error):
                 raise
-            if self.takes_plain_kernels([error]):
+            if self.adapts and self.takes_plain_kernels([error]):
                 return self._map(kind, build, vectors, batches, shares, alone=alone)
             raise ProblemError(
                 f"the derivative {name!r} of a loss cannot be computed ({plainly(error)}): write that operation of the "

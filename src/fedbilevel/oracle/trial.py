@@ -92,7 +92,7 @@ def _failures(trial: Oracle, oracle: Oracle, few: Few, second: bool, slow: list[
 
     slow: gets torch's warnings of operations without a batching rule.
     """
-    trial.plain_kernels, trial.long, trial.takes_plain_kernels = oracle.plain_kernels, float("inf"), lambda _: False
+    trial.plain_kernels, trial.long, trial.adapts = oracle.plain_kernels, float("inf"), False
     if _failure(lambda: _all(trial, few, second), slow) is None:
         return {}
     found = {name: _failure(probe, slow) for name, probe in _probes(trial, few) if second or name != _SECOND}
