@@ -326,6 +326,12 @@ def test_the_table_says_what_the_algorithms_say(site):
     assert rows["fedbio"][9] == algorithm_pages.prose("d_x + 2 d_y")
     assert rows["lfednest"][1:5] == ["biased", "biased", "yes", "yes"]
     assert rows["penalty"][8] == "0"
+    assert algorithm_pages.about("penalty").state == "d_x + 2 d_y"
+
+
+@pytest.mark.parametrize("name", sorted(curves.algorithms()))
+def test_algorithms_say_whether_they_use_second_derivatives(name):
+    assert curves.algorithms()[name].uses_products is algorithm_pages.about(name).second_order
 
 
 def _rows(markdown):

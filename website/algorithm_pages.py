@@ -284,6 +284,8 @@ def about(name: str) -> About:
         "d_x": [field for field in kind.State._fields if field in kind.upper_space],
         "d_y": [field for field in kind.State._fields if field in kind.lower_space],
     }
+    optional = kind.State._field_defaults  # sequences that only some settings have
+    rows = {length: [field for field in fields if field not in optional] for length, fields in rows.items()}
     state = " + ".join(
         f"{len(fields)} {length}" if len(fields) > 1 else length for length, fields in rows.items() if fields
     )

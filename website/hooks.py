@@ -112,7 +112,7 @@ def api_page() -> str:
     """List every public name in groups; names without a group are at the end."""
     groups = {
         "Run": ["solve", "compare", "guarded", "Guarded", "tune", "write_report", "Result"],
-        "Problems": ["Problem", "Scopes"],
+        "Problems": ["Problem", "Scopes", "lora"],
         "Cleaning of labels": ["clean_labels", "Cleaning"],
         "Features and sources": ["select_features", "SelectedFeatures", "mix_sources", "MixedSources"],
         "Personalisation": ["personalise", "Personalised"],

@@ -99,7 +99,7 @@ def run(
                 residuals=False,
                 callbacks=[watch],
                 strategy="vmap",  # a strategy chosen by time would differ between runs
-                **{**pair.options, **settings},
+                **{**pair.options, **FORMS.get(algorithm, {}), **settings},
             )
             rows[1:], failed = result.rows[1:], result.stopped == "failed"
         except NonFiniteError:
@@ -159,6 +159,7 @@ def _adam(of: Scales) -> Distributions:
 
 
 THREE = ("lr_upper", "lr_lower", "lr_system")
+FORMS: dict[str, Settings] = {"penalty": {"order": 1, "answer": "penalised"}}  # of the recorded searches
 RANGES: dict[str, Callable[[Scales], Distributions]] = {
     "fedbio": lambda of: {**of.steps(*THREE), "num_local_steps": _one_of(1, 5)},
     "fedbioacc": lambda of: {**of.steps(*THREE), "num_local_steps": _one_of(1, 5), "momentum": _log(0.02, 0.5)},

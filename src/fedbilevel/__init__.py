@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedbilevel.federation.stragglers import Stragglers
     from fedbilevel.personal.fit import personalise
     from fedbilevel.personal.outcome import Personalised
+    from fedbilevel.problem.adapters import lora
     from fedbilevel.problem.problem import Problem, Scopes
     from fedbilevel.report.page import write_report
     from fedbilevel.runs.callbacks import EarlyStopping
@@ -59,6 +60,7 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "personal.fit": ["personalise"],
     "personal.outcome": ["Personalised"],
     "federation.stragglers": ["Stragglers"],
+    "problem.adapters": ["lora"],
     "problem.problem": ["Problem", "Scopes"],
     "runs.callbacks": ["EarlyStopping"],
     "runs.result": ["Progress", "Result"],
@@ -104,6 +106,7 @@ __all__ = [
     "curvature",
     "guarded",
     "influence",
+    "lora",
     "mix_sources",
     "personalise",
     "projection_radius",

@@ -1,15 +1,20 @@
 """Losses that cannot be evaluated for several clients at once, or have no second derivative."""
 
+import dataclasses
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import fedbilevel as fb
 from fedbilevel.errors import ProblemError
+from fedbilevel.oracle import derivatives
 from fedbilevel.oracle.population import Population
 
 STEPS = {"lr_upper": 0.1, "lr_lower": 0.1, "lr_system": 0.1}
@@ -141,6 +146,7 @@ def test_recurrent_networks_pass_the_checks_of_problems_and_hypergradients():
     assert fb.curvature(problem, clients(2), num_products=3).largest > 0
 
 
+@pytest.mark.filterwarnings("ignore:the fused kernels of attention")
 @pytest.mark.parametrize("kind", ["Transformer", "Attention"])
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
 def test_attention_uses_a_kernel_that_has_second_derivatives(kind, strategy):
@@ -150,6 +156,115 @@ def test_attention_uses_a_kernel_that_has_second_derivatives(kind, strategy):
     )
     assert found.rows[-1]["residual"] > 0
     assert fb.check_problem(problem, clients(), show=False).ok
+
+
+@pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
+def test_plain_attention_is_announced_once_and_only_where_second_derivatives_are_used(strategy):
+    options = {"num_iterations": 2, "strategy": strategy, "dtype": torch.float64, "baseline": True}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fb.solve(reading("Attention"), clients(), "fedbio", **options)
+    assert [str(one.message).split(",")[0] for one in told] == [
+        "the fused kernels of attention have no second derivative"
+    ]
+    first = fb.solve(reading("Attention"), clients(), "penalty", **options)  # a warning would be an error
+    plain = fb.solve(reading("Attention"), clients(), "penalty", **{**options, "strategy": "loop"})
+    assert first.rows[-1]["upper_loss"] == pytest.approx(plain.rows[-1]["upper_loss"], rel=1e-9)
+
+
+def test_gradients_of_one_client_use_fused_attention_and_products_the_plain_one():
+    seen = []
+    real = nn.functional.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        seen.append(torch._fused_sdp_choice(*args[:3]))
+        return real(*args, **kwargs)
+
+    torch.manual_seed(0)
+    weights = {name: torch.randn(4, 4) for name in "qkv"}
+
+    def upper(x, y, batch):
+        q, k, v = (batch["a"] @ y[name][None, :3] for name in "qkv")
+        return watched(q[:, None], k[:, None], v[:, None]).square().mean((1, 2, 3))
+
+    lower = lambda x, y, batch: upper(x, y, batch) * x["s"].exp() + sum((one**2).sum() for one in y.values())
+    problem = fb.Problem(upper=upper, lower=lower, x0={"s": torch.tensor(0.0)}, y0=weights)
+    math = int(torch.nn.attention.SDPBackend.MATH.value)
+    with pytest.warns(UserWarning, match="fused kernels of attention"):
+        population = Population(problem, clients(), strategy="loop")
+    batch = population.data.batch(population.data.positions, "train")
+    with torch.no_grad():
+        seen.clear()
+        population.oracle.lower_grad(population.x0, population.y0, batch)
+        assert seen
+        assert math not in seen
+        seen.clear()
+        population.oracle.hessian_product(population.x0, population.y0, population.y0, batch)
+        assert set(seen) == {math}
+
+
+def test_products_for_a_measurement_of_a_first_order_run_find_plain_attention_when_asked():
+    """Such a run tries no products at its start."""
+    options = {"num_iterations": 1, "dtype": torch.float64, "stationarity": True, "strategy": "loop"}
+    found = fb.solve(reading("Attention"), clients(), "penalty", **options)
+    assert 0 < found.rows[-1]["hypergradient"] < 1
+
+
+def test_a_checkpoint_saves_memory_in_gradients_and_changes_nothing():
+    """A recomputed layer is evaluated twice in a gradient, with the same numbers."""
+    calls = []
+
+    def layer(a, w):
+        calls.append(1)
+        return torch.tanh(a @ w)
+
+    def problem(recomputed: bool) -> fb.Problem:
+        def upper(x, y, batch):
+            through = partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
+            return (through(batch["a"].mean(1), y["w"]).sum(1) - batch["label"]) ** 2
+
+        lower = lambda x, y, batch: upper(x, y, batch) * x["s"].exp() + (y["w"] ** 2).sum()
+        return fb.Problem(
+            upper=upper, lower=lower, x0={"s": torch.tensor(0.0)}, y0={"w": torch.linspace(-1, 1, 9).view(3, 3)}
+        )
+
+    options = {"num_iterations": 3, "dtype": torch.float64}
+    plain = fb.solve(problem(False), clients(), "penalty", strategy="loop", **options)
+    before = len(calls)
+    with pytest.warns(UserWarning, match="it uses a checkpoint, which only gradients of one client at a time can"):
+        saved = fb.solve(problem(True), clients(), "penalty", **options)
+    assert torch.equal(plain.y["w"], saved.y["w"])
+    assert len(calls) - before > 1.5 * before
+    with pytest.raises(ProblemError, match=r"the second derivatives of .* uses a checkpoint"):
+        fb.solve(problem(True), clients(), "fedbio", **options)
+
+
+def test_gradients_of_one_client_have_the_numbers_of_torch_func():
+    generator = torch.Generator().manual_seed(5)
+    for problem in (reading("Transformer"), reading("GRU"), plain(squared), plain(distances)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            population = Population(problem, clients(1), strategy="loop", second=False)
+        oracle, data = population.oracle, population.data
+        losses = [oracle.flat(loss) for loss in (problem.upper, problem.lower)]
+        x, y = (one + 0.1 * torch.randn(one.shape, generator=generator) for one in (population.x0, population.y0))
+        for build, alone in derivatives.ALONE.items():
+            fields = data.batch(data.positions, "train").row(0)
+            found, expected = (tree_leaves(way(*losses)(x, y, fields)) for way in (alone, build))
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected))
+
+
+def test_a_loss_without_x_has_a_gradient_of_zero_by_x():
+    population = Population(plain(squared), clients(2), strategy="loop")
+    batch = population.data.batch(population.data.positions, "val")
+    fx, fy = population.oracle.upper_grads(population.x0, population.y0, batch)
+    assert torch.equal(fx, torch.zeros(2, 1))
+    assert bool(fy.any())
+    constant = dataclasses.replace(plain(squared), upper=lambda x, y, batch: 0.0 * batch["label"].float())
+    flat = population.oracle.flat(constant.upper)
+    fx, fy = derivatives.ALONE[derivatives.upper_grads](flat, flat)(population.x0, population.y0, batch.row(0))
+    assert not bool(fx.any() or fy.any())
 
 
 def test_one_client_needs_no_batching():
@@ -173,5 +288,7 @@ def test_missing_second_derivatives_are_an_error_only_where_they_are_used(strate
 @pytest.mark.parametrize("strategy", ["auto", "loop"])
 def test_a_loss_outside_of_torch_is_refused(strategy):
     outside = lambda y, batch: squared(y, batch) * float(y["w"].detach().numpy().max() < 9)
-    with pytest.raises(ProblemError, match=r"the gradient of lower\(\) cannot be computed .* without \.numpy\(\)"):
+    with pytest.raises(
+        ProblemError, match=r"the second derivatives of lower\(\) cannot be computed .* without \.numpy\(\)"
+    ):
         Population(plain(outside), clients(), strategy=strategy)

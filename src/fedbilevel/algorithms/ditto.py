@@ -52,7 +52,7 @@ class Ditto(ServerAlgorithm):
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps of the common model", symbol="I", least=1)
     num_personal_steps: int = setting(5, "steps of the personal model between rounds", symbol="T", least=1)
 
-    learns_x = False
+    learns_x = uses_products = False
     lower_space = ("w", "v")
 
     class State(NamedTuple):

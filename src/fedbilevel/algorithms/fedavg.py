@@ -45,7 +45,7 @@ class FedAvg(ServerAlgorithm):
     )
     momentum: float = setting(0.0, "momentum of the local steps of a round", symbol="beta", least=0, most=0.9999)
 
-    learns_x = False
+    learns_x = uses_products = False
 
     class State(NamedTuple):
         x: Variable

@@ -54,6 +54,7 @@ class FedBABU(ServerAlgorithm):
 
     decays = ("lr_upper",)  # heads are tuned anew in every outer iteration
     one_level = True
+    uses_products = False
     lower_space = ("y", "head")
     refuses = REFUSES
 

@@ -53,7 +53,7 @@ class FedEM(ServerAlgorithm):
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
     least_share: float = setting(1e-6, "least proportion of a component", above=0, most=0.1)
 
-    learns_x = False
+    learns_x = uses_products = False
     refuses = {
         "shared": "x holds the proportions in which each client mixes the components: use scopes with a private x"
     }

@@ -51,6 +51,7 @@ class FedRep(ServerAlgorithm):
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps of the body between rounds", symbol="I", least=1)
 
     one_level = True
+    uses_products = False
     refuses = REFUSES
 
     class State(NamedTuple):

@@ -59,7 +59,7 @@ class PFedMe(ServerAlgorithm):
     num_prox_steps: int = setting(5, "gradient steps on theta per local round", symbol="K", least=1)
 
     decays = ("lr_model",)  # theta solves a problem of its own in every local round
-    learns_x = False
+    learns_x = uses_products = False
     lower_space = ("w", "theta")
 
     class State(NamedTuple):

@@ -46,7 +46,7 @@ class RASGP(PeerAlgorithm):
 
     State = sgp.SGP.State
     uses = ("running_push",)
-    learns_x = False
+    learns_x = uses_products = False
     lower_space = ("y", "z")
 
     def init(self, peers: Peers) -> sgp.SGP.State:

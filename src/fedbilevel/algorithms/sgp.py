@@ -76,7 +76,7 @@ class SGP(PeerAlgorithm):
         def y(self) -> Tensor:
             return debiased(self.z, self.w)
 
-    learns_x = False
+    learns_x = uses_products = False
     lower_space = ("y", "z")
 
     def init(self, peers: Peers) -> State:

@@ -17,6 +17,7 @@ from fedbilevel.cli.setting_values import METAVARS, by_sequence, number_or_auto,
 from fedbilevel.federation.algorithm import PeerAlgorithm
 from fedbilevel.federation.network import Network
 from fedbilevel.oracle.oracle import Strategy
+from fedbilevel.oracle.precision import Precision
 from fedbilevel.runs.choice import Choice, choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, DTYPES, WITH_BOTH, WITH_SERVER
 from fedbilevel.runs.runfile import RunFile, read_run_file
@@ -264,6 +265,13 @@ RUN_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--dtype", type=click.Choice(list(DTYPES)), default=DEFAULTS["dtype"], show_default=True, help="number format"
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(get_args(Precision)),
+        default=DEFAULTS["precision"],
+        show_default=True,
+        help="bf16: evaluate the losses of derivatives in bfloat16",
     ),
     click.option("--device", default=DEFAULTS["device"], show_default=True, help="cpu, cuda or cuda:1"),
     click.option(

@@ -25,7 +25,7 @@ from fedbilevel.federation.averaging import Averaging, RunningSums, robust_steps
 from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import AnyNetwork, Network
-from fedbilevel.oracle.population import total
+from fedbilevel.oracle.portions import total
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 

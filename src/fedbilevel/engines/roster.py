@@ -322,7 +322,8 @@ class Hosting:
         """Return facts that distinguish this problem and these data from others."""
         host = self.host
         layouts = {"x": host.layout_x.describe(), "y": host.layout_y.describe()}
-        return {**layouts, "data": self.fingerprint(), "losses": host.losses_away()}
+        low = {} if host.precision == "full" else {"precision": host.precision}
+        return {**layouts, "data": self.fingerprint(), "losses": host.losses_away(), **low}
 
 
 def digest(data: ClientData, position: int) -> bytes:

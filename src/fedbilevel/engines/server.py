@@ -24,7 +24,7 @@ from fedbilevel.errors import CheckpointError, FedBilevelError, SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.sampling import Sampler
-from fedbilevel.oracle.population import total
+from fedbilevel.oracle.portions import total
 from fedbilevel.problem.draws import SERVER, Stream
 from fedbilevel.problem.problem import Problem
 

@@ -28,7 +28,8 @@ from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Val
 from fedbilevel.federation.clients import BatchSize
 from fedbilevel.federation.store import Store
 from fedbilevel.federation.stragglers import Stragglers
-from fedbilevel.oracle.population import Points, figures, total
+from fedbilevel.oracle.population import Points, figures
+from fedbilevel.oracle.portions import total
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem
 from fedbilevel.problem.validation import own_figures

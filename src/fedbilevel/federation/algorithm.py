@@ -153,6 +153,8 @@ class Algorithm(Settings):
     exact: names of rows that are measurements, so that they are neither clipped nor compressed.
     gathers: whether the method reads single rows by `gather`.
     reads_samples: whether phases use samples or losses beside derivatives.
+    uses_products: whether phases use products with second derivatives, so that they are tried
+        before a run.
     """
 
     upper_space: ClassVar[tuple[str, ...]] = ("x",)
@@ -169,6 +171,7 @@ class Algorithm(Settings):
     exact: ClassVar[tuple[str, ...]] = ()
     gathers: ClassVar[bool] = False
     reads_samples: ClassVar[bool] = False
+    uses_products: ClassVar[bool] = True
 
     @classmethod
     def name(cls) -> str:

@@ -13,6 +13,7 @@ from fedbilevel.federation.algorithm import Algorithm, Sparse
 from fedbilevel.federation.clients import HELD, OUTSIDE, BatchSize, Bill, Clients, Sampling
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.store import Store
+from fedbilevel.oracle import portions
 from fedbilevel.oracle.population import Population
 from fedbilevel.privacy.noisy_oracle import ExampleNoise
 from fedbilevel.problem.client_data import ClientData, Holdings
@@ -39,7 +40,8 @@ class Host(Population):
         sampling: Sampling = "replacement",
         **options: Any,
     ) -> None:
-        super().__init__(problem, clients, **options)
+        second = algorithm.uses_products or bool(algorithm.auto_names())
+        super().__init__(problem, clients, second=second, **options)
         if sampling not in get_args(Sampling):
             raise SettingError(f"sampling is {sampling!r}, expected {' or '.join(map(repr, get_args(Sampling)))}.")
         self.sampling = sampling
@@ -48,6 +50,7 @@ class Host(Population):
         self.num_clients = len(clients) if num_clients is None else num_clients
         self.stream = Stream(seed)
         self.batch_size = _checked_batch_size(batch_size, self.data.sizes)
+        self.limit = self._limit()
         self.memory, self.scratch, self.kept = (Store(len(clients)) for _ in range(3))
         self.feedback = Store(len(clients))  # what compression has not sent yet, see `aggregation`
         self.ledger = Ledger(self.num_clients)
@@ -77,6 +80,18 @@ class Host(Population):
             "val": self.data.part("val", [fitted for fitted, _ in parts], "val"),
             HELD: self.data.part("val", [held if len(held) else fitted for fitted, held in parts], HELD),
         }
+
+    def _limit(self) -> int | None:
+        """Return how many samples a measurement evaluates at once; None: as many as memory allows.
+
+        A run of a large model with minibatches measures minibatches.
+        """
+        sizes = [self.batch_size] * 2
+        if isinstance(self.batch_size, Mapping):
+            sizes = [self.batch_size.get(role) for role in ("train", "val")]
+        known = [size for size in sizes if isinstance(size, int)]
+        is_large = self.x0.shape[-1] + len(self.y0) >= portions.LARGE
+        return max(known) if is_large and len(known) == len(sizes) else None
 
     def data_of(self, role: str) -> ClientData:
         """Return the data that phases see in this role."""

@@ -112,10 +112,17 @@ class _Samples:
     @torch.no_grad()
     def _derivatives(self, x: Tensor, y: Tensor, v: Tensor) -> dict[str, Tensor]:
         fx, fy = self.oracle.upper_grads(x, y, self.val)
-        found = {"fx": fx, "fy": fy, "J": self.oracle.jacobian_product(x, y, v, self.train)}
+        found = {"fx": fx, "fy": fy, "J": self._cross(x, y, v)}
         if not bool(found["J"].any()):
             found["gy"] = self.oracle.lower_grad(x, y, self.train)
         return found
+
+    def _cross(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Return J v, or for an algorithm without second derivatives a difference of g_x."""
+        if self.population.second:
+            return self.oracle.jacobian_product(x, y, v, self.train)
+        gradient = lambda at: self.oracle.lower_grad_x(x, at, self.train)
+        return gradient(y + v) - gradient(y)
 
 
 def _spread(number: int, most: int) -> Tensor:

@@ -40,6 +40,41 @@ def upper_grads(upper: FlatLoss, _lower: FlatLoss) -> Callable[..., Any]:
     return grad(upper, argnums=(0, 1))
 
 
+def _alone(number: int, *argnums: int) -> Build:
+    """Return gradients of one client by `torch.autograd.grad`, with the numbers of `torch.func.grad`.
+
+    `torch.func.grad` keeps the graph of the gradient, and knows neither checkpoints nor hooks.
+
+    number: 0 for the upper loss, 1 for the lower.
+    argnums: 0 for the gradient by x, 1 by y.
+    """
+
+    def build(*losses: FlatLoss) -> Callable[..., Any]:
+        def gradients(x: Tensor, y: Tensor, fields: Fields) -> Any:
+            points = [x.detach(), y.detach()]
+            wanted = [points[argnum].requires_grad_() for argnum in argnums]
+            with torch.enable_grad():
+                value = losses[number](points[0], points[1], fields)
+            if value.requires_grad:
+                found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+            else:
+                found = tuple(torch.zeros_like(point) for point in wanted)
+            return found if len(found) > 1 else found[0]
+
+        return gradients
+
+    return build
+
+
+ALONE: dict[Build, Build] = {  # the same derivatives, for one client at a time
+    lower_grad: _alone(1, 1),
+    lower_grad_x: _alone(1, 0),
+    upper_grad_x: _alone(0, 0),
+    upper_grad_y: _alone(0, 1),
+    upper_grads: _alone(0, 0, 1),
+}
+
+
 def _product(gradient: Callable[..., Tensor], v: Tensor, *points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the derivatives of gradient(*points) . v by the points, and gradient(*points).
 

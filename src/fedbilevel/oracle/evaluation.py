@@ -4,7 +4,7 @@ There are three ways of evaluation, with the same numbers up to rounding:
 
     vmap     all clients in one pass, or as many at a time as the memory budget allows
     loop     one client after the other: less memory, and faster if a single client keeps the
-             machine busy (convolutions on a CPU)
+             machine busy (convolutions on a CPU); gradients use fused attention and checkpoints
     pooled   one derivative of the clients' weighted mean loss, if only the mean at a shared
              point is needed
 
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.derivatives import Build, FlatLoss
 from fedbilevel.oracle.plain_kernels import plain
+from fedbilevel.oracle.precision import Precision, lowered
 from fedbilevel.oracle.tracing import compiled, traced
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.contraction import contracted, mean, weighted
@@ -42,6 +43,7 @@ _OFTEN_ENOUGH = 16  # calls before a trace is compiled: rare shapes are not wort
 _SHAPES = 4  # shapes of one derivative that are measured; later ones take the last choice
 _LONG = 0.02  # processor seconds of a call from which other ways of evaluating are measured
 _OFTEN = {"cpu": 64, "cuda": 2}  # calls before tracing pays; captured calls on a GPU should be short from the start
+_IN_FULL = ("gx",)  # derivatives of which algorithms multiply differences, see `precision`
 _SHARES = "shares of the clients"  # a field of a pooled evaluation; no field of a user has this name
 
 
@@ -58,6 +60,7 @@ class Evaluation:
         strategy: str,
         chunk_size: int | None,
         compiles: bool,
+        precision: Precision,
     ) -> None:
         """Prepare the evaluation of the derivatives of a problem.
 
@@ -67,6 +70,7 @@ class Evaluation:
         self.problem, self.layout_x, self.layout_y = problem, layout_x, layout_y
         self.per_sample = per_sample
         self.strategy, self.chunk_size, self.compiles = strategy, chunk_size, compiles
+        self.precision: Precision = precision  # of derivatives; values are in full
         if compiles:
             _try_compiler()
         self.choices: dict[str, str] = {}  # ways that were measured to be fastest, by derivative and shapes
@@ -75,19 +79,26 @@ class Evaluation:
         self.tick: Callable[[], None] | None = None  # called before every evaluation; it may raise
         self.plain_kernels: frozenset[str] = frozenset()  # layers whose fast kernel has no second derivative
 
-    def flat(self, loss: Loss, *, padded: bool = True) -> FlatLoss:
+    def flat(self, loss: Loss, *, padded: bool = True, fast: bool = False, low: bool = False) -> FlatLoss:
         """Return a loss as a function of flat vectors.
 
         padded: whether batches may hold padding, which costs a mask.
+        fast: whether to use fast kernels that have no second derivative.
+        low: whether to evaluate the loss in low precision; the sum over samples is in full.
         """
         contract = self._contraction(loss, padded=padded)
 
-        def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
+        def valued(x: Tensor, y: Tensor, fields: Fields) -> Any:
             tree = self.layout_x.unravel(x)
-            value = loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+            return loss(tree, self.layout_y.unravel(y), with_features(self.problem, tree, fields))
+
+        values = lowered(valued) if low else valued
+
+        def flat(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
+            value = values(x, y, fields)
             return value if contract is None else contract(value, fields["weight"])
 
-        return plain(flat, self.plain_kernels)
+        return plain(flat, () if fast else self.plain_kernels)
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
         """Return a function that reduces values per sample to one value.
@@ -101,12 +112,12 @@ class Evaluation:
             return None
         return weighted if padded else mean
 
-    def pooled(self, loss: Loss, *, padded: bool) -> FlatLoss:
+    def pooled(self, loss: Loss, *, padded: bool, low: bool) -> FlatLoss:
         """Return the weighted mean loss over clients.
 
         It multiplies with a shared matrix once for all clients.
         """
-        each = vmap(self.flat(loss, padded=padded), in_dims=(None, None, 0))
+        each = vmap(self.flat(loss, padded=padded, low=low), in_dims=(None, None, 0))
 
         def pooled(x: Tensor, y: Tensor, fields: Fields) -> Tensor:
             rest = {name: value for name, value in fields.items() if name != _SHARES}
@@ -123,16 +134,22 @@ class Plan:
         evaluation: Evaluation,
         key: tuple[Any, ...],
         build: Build,
+        alone: Build | None,
         way: str,
         chunk: int | None,
         *,
         is_derivative: bool,
         padded: bool,
     ) -> None:
-        problem = evaluation.problem
+        losses = (evaluation.problem.upper, evaluation.problem.lower)
         self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
-        self.each = build(*(evaluation.flat(loss, padded=padded) for loss in (problem.upper, problem.lower)))
-        self.mean = build(*(evaluation.pooled(loss, padded=padded) for loss in (problem.upper, problem.lower)))
+        low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
+        fast_low, low = low, low and "attention" not in evaluation.plain_kernels
+        self.each = build(*(evaluation.flat(loss, padded=padded, low=low) for loss in losses))
+        self.alone = self.each  # for one client at a time
+        if alone is not None:
+            self.alone = alone(*(evaluation.flat(loss, padded=padded, low=fast_low, fast=True) for loss in losses))
+        self.mean = build(*(evaluation.pooled(loss, padded=padded, low=low) for loss in losses))
         self.name, self.label = key[0], repr(key)
         self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way
         self.is_derivative = is_derivative  # functions of measurements are not worth compiling
@@ -225,7 +242,7 @@ class Plan:
     ) -> Any:
         if way == "loop":
             rows = [
-                self.each(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
+                self.alone(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
                 for i in range(len(batches[0]))
             ]
             return tree_map(lambda *leaves: torch.stack(leaves), *rows)

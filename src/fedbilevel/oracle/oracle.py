@@ -6,7 +6,7 @@ result has one row per client. `evaluation` describes the ways of evaluating k c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,8 @@ from fedbilevel.oracle.compiler import postpone
 from fedbilevel.oracle.derivatives import Build
 from fedbilevel.oracle.evaluation import BUDGET, Evaluation, Plan
 from fedbilevel.oracle.features import FeatureCache
+from fedbilevel.oracle.plain_kernels import needed
+from fedbilevel.oracle.precision import Precision
 from fedbilevel.oracle.torch_errors import lacks_derivative, plainly
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.layout import Layout, one_row
@@ -46,6 +48,7 @@ class Oracle(Evaluation):
         per_sample: Collection[str] = (),
         strategy: Strategy = "auto",
         chunk_size: int | None = None,
+        precision: Precision = "full",
     ) -> None:
         if strategy not in get_args(Strategy):
             *others, last = map(repr, get_args(Strategy))
@@ -61,8 +64,10 @@ class Oracle(Evaluation):
             strategy="auto" if compiles else strategy,
             chunk_size=chunk_size,
             compiles=compiles,
+            precision=precision,
         )
         self._plans: dict[Any, Plan] = {}
+        self.adapts = True  # whether an error may change the kernels
         self._features = FeatureCache(self)
 
     def lower_grad(self, x: Tensor, y: Tensor, batch: Batch, *, shares: Tensor | None = None) -> Tensor:
@@ -135,8 +140,9 @@ class Oracle(Evaluation):
 
         The function receives dicts of tensors.
         """
-        flat = self.flat(function)
-        return self._map(function, lambda _upper, _lower: flat, (x, y), (batch,))
+        flat, fast = self.flat(function), self.flat(function, fast=True)
+        build, alone = (lambda _upper, _lower: flat), (lambda _upper, _lower: fast)
+        return self._map(function, build, (x, y), (batch,), alone=alone)
 
     @contextmanager
     def alone(self, buys: Collection[str], *, frozen: bool) -> Iterator[Mapping[str, int]]:
@@ -158,7 +164,14 @@ class Oracle(Evaluation):
             self._features, self.frozen, self.compiles_now = before
 
     def _map(
-        self, kind: Any, build: Build, vectors: Sequence[Tensor], batches: Sequence[Batch], shares: Tensor | None = None
+        self,
+        kind: Any,
+        build: Build,
+        vectors: Sequence[Tensor],
+        batches: Sequence[Batch],
+        shares: Tensor | None = None,
+        *,
+        alone: Build | None = None,
     ) -> Any:
         if self.tick is not None:
             self.tick()
@@ -188,7 +201,8 @@ class Oracle(Evaluation):
             raise RuntimeError(f"{kind} has not been evaluated at these shapes before")
         if plan is None:
             way, padded = "pooled" if pooled else self._usual(k), any(batch.size is None for batch in batches)
-            plan = Plan(self, (name, *key[1:]), build, way, chunk, is_derivative=isinstance(kind, str), padded=padded)
+            alone, is_derivative = alone or derivatives.ALONE.get(build), isinstance(kind, str)
+            plan = Plan(self, (name, *key[1:]), build, alone, way, chunk, is_derivative=is_derivative, padded=padded)
             if isinstance(kind, str) or any(
                 kind is known for known in (self.problem.upper, self.problem.lower, *self.problem.statistics.values())
             ):
@@ -198,10 +212,20 @@ class Oracle(Evaluation):
         except RuntimeError as error:
             if not lacks_derivative(error):
                 raise
+            if self.adapts and self.takes_plain_kernels([error]):
+                return self._map(kind, build, vectors, batches, shares, alone=alone)
             raise ProblemError(
                 f"the derivative {name!r} of a loss cannot be computed ({plainly(error)}): write that operation of the "
                 "loss in other operations, or use an algorithm without second derivatives, such as 'penalty'."
             ) from error
+
+    def takes_plain_kernels(self, errors: Iterable[Exception | str]) -> bool:
+        """Use plain kernels that may avoid the errors, and return whether there are any new ones."""
+        more = needed(errors) - self.plain_kernels
+        self.plain_kernels |= more
+        if more:
+            self._plans.clear()
+        return bool(more)
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
         """Return whether one derivative of the mean is enough.

@@ -27,8 +27,8 @@ _SIGNS = {  # part of torch's error message about a fast kernel -> name of the p
 }
 
 
-def needed(errors: Iterable[Exception]) -> frozenset[str]:
-    """Return the names of the plain kernels that may avoid the errors."""
+def needed(errors: Iterable[Exception | str]) -> frozenset[str]:
+    """Return the names of the plain kernels that may avoid the errors or warnings."""
     return frozenset(name for error in errors for sign, name in _SIGNS.items() if sign in str(error))
 
 

@@ -6,8 +6,7 @@ It holds their layouts, initial points, weights and oracle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,35 +15,18 @@ from torch.utils._pytree import tree_map
 
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.oracle.oracle import Oracle, Strategy
+from fedbilevel.oracle.portions import Portion, per_sample_statistics, size, squares, total
+from fedbilevel.oracle.precision import Precision, check_precision
 from fedbilevel.oracle.trial import Few, settle
 from fedbilevel.problem.client_data import Batch, ClientData, Holdings
 from fedbilevel.problem.layout import Layout
-from fedbilevel.problem.problem import Problem
+from fedbilevel.problem.problem import Problem, with_features
 from fedbilevel.problem.validation import away, check_kind, check_losses, check_statistics, own_figures, reads_index
 
 # one vector, one row per client, or a function from positions to their rows
 Points = Tensor | Callable[[Tensor], Tensor]
 Added = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # sums over the clients hosted here -> those over all
 _LOOK = 2**27  # bytes of samples and rows that a measurement copies at once
-
-
-@dataclass(frozen=True)
-class Portion:
-    """A few clients with their own points and weights, and batches of all their samples."""
-
-    data: ClientData
-    positions: Tensor
-    x: Tensor
-    y: Tensor
-    weights: Tensor
-
-    @cached_property
-    def train(self) -> Batch:
-        return self.data.look(self.positions, "train")
-
-    @cached_property
-    def val(self) -> Batch:
-        return self.data.look(self.positions, "val")
 
 
 class Population:
@@ -57,11 +39,19 @@ class Population:
         device: torch.device | str = "cpu",
         strategy: Strategy = "auto",
         chunk_size: int | None = None,
+        precision: Precision = "full",
+        second: bool = True,
     ) -> None:
+        """Prepare the data and the oracle of a problem.
+
+        precision: precision of the run's derivatives; measurements are always in full.
+        second: whether second derivatives are used, so that they are tried before a run.
+        """
         if dtype not in (torch.float32, torch.float64):
             raise SettingError(f"dtype is {dtype!r}, expected torch.float32 or torch.float64.")
+        check_precision(precision, dtype)
         check_kind(problem)
-        self.problem = problem
+        self.problem, self.precision = problem, precision
         self.data = ClientData(clients, dtype=dtype, device=device)
         self.dtype, self.device = self.data.dtype, self.data.device
         self.x_sizes: Tensor | None = None  # lengths of private rows without their padding
@@ -70,14 +60,16 @@ class Population:
         self.y0 = self.layout_y.ravel(problem.y0).detach().to(device=device, dtype=dtype)
         self.per_sample = check_losses(problem, self.data, self.layout_x, self.layout_y, self._own_x(0), self.y0)
         check_statistics(problem, self.data, self.layout_x, self.layout_y, self._own_x, self.y0)
-        self.oracle = self._oracle(strategy, chunk_size)
+        make = partial(self._oracle, precision=precision)
+        self.oracle, self.second = make(strategy, chunk_size), second
+        self.limit: int | None = None  # samples that a measurement evaluates at once
         self._watcher: Oracle | None = None
-        settle(self.oracle, self._oracle, self._few())
+        settle(self.oracle, make, self._few(), second=second)
 
     def __len__(self) -> int:
         return self.data.num_clients
 
-    def _oracle(self, strategy: Strategy, chunk_size: int | None = None) -> Oracle:
+    def _oracle(self, strategy: Strategy, chunk_size: int | None = None, precision: Precision = "full") -> Oracle:
         return Oracle(
             self.problem,
             self.layout_x,
@@ -85,6 +77,7 @@ class Population:
             per_sample=self.per_sample,
             strategy=strategy,
             chunk_size=chunk_size,
+            precision=precision,
         )
 
     def _few(self) -> Few:
@@ -190,11 +183,12 @@ class Population:
         problem = self.problem
         with torch.no_grad():
             losses = [
-                self._everyone(loss, x, y, role) for loss, role in ((problem.upper, "val"), (problem.lower, "train"))
+                self._everyone(loss, x, y, role, is_mean=True)
+                for loss, role in ((problem.upper, "val"), (problem.lower, "train"))
             ]
             found: dict[str, Tensor] = {}
             for role, statistics in problem.statistics.items():
-                some = self._everyone(statistics, x, y, role)
+                some = self._everyone(statistics, x, y, role, is_mean=False)
                 twice = found.keys() & some.keys()
                 if twice:
                     raise ProblemError(f"two roles have a statistic named {min(twice)!r}: give each its own name.")
@@ -202,16 +196,28 @@ class Population:
         columns = [*losses, self.weights(self.data.positions).double(), *found.values()]
         return ["upper", "lower", "weight", *found], torch.stack(columns, dim=1)
 
-    def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str) -> Any:
+    def _everyone(self, function: Callable[..., Any], x: Points, y: Points, role: str, *, is_mean: bool) -> Any:
         """Return `function` of every client on all its data, as float64 on the CPU.
 
         A few clients are evaluated at a time, so that there is never a copy of all data.
+
+        is_mean: whether the function is a mean over samples; otherwise it holds sums.
         """
         parts = []
-        for some in self.data.positions.split(max(1, _LOOK // self._bytes_of_client(role, x, y))):
-            values = self.oracle.evaluate(function, _rows(x, some), _rows(y, some), self.data.look(some, role))
+        for part in self._split(x, y, _LOOK // self._bytes_of_client(role, x, y)):
+            ask = lambda batch, part=part: self.oracle.evaluate(function, part.x, part.y, batch)
+            values = part.mean(role, ask) if is_mean else part.sums(role, ask, divides=self._divides(function, role))
             parts.append(tree_map(lambda leaf: leaf.double().cpu(), values))
         return tree_map(lambda *leaves: torch.cat(leaves), *parts)
+
+    def _divides(self, function: Callable[..., Any], role: str) -> bool:
+        """Return whether statistics may be added over minibatches."""
+        has = self.data.positions[self.data.sizes[role] > 0]
+        if self.limit is None or not len(has):
+            return False
+        batch = self.data.batch(has[:1], role, torch.zeros(1, 2, dtype=torch.int64, device=self.device))
+        x, y = self.layout_x.unravel(self._own_x(int(has[0]))), self.layout_y.unravel(self.y0)
+        return per_sample_statistics(function, x, y, with_features(self.problem, x, batch.row(0)))
 
     def _bytes_of_client(self, role: str, x: Points, y: Points) -> int:
         """Return the largest number of bytes that a measurement of one client copies."""
@@ -246,8 +252,12 @@ class Population:
             max(self._bytes_of_client(role, x, y) for role in ("train", "val"))
             + self.y0.shape[-1] * self.y0.element_size()
         )
-        for some in self.data.positions.split(max(1, _LOOK // most)):
-            yield Portion(self.data, some, _rows(x, some), _rows(y, some), self.weights(some))
+        yield from self._split(x, y, _LOOK // most)
+
+    def _split(self, x: Points, y: Points, num: int) -> Iterator[Portion]:
+        """Yield portions of at most `num` clients, or of one client if samples are limited."""
+        for some in self.data.positions.split(max(1, num) if self.limit is None else 1):
+            yield Portion(self.data, some, _rows(x, some), _rows(y, some), self.weights(some), self.limit)
 
     def sum_of_weights(self, added: Added) -> Tensor:
         [number] = added([self.weights(self.data.positions).double().sum()[None].to(self.device)])
@@ -265,13 +275,11 @@ class Population:
         sums: dict[str, Tensor] = {}
         for part in self.portions(x, y):
             with torch.no_grad():
-                found = {"lower": oracle.lower_grad(part.x, part.y, part.train)}
+                found = {"lower": part.mean("train", partial(oracle.lower_grad, part.x, part.y))}
                 if u is not None:
-                    right = oracle.upper_grad_y(part.x, part.y, part.val)
-                    found |= {
-                        "right": right,
-                        "system": oracle.hessian_product(part.x, part.y, _rows(u, part.positions), part.train) - right,
-                    }
+                    right = part.mean("val", partial(oracle.upper_grad_y, part.x, part.y))
+                    product = partial(oracle.hessian_product, part.x, part.y, _rows(u, part.positions))
+                    found |= {"right": right, "system": part.mean("train", product) - right}
             for name, rows in found.items():
                 sums[name] = sums.get(name, 0) + total(squares(rows) if local else rows, part.weights)
         number = self.sum_of_weights(added)
@@ -291,9 +299,10 @@ class Population:
         """
         first = torch.tensor([0])
         x, y = away(self.x0 if self.x0.ndim == 1 else self.x0[:1]), away(self.y0)
+        part = Portion(self.data, first, x, y, self.weights(first), self.limit)
         with torch.no_grad():
             both = ((self.problem.upper, "val"), (self.problem.lower, "train"))
-            return [float(self.oracle.evaluate(loss, x, y, self.data.batch(first, role))) for loss, role in both]
+            return [float(part.mean(role, partial(self.oracle.evaluate, loss, x, y))) for loss, role in both]
 
     def trees(self, value: Tensor, *, upper: bool) -> Any:
         """Return a dict of tensors, or one dict per client if `value` has rows, without padding."""
@@ -325,28 +334,6 @@ def figures(
         **metrics,
         **(own_figures("across", problem.across, single) if problem.across is not None and across else {}),
     }
-
-
-def squares(rows: Tensor) -> Tensor:
-    """Return the squared norm of every row, (k, 1)."""
-    return (rows.double() ** 2).sum(1, keepdim=True)
-
-
-def size(summed: Tensor, number: Tensor, *, of_squares: bool) -> float:
-    """Return the norm of a mean, or a root mean square, from a weighted sum.
-
-    number: sum of the weights.
-    """
-    return float((summed / number).sqrt()) if of_squares else float(torch.linalg.vector_norm(summed) / number)
-
-
-def total(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum in float64, which is exact for float32 rows and whole weights."""
-    if rows.stride(0) == 0 and len(rows) > 0:  # every row is the mean already
-        return rows[0].double() * float(weights.sum())
-    if bool((weights == 1).all()):
-        return rows.sum(0, dtype=torch.float64)
-    return (rows.double() * weights.to(rows.device, torch.float64)[:, None]).sum(0)
 
 
 def _rows(value: Points, positions: Tensor) -> Tensor:

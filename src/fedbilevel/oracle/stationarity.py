@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.hypergradient import newton, solve_cg
-from fedbilevel.oracle.population import Added, Points, Population, Portion, size, squares, total
+from fedbilevel.oracle.population import Added, Points, Population
+from fedbilevel.oracle.portions import Portion, size, squares, total
 
 _TOLERANCE, _ROUGH = 1e-6, 1e-2  # requested residual of a system, and the largest that rounding may leave
 _MOST_STEPS, _MOST_PRODUCTS = 15, 500  # Newton's steps, and products for each solve
@@ -69,14 +71,16 @@ class _View:
         oracle, spread = self.oracle, self.spread
         start = self.lower(lambda part: part.y.expand(len(part.weights), -1))
         value = lambda y: self.lower(
-            lambda part: oracle.evaluate(self.problem.lower, part.x, spread(y), part.train)[:, None]
+            lambda part: part.mean("train", partial(oracle.evaluate, self.problem.lower, part.x, spread(y)))[:, None]
         )[:, 0]
-        gradient = lambda y: self.lower(lambda part: oracle.lower_grad(part.x, spread(y), part.train))
-        product = lambda y, v: self.lower(lambda part: oracle.hessian_product(part.x, spread(y), spread(v), part.train))
+        gradient = lambda y: self.lower(lambda part: part.mean("train", partial(oracle.lower_grad, part.x, spread(y))))
+        product = lambda y, v: self.lower(
+            lambda part: part.mean("train", partial(oracle.hessian_product, part.x, spread(y), spread(v)))
+        )
         limits = {"max_iterations": _MOST_STEPS, "max_products": _MOST_PRODUCTS}
         try:
             y, solved = newton(start, value, gradient, product, tolerance=_TOLERANCE**2, **limits)
-            right = self.lower(lambda part: oracle.upper_grad_y(part.x, spread(y), part.val))
+            right = self.lower(lambda part: part.mean("val", partial(oracle.upper_grad_y, part.x, spread(y))))
             found = solve_cg(lambda v: product(y, v), right, tolerance=_TOLERANCE, max_products=_MOST_PRODUCTS)
             # the last product is that of the residual
             solved = solved and found.num_products <= _MOST_PRODUCTS and found.residual <= _ROUGH
@@ -84,7 +88,9 @@ class _View:
             solved = False
         for part in self.parts():
             if solved:
-                direct = oracle.upper_grad_x(part.x, spread(y), part.val)
-                yield part, direct - oracle.jacobian_product(part.x, spread(y), spread(found.u), part.train)
+                direct = part.mean("val", partial(oracle.upper_grad_x, part.x, spread(y)))
+                product_x = partial(oracle.jacobian_product, part.x, spread(y), spread(found.u))
+                yield part, direct - part.mean("train", product_x)
             else:
-                yield part, torch.full_like(oracle.upper_grad_x(part.x, part.y, part.val), torch.nan)
+                unknown = part.mean("val", partial(oracle.upper_grad_x, part.x, part.y))
+                yield part, torch.full_like(unknown, torch.nan)

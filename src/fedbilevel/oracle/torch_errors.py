@@ -11,6 +11,7 @@ _WORDS = (  # message of torch -> its meaning for the author of a loss
     (r"\.item\(\)|data-dependent control flow", "it branches on values or calls .item()"),
     (r"dynamic shape", "a shape in it depends on values"),
     (r"Batching rule not implemented for aten::([a-z_]+)", r"torch has no batching rule for \1"),
+    (r"saved tensor hooks", "it uses a checkpoint, which only gradients of one client at a time can"),
     (_NO_DERIVATIVE, r"torch has no derivative of \1"),
 )
 

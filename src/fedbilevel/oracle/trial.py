@@ -3,7 +3,7 @@
 torch cannot evaluate every function for several clients at once: it has no rule for recurrent
 layers (GRU, LSTM), branches on values, `.item()` and shapes that depend on values. Such a problem
 is evaluated client by client. Fast kernels of attention and recurrent layers have no second
-derivative; then the plain kernels of the same layers are used.
+derivative, and some have no batching rule; then the plain kernels of the same layers are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fedbilevel.errors import ProblemError
 from fedbilevel.oracle.oracle import Oracle
-from fedbilevel.oracle.plain_kernels import needed
 from fedbilevel.oracle.torch_errors import plainly
 from fedbilevel.problem.client_data import Batch
 from fedbilevel.problem.problem import Problem, Statistics
@@ -40,22 +39,27 @@ class Few(NamedTuple):
     statistics: Sequence[tuple[str, Statistics, Tensor, Batch]]
 
 
-def settle(oracle: Oracle, make: Callable[..., Oracle], few: Few) -> None:
+def settle(oracle: Oracle, make: Callable[..., Oracle], few: Few, *, second: bool = True) -> None:
     """Set the kernels and, if clients cannot be evaluated together, the strategy of an oracle.
 
     make: function of a strategy that makes another oracle of the same problem.
-    Second derivatives that do not exist are no error here, because some algorithms use none.
+    second: whether second derivatives are used. If torch has none of some operation, this is no
+        error here but where they are used.
     """
     together = oracle.strategy != "loop" and len(few.train) > 1
     for _ in range(3):  # each pass may find one more kernel
-        failed = _failures(make("vmap" if oracle.strategy == "vmap" else "auto"), oracle, few) if together else {}
-        alone = _failures(make("loop"), oracle, few) if failed or not together else {}
-        more = needed([*failed.values(), *alone.values()]) - oracle.plain_kernels
-        if not more:
+        slow: list[str] = []
+        trial = make("vmap" if oracle.strategy == "vmap" else "auto")
+        failed = _failures(trial, oracle, few, second, slow) if together else {}
+        alone = _failures(make("loop"), oracle, few, second, []) if failed or not together else {}
+        lost = _SECOND in failed or _SECOND in alone
+        before = oracle.plain_kernels
+        if not oracle.takes_plain_kernels([*failed.values(), *alone.values(), *slow]):
             break
-        oracle.plain_kernels |= more
+        if lost and "attention" in oracle.plain_kernels - before:
+            _say_plain_attention()
     for name, error in alone.items():
-        if name != _SECOND:
+        if name != _SECOND or not isinstance(error, ProblemError):
             raise ProblemError(
                 f"{name} cannot be computed ({plainly(error)}): use operations of torch only, without .numpy(), .data "
                 "or changes of the batch."
@@ -75,25 +79,36 @@ def settle(oracle: Oracle, make: Callable[..., Oracle], few: Few) -> None:
     )
 
 
-def _failures(trial: Oracle, oracle: Oracle, few: Few) -> dict[str, Exception]:
-    """Return the exceptions of all functions that the trial oracle cannot evaluate."""
-    trial.plain_kernels, trial.long = oracle.plain_kernels, float("inf")
-    if _failure(lambda: _all(trial, few)) is None:
+def _say_plain_attention() -> None:
+    warnings.warn(
+        "the fused kernels of attention have no second derivative, so products with second derivatives use plain "
+        "attention, which holds a weight for every pair of positions",
+        stacklevel=4,
+    )
+
+
+def _failures(trial: Oracle, oracle: Oracle, few: Few, second: bool, slow: list[str]) -> dict[str, Exception]:
+    """Return the exceptions of all functions that the trial oracle cannot evaluate.
+
+    slow: gets torch's warnings of operations without a batching rule.
+    """
+    trial.plain_kernels, trial.long, trial.adapts = oracle.plain_kernels, float("inf"), False
+    if _failure(lambda: _all(trial, few, second), slow) is None:
         return {}
-    found = {name: _failure(probe) for name, probe in _probes(trial, few)}
+    found = {name: _failure(probe, slow) for name, probe in _probes(trial, few) if second or name != _SECOND}
     return {name: error for name, error in found.items() if error is not None}
 
 
-def _failure(probe: Callable[[], Any]) -> Exception | None:
+def _failure(probe: Callable[[], Any], slow: list[str]) -> Exception | None:
     try:
-        with torch.no_grad(), _silent_fallbacks():
+        with torch.no_grad(), _fallbacks(slow):
             probe()
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything; it is reported
         return error
     return None
 
 
-def _all(oracle: Oracle, few: Few) -> None:
+def _all(oracle: Oracle, few: Few, second: bool) -> None:
     """Evaluate everything with few calls, because nearly all problems pass."""
     x, y, train, val, statistics = few
     xs, ys, shares = _points(few)
@@ -101,9 +116,14 @@ def _all(oracle: Oracle, few: Few) -> None:
         oracle.evaluate(loss, x, y, batch)
     for _, function, own_x, batch in statistics:
         _value(oracle, function, own_x, y, batch)
-    oracle.directions(xs, ys, ys, gy=train, fx=val, fy=val, ju=train, hu=train)
     oracle.upper_grads(x, y, val, shares=shares)
-    oracle.second_order(x, y, y, train, shares=shares)
+    if second:
+        oracle.directions(xs, ys, ys, gy=train, fx=val, fy=val, ju=train, hu=train)
+        oracle.second_order(x, y, y, train, shares=shares)
+    else:
+        oracle.upper_grads(xs, ys, val)
+        oracle.lower_grad(xs, ys, train)
+        oracle.lower_grad(x, y, train, shares=shares)
 
 
 def _value(oracle: Oracle, function: Callable[..., Any], x: Tensor, y: Tensor, batch: Batch) -> None:
@@ -145,11 +165,10 @@ def _probes(oracle: Oracle, few: Few) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 @contextmanager
-def _silent_fallbacks() -> Iterator[None]:
-    """Suppress torch's warnings of slow vmaps, because a trial may reject vmap."""
-    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    switch(False)
-    try:
+def _fallbacks(slow: list[str]) -> Iterator[None]:
+    """Record torch's warnings of slow vmaps instead of showing them, because a trial may reject vmap."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", "There is a performance drop")
         yield
-    finally:
-        switch(True)
+    slow += [str(one.message) for one in told]

@@ -30,7 +30,8 @@ from fedbilevel.federation.host import Host
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import AnyNetwork, Links
-from fedbilevel.oracle.population import figures, total
+from fedbilevel.oracle.population import figures
+from fedbilevel.oracle.portions import total
 from fedbilevel.peers.formation import Formation
 from fedbilevel.peers.office import Office
 from fedbilevel.peers.settling import Settling, Sketcher, all_settled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,21 +17,40 @@ from fedbilevel.problem.layout import Tree
 class BoundModule:
     """A module that is called with given parameters, available as `.parameters`."""
 
-    def __init__(self, module: nn.Module, parameters: Tree) -> None:
+    def __init__(self, module: nn.Module, parameters: Tree, frozen: Frozen | None = None) -> None:
         self._module, self.parameters = module, parameters
+        self._frozen = Frozen(module) if frozen is None else frozen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        like = next(iter(self.parameters.values()))
-        fixed = {
-            name: value
-            for name, value in (*self._module.named_parameters(), *self._module.named_buffers())
-            if name not in self.parameters
-        }
-        cast = {
-            name: value.detach().to(like.device, like.dtype if value.is_floating_point() else None)
-            for name, value in fixed.items()
-        }
-        return torch.func.functional_call(self._module, {**cast, **self.parameters}, args, kwargs)
+        fixed = self._frozen.like(next(iter(self.parameters.values())), self.parameters)
+        return torch.func.functional_call(self._module, {**fixed, **self.parameters}, args, kwargs)
+
+
+class Frozen:
+    """Frozen parameters and buffers of a module, with one copy on the device and in the type of a run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}  # by name: the original, its version, the copy
+
+    def like(self, other: Tensor, trained: Collection[str]) -> dict[str, Tensor]:
+        """Return all tensors that are not trained, on the device and in the type of another tensor."""
+        found = {}
+        for name, value in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if name in trained:
+                continue
+            dtype = other.dtype if value.is_floating_point() else value.dtype
+            kept = self._copies.get(name)
+            if kept is None or kept[0] is not value or kept[1] != value._version or not _fits(kept[2], other, dtype):
+                kept = (value, value._version, value.detach().to(other.device, dtype))
+                if torch._C._functorch.peek_interpreter_stack() is None:  # copies inside a transform end with it
+                    self._copies[name] = kept
+            found[name] = kept[2]
+        return found
+
+
+def _fits(copy: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    return copy.dtype == dtype and copy.device == other.device
 
 
 def initial_parameters(label: str, module: nn.Module) -> dict[str, Tensor]:

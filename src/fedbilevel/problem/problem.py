@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fedbilevel.errors import ProblemError, reason
 from fedbilevel.problem.layout import Tree, check_tree
-from fedbilevel.problem.modules import BoundModule, initial_parameters
+from fedbilevel.problem.modules import BoundModule, Frozen, initial_parameters
 
 Fields = Mapping[str, Any]
 Loss = Callable[[Any, Any, Fields], Tensor]
@@ -271,7 +271,8 @@ def _start(variable: str, module: nn.Module | None, tensors: Any) -> tuple[Any, 
         )
     if module is None:
         return tensors, lambda value: value
-    return initial_parameters(f"{variable}_module", module), lambda value: BoundModule(module, value)
+    frozen = Frozen(module)
+    return initial_parameters(f"{variable}_module", module), lambda value: BoundModule(module, value, frozen)
 
 
 def with_features(problem: Problem, x: Any, fields: Fields) -> Fields:

@@ -40,6 +40,7 @@ _KINDS = {
     "batch_size": "size",
     "sampling": "text",
     "dtype": "text",
+    "precision": "text",
     "device": "text",
     "strategy": "text",
     "chunk_size": "maybe",
@@ -58,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "batch_size": None,
     "sampling": "replacement",
     "dtype": "float32",
+    "precision": "full",
     "device": "cpu",
     "strategy": "auto",
     "chunk_size": None,
@@ -77,7 +79,7 @@ def keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     sampling: Sampling = given["sampling"]
     unequal = Stragglers(given["slow"], given["slow_work"], given["dropout"]).checked()
     return {
-        **{name: given[name] for name in ("seed", "strategy", "chunk_size")},
+        **{name: given[name] for name in ("seed", "strategy", "chunk_size", "precision")},
         "batch_size": batch_size(given["batch_size"]),
         "sampling": sampling,
         "cohort": Cohort(given["fraction"], given["replacement"], given["redraw"]),

@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     }
 
 
-_OPTIONAL = ("aggregation", "attack", "stragglers")  # parts of an identity that most runs do not have
+_OPTIONAL = ("aggregation", "attack", "stragglers", "precision")  # parts of an identity that most runs do not have
 
 
 def identity_of(fed: Engine, batch_size: BatchSize, dtype: torch.dtype) -> dict[str, Any]:

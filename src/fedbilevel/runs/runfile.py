@@ -44,6 +44,7 @@ from fedbilevel.errors import IgnoredWarning, PlanError, UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, PeerAlgorithm
 from fedbilevel.federation.clients import Sampling
 from fedbilevel.oracle.oracle import Strategy
+from fedbilevel.oracle.precision import Precision
 from fedbilevel.runs.choice import choose
 from fedbilevel.runs.options import BETWEEN_PEERS, DEFAULTS, TABLES, WITH_SERVER, keywords
 from fedbilevel.settings import AUTO, check_plain, made
@@ -98,8 +99,8 @@ PLAN = (*LENGTH, "residuals", "stationarity")  # keys that `solve` takes under t
 _UNEQUAL = ("slow", "slow_work", "dropout")  # of simulated clients
 _OPTIONS_UNUSED: dict[Place, tuple[str, ...]] = {  # every participant chooses where and how it computes
     "process": (),
-    "sites": ("device", "chunk_size", *_UNEQUAL, "attack", *BETWEEN_PEERS),
-    "peers": ("device", "chunk_size", "fraction", "replacement", "redraw", *_UNEQUAL, "attack"),
+    "sites": ("device", "chunk_size", "precision", *_UNEQUAL, "attack", *BETWEEN_PEERS),
+    "peers": ("device", "chunk_size", "precision", "fraction", "replacement", "redraw", *_UNEQUAL, "attack"),
 }
 
 
@@ -318,7 +319,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Check options in the form that `solve` accepts."""
     options["cohort"].checked()
     options["schedule"].checked()
-    for name, choices in (("sampling", get_args(Sampling)), ("strategy", get_args(Strategy))):
+    known = {"sampling": get_args(Sampling), "strategy": get_args(Strategy), "precision": get_args(Precision)}
+    for name, choices in known.items():
         if options[name] not in choices:
             raise PlanError(f"{name} of the plan is {options[name]!r}, expected {' or '.join(map(repr, choices))}.")
 

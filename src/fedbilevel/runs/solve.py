@@ -27,6 +27,7 @@ from fedbilevel.federation.network import AnyNetwork
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.federation.stragglers import Stragglers
 from fedbilevel.oracle.oracle import Strategy
+from fedbilevel.oracle.precision import Precision
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.holdings import check_clients
 from fedbilevel.problem.problem import Problem
@@ -73,6 +74,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     baseline: bool = False,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    precision: Precision = "full",
     strategy: Strategy = "auto",
     chunk_size: int | None = None,
     engine: EngineName = "simulation",
@@ -138,6 +140,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
 
     Computing.
         device, dtype: "cpu", "cuda" or "cuda:1", and the type of x and y.
+        precision: "bf16" evaluates the losses of derivatives in bfloat16; x, y, their derivatives,
+            sums and measurements stay in float32.
         strategy, chunk_size: how clients are evaluated together; by default, a measurement decides.
         engine: "simulation", or "distributed" under torchrun, where every rank makes the same call.
             All ranks return the result; rank 0 writes the record and calls the callbacks.
@@ -206,6 +210,7 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     with group.together():
         options = {
             "seed": seed, "batch_size": batch_size, "sampling": sampling, "dtype": dtype, "group": group,
+            "precision": precision,
             "device": group.device(place), "strategy": strategy, "chunk_size": chunk_size, "ids": ids,
         }  # fmt: skip
         fed = simulate(
@@ -245,7 +250,8 @@ def solve(  # one explicit keyword per option, so that help() and editors show t
     own = own if isinstance(chosen, ServerAlgorithm) else {}
     return _with_baseline(
         result, problem, clients, chosen, seed=seed, batch_size=batch_size, sampling=sampling, schedule=schedule,
-        device=device, dtype=dtype, strategy=strategy, chunk_size=chunk_size, drops=drops, ids=ids, **own,
+        device=device, dtype=dtype, precision=precision, strategy=strategy, chunk_size=chunk_size, drops=drops,
+        ids=ids, **own,
     )  # fmt: skip
 
 
@@ -258,6 +264,7 @@ def _with_baseline(
     with warnings.catch_warnings():  # the run has already warned of them
         warnings.simplefilter("ignore", ProblemWarning)
         warnings.filterwarnings("ignore", ".* cannot be evaluated for several clients at once")
+        warnings.filterwarnings("ignore", "the fused kernels of attention")
         plain = solve(problem, clients, plain_run(), **own)
     if plain.stopped == "interrupted":
         return result

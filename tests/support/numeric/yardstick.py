@@ -63,14 +63,16 @@ def fixed_point(algorithm: Any, built: Any) -> tuple[dict[str, torch.Tensor], fl
     """
     fed = Simulation(algorithm, built.problem, built.clients, dtype=torch.float64)
     first = algorithm.init(fed)
-    shapes = {name: fed.collect(value).shape for name, value in first._asdict().items()}
+    given = {name: value for name, value in first._asdict().items() if value is not None}
+    shapes = {name: fed.collect(value).shape for name, value in given.items()}
     sizes = [shape.numel() for shape in shapes.values()]
 
     def outer(vector: torch.Tensor) -> torch.Tensor:
         parts = zip(shapes.items(), vector.split(sizes), strict=True)
-        state = type(first)(*(fed.place(name, part.reshape(shape)) for (name, shape), part in parts))
+        state = first._replace(**{name: fed.place(name, part.reshape(shape)) for (name, shape), part in parts})
         fed.begin(1)
-        return torch.cat([fed.collect(value).flatten() for value in algorithm.round(fed, state)])
+        new = algorithm.round(fed, state)._asdict()
+        return torch.cat([fed.collect(new[name]).flatten() for name in shapes])
 
     eye = torch.eye(sum(sizes), dtype=torch.float64)
     constant = outer(torch.zeros(sum(sizes), dtype=torch.float64))

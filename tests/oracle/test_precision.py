@@ -1,0 +1,112 @@
+"""Derivatives in bfloat16: near those in float32, with rows, sums and measurements in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_trial import clients, reading
+
+import fedbilevel as fb
+from fedbilevel.errors import SettingError
+from fedbilevel.oracle.population import Population
+from fedbilevel.runs.options import keywords
+from fedbilevel.tasks.hyper_representation import HyperRepresentation
+from support.numeric.yardstick import relative
+
+EPS = 2.0**-8  # rounding of bfloat16
+SMALL = HyperRepresentation(num_clients=3)
+
+
+def derivatives(population: Population) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x, y = population.x0, population.y0 + 0.05 * torch.randn(population.y0.shape, generator=draw)
+    v = torch.randn(y.shape, generator=draw)
+    train, val = (population.data.batch(population.data.positions, role) for role in ("train", "val"))
+    oracle = population.oracle
+    with torch.no_grad():
+        fx, fy = oracle.upper_grads(x, y, val)
+        jv, hv = oracle.second_order(x, y, v, train)
+        gy, gx = oracle.lower_grad(x, y, train), oracle.lower_grad_x(x, y, train)
+        loss = oracle.evaluate(population.problem.lower, x, y, train)
+    return {"fx": fx, "fy": fy, "jv": jv, "hv": hv, "gy": gy, "gx": gx, "loss": loss}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
+def test_derivatives_are_near_those_of_float32_and_values_equal(strategy):
+    problem, data = SMALL.build()
+    full, low = (derivatives(Population(problem, data, strategy=strategy, precision=p)) for p in ("full", "bf16"))
+    assert {value.dtype for value in low.values()} == {torch.float32}
+    for name in ("fx", "fy", "jv", "hv", "gy"):
+        assert 0 < relative(low[name], full[name]) < 4 * EPS, name
+    for name in ("gx", "loss"):
+        assert torch.equal(low[name], full[name]), name
+
+
+def test_a_loss_is_summed_in_float32():
+    """Entries of 1 + 2^-9 are 1 in bfloat16; the sum of the loss must not round again."""
+    seen = []
+
+    def lower(x, y, batch):
+        product = batch["a"] @ y["w"]
+        seen.append(product.dtype)
+        return product * x["s"]
+
+    problem = fb.Problem(
+        upper=lambda x, y, batch: (batch["a"] @ y["w"]) ** 2,
+        lower=lower,
+        x0={"s": torch.tensor(1.0)},
+        y0={"w": torch.ones(2)},
+    )
+    rows = torch.rand(257, 2, generator=torch.Generator().manual_seed(1))
+    population = Population(problem, [{"train": {"a": rows}, "val": {"a": rows}}], precision="bf16")
+    seen.clear()
+    batch = population.data.batch(population.data.positions, "train")
+    gradient = population.oracle.lower_grad(population.x0, population.y0, batch)
+    assert set(seen) == {torch.bfloat16}
+    exact = rows.bfloat16().double().mean(0)
+    assert relative(gradient[0], exact) < EPS
+    assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("algorithm", ["penalty", "fedbio"])
+@pytest.mark.filterwarnings("ignore:the fused kernels of attention")
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
+    """Fused attention alone is in bfloat16; plain attention has no derivatives in it."""
+    runs = [
+        fb.solve(
+            reading("Transformer"), clients(), algorithm, num_iterations=10, precision=precision, strategy=strategy
+        )
+        for precision in ("full", "bf16")
+    ]
+    full, low = (run.x["trust"] for run in runs)
+    assert low.dtype == torch.float32
+    assert relative(low, full) < 4 * EPS
+    is_plain = strategy == "vmap" or algorithm == "fedbio"  # its derivatives come from one evaluation
+    assert torch.equal(low, full) is is_plain
+    assert runs[1].final["upper_loss"] == pytest.approx(runs[0].final["upper_loss"], rel=1e-3)
+
+
+def test_a_resumed_run_keeps_its_precision(tmp_path):
+    problem, data = SMALL.build()
+    options = {"algorithm": "penalty", "checkpoint_every": 1, "batch_size": 8}
+    whole = fb.solve(problem, data, **options, num_iterations=4, precision="bf16")
+    fb.solve(problem, data, **options, num_iterations=2, precision="bf16", record=tmp_path)
+    resumed = fb.solve(problem, data, **options, num_iterations=4, precision="bf16", record=tmp_path, resume=True)
+    for name, leaf in whole.x.items():
+        assert torch.equal(leaf, resumed.x[name])
+    with pytest.raises(fb.FedBilevelError, match="precision"):
+        fb.solve(problem, data, **options, num_iterations=6, record=tmp_path, resume=True)
+
+
+def test_unknown_and_senseless_precisions_are_refused():
+    problem, data = SMALL.build()
+    with pytest.raises(SettingError, match=r"precision is 'fp16', expected 'full' or 'bf16'\."):
+        Population(problem, data, precision="fp16")
+    with pytest.raises(SettingError, match=r"precision is 'bf16' and dtype is torch.float64, expected torch.float32"):
+        Population(problem, data, precision="bf16", dtype=torch.float64)
+
+
+def test_a_precision_in_a_run_file_reaches_the_run():
+    assert keywords({"precision": "bf16"})["precision"] == "bf16"
+    assert keywords({})["precision"] == "full"
