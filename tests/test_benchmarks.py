@@ -302,7 +302,7 @@ def test_an_outer_iteration_of_a_federation_is_compared_with_the_simulators():
     assert (real["slowest_answer"], real["at_the_slowest_site"], real["load_after"]) == (3.0, 2.0, 1.5)
     assert (simulated["seconds"], simulated["ratio"]) == (2.0, 1.0)
     load = {"load_before": 0.5, "load_after": 1.5}
-    _, secure, _ = federation.iteration_rows(3, [4.0, 6.0, 5.0], [3.0], [2.0], [2.0], load, [7.0, 8.0, 9.0])
+    _, secure, _ = federation.iteration_rows(3, [4.0, 6.0, 5.0], [3.0], [2.0], [2.0, 2.0], load, [7.0, 8.0, 9.0])
     assert (secure["what"], secure["seconds"], secure["ratio"]) == ("outer iteration, FLARE, secure sums", 8.0, 4.0)
 
 

@@ -379,7 +379,10 @@ def test_letters_in_costs_are_explained():
     assert key("hgp") == {
         "T": table,
         "M": table,
-        "S": "`num_steps` of the averaging: steps of one averaging (None: 10, and a robust one until all peers agree)",
+        "S": (
+            "`num_steps` of the averaging: steps of one averaging (None: 10, on a base network one cycle, and a robust "
+            "one until all peers agree)"
+        ),
     }
     assert key("commfedbio") == dict.fromkeys("ERkr", table)
 

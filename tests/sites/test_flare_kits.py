@@ -116,7 +116,7 @@ def test_a_site_has_settings_of_its_own_and_the_others_have_none(made):
     defaults = {
         name: value
         for name, value in tomllib.loads(uncommented)["policy"].items()
-        if name not in ("tasks", "algorithms", "max_memory_megabytes", "settings")
+        if name not in ("tasks", "algorithms", "max_memory_megabytes", "max_epsilon", "settings")
     }
     assert defaults == {name: getattr(policy.Policy(), name) for name in defaults}  # the file shows the defaults
     assert not (made["server"] / job.SITE).exists()

@@ -7,7 +7,7 @@ first outer iteration u = 0 and z = y, and the messages hold, with n the local s
     fedbio       (y0 - y) / (n gamma) = g_y, u / (n tau) = f_y, (x0 - x) / (n eta) = f_x
     adasimfbo    q_y / n = g_y, -q_u / n = f_y, q_x / n = f_x
     fbo_aggitd   q = g_y, z / lambda = f_y
-    penalty      (y0 - y - d) / (n gamma) = g_y; y and this g_y give f_y; (x0 - x) / (n eta) = f_x
+    penalty      (|j| + lam) (y0 - y_j) / (n gamma) = j f_y + lam g_y for two j; (x0 - x) / (n eta) = f_x
 
 They are exact for n = 1, and for fbo_aggitd always. A private x is not sent, and neither is f_x.
 g_y is a mean over training samples, f_y and f_x are means over validation samples.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedbilevel.aggregation import ring
 from fedbilevel.aggregation.layer import Encoded
+from fedbilevel.algorithms.penalty import DIFFERENCES
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import UnknownNameError
 from fedbilevel.federation.algorithm import Algorithm, most_steps
@@ -102,8 +103,10 @@ def _fbo_aggitd(own: Any, x0: Tensor | None, y0: Tensor, rows: Mapping[str, Tens
 
 def _penalty(own: Any, x0: Tensor | None, y0: Tensor, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     num, lam = most_steps(own.num_local_steps), own.weight(0)
-    gy = (y0 - rows["y"] - rows["d"]) / (own.lr_lower * num)
-    found = {"gy": gy, "fy": (1 + lam) * (y0 - rows["y"]) / (own.lr_lower * num) - lam * gy}
+    points = zip(DIFFERENCES[own.order], own.points(rows["y"], [rows["d"]]), strict=False)  # two suffice
+    (one, first), (two, second) = ((j, (abs(j) + lam) * (y0 - y) / (own.lr_lower * num)) for j, y in points)
+    fy = (first - second) / (one - two)
+    found = {"gy": (first - one * fy) / lam, "fy": fy}
     return found if x0 is None else {**found, "fx": (x0 - rows["x"]) / (own.lr_upper * num)}
 
 
