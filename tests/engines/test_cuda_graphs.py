@@ -33,6 +33,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVER = {name: owner for name, owner in discovery.algorithms().items() if issubclass(owner, ServerAlgorithm)}
 ALONE = (
     "adafbio",
+    "fedbio_cv",
     "fedbioacc",
     "fedbioacc_local",
     "distbioacc",

@@ -84,7 +84,8 @@ def test_rows_with_an_estimator_of_this_project_say_so_in_their_title(name):
         for spec in dataclasses.fields(kind) if kind is not None else ():
             value = algorithm.get(spec.name, spec.default) if spec.name in ("estimator", "hypergradient") else ""
             if value in ("sum", "local-neumann-sum", "shared-u"):
-                assert "(our " in one.row_title(job.row), (job.panel, job.row)
+                titles = one.row_title(job.row) + one.panel_title(job.panel)
+                assert "(our " in titles, (job.panel, job.row)
 
 
 def means(name, panel):
