@@ -97,10 +97,10 @@ class ByHand:
         tau = self.algorithm.lr_system
         at, leaves = x.detach().requires_grad_(), [leaf.detach().requires_grad_() for leaf in y]
         value = self._lower(at, leaves, batches["B_g"], attention=plain_causal)
-        gy = torch.autograd.grad(value, leaves, create_graph=True)
-        ju, *hu = torch.autograd.grad(gy, [at, *leaves], grad_outputs=u)
-        gy = [leaf.detach() for leaf in gy]  # without the graph
-        del value
+        with_graph = torch.autograd.grad(value, leaves, create_graph=True)
+        ju, *hu = torch.autograd.grad(with_graph, [at, *leaves], grad_outputs=u)
+        gy = [leaf.detach() for leaf in with_graph]
+        del value, with_graph  # and the memory of the graph
         torch._foreach_add_(u, hu, alpha=-tau)
         del hu
         fx, *fy = torch.autograd.grad(self._upper(at, leaves, batches["B_f"]), [at, *leaves])

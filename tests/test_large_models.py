@@ -30,10 +30,10 @@ def moved(case, way, dtype):
     """x and y after three outer iterations of two local steps, and their starts."""
     made = gpt.built(case.size, case.clients)
     contestant = Contestant(case, way, made, dtype=dtype, num_local_steps=2)
-    start = [one.clone() for one in contestant.point()]
+    start = [contestant.x().clone(), contestant.y().clone()]
     for _ in range(3):
         contestant.advance()
-    return contestant.point(), start
+    return (contestant.x(), contestant.y()), start
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,6 +118,7 @@ def test_the_section_saves_after_every_row(tmp_path, monkeypatch):
         assert row["tf32"] == "off"
         assert "x" not in row
         if row["what"] != HAND:
+            assert row["plain_kernels"] == ("" if "penalty" in row["name"] and "loop" in row["what"] else "attention")
             assert row["differs"] < (0.5 if "bf16" in row["name"] else 1e-2)
 
 
