@@ -6,7 +6,8 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SECTIONS = (
     "peers",
     "secure_mean",
     "hgp_paper",
+    "large_models",
 )
 
 
@@ -58,6 +60,13 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         "--networks", nargs="+", default=["random_directed"], metavar="NETWORK", help="hgp_paper: which networks"
     )
     parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="large_models: only cases whose name has all of these words, such as 100M or bf16",
+    )
+    parser.add_argument(
         "--save",
         nargs="?",
         const="",
@@ -78,8 +87,11 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def section(name: str, setup: Setup) -> dict[str, Any]:
-    """The figures of a section, with the circumstances in which they were measured."""
+def section(name: str, setup: Setup, keep: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
+    """The figures of a section, with the circumstances in which they were measured.
+
+    keep: called after every row of a section that yields its rows one by one.
+    """
     where = results.circumstances(setup)
     try:
         module = importlib.import_module("benchmarks.ranks_section" if name == "ranks" else f"benchmarks.{name}")
@@ -90,9 +102,24 @@ def section(name: str, setup: Setup) -> dict[str, Any]:
             "headings": getattr(module, "HEADINGS", {}),
         }
         why = module.skipped(setup) if hasattr(module, "skipped") else None
-        return {**content, **({"skipped": why} if why else {"rows": module.rows(setup)})}
+        if why:
+            return {**content, "skipped": why}
+        rows = module.rows(setup)
+        if not isinstance(rows, Iterator):
+            return {**content, "rows": rows}
+        content["rows"] = []
+        for row in rows:
+            content["rows"].append(row)
+            keep(content)
+        return content
     except FedBilevelError as error:
         raise SystemExit(f"{name}: {error}") from error
+
+
+def _keep(section: str, name: str, folder: Path, found: dict[str, Any]) -> None:
+    row = found["rows"][-1]
+    print(f"{row['name']}, {row['what']}: {row.get('note') or format(row['seconds'], '.3g') + ' s'}", flush=True)
+    results.save(name, {section: found}, folder)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -106,11 +133,12 @@ def main(words: Sequence[str] | None = None) -> int:
         rounds=rounds,
         steps=given.steps,
         networks=tuple(given.networks),
+        cases=tuple(given.cases),
     )
     kind = torch.device(given.device).type + ("-small" if given.small else "")
     name = given.save or kind
     for one in given.only:
-        found = section(one, setup)
+        found = section(one, setup, *([] if given.save is None else [partial(_keep, one, name, given.folder)]))
         body = found.get("skipped") or results.table(found["rows"], found.get("headings", {}))
         print(f"\n{found['title']} ({one})\n{found['about']}\n\n{body}", flush=True)
         if given.save is not None:
