@@ -45,6 +45,14 @@ def short_waits(monkeypatch):
 
 
 @pytest.fixture
+def same_threads():
+    """Restore the number of threads, which a benchmark sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def alone(tmp_path, monkeypatch):
     """A folder that is the only place for data."""
     monkeypatch.setenv("FEDBILEVEL_DATA", "")

@@ -32,13 +32,7 @@ from benchmarks.iteration import Case
 from benchmarks.published import flat
 
 SMALL = Setup(threads=1, small=True, rounds=2)
-
-
-@pytest.fixture(autouse=True)
-def _as_many_threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("same_threads")
 
 
 @pytest.mark.slow

@@ -17,13 +17,7 @@ from benchmarks.large_models import HAND, METHODS, WAYS, Case, Contestant
 from fedbilevel.errors import ProblemError
 
 SMALL = Setup(threads=1, small=True, rounds=2)
-
-
-@pytest.fixture(autouse=True)
-def _as_many_threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("same_threads")
 
 
 def moved(case, way, dtype):

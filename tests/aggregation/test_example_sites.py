@@ -9,28 +9,18 @@ import torch
 pytest.importorskip("Crypto", reason="PyCryptodome is not installed: pip install 'fedbilevel[secure]'")
 pytest.importorskip("opacus", reason="opacus is not installed: pip install 'fedbilevel[privacy]'")
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from fedbilevel.aggregation.sealing import addressed
 from fedbilevel.errors import BudgetError, FedBilevelError, QuorumError
 from fedbilevel.privacy import Accountant, Budget, joint
 from fedbilevel.problem.draws import Stream
-from fedbilevel.sites.membership import Papers
 from fedbilevel.sites.plan import plan_of
 from fedbilevel.sites.policy import read_settings
 from fedbilevel.sites.preview import preview
-from support.secure import Card, Owner
-from support.sites.loopback import TRIAL, Loopback, differences, simulated
+from support.sites.loopback import TRIAL, differences, simulated
+from support.sites.private import federation_of
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 PRIVATE = {"level": "example", "clip": 1.0, "noise": 2.0, "epsilon": 1000.0, "rate": 0.5}
-
-
-def federation_of(folder, num=3, hosts=(), settings=TRIAL):
-    authority = Ed25519PrivateKey.generate()
-    party_of = lambda certificate: Owner(certificate, authority)
-    papers = lambda name: Papers(Card(name, authority), party_of)
-    return Loopback(folder / "sites", num, settings, hosts=hosts, papers=papers, party_of=party_of)
 
 
 def plan_for(federation, layer=PRIVATE, algorithm="fedbio", *, scopes=(), settings=(), **more):

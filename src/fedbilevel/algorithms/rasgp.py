@@ -33,35 +33,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedbilevel.algorithms import sgp
-from fedbilevel.federation.algorithm import PeerAlgorithm, Peers
-from fedbilevel.settings import StepSize, setting, step_size
+from fedbilevel.algorithms.sgp import SGP
+from fedbilevel.federation.algorithm import Peers
 
 
 @dataclass(frozen=True, kw_only=True)
-class RASGP(PeerAlgorithm):
-    lr_lower: StepSize = step_size(0.1, "step of y", symbol="gamma")
-    num_lower_steps: int = setting(10, "steps of y, each with one push, per outer iteration", symbol="T", least=1)
-    lower_schedule: sgp.Schedule = setting("constant", "of the lower steps within an outer iteration")
-
-    State = sgp.SGP.State
+class RASGP(SGP):
     uses = ("running_push",)
-    learns_x = uses_products = False
-    lower_space = ("y", "z")
 
-    def init(self, peers: Peers) -> sgp.SGP.State:
-        x, y = peers.initial()
-        return self.State(x, y * peers.weights.to(y.dtype), peers.weights)
-
-    def round(self, peers: Peers, state: sgp.SGP.State) -> sgp.SGP.State:
-        z, w = sgp.gradient_push(
-            peers,
-            state.x,
-            state.z,
-            state.w,
-            lr=self.lr_lower,
-            num_steps=self.num_lower_steps,
-            schedule=self.lower_schedule,
-            push=peers.running_push,
-        )
-        return self.State(state.x, z, w)
+    def round(self, peers: Peers, state: SGP.State) -> SGP.State:
+        return self.pushed(peers, state, peers.running_push)

@@ -84,6 +84,10 @@ class SGP(PeerAlgorithm):
         return self.State(x, y * peers.weights.to(y.dtype), peers.weights)
 
     def round(self, peers: Peers, state: State) -> State:
+        return self.pushed(peers, state, peers.push)
+
+    def pushed(self, peers: Peers, state: State, push: Callable[..., tuple[Tensor, ...]]) -> State:
+        """Return the state after the steps of an outer iteration with this verb of exchange."""
         z, w = gradient_push(
             peers,
             state.x,
@@ -92,5 +96,6 @@ class SGP(PeerAlgorithm):
             lr=self.lr_lower,
             num_steps=self.num_lower_steps,
             schedule=self.lower_schedule,
+            push=push,
         )
         return self.State(state.x, z, w)
