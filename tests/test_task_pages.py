@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks.few_shot_episodes import PUBLISHED
 from fedbilevel import discovery
 from fedbilevel.studies.experiment import read
 from fedbilevel.studies.verdicts import verdict
@@ -55,3 +58,14 @@ def test_every_page_says_when_not_to_use_the_task(name):
     page = task_pages.page(name)
     assert f"Do not use this when {kind.avoid}." in page
     assert f"]({name}.md)" in task_pages.index()
+
+
+def test_accuracies_of_few_shot_episodes_are_those_of_the_record():
+    root = Path(__file__).parents[1]
+    record = json.loads((root / "experiments" / "worth" / "few-shot-episodes-cuda.json").read_text())
+    five, twenty = (100 * record[f"{ways}-way 1-shot"][0]["test_accuracy"] for ways in (5, 20))
+    page = (root / "docs" / "how-to" / "personalise.md").read_text()
+    assert f"reaches {five:.2f} % of 5 classes and {twenty:.2f} % of 20" in page
+    for ways, reached in ((5, five), (20, twenty)):
+        assert reached > 100 * PUBLISHED[ways]["MAML"]
+        assert f"{100 * PUBLISHED[ways]['MAML']:.1f} %" in page

@@ -154,8 +154,8 @@ def test_an_unknown_setting_of_the_training_is_refused():
 def test_the_study_compares_networks_on_the_same_probabilities(tmp_path):
     task = {"name": "data_cleaning", "num_clients": 3, "noise": 0.2, "num_clean": 20, "test_share": 0.5}
     row = {"task": task, "training": {"num_folds": 2, "width": 4, "num_rounds": 15, "batch_size": 16}}
-    go = lambda method: network_cleaning.run(
-        {**row, "method": method}, repetition=0, folder=tmp_path, device="cpu", say=lambda text: None
+    go = lambda method, **more: network_cleaning.run(
+        {**row, "method": method, **more}, repetition=0, folder=tmp_path, device="cpu", say=lambda text: None
     ).figures  # fmt: skip
     plain, right, refined = (go(method) for method in ("as_given", "only_right", "refined"))
     assert plain["cleaned"] == plain["plain"] == right["plain"] == refined["plain"]
@@ -164,3 +164,8 @@ def test_the_study_compares_networks_on_the_same_probabilities(tmp_path):
     assert refined["rounds"] > 5 * 15
     assert 0 < refined["average_precision"] <= 1
     assert refined["test_accuracy"] == refined["cleaned" if refined["accepted"] else "plain"]
+    distilled = go("refined", last="distilled")  # the same flags, other targets of the last network
+    assert {name: distilled[name] for name in ("f1", "flags", "rounds")} == {
+        name: refined[name] for name in ("f1", "flags", "rounds")
+    }
+    assert distilled["cleaned"] != refined["cleaned"]

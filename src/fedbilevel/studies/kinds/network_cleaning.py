@@ -16,6 +16,8 @@ The last network of `refined` is trained, by the setting `last`:
     pruned      on the labels that are not flagged
     corrected   on all samples; a flagged label is replaced by its posterior of label_em
     soft        on the posteriors of all samples
+    distilled   on the means of the posteriors and of the probabilities out of fold of both passes, which
+                do not read a sample's own label
 
 The two networks `cleaned`, of the method, and `plain`, of the labels as given, are compared on clean
 samples that no other step has read: every second one of each client.
@@ -56,7 +58,9 @@ _shared: dict[str, Any] = {}  # networks of the last panel and repetition
 @dataclass(frozen=True, kw_only=True)
 class NetworkRow(Settings):
     method: Literal["as_given", "only_right", "cleanlab", "refined"] = setting("refined", "how labels are cleaned")
-    last: Literal["pruned", "corrected", "soft"] = setting("corrected", "samples of the last network of refined")
+    last: Literal["pruned", "corrected", "soft", "distilled"] = setting(
+        "corrected", "targets of the last network of refined"
+    )
 
 
 def run(
@@ -138,6 +142,12 @@ class Work:
             network = self.network("pruned", self._kept(flags))
         elif last == "soft":
             network = self.network("soft", self.train, soft.posteriors)
+        elif last == "distilled":
+            means = [
+                (posterior + again.unseen(own["image"])) / 2
+                for own, posterior in zip(self.train, soft.posteriors, strict=True)
+            ]
+            network = self.network("distilled", self.train, means)
         else:
             corrected = [
                 np.where(flagged[:, None], posterior, np.eye(self.num_classes)[own["label"]])
