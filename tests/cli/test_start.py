@@ -41,3 +41,4 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "AssertionError" not in done.stderr, done.stderr
     assert done.returncode == (2 if line == "rnu" else 0), done.stderr
+    assert ("There is no command named 'rnu'. Did you mean 'run'?" in done.stderr) == (line == "rnu")

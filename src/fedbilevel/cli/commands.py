@@ -15,6 +15,8 @@ from typing import NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
+from fedbilevel.errors import UnknownNameError
+
 _HERE = Path(__file__).parent
 _COMMAND = re.compile(
     r'^@click\.(?:command|group)\("([\w-]+)".*?^def (\w+)\(.*?^    """(.*?)"""', re.MULTILINE | re.DOTALL
@@ -55,6 +57,13 @@ class Commands(click.Group):
         command = getattr(import_module(f"{__package__}.{place.module}"), place.function)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in places() and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise UnknownNameError("command", args[0], places())
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = formatter.width - 6 - max(map(len, places()))
