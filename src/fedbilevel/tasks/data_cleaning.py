@@ -51,7 +51,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
 
 from fedbilevel.data.corruption import flip_by_client, flip_labels
 from fedbilevel.data.partition import iid, spread, take_per_class
@@ -63,7 +62,7 @@ from fedbilevel.errors import ProblemError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.problem import Problem, Scopes
 from fedbilevel.settings import setting
-from fedbilevel.tasks import soft_labels
+from fedbilevel.tasks import cleaning_losses
 from fedbilevel.tasks.findings import Finding, accuracies, histogram, images
 from fedbilevel.tasks.initial import uniform
 from fedbilevel.tasks.robust_losses import Robust
@@ -188,7 +187,7 @@ class DataCleaning(Task):
         (dim,) = shapes.sample("image", "train", "val", "test", ndim=1)
         num_classes, random = shapes.classes(), None
         robust = Robust(self.loss, self.gce_power, self.sce_forward, self.sce_reverse, self.sce_floor)
-        fit = partial(_corrected if self.learn == "labels" else _trusted, robust)
+        fit = partial(cleaning_losses.corrected if self.learn == "labels" else cleaning_losses.trusted, robust)
         if self.features == "convolutional":
             random = RandomConvolutions.of(dim)
             dim = random.num_features
@@ -196,17 +195,21 @@ class DataCleaning(Task):
         if marked:
             shapes.sample("wrong", "train", kinds=("bool", "int"), ndim=0)
         return Problem(
-            upper=lambda x, y, batch: _losses(y, batch),
+            upper=lambda x, y, batch: cleaning_losses.losses(y, batch),
             lower=lambda x, y, batch: fit(x, y, batch) + 0.5 * self.l2 * sum((leaf**2).sum() for leaf in y.values()),
             x0=lambda sizes: {"logit": torch.zeros(sizes["train"] * (num_classes if self.learn == "labels" else 1))},
             y0=self._start(dim, num_classes),
             scopes=Scopes(upper="private"),
             features=None if random is None else (lambda x, batch: random(batch["image"])),
             statistics={
-                **({"train": partial(_flagged, num_classes if self.learn == "labels" else None)} if marked else {}),
-                **({"test": _tested} if tested else {}),
+                **(
+                    {"train": partial(cleaning_losses.flagged, num_classes if self.learn == "labels" else None)}
+                    if marked
+                    else {}
+                ),
+                **({"test": cleaning_losses.tested} if tested else {}),
             },
-            metrics=_metrics,
+            metrics=cleaning_losses.metrics,
             name="data_cleaning",
         )
 
@@ -216,7 +219,9 @@ class DataCleaning(Task):
         if result.x is None:  # weights never leave their site
             return served
         weights = [
-            _trust(tree["logit"].detach().double().cpu(), torch.as_tensor(np.asarray(client["train"]["label"]))).numpy()
+            cleaning_losses.trust(
+                tree["logit"].detach().double().cpu(), torch.as_tensor(np.asarray(client["train"]["label"]))
+            ).numpy()
             for tree, client in zip(result.x, clients, strict=True)
         ]
         every = np.concatenate(weights)
@@ -306,68 +311,3 @@ class DataCleaning(Task):
         hidden = self.num_hidden
         shapes = {"hidden1": (hidden, dim), "hidden2": (hidden, hidden), "head": (num_classes, hidden)}
         return uniform(shapes, torch.Generator().manual_seed(self.data_seed))
-
-
-def _scores(y: Any, image: Tensor) -> Tensor:
-    """Return the score of every class; the names of the tensors in y determine the model."""
-    if "weight" in y:
-        return image @ y["weight"] + y["bias"]
-    for layer in ("hidden1", "hidden2"):
-        image = linear(image, y[f"{layer}.weight"], y[f"{layer}.bias"]).relu()
-    return linear(image, y["head.weight"], y["head.bias"])
-
-
-def _inputs(batch: Any) -> Tensor:
-    return batch["features"] if "features" in batch else batch["image"]
-
-
-def _losses(y: Any, batch: Any) -> Tensor:
-    return cross_entropy(_scores(y, _inputs(batch)), batch["label"], reduction="none")
-
-
-def _trusted(robust: Robust, x: Any, y: Any, batch: Any) -> Tensor:
-    weight = torch.sigmoid(x["logit"][batch["index"]])
-    if robust.name == "cross_entropy":
-        return weight * _losses(y, batch)
-    scores = _scores(y, _inputs(batch))
-    return weight * robust.losses(scores, soft_labels.given(batch["label"], scores.shape[-1]))
-
-
-def _corrected(robust: Robust, x: Any, y: Any, batch: Any) -> Tensor:
-    """Return the loss of every sample with its corrected label."""
-    scores = _scores(y, _inputs(batch))
-    return robust.losses(scores, soft_labels.in_batch(x, batch, scores.shape[-1]))
-
-
-def _trust(logit: Tensor, label: Tensor) -> Tensor:
-    """Return the weight of every given label: sigmoid(x) of weights, q of labels."""
-    if len(logit) == len(label):
-        return torch.sigmoid(logit)
-    return soft_labels.of_given(soft_labels.posterior(logit, label), label)
-
-
-def _flagged(num_classes: int | None, x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    """Count flags; num_classes is None if x holds weights."""
-    wrong = batch["wrong"].bool()
-    if num_classes is None:
-        flagged = x["logit"][batch["index"]] < 0
-    else:
-        flagged = soft_labels.of_given(soft_labels.in_batch(x, batch, num_classes), batch["label"]) < 0.5
-    return {"tp": flagged & wrong, "fp": flagged & ~wrong, "fn": ~flagged & wrong}
-
-
-def _tested(x: Any, y: Any, batch: Any) -> dict[str, Tensor]:
-    right = _scores(y, _inputs(batch)).argmax(-1) == batch["label"]
-    return {"right": right, "tested": torch.ones_like(right)}
-
-
-def _metrics(sums: Any) -> dict[str, float]:
-    """Divide sums over all clients, because a mean of the clients' ratios is a different figure."""
-    accuracy = {"test_accuracy": sums["right"] / sums["tested"]} if sums.get("tested") else {}
-    if "tp" not in sums:
-        return accuracy
-    flagged, wrong = sums["tp"] + sums["fp"], sums["tp"] + sums["fn"]
-    precision = sums["tp"] / flagged if flagged else 0.0
-    recall = sums["tp"] / wrong if wrong else 0.0
-    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-    return {**accuracy, "precision": precision, "recall": recall, "f1": f1}
