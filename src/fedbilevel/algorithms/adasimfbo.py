@@ -56,6 +56,11 @@ from fedbilevel.settings import setting
 ITERATES = {"x": "z_x", "y": "z_y", "u": "u"}
 
 
+def smaller(bound: float, value: Any) -> Any:
+    """Return the smaller of both; the value is a tensor in a captured outer iteration."""
+    return value.clamp(max=bound) if isinstance(value, Tensor) else min(bound, value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaSimFBO(SimFBO):
     server_lr_upper: float = setting(
@@ -145,7 +150,7 @@ class AdaSimFBO(SimFBO):
         z = z - gamma * m / (s.sqrt() + self.server_damping)
         new = {ITERATES[name]: z, f"m_{name}": m, f"s_{name}": s}
         if name != "u":
-            k = min(self.server_averaging, 1 - 1 / t)
+            k = smaller(self.server_averaging, 1 - 1 / t)
             new[name] = k * old[name] + (1 - k) * z
         return new
 

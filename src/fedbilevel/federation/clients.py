@@ -174,6 +174,10 @@ class Clients:
             purpose, self._ids, many, iteration=iteration, call=call, steps=range(step, step + 1), width=1
         )[:, 0, 0]
 
+    def most(self, drawn: Tensor, high: int) -> int:
+        """Return the largest of some drawn integers, or the largest possible one in a captured phase."""
+        return max(drawn.tolist(), default=0)
+
     def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
         if not isinstance(size, Mapping):

@@ -86,7 +86,8 @@ class Stream:
 
         The parts of the counter vary along different axes, which the first rounds broadcast.
         """
-        numpy = ids.device.type == "cpu" and isinstance(call, int)  # four times faster on small arrays
+        plain = isinstance(call, int) and not isinstance(iterations[0], Tensor)
+        numpy = ids.device.type == "cpu" and plain  # four times faster on small arrays
         xp: Any
         there: dict[str, Any]
         xp, here, there = (np, ids.numpy(), {}) if numpy else (torch, ids, {"device": ids.device})
