@@ -4,14 +4,20 @@ import pytest
 import torch
 
 from engines.test_cuda_graphs import DEVICE, SERVER, run_again
+from fedbilevel import discovery
 from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.outer_graphs import OUTER, one_round
 from fedbilevel.engines.server_graphs import ServerIterations
 from fedbilevel.engines.simulation import Simulation
-from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.engines.peer_graphs import PeerIterations
+from fedbilevel.engines.peer_simulation import PeerSimulation
+from fedbilevel.federation.algorithm import Cohort, Kept, PeerAlgorithm
+from fedbilevel.federation.network import Network
+from fedbilevel.federation.schedule import Schedule
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief
 
+PEERS = {name: owner for name, owner in discovery.algorithms().items() if issubclass(owner, PeerAlgorithm)}
 HOST = ("clustered_fl", "self_tuned")
 
 
@@ -22,9 +28,12 @@ def _recorder(monkeypatch):
 
 
 def follow(algorithm, built, *, captured, num_iterations=16, schedule=None, **options):
-    fed = Simulation(algorithm, *built, **{"dtype": torch.float64, "device": DEVICE, **options})
+    engine, graphs = (
+        (PeerSimulation, PeerIterations) if isinstance(algorithm, PeerAlgorithm) else (Simulation, ServerIterations)
+    )
+    fed = engine(algorithm, *built, **{"dtype": torch.float64, "device": DEVICE, **options})
     fed.host.captures = cuda_graphs.Captures(fed.host) if captured else None
-    fed.graphs = ServerIterations(fed) if captured else None
+    fed.graphs = graphs(fed) if captured else None
     fed.begin(0)
     state, path = algorithm.init(fed), []
     for iteration in range(1, num_iterations + 1):
@@ -32,13 +41,8 @@ def follow(algorithm, built, *, captured, num_iterations=16, schedule=None, **op
         fed.begin(iteration, now)
         state = one_round(fed, now, state)
         fed.check()
-        path.append(
-            [
-                fed.collect(value).clone()
-                for value in state
-                if (value is not None and hasattr(value, "ndim")) or hasattr(value, "version")
-            ]
-        )
+        values = [value for value in state if isinstance(value, torch.Tensor | Kept)]
+        path.append([fed.collect(value).clone() for value in values])
     return fed, path
 
 
@@ -61,3 +65,12 @@ def test_every_algorithm_goes_the_same_way(name):
     graphs = assert_same_run(algorithm, Quadratic(num_clients=6, num_samples=8).build(), cohort=cohort, batch_size=3)
     assert (OUTER in graphs.captures.refused) == (name in HOST), graphs.captures.refused
     assert bool(graphs.replayed) == (name not in HOST)
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
+def test_peers_go_the_same_way(name):
+    algorithm, network = brief(PEERS[name]), Network(kind="ring")
+    graphs = assert_same_run(algorithm, Quadratic(num_clients=6, num_samples=8).build(), network=network, batch_size=3)
+    assert (OUTER in graphs.captures.refused) == (name == "rasgp"), graphs.captures.refused
+    assert bool(graphs.replayed) == (name != "rasgp")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,97 +24,23 @@ from torch import Tensor
 
 from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.addressed import NotCapturable, Partly
+from fedbilevel.engines.arenas import Arena, Setting, Traced, distinct, form, off, reason, shown, unchanged
 from fedbilevel.engines.cuda_graphs import with_steps, without_steps
+from fedbilevel.errors import FedBilevelError
 from fedbilevel.problem.layout import one_row
 
 OUTER = "outer iteration"  # the name of a whole outer iteration in `Captures.refused`
 _TIMES = 3  # occurrences after which an outer iteration is recorded
 _PATIENCE = 60  # outer iterations without a replay after which the engine captures phases instead
+_FAILURES = (NotCapturable, RuntimeError, TypeError, ValueError, AttributeError, LookupError, FedBilevelError)
 _MOST = 32  # recorded outer iterations that are kept
 _LARGE = 2**31  # bytes of rows from which computing takes longer than launching, and a graph would double the memory
-_CHANGE, _ROUNDING = 0.5, 64  # how far a replay may be off: this power of eps times the change, or these roundings
 
 
 def one_round(fed: Any, algorithm: Any, state: Any) -> Any:
     """Run one outer iteration, as a CUDA graph if the engine has graphs of outer iterations."""
     graphs = getattr(fed, "graphs", None)
     return algorithm.round(fed, state) if graphs is None else graphs.round(algorithm, state)
-
-
-class Arena:
-    """Numbers that a replay reads, in one tensor that one copy fills.
-
-    The first run evaluates the functions that make the numbers; later runs use parts of the tensor.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._makers: list[Callable[[Any], Tensor]] = []
-        self._first: list[Tensor] = []
-        self._parts: list[Tensor] | None = None
-        self._next = 0
-
-    def begin(self) -> None:
-        self._next = 0
-
-    def take(self, walk: Any, make: Callable[[Any], Tensor]) -> Tensor:
-        """Return the next numbers on the device."""
-        number, self._next = self._next, self._next + 1
-        if self._parts is not None:
-            return self._parts[number]
-        self._makers.append(make)
-        self._first.append(make(walk).to(self.dtype))
-        return self._first[-1].to(self.device)
-
-    def pack(self) -> None:
-        """Put all numbers of the first run into one tensor."""
-        whole = torch.cat([torch.zeros(1, dtype=self.dtype), *self._first])
-        self._host = whole.pin_memory() if self.device.type == "cuda" else whole
-        self._memory = whole.to(self.device, copy=True)
-        self._parts = list(self._memory[1:].split([len(part) for part in self._first]))
-
-    def fill(self, walk: Any) -> None:
-        made = [make(walk).to(self.dtype) for make in self._makers]
-        if made:
-            torch.cat(made, out=self._host[1:])
-            self._memory.copy_(self._host, non_blocking=True)
-
-
-@dataclass
-class Setting:
-    """Where and how an outer iteration is traced.
-
-    buys: roles whose features are computed at once for all samples, by cohort.
-    asked: numbers of samples that the trace requests, by cohort and role.
-    """
-
-    walk: Any
-    ints: Arena
-    floats: Arena
-    buys: Mapping[int, Sequence[str]]
-    frozen: bool
-    asked: dict[int, Mapping[str, int]] = field(default_factory=dict)
-
-    def number(self, make: Callable[[Any], Any]) -> Tensor:
-        return self.ints.take(self.walk, lambda walk: torch.tensor([make(walk)]))
-
-
-@dataclass
-class Traced:
-    """One outer iteration as it was recorded.
-
-    script: what an engine needs to repeat its bookkeeping.
-    partly: charges of clients whose flags the replay computes, with their place in the script.
-    saved: rows of stores before they were written: memory, places and the name of the result.
-    fixed: rows of stores that must still be where they were, by store and name.
-    """
-
-    state: Any
-    script: Any
-    results: dict[str, Tensor]
-    partly: list[tuple[Any, Partly]]
-    saved: list[tuple[Tensor, Tensor, str]] = field(default_factory=list)
-    fixed: dict[tuple[Any, str], Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -139,9 +65,8 @@ class Iterations:
         self.replayed = self.usual = 0
         self._times: Counter[Any] = Counter()
         self._kept: dict[Any, _Graph] = {}
-        reason = self._excluded()
-        if reason:
-            self.captures.refused[OUTER] = reason
+        if why := self._excluded():
+            self.captures.refused[OUTER] = why
 
     # ---- what an engine says --------------------------------------------------------------------------------------
 
@@ -197,26 +122,28 @@ class Iterations:
         if OUTER in self.captures.refused:
             return algorithm.round(self.fed, state)
         try:
-            basic = (without_steps(algorithm), _form({**state._asdict(), **self._extras()}))
+            basic = (without_steps(algorithm), form({**state._asdict(), **self._extras()}))
             hash(basic)
         except TypeError as error:
             return self._refuse(f"its settings or state cannot be compared ({error})", algorithm, state)
-        walked = self._walk(basic)
+        walked = self._walk(basic) if self.fed.iteration > 1 else None  # the first may be unlike the others
         if walked is None:
             return self._plainly(algorithm, state, basic)
         walk, facts = walked
         key, open_key = (algorithm, basic, facts), (basic, facts)
         self._times.update((key, open_key))
         graph = self._kept.get(key) or self._kept.get(open_key)
-        if graph is not None and any(store.fixed(name, rows) is not rows for (store, name), rows in _fixed(graph)):
+        if graph is not None and any(
+            store.fixed(name, rows) is not rows for (store, name), rows in graph.traced.fixed.items()
+        ):
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
         moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
         if graph is None and (self._times[key] >= _TIMES or moving) and len(self._kept) < _MOST:
             try:
                 self._kept[open_key if moving else key] = self._capture(algorithm, state, walk, moving)
-            except Exception as error:  # whatever it was, the outer iteration runs as usual
-                return self._refuse(_reason(error), algorithm, state)
+            except _FAILURES as error:
+                return self._refuse(reason(error), algorithm, state)
             graph = None  # the first replay is one of the next outer iterations
         if graph is None:
             return self._plainly(algorithm, state, basic)
@@ -237,8 +164,8 @@ class Iterations:
         with self._without_captures():
             return self._observed(algorithm, state, basic)
 
-    def _refuse(self, reason: str, algorithm: Any, state: Any) -> Any:
-        self.captures.refused[OUTER] = reason
+    def _refuse(self, why: str, algorithm: Any, state: Any) -> Any:
+        self.captures.refused[OUTER] = why
         self._kept.clear()
         self._rewind()
         return algorithm.round(self.fed, state)
@@ -254,7 +181,7 @@ class Iterations:
     def _replay(self, graph: _Graph, algorithm: Any, state: Any, walk: Any) -> None:
         graph.ints.fill(walk)
         graph.floats.fill(walk)
-        for buffer, value in zip(graph.inputs, _distinct({**state._asdict(), **self._extras()}), strict=True):
+        for buffer, value in zip(graph.inputs, distinct({**state._asdict(), **self._extras()}), strict=True):
             buffer.copy_(one_row(value))
         graph.replay()
 
@@ -263,7 +190,7 @@ class Iterations:
         before = self._before()
         self._replay(graph, algorithm, state, walk)
         new, outputs = self._outputs(graph, state)
-        given = dict(enumerate(_distinct({**state._asdict(), **self._extras()})))
+        given = dict(enumerate(distinct({**state._asdict(), **self._extras()})))
         booked = self._book(graph.traced.script, walk, given, outputs)  # while the device computes
         flags = graph.traced.results["flags"].cpu()
         self._pay(graph, walk, flags[1:])
@@ -298,7 +225,7 @@ class Iterations:
 
     def _tried(self, graph: _Graph, algorithm: Any, state: Any, walk: Any, basic: Any) -> Any:
         """Run as usual and beside it the first replay; keep the graph if both agree."""
-        walk.algorithm = algorithm
+        walk.algorithm, before = algorithm, {**state._asdict(), **self._extras()}
         copies = [store.copied() for store in self._stores()]
         self._replay(graph, algorithm, state, walk)
         got, _ = self._outputs(graph, state)
@@ -308,15 +235,15 @@ class Iterations:
         for store, copied in zip(self._stores(), copies, strict=True):
             store.restore(copied)
         new = self._plainly(algorithm, state, basic)
-        before, after = {**state._asdict(), **self._extras()}, {**new._asdict(), **self._extras()}
-        worst = max((_off(got[name], after[name], before[name]) for name in got if isinstance(got[name], Tensor)),
+        after = {**new._asdict(), **self._extras()}
+        worst = max((off(got[name], after[name], before[name]) for name in got if isinstance(got[name], Tensor)),
                     default=0.0)  # fmt: skip
         for store, some, where in zip(self._stores(), rows, places, strict=True):
             for name, found in some.items():
                 own = (where[name] >= 0).nonzero()[:, 0]
                 if len(own):
                     mine = found[where[name][own].to(found.device)]
-                    worst = max(worst, _off(mine, store.own(name, own), torch.zeros_like(mine)))
+                    worst = max(worst, off(mine, store.own(name, own), torch.zeros_like(mine)))
         if worst > 1:
             self.captures.refused[OUTER] = f"a replay differed {worst:.3g} times as much as rounding explains"
             self._kept.clear()
@@ -326,13 +253,13 @@ class Iterations:
     def _outputs(self, graph: _Graph, state: Any) -> tuple[dict[str, Any], dict[int, Tensor]]:
         """Return copies of the new values by name and by number, because the next replay overwrites them."""
         traced, copies = graph.traced, dict[int, Tensor]()
-        given = _distinct({**state._asdict(), **self._extras()})
+        given = distinct({**state._asdict(), **self._extras()})
         new: dict[str, Any] = {}
         for name, value in traced.state.items():
             if not isinstance(value, Tensor):
                 new[name] = value
                 continue
-            same = [place for place, buffer in enumerate(graph.inputs) if _is(value, buffer)]
+            same = [place for place, buffer in enumerate(graph.inputs) if unchanged(value, buffer)]
             if same:
                 new[name] = given[same[0]]
                 continue
@@ -368,12 +295,12 @@ class Iterations:
         moving: whether step sizes become tensors.
         """
         host, given = self.host, {**state._asdict(), **self._extras()}
-        if sum(value.numel() * value.element_size() for value in _distinct(given)) * self._rows() > _LARGE:
+        if sum(value.numel() * value.element_size() for value in distinct(given)) * self._rows() > _LARGE:
             raise NotCapturable("its rows are so large that launching does not count")
         walk.algorithm = algorithm
         ints, floats = Arena(torch.int64, host.device), Arena(torch.float64, host.device)
-        inputs = [one_row(value).clone() for value in _distinct(given)]
-        shown = _shown(given, inputs)
+        inputs = [one_row(value).clone() for value in distinct(given)]
+        values = shown(given, inputs)
         copies = [store.copied() for store in self._stores()]
 
         def run(buys: Mapping[int, Sequence[str]], *, frozen: bool) -> tuple[Traced, Mapping[int, Any]]:
@@ -387,7 +314,7 @@ class Iterations:
                     step = floats.take(walk, partial(_step, name))
                     object.__setattr__(mover, name, step.view(()))  # settings are frozen
             with torch.no_grad(), self._without_captures():
-                return self._trace(mover, shown, state._fields, setting), setting.asked
+                return self._trace(mover, values, state._fields, setting), setting.asked
 
         try:
             _, asked = run({}, frozen=False)
@@ -426,60 +353,3 @@ class Iterations:
 
 def _step(name: str, walk: Any) -> Tensor:
     return torch.tensor([getattr(walk.algorithm, name)])
-
-
-def _fixed(graph: _Graph) -> Any:
-    return graph.traced.fixed.items()
-
-
-def _form(values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what the shapes of an outer iteration depend on in a state."""
-    seen: dict[int, int] = {}
-    found: list[Any] = []
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            shared = value.ndim == 2 and value.stride(0) == 0
-            found.append((name, tuple(value.shape), value.dtype, shared, seen.setdefault(id(value), len(seen))))
-        else:
-            found.append((name, type(value), getattr(value, "name", value)))
-    return tuple(found)
-
-
-def _distinct(values: Mapping[str, Any]) -> list[Tensor]:
-    return list({id(value): value for value in values.values() if isinstance(value, Tensor)}.values())
-
-
-def _shown(values: Mapping[str, Any], inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the values with tensors of the capture in place of the given ones."""
-    known = {
-        id(value): cuda_graphs.like(buffer, value) for value, buffer in zip(_distinct(values), inputs, strict=True)
-    }
-    return {name: known[id(value)] if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _is(value: Tensor, buffer: Tensor) -> bool:
-    """Return whether a value of the new state is an input, unchanged."""
-    one = one_row(value)
-    return one.data_ptr() == buffer.data_ptr() and one.shape == buffer.shape and one.stride() == buffer.stride()
-
-
-def _off(got: Tensor, expected: Tensor, before: Any) -> float:
-    """Return the distance of two results, in units of what rounding explains."""
-    eps = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
-    got, expected = got.double(), expected.double()
-    if not bool(torch.isfinite(got).all()) or not bool(torch.isfinite(expected).all()):
-        return 0.0 if torch.equal(torch.isfinite(got), torch.isfinite(expected)) else float("inf")
-    norm = lambda value: float(torch.linalg.vector_norm(value))
-    same = isinstance(before, Tensor) and before.shape == expected.shape
-    change = norm(expected - before.double()) if same else norm(expected)
-    allowed = eps**_CHANGE * change + _ROUNDING * eps * norm(expected)
-    apart = norm(got - expected)
-    return apart / allowed if allowed else float("inf") if apart else 0.0
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of the first error of a chain: a failed capture fails again when it ends."""
-    while isinstance(error.__context__, Exception):
-        error = error.__context__
-    text = str(error).split("\n", 1)[0]
-    return text if isinstance(error, NotCapturable | RuntimeError) else f"{type(error).__name__}: {text}"

@@ -328,7 +328,7 @@ class Peering(Hosting):
         sums = torch.stack(
             [value.sum() for value in rows.values()]
         )  # one pass in the good case; rows are looked at only when something is wrong
-        for name, value in () if bool(torch.isfinite(sums).all()) else rows.items():
+        for name, value in () if self._are_finite(sums) else rows.items():
             bad = ~torch.isfinite(value).all(1)
             if bool(bad.any()):
                 peer = int(self.host.ids[bad.cpu()][0])
@@ -338,6 +338,9 @@ class Peering(Hosting):
                 )
         parts = [value for name, value in rows.items() if self.travels(name)]
         return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _are_finite(self, sums: Tensor) -> bool:
+        return bool(torch.isfinite(sums).all())
 
     def _apart(self, together: Tensor | None, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if together is None:

@@ -309,3 +309,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one is other or (
         one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
     )
+
+
+def is_first(iteration: Any) -> bool:
+    """Return whether this is the first outer iteration; a captured one, whose number is a tensor, never is."""
+    return not isinstance(iteration, Tensor) and iteration <= 1
