@@ -67,10 +67,11 @@ def test_every_algorithm_goes_the_same_way(name):
     assert bool(graphs.replayed) == (name not in HOST)
 
 
+@pytest.mark.parametrize("kind", ["ring", "random_undirected"])
 @pytest.mark.parametrize("name", sorted(PEERS))
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.ScopeWarning")
-def test_peers_go_the_same_way(name):
-    algorithm, network = brief(PEERS[name]), Network(kind="ring")
+def test_peers_go_the_same_way(name, kind):
+    algorithm, network = brief(PEERS[name]), Network(kind=kind)
     graphs = assert_same_run(algorithm, Quadratic(num_clients=6, num_samples=8).build(), network=network, batch_size=3)
     assert (OUTER in graphs.captures.refused) == (name == "rasgp"), graphs.captures.refused
     assert bool(graphs.replayed) == (name != "rasgp")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fedbilevel.engines.cuda_graphs import addressed, rooms_of
 from fedbilevel.engines.outer_graphs import Iterations
 from fedbilevel.federation.clients import Bill
 from fedbilevel.federation.ledger import LOCAL
+from fedbilevel.federation.mixing import Mixing
 
 _WEIGHTS = "push_weights"
 
@@ -27,7 +28,44 @@ class Walk:
 
     iteration: int
     rooms: tuple[Any, ...]
+    networks: tuple[Any, ...]  # links, and the number of their next step
     algorithm: Any = None
+    made: dict[tuple[int, int], Mixing] = field(default_factory=dict)
+
+    def mixing(self, network: int, step: int) -> Mixing:
+        """Return the exchange of a step, counted from the first one of this outer iteration."""
+        if (network, step) not in self.made:
+            links, time = self.networks[network]
+            self.made[network, step] = links.mixing(time + step)
+        return self.made[network, step]
+
+
+class _Sent(NamedTuple):
+    """Messages of a step of a network that never repeats, which each replay looks up."""
+
+    network: int
+    step: int
+
+
+class _Links:
+    """A network that never repeats: its matrices are numbers that a replay reads."""
+
+    def __init__(self, links: Any, network: int, setting: Setting) -> None:
+        self._links, self._network, self._setting = links, network, setting
+        self._first = setting.walk.networks[network][1]
+
+    def mixing(self, step: int) -> Any:
+        where = _Sent(self._network, step - self._first)
+        walk, floats, n = self._setting.walk, self._setting.floats, self._links.num_peers
+        mixing = copy(walk.mixing(*where))
+        receive = floats.take(walk, lambda walk: walk.mixing(*where).received_shares().flatten()).view(n, n)
+        send = floats.take(walk, lambda walk: walk.mixing(*where).send).view(n, 1)
+        mixing.place(receive, send)
+        mixing.__dict__["sent"] = where
+        return mixing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._links, name)
 
 
 class _Notes:
@@ -70,11 +108,9 @@ class _Traced:
 class PeerIterations(Iterations):
     def _excluded(self) -> str:
         fed, verbs = self.fed, self.fed.algorithm.verbs()
-        links = [one for one in (fed.links, fed.upper_links) if one is not None]
         reasons = {
             "its rows pass through a layer of aggregation": fed.layer is not None,
             "its peers are in several processes": fed.group.size > 1,
-            "its network never repeats": any(one.period is None for one in links),
             "it follows single messages": "running_push" in verbs or ("mix" in verbs and fed.averaging.kind == "robust"),
             "its averages end when peers agree": "mix" in verbs and fed.averaging.limit(fed.dtype) is not None,
         }
@@ -91,8 +127,9 @@ class PeerIterations(Iterations):
 
     def _walk(self, basic: Any) -> tuple[Walk, Any]:
         fed, rooms = self.fed, rooms_of(self.host, self.host.data.positions)
-        upper = None if fed.upper_links is None else fed.upper_time % (fed.upper_links.period or 1)
-        return Walk(fed.iteration, rooms), (fed.time % (fed.links.period or 1), upper)
+        networks = [(fed.links, fed.time), (fed.upper_links, fed.upper_time)]
+        facts = tuple(None if links is None else time % (links.period or 1) for links, time in networks)
+        return Walk(fed.iteration, rooms, tuple(networks)), facts
 
     def _before(self) -> Any:
         fed = self.fed
@@ -122,6 +159,10 @@ class PeerIterations(Iterations):
             "finite": [torch.ones((), dtype=torch.bool, device=host.device)],
         }
         peers.iteration, peers.push_weights, peers.ledger = trace["number"].view(()).double(), given[_WEIGHTS], notes
+        if fed.links.period is None:
+            peers.links = _Links(fed.links, 0, setting)
+        if fed.upper_links is not None and fed.upper_links.period is None:
+            peers.upper_links = _Links(fed.upper_links, 1, setting)
         ledger, host.ledger = host.ledger, notes
         try:
             with (
@@ -144,7 +185,8 @@ class PeerIterations(Iterations):
         charges, time, upper_time, call = script
         for phase, name, given in charges:
             with self.host.ledger.during(phase):
-                getattr(self.host.ledger, name)(*given)
+                known = (walk.mixing(*one).sent if isinstance(one, _Sent) else one for one in given)
+                getattr(self.host.ledger, name)(*known)
         self.fed.time += time
         self.fed.upper_time += upper_time
         self.fed.call = call
