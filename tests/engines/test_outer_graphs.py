@@ -6,14 +6,14 @@ import torch
 from engines.test_cuda_graphs import DEVICE, SERVER, run_again
 from fedbilevel import discovery
 from fedbilevel.engines import cuda_graphs
-from fedbilevel.engines.outer_graphs import OUTER, one_round
-from fedbilevel.engines.server_graphs import ServerIterations
-from fedbilevel.engines.simulation import Simulation
+from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.engines.peer_graphs import PeerIterations
 from fedbilevel.engines.peer_simulation import PeerSimulation
+from fedbilevel.engines.rounds import one_round
+from fedbilevel.engines.server_graphs import ServerIterations
+from fedbilevel.engines.simulation import Simulation
 from fedbilevel.federation.algorithm import Cohort, Kept, PeerAlgorithm
 from fedbilevel.federation.network import Network
-from fedbilevel.federation.schedule import Schedule
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbilevel.federation.clients import Bill, Clients
 from fedbilevel.federation.steps import Step, StepSchedule
-from fedbilevel.problem.client_data import Batch
+from fedbilevel.problem.client_data import Batch, ClientData
 from fedbilevel.problem.draws import Address
 
 if TYPE_CHECKING:
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
 class NotCapturable(Exception):
     """Signal that a phase or an outer iteration needs a value that a replay cannot change."""
+
+
+def rooms(data: ClientData, positions: Tensor) -> dict[str, int]:
+    """Return by role a number of samples that holds each of these clients.
+
+    It is that of the largest client of all, halved while it is too large, so that few numbers fit
+    all cohorts.
+    """
+    found = {role: int(sizes.max()) for role, sizes in data.sizes.items()}
+    for role, sizes in data.sizes.items():
+        most = int(sizes[positions].max())
+        while not data.alike(role) and found[role] >= 2 * max(1, most):
+            found[role] = -(-found[role] // 2)
+    return found
 
 
 class Partly(NamedTuple):
@@ -117,7 +131,7 @@ class Addressed(Clients):
         data, size = self.host.data_of(role), self.batch_size(role)
         if size is None:
             return super().steps(num)
-        most = max(1, round(num * data.room(role) / size))
+        most = max(1, round(num * data.room[role] / size))
         if data.alike(role):
             return super().steps(most)
         own = data.num_samples(self.positions, role)

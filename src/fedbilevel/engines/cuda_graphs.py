@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.engines.addressed import Addressed, NotCapturable, Whereabouts
+from fedbilevel.engines.addressed import Addressed, NotCapturable, Whereabouts, rooms
 from fedbilevel.federation.algorithm import Sparse
 from fedbilevel.federation.clients import Bill
 from fedbilevel.problem.layout import one_row
@@ -35,6 +35,7 @@ Result = dict[str, Any]
 _TIMES = 3  # occurrences after which a phase is captured
 _REMEMBERED = 10_000  # phases whose occurrences are counted
 _FINITE = "finite"
+_POOLS: dict[torch.device, Any] = {}
 _MOST = 64  # captured phases that are kept: each holds memory
 
 
@@ -160,23 +161,31 @@ class Captures:
 
 
 def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
-    """Return the results of a function, and a replay that recomputes them in place."""
+    """Return the results of a function, and a replay that recomputes them in place.
+
+    All graphs of a device share memory: results are copied before the next replay.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    if device not in _POOLS:
+        _POOLS[device] = torch.cuda.graph_pool_handle()
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=_POOLS[device]):
         results = function()
     return results, graph.replay
 
 
 def rooms_of(host: Host, positions: Tensor) -> tuple[Any, ...]:
     """Return the facts that shapes inside a phase depend on: room for the samples of a client."""
-    return tuple(tuple(data.rooms(positions).items()) for data in (host.data, *host.parts.values()))
+    return tuple(tuple(rooms(data, positions).items()) for data in (host.data, *host.parts.values()))
 
 
 @contextmanager
-def addressed(host: Host, positions: Tensor, here: Tensor, rooms: Sequence[Any]) -> Iterator[None]:
-    """Read the clients from the device tensor `here` within this context."""
+def addressed(host: Host, positions: Tensor, here: Tensor, found: Sequence[Any]) -> Iterator[None]:
+    """Read the clients from the device tensor `here` within this context.
+
+    found: rooms of every data set, as `rooms_of` returns them.
+    """
     with ExitStack() as stack:
-        for data, room in zip((host.data, *host.parts.values()), rooms, strict=True):
+        for data, room in zip((host.data, *host.parts.values()), found, strict=True):
             stack.enter_context(data.addressed(positions, here, dict(room)))
         yield
 

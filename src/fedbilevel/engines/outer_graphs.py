@@ -37,12 +37,6 @@ _MOST = 32  # recorded outer iterations that are kept
 _LARGE = 2**31  # bytes of rows from which computing takes longer than launching, and a graph would double the memory
 
 
-def one_round(fed: Any, algorithm: Any, state: Any) -> Any:
-    """Run one outer iteration, as a CUDA graph if the engine has graphs of outer iterations."""
-    graphs = getattr(fed, "graphs", None)
-    return algorithm.round(fed, state) if graphs is None else graphs.round(algorithm, state)
-
-
 @dataclass
 class _Graph:
     traced: Traced

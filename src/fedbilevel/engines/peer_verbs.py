@@ -72,6 +72,7 @@ class Peering(Hosting):
     weights: Tensor
     push_weights: Tensor  # of Push-Sum, where averages keep them
     iteration = call = time = upper_time = 0
+    _are_finite: Callable[[Tensor], bool] = staticmethod(lambda sums: bool(torch.isfinite(sums).all()))
 
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
@@ -338,9 +339,6 @@ class Peering(Hosting):
                 )
         parts = [value for name, value in rows.items() if self.travels(name)]
         return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _are_finite(self, sums: Tensor) -> bool:
-        return bool(torch.isfinite(sums).all())
 
     def _apart(self, together: Tensor | None, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if together is None:

@@ -121,7 +121,7 @@ class ClientData:
         self._begin: dict[str, tuple[Tensor, Tensor]] = {}
         self._here: tuple[Tensor, Tensor] | None = None
         self.elsewhere = False  # whether only the device knows the clients at the positions
-        self._rooms: Mapping[str, int] = {}
+        self.room: Mapping[str, int] = {}  # by role: samples to which a captured batch is padded
         self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
         self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
 
@@ -280,23 +280,6 @@ class ClientData:
         sizes = self.sizes[role][positions]
         return bool((sizes == sizes[:1]).all())
 
-    def rooms(self, positions: Tensor) -> dict[str, int]:
-        """Return by role a number of samples that holds each of these clients.
-
-        It is that of the largest client of all, halved while it is too large, so that few numbers
-        fit all cohorts.
-        """
-        found = {role: int(sizes.max()) for role, sizes in self.sizes.items()}
-        for role, sizes in self.sizes.items():
-            most = int(sizes[positions].max())
-            while not self.alike(role) and found[role] >= 2 * max(1, most):
-                found[role] = -(-found[role] // 2)
-        return found
-
-    def room(self, role: str) -> int:
-        """Return the number of samples that a captured batch of all samples has room for."""
-        return self._rooms[role]
-
     def alike(self, role: str) -> bool:
         """Return whether all clients have the same number of samples."""
         return bool((self.sizes[role] == self.sizes[role][:1]).all())
@@ -307,12 +290,12 @@ class ClientData:
 
         rooms: by role, the number of samples to which batches of all samples are padded.
         """
-        before = self._whole, self._begin, self._here, self.elsewhere, self._rooms
-        self._whole, self._begin, self._here, self.elsewhere, self._rooms = {}, {}, (positions, here), True, rooms
+        before = self._whole, self._begin, self._here, self.elsewhere, self.room
+        self._whole, self._begin, self._here, self.elsewhere, self.room = {}, {}, (positions, here), True, rooms
         try:
             yield
         finally:
-            self._whole, self._begin, self._here, self.elsewhere, self._rooms = before
+            self._whole, self._begin, self._here, self.elsewhere, self.room = before
 
     def look(self, positions: Tensor, role: str) -> Batch:
         """Return all samples for a single use, without replacing the cached copy.
@@ -347,7 +330,7 @@ class ClientData:
 
     def _padded(self, positions: Tensor, role: str) -> Batch:
         counts = self.sizes[role][positions]
-        width = self.room(role) if self.elsewhere else int(counts.max()) if len(counts) else 0
+        width = self.room[role] if self.elsewhere else int(counts.max()) if len(counts) else 0
         place = torch.arange(width, device=self.device).expand(len(positions), width)
         on_device = self.num_samples(positions, role)[:, None]
         inside = place < on_device
