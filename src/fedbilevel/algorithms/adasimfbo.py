@@ -48,17 +48,12 @@ from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.federation.algorithm import Federation, Kept, Variable, linear_phase, most_steps, phase
-from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.clients import Clients, smaller
 from fedbilevel.federation.probing import ADAPTIVE, MOVE, Found
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
 
 ITERATES = {"x": "z_x", "y": "z_y", "u": "u"}
-
-
-def smaller(bound: float, value: Any) -> Any:
-    """Return the smaller of both; the value is a tensor in a captured outer iteration."""
-    return value.clamp(max=bound) if isinstance(value, Tensor) else min(bound, value)
 
 
 @dataclass(frozen=True, kw_only=True)

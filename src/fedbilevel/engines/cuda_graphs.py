@@ -168,9 +168,31 @@ def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Resu
     graph = torch.cuda.CUDAGraph()
     if device not in _POOLS:
         _POOLS[device] = torch.cuda.graph_pool_handle()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=_POOLS[device]):
-        results = function()
+    try:
+        with (
+            torch.cuda.device(device),
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # a failed capture does not leave its own stream
+            torch.cuda.graph(graph, pool=_POOLS[device]),
+        ):
+            results = function()
+    except BaseException:
+        del _POOLS[device]  # the allocator still records to it
+        raise
     return results, graph.replay
+
+
+@contextmanager
+def without_waits(device: torch.device) -> Iterator[None]:
+    """Raise within this context where the processor waits for a GPU, before a capture fails at that place."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def rooms_of(host: Host, positions: Tensor) -> tuple[Any, ...]:

@@ -317,6 +317,8 @@ class Iterations:
             floats.pack()
             for _ in range(2):  # so that every derivative has been measured, traced and, if asked for, compiled
                 run(buys, frozen=False)
+            with cuda_graphs.without_waits(host.device):
+                run(buys, frozen=True)
             kept: list[Traced] = []  # the first one: a recorder without graphs runs it again
 
             def last() -> dict[str, Tensor]:
@@ -346,4 +348,4 @@ class Iterations:
 
 
 def _step(name: str, walk: Any) -> Tensor:
-    return torch.tensor([getattr(walk.algorithm, name)])
+    return torch.tensor([getattr(walk.algorithm, name)], dtype=torch.float64)

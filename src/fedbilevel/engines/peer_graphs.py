@@ -112,9 +112,8 @@ class PeerIterations(Iterations):
         reasons = {
             "its rows pass through a layer of aggregation": fed.layer is not None,
             "its peers are in several processes": fed.group.size > 1,
-            "it follows single messages": "running_push" in verbs
-            or ("mix" in verbs and fed.averaging.kind == "robust"),
-            "its averages end when peers agree": "mix" in verbs and fed.averaging.limit(fed.dtype) is not None,
+            "it follows single messages": "running_push" in verbs or (mixes and fed.averaging.kind == "robust"),
+            "its averages end when peers agree": mixes and fed.averaging.limit(fed.dtype) is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 

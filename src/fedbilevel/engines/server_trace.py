@@ -276,7 +276,7 @@ class TracedServer:
         values = state._asdict()
         for name, value in values.items():
             if isinstance(value, Tensor):
-                if value.device != self.host.device:
+                if value.device.type != self.host.device.type:
                     raise NotCapturable(f"{name!r} is not on the device")
                 self._results[f"state.{name}"] = value
         self._finite.append(torch.ones((), dtype=torch.bool, device=self.host.device))

@@ -314,3 +314,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def is_first(iteration: Any) -> bool:
     """Return whether this is the first outer iteration; a captured one, whose number is a tensor, never is."""
     return not isinstance(iteration, Tensor) and iteration <= 1
+
+
+def smaller(bound: float, value: Any) -> Any:
+    """Return the smaller of both; the value is a tensor in a captured outer iteration."""
+    return value.clamp(max=bound) if isinstance(value, Tensor) else min(bound, value)
