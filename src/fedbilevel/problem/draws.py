@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
+from fedbilevel.problem.fused_draws import fused
 
 SERVER = 2**32 - 1  # client number of the server's draws
 _MASK = 0xFFFFFFFF
@@ -61,6 +62,10 @@ class Stream:
 
     def bits(self, purpose: str, ids: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Return uniform 32-bit words (k, len(steps), width) as int64."""
+        self._check(iteration, call, steps)
+        return self._drawn(purpose, ids, None, iteration, call, steps, width)
+
+    def _check(self, iteration: Address, call: Address, steps: range) -> None:
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(
                 f"step {steps.stop} of call {call} was requested, expected at most {MAX_STEPS} steps per phase and "
@@ -68,7 +73,31 @@ class Stream:
             )
         if isinstance(iteration, int):
             _word(iteration, "the outer iteration")
-        return self._words(purpose, ids, (iteration,), steps, call, width)
+
+    def _drawn(
+        self,
+        purpose: str,
+        ids: Tensor,
+        high: Tensor | None,
+        iteration: Address,
+        call: Address,
+        steps: range,
+        width: int,
+    ) -> Tensor:
+        """Return words, or integers below `high`: on a GPU from one kernel, if there is a compiler."""
+
+        def slow(
+            ids: Tensor, high: Tensor | None, iteration: Address, call: Address, steps: range, width: int
+        ) -> Tensor:
+            words = self._words(purpose, ids, (iteration,), steps, call, width)
+            return words if high is None else (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
+
+        if ids.is_cuda:
+            key = (self.seed, zlib.crc32(purpose.encode()))
+            found = fused(key, ids, high, iteration, call, steps, width, slow)
+            if found is not None:
+                return found
+        return slow(ids, high, iteration, call, steps, width)
 
     def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
         """Return `bits` (k, len(iterations), width) of call 0 and step 0 of each outer iteration.
@@ -91,7 +120,11 @@ class Stream:
         xp: Any
         there: dict[str, Any]
         xp, here, there = (np, ids.numpy(), {}) if numpy else (torch, ids, {"device": ids.device})
-        when = iterations[0] if isinstance(iterations[0], Tensor) else xp.asarray(iterations, **there).reshape(1, -1, 1)
+        when = (
+            iterations[0].view(1, 1, 1)
+            if isinstance(iterations[0], Tensor)
+            else xp.asarray(iterations, **there).reshape(1, -1, 1)
+        )
         step = (xp.arange(steps.start, steps.stop, **there) + (call << 16)).reshape(1, -1, 1)
         blocks, num = -(-width // 4), len(iterations) * len(steps)
         words = philox(
@@ -110,8 +143,8 @@ class Stream:
 
         The bias of multiply-shift is below high / 2**32.
         """
-        words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
-        return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
+        self._check(iteration, call, steps)
+        return self._drawn(purpose, ids, high, iteration, call, steps, width)
 
     def epochs(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
