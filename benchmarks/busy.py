@@ -6,10 +6,12 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import DeviceType
 
 from benchmarks.algorithms import suggested
 from benchmarks.clock import Row, Setup, seconds_of
@@ -100,9 +102,9 @@ def _cases(setup: Setup) -> Iterator[tuple[str, Callable[[], _Case | None]]]:
     for name in (*_FIRST, "hgp", *(name for name in server if name not in _FIRST)):
         if name == "hgp":
             for kind in ("complete", "random_directed"):
-                yield f"hgp, {kind}", lambda kind=kind: _peers(kind, 8 if setup.small else 100)
+                yield f"hgp, {kind}", partial(_peers, kind, 8 if setup.small else 100)
         else:
-            yield name, lambda name=name: _server(name, task, forms)
+            yield name, partial(_server, name, task, forms)
 
 
 def _server(name: str, task: HyperRepresentation, forms: list[Built]) -> _Case | None:
@@ -163,8 +165,8 @@ def _profiled(call: Callable[[], None], setup: Setup) -> tuple[float, int, int]:
         for _ in range(_PROFILED):
             call()
         torch.cuda.synchronize(setup.device)
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    there = [one for one in events if one.device_type() == torch.autograd.DeviceType.CUDA and one.duration_ns() > 0]
+    events: Any = profile.profiler.kineto_results.events()
+    there = [one for one in events if one.device_type() == DeviceType.CUDA and one.duration_ns() > 0]
     end = total = 0
     for one in sorted(there, key=lambda one: one.start_ns()):  # a time in which two kernels run counts once
         stop = one.start_ns() + one.duration_ns()

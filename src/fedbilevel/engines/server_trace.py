@@ -132,7 +132,8 @@ class TracedServer:
         members, walk = setting.walk.cohorts[number], setting.walk
         here = setting.ints.take(walk, lambda walk: walk.cohorts[number].positions)
         ids = setting.ints.take(walk, lambda walk: host.ids[walk.cohorts[number].positions])
-        ones, weights, whole, shares = all_ones(members.weights), None, float(members.weights.sum()), None
+        ones, weights, shares = all_ones(members.weights), None, None
+        whole: Any = float(members.weights.sum())
         if not ones:
             weights = setting.floats.take(walk, lambda walk: walk.cohorts[number].weights.double())
             whole = setting.floats.take(walk, lambda walk: walk.cohorts[number].weights.sum().double()[None])

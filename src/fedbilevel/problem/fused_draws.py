@@ -24,7 +24,7 @@ Slow = Callable[..., Tensor]  # the same draw by tensors
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def, misc, unused-ignore]
         out, ids, high, when, call, key, first, num, width, blocks, total, SCALED: tl.constexpr, BLOCK: tl.constexpr
     ):
