@@ -17,7 +17,7 @@ from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import cuda_graphs
+from fedbilevel.engines import addressed, cuda_graphs
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm, phase
@@ -143,8 +143,10 @@ def test_passes_over_the_data_are_drawn_as_ever():
         assert kept._kept
 
 
-def test_passes_over_unequal_data_are_not_captured():
-    """How many passes there are depends on the cohort, and a replay could not change that."""
+@pytest.mark.parametrize("most", [addressed.MOST_KEYS, 0])
+def test_passes_over_unequal_data(most, monkeypatch):
+    """How many passes there are depends on the cohort: a replay draws as many as the smallest client needs."""
+    monkeypatch.setattr(addressed, "MOST_KEYS", most)
     kept = assert_same_run(
         FedBiO(num_local_steps=3),
         images(split="shards"),
@@ -153,7 +155,9 @@ def test_passes_over_unequal_data_are_not_captured():
         cohort=Cohort(0.5),
         num_iterations=12,
     )
-    assert kept.refused == {"local_steps": "its clients take passes over unequal numbers of samples"}
+    reason = "its clients take passes over very unequal numbers of samples"
+    assert kept.refused == ({} if most else {"local_steps": reason})
+    assert bool(kept._kept) == bool(most)
 
 
 @pytest.mark.parametrize(

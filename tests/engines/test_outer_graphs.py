@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from engines.test_cuda_graphs import DEVICE, SERVER, images, run_again
 from fedbilevel import discovery
+from fedbilevel.aggregation.attacks import Attack
 from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.commfedbio import CommFedBiO
 from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
@@ -34,6 +35,7 @@ from fedbilevel.federation.averaging import Averaging
 from fedbilevel.federation.network import Network
 from fedbilevel.federation.schedule import Schedule
 from fedbilevel.federation.stragglers import Stragglers
+from fedbilevel.runs.solve import solve
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief
 
@@ -189,12 +191,19 @@ def test_stragglers_and_other_orders_of_clients():
 
 def test_passes_over_equal_data():
     built = clients()
-    few = {role: min(len(client[role]["c"]) for client in built.clients) for role in built.clients[0]}
+    few = {role: min(len(next(iter(client[role].values()))) for client in built.clients) for role in built.clients[0]}
     equal = [
         {role: {name: value[: few[role]] for name, value in fields.items()} for role, fields in client.items()}
         for client in built.clients
     ]
     assert_captured(AdaFBiO(), built._replace(clients=equal), batch_size=3, sampling="epochs", cohort=Cohort(0.5))
+
+
+def test_passes_over_unequal_data_and_single_samples():
+    built = clients()
+    one = {role: {name: value[:1] for name, value in fields.items()} for role, fields in built.clients[0].items()}
+    some = built._replace(clients=[one, *built.clients[1:]])
+    assert_captured(FedBiO(num_local_steps=4), some, batch_size=5, sampling="epochs", cohort=Cohort(0.5))
 
 
 @pytest.mark.parametrize("algorithm", [AdaFBiO(), FedBiO(), FBOAggITD(num_local_steps=2)])
@@ -298,3 +307,34 @@ def test_peers_whose_values_are_not_finite_are_named():
             )
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
+
+
+def test_a_run_and_its_resumption_replay_outer_iterations(monkeypatch, tmp_path):
+    """The loop over outer iterations uses graphs, and a result names refusals."""
+    built, made = clients(lower="local"), []
+
+    def with_graphs(self, *given, **options):
+        usual(self, *given, **options)
+        self.host.captures = cuda_graphs.Captures(self.host)
+        self.graphs = ServerIterations(self)
+        made.append(self)
+
+    given = {"batch_size": 3, "cohort": Cohort(0.5), "measure_every": 4, "dtype": torch.float64}
+    expected = solve(*built, AdaFBiO(), num_iterations=24, **given)
+    usual = Simulation.__init__
+    monkeypatch.setattr(Simulation, "__init__", with_graphs)
+    solve(*built, AdaFBiO(), num_iterations=12, record=tmp_path / "run", **given)
+    got = solve(*built, AdaFBiO(), num_iterations=24, record=tmp_path / "run", resume=True, **given)
+    assert all(fed.graphs.replayed for fed in made)
+    assert got.uncaptured == {}
+    torch.testing.assert_close(got.x, expected.x, rtol=1e-11, atol=1e-12)
+    assert got.ledger == expected.ledger
+    refused = solve(
+        *built,
+        AdaFBiO(),
+        num_iterations=2,
+        stragglers=Stragglers(dropout=0.1),
+        attack=Attack(kind="sign_flip"),
+        **given,
+    )
+    assert refused.uncaptured == {OUTER: "some clients send wrong rows"}

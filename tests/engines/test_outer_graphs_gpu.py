@@ -11,10 +11,14 @@ import torch
 
 from engines.test_cuda_graphs import SERVER, images
 from engines.test_outer_graphs import HOST, PEERS, follow
+from fedbilevel.engines import cuda_graphs
 from fedbilevel.engines.outer_graphs import OUTER
 from fedbilevel.federation.algorithm import Cohort
+from fedbilevel.federation.mixing import Mixing
 from fedbilevel.federation.network import Network
 from fedbilevel.federation.schedule import Schedule
+from fedbilevel.problem import fused_draws
+from fedbilevel.problem.draws import Stream
 from fedbilevel.tasks.quadratic import Quadratic
 from support.numeric.yardstick import brief
 
@@ -84,3 +88,37 @@ def test_a_refusal_leaves_the_device_as_it_was():
     fed, got = follow(algorithm, built, captured=True, **options(algorithm))
     assert distance(got, expected) <= NEAR
     assert OUTER in fed.host.captures.refused
+
+
+def test_a_message_is_the_wide_product_rounded_once():
+    generator = torch.Generator().manual_seed(1)
+    links = (torch.rand(7, 7, generator=generator) < 0.5) | torch.eye(7, dtype=torch.bool)
+    send = 1 / links.sum(1).double()
+    rows = torch.randn(7, 1000, generator=generator)
+    mixing = Mixing(links, torch.eye(7, dtype=torch.float64), send)  # every peer receives its own message only
+    expected = (rows.double() * send[:, None]).float()
+    assert torch.equal(mixing(rows.cuda()).cpu(), expected)
+    assert torch.equal(mixing(rows), expected)
+
+
+def test_draws_of_one_kernel_have_the_bits_of_tensors():
+    stream, ids, high = Stream(2**31 + 7), torch.tensor([0, 5, 2**32 - 2]), torch.tensor([1, 60, 2**31 - 1])
+    for call, steps, width in ((1, range(3), 1), (65_000, range(7, 130), 33)):
+        address = {"iteration": 2**31 + 1, "call": call, "steps": steps, "width": width}
+        assert torch.equal(stream.integers("B", ids.cuda(), high.cuda(), **address).cpu(),
+                           stream.integers("B", ids, high, **address))  # fmt: skip
+        assert torch.equal(stream.bits("B", ids.cuda(), **address).cpu(), stream.bits("B", ids, **address))
+    assert all(fused_draws._TRUSTED.values())
+
+
+def test_a_draw_is_one_kernel_under_a_capture():
+    """The kernel reads the outer iteration when it is replayed."""
+    stream, ids, when = Stream(3), torch.arange(4).cuda(), torch.tensor([5]).cuda()
+    draw = lambda: stream.bits("B", ids, iteration=when.view(1, 1, 1), call=2, steps=range(3), width=9)
+    draw()
+    results, replay = cuda_graphs.recorded(lambda: {"words": draw()}, torch.device("cuda"))
+    for iteration in (5, 6, 1_000_000):
+        when.fill_(iteration)
+        replay()
+        expected = stream.bits("B", ids.cpu(), iteration=iteration, call=2, steps=range(3), width=9)
+        assert torch.equal(results["words"].cpu(), expected)

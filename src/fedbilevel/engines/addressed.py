@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from fedbilevel.federation.host import Host
 
 
+MOST_KEYS = 2**24  # sorted at once for passes over unequal numbers of samples
+
+
 class NotCapturable(Exception):
     """Signal that a phase or an outer iteration needs a value that a replay cannot change."""
 
@@ -115,9 +118,17 @@ class Addressed(Clients):
         return high - 1
 
     def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
-        if self.host.sampling == "epochs" and not self.host.data_of(role).alike(role):
-            raise NotCapturable("its clients take passes over unequal numbers of samples")
-        return super().sample_indices(role, purpose, steps, width)
+        data = self.host.data_of(role)
+        if self.host.sampling != "epochs" or data.alike(role):
+            return super().sample_indices(role, purpose, steps, width)
+        several = data.sizes[role][data.sizes[role] > 1]
+        bounds, (iteration, call) = (int(several.min()), data.room[role]), self._when
+        if len(self) * bounds[1] * (len(steps) * width // bounds[0] + 2) > MOST_KEYS:
+            raise NotCapturable("its clients take passes over very unequal numbers of samples")
+        return self.host.stream.epochs_within(
+            f"{role}/{purpose}", self._where.ids, data.num_samples(self.positions, role), bounds,
+            iteration=iteration, call=call, steps=steps, width=width,
+        )  # fmt: skip
 
     def steps(self, num: int | tuple[int, ...]) -> list[Step]:
         if not isinstance(num, tuple):

@@ -97,8 +97,8 @@ class Mixing:
             )
             if factor is None or not divides:
                 messages = part
-            elif factor.dtype == rows.dtype or factor.dtype == torch.float32:
-                messages = torch.mul(part, factor, out=narrow)
+            elif factor.dtype == rows.dtype or factor.dtype == torch.float32 or rows.is_cuda:
+                messages = torch.mul(part, factor, out=narrow)  # on a GPU one kernel multiplies wide and rounds once
             else:
                 messages = narrow.copy_(wide.copy_(part).mul_(factor))
             if partner is None:

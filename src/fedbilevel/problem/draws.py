@@ -168,10 +168,23 @@ class Stream:
             )
         return out.view(len(ids), len(steps), width)
 
+    def epochs_within(
+        self, purpose: str, ids: Tensor, high: Tensor, bounds: tuple[int, int], *,
+        iteration: Address, call: Address, steps: range, width: int,
+    ) -> Tensor:  # fmt: skip
+        """Draw like `epochs` for numbers that only a device knows.
+
+        bounds: the smallest of these numbers above one, and the largest.
+        """
+        places = range(steps.start * width, steps.stop * width)
+        drawn = self._passes(purpose, ids, high.clamp(min=bounds[0]), places, iteration, call, bounds)
+        return torch.where(high[:, None] > 1, drawn, 0).view(len(ids), len(steps), width)
+
     def _passes(
-        self, purpose: str, ids: Tensor, high: Tensor, places: range, iteration: Address, call: Address
-    ) -> Tensor:
-        longest, shortest = int(high.max()), int(high.min())
+        self, purpose: str, ids: Tensor, high: Tensor, places: range, iteration: Address, call: Address,
+        bounds: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        shortest, longest = bounds or (int(high.min()), int(high.max()))
         passes = range(places.start // longest, (places.stop - 1) // shortest + 1)
         words = self.bits(
             f"{purpose}/order", ids, iteration=iteration, call=call, steps=passes, width=2 * longest
