@@ -159,6 +159,7 @@ class PeerIterations(Iterations):
             "partly": list[Partly](),
             "finite": [torch.ones((), dtype=torch.bool, device=host.device)],
         }
+        peers.call, ((_, peers.time), (_, peers.upper_time)) = 0, walk.networks
         peers.iteration, peers.push_weights, peers.ledger = trace["number"].view(()).double(), given[_WEIGHTS], notes
         if fed.links.period is None:
             peers.links = _Links(fed.links, 0, setting)
@@ -179,7 +180,7 @@ class PeerIterations(Iterations):
         results = {f"state.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
         finite = torch.stack(trace["finite"]).all()
         results["flags"] = torch.cat([finite.view(1), *(one.flags for one in trace["partly"])])
-        moves = peers.time - fed.time, peers.upper_time - fed.upper_time, peers.call
+        moves = *(now - walk.networks[i][1] for i, now in enumerate((peers.time, peers.upper_time))), peers.call
         return Traced(values, (notes.charges, *moves), results, [(LOCAL, one) for one in trace["partly"]])
 
     def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
