@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import DeviceType
 
 from benchmarks.algorithms import suggested
 from benchmarks.clock import Row, Setup, seconds_of
@@ -166,7 +165,7 @@ def _profiled(call: Callable[[], None], setup: Setup) -> tuple[float, int, int]:
             call()
         torch.cuda.synchronize(setup.device)
     events: Any = profile.profiler.kineto_results.events()
-    there = [one for one in events if one.device_type() == DeviceType.CUDA and one.duration_ns() > 0]
+    there = [one for one in events if one.device_type().name == "CUDA" and one.duration_ns() > 0]
     end = total = 0
     for one in sorted(there, key=lambda one: one.start_ns()):  # a time in which two kernels run counts once
         stop = one.start_ns() + one.duration_ns()
