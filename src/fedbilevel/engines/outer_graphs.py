@@ -127,9 +127,7 @@ class Iterations:
         key, open_key = (algorithm, basic, facts), (basic, facts)
         self._times.update((key, open_key))
         graph = self._kept.get(key) or self._kept.get(open_key)
-        if graph is not None and any(
-            store.fixed(name, rows) is not rows for (store, name), rows in graph.traced.fixed.items()
-        ):
+        if graph is not None and graph.traced.moved():
             self._kept = {one: kept for one, kept in self._kept.items() if kept is not graph}  # its rows have moved
             graph = None
         moving = self._times[key] < _TIMES <= self._times[open_key] - _TIMES
@@ -195,7 +193,7 @@ class Iterations:
         return type(state)(**{name: self._finished(new[name], booked) for name in state._fields})
 
     def _before(self) -> Any:
-        """Return what `_after_failure` needs to begin this outer iteration again."""
+        """Return what `_back` needs to begin this outer iteration again."""
 
     def _back(self, before: Any) -> None:
         """Return to the values of `_before`."""
