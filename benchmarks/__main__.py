@@ -21,6 +21,7 @@ SECTIONS = (
     "paths",
     "iteration",
     "algorithms",
+    "busy",
     "growth",
     "push_sum",
     "ranks",

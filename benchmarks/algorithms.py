@@ -87,10 +87,7 @@ class _Running:
 
 def _running(setup: Setup, name: str, task: Task, forms: list[Built]) -> _Running | None:
     """Start the algorithm on the first form of the task whose scopes it can solve, or return None."""
-    kind = discovery.algorithm(name)
-    known = {spec.name for spec in dataclasses.fields(kind)}
-    given = {**task.suggestions(name), "num_curvature_products": 0}  # curvature is measured once in a run
-    algorithm: Algorithm = kind(**{key: value for key, value in given.items() if key in known})
+    algorithm = suggested(name, task)
     for number, built in enumerate(forms):
         try:
             algorithm.check_scopes(built.problem.scopes)
@@ -98,3 +95,12 @@ def _running(setup: Setup, name: str, task: Task, forms: list[Built]) -> _Runnin
             continue
         return _Running(setup, algorithm, built, ", a head per client" if number else "")
     return None
+
+
+def suggested(name: str, task: Task) -> Algorithm:
+    """The algorithm with the settings that the task suggests."""
+    kind = discovery.algorithm(name)
+    known = {spec.name for spec in dataclasses.fields(kind)}
+    given = {**task.suggestions(name), "num_curvature_products": 0}  # curvature is measured once in a run
+    algorithm: Algorithm = kind(**{key: value for key, value in given.items() if key in known})
+    return algorithm

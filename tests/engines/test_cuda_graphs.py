@@ -17,7 +17,7 @@ from fedbilevel.algorithms.fbo_aggitd import FBOAggITD
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.fedbioacc import FedBiOAcc
 from fedbilevel.algorithms.fednest import FedNest
-from fedbilevel.engines import cuda_graphs
+from fedbilevel.engines import addressed, cuda_graphs
 from fedbilevel.engines.simulation import Simulation
 from fedbilevel.errors import NonFiniteError
 from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm, phase
@@ -143,8 +143,10 @@ def test_passes_over_the_data_are_drawn_as_ever():
         assert kept._kept
 
 
-def test_passes_over_unequal_data_are_not_captured():
-    """How many passes there are depends on the cohort, and a replay could not change that."""
+@pytest.mark.parametrize("most", [addressed.MOST_KEYS, 0])
+def test_passes_over_unequal_data(most, monkeypatch):
+    """How many passes there are depends on the cohort: a replay draws as many as the smallest client needs."""
+    monkeypatch.setattr(addressed, "MOST_KEYS", most)
     kept = assert_same_run(
         FedBiO(num_local_steps=3),
         images(split="shards"),
@@ -153,13 +155,15 @@ def test_passes_over_unequal_data_are_not_captured():
         cohort=Cohort(0.5),
         num_iterations=12,
     )
-    assert kept.refused == {"local_steps": "its clients take passes over unequal numbers of samples"}
+    reason = "its clients take passes over very unequal numbers of samples"
+    assert kept.refused == ({} if most else {"local_steps": reason})
+    assert bool(kept._kept) == bool(most)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "phase", "reason"),
     [
-        (FedBiOAcc(), "local_steps", "outer iteration"),
+        (FedBiOAcc(), "local_steps", "scratch"),
         (AdaFBiO(), "local_steps", "memory"),
         (FedBiO(num_local_steps=(1, 2, 3, 1)), "local_steps", "unequal"),
         (CommFedBiO(error_feedback=True), "system_direction", "memory"),
@@ -258,7 +262,7 @@ def test_unequal_clients_evaluated_one_by_one_are_not_captured():
     assert any("one by one" in reason for reason in fed.host.captures.refused.values())
 
 
-def test_a_phase_that_reads_numbers_of_clients_is_run_as_ever():
+def test_a_phase_that_reads_numbers_of_clients_is_captured():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class ByNumber(ServerAlgorithm):
         State = FedBiO.State
@@ -278,7 +282,8 @@ def test_a_phase_that_reads_numbers_of_clients_is_run_as_ever():
     kept = assert_same_run(
         ByNumber(), Quadratic(num_clients=6, num_samples=8).build(), cohort=Cohort(0.5), batch_size=3
     )
-    assert kept.refused == {"step": "it reads the clients' numbers"}
+    assert kept._kept
+    assert not kept.refused
 
 
 def test_what_is_run_again_to_find_a_culprit_is_not_paid_for():

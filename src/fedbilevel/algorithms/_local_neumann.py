@@ -32,7 +32,7 @@ def sampled(clients: Clients, step: Step, x: Tensor, y: Tensor, num_terms: int, 
     """
     fx, p = clients.upper_grads(x, y, step.batch("val", "xi"))
     k = step.draw("k", num_terms)
-    for j in range(1, max(k.tolist(), default=0) + 1):
+    for j in range(1, clients.most(k, num_terms) + 1):
         uses = k >= j
         hp = clients.hessian_product(x, y, p, replace(step.batch("train", f"zeta_{j}"), active=uses))
         p = torch.where(uses.to(p.device)[:, None], p - theta * hp, p)

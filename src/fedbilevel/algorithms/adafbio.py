@@ -96,9 +96,9 @@ def directions(self: Any, clients: Clients, step: Step, point: Point) -> Estimat
     return Estimates(w, clients.lower_grad(x, y, step.batch("train", "zeta")), None)
 
 
-def eta(self: Any, t: int, num_clients: int) -> float:
+def eta(self: Any, t: Any, num_clients: int) -> Any:
     n = max(100, num_clients) if self.offset is None else self.offset
-    return float(self.step_scale * (num_clients / (n + t)) ** (1 / 3))
+    return self.step_scale * (num_clients / (n + t)) ** (1 / 3)
 
 
 def scheduled_steps(self: Any, found: Found) -> dict[str, float]:

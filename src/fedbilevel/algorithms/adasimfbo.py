@@ -48,7 +48,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.federation.algorithm import Federation, Kept, Variable, linear_phase, most_steps, phase
-from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.clients import Clients, smaller
 from fedbilevel.federation.probing import ADAPTIVE, MOVE, Found
 from fedbilevel.oracle.hypergradient import project
 from fedbilevel.settings import setting
@@ -145,7 +145,7 @@ class AdaSimFBO(SimFBO):
         z = z - gamma * m / (s.sqrt() + self.server_damping)
         new = {ITERATES[name]: z, f"m_{name}": m, f"s_{name}": s}
         if name != "u":
-            k = min(self.server_averaging, 1 - 1 / t)
+            k = smaller(self.server_averaging, 1 - 1 / t)
             new[name] = k * old[name] + (1 - k) * z
         return new
 

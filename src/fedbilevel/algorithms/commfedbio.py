@@ -101,7 +101,7 @@ class CommFedBiO(ServerAlgorithm):
 
     def round(self, fed: Federation, state: State) -> State:
         x, y, u = state
-        seed = fed.draw("sketch", 2**31)
+        seed = fed.draw("sketch", 2**31) if self.compression == "sketch" else 0
         for _ in range(self.num_lower_rounds):
             fed.resample()
             y = fed.mean(self.lower_steps, x=x, y=y, q=None).y

@@ -50,6 +50,7 @@ from torch import Tensor
 from fedbilevel.algorithms.sgp import Schedule, gradient_push
 from fedbilevel.errors import UnstableStepError
 from fedbilevel.federation.algorithm import PeerAlgorithm, Peers, debiased
+from fedbilevel.federation.clients import is_first
 from fedbilevel.federation.probing import ADAPTIVE, Found
 from fedbilevel.oracle.hypergradient import start_vector
 from fedbilevel.settings import StepSize, setting, step_size
@@ -165,7 +166,7 @@ class HGP(PeerAlgorithm):
             ("B_g", "B_g") if self.minibatches == "shared" else ("B_j", "B_h"),
         )
         *inner, last = peers.steps(self.num_terms)
-        if peers.iteration <= 1 and self.num_curvature_products:
+        if is_first(peers.iteration) and self.num_curvature_products:
             self.check_step(peers, x, y)
         v, u = clients.upper_grads(x, y, (inner[0] if inner else last).batch("val", "B_f"))
         for step in inner:

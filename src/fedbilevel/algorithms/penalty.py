@@ -57,13 +57,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
-from fedbilevel.federation.clients import Clients
+from fedbilevel.federation.clients import Clients, smaller
 from fedbilevel.settings import StepSize, setting, step_size
 
 DIFFERENCES = {  # by order, the coefficient c_j of every j; the first is j = 1
@@ -116,10 +116,15 @@ class Penalty(ServerAlgorithm):
                 f"Penalty: max_penalty is {self.max_penalty}, expected at least penalty, which is {self.penalty}."
             )
 
-    def weight(self, t: int) -> float:
+    def weight(self, t: Any) -> Any:
         """Return lam in outer iteration t, counted from 0."""
-        grown = self.penalty * math.exp(min(t * math.log(self.penalty_growth), 600.0)) + self.penalty_increment * t
-        return grown if self.max_penalty is None else min(self.max_penalty, grown)
+        grown: Any = self.penalty
+        if self.penalty_growth != 1:
+            exponent = smaller(600.0, t * math.log(self.penalty_growth))
+            grown *= exponent.exp() if isinstance(exponent, Tensor) else math.exp(exponent)
+        if self.penalty_increment:
+            grown = grown + self.penalty_increment * t
+        return grown if self.max_penalty is None else smaller(self.max_penalty, grown)
 
     def init(self, fed: Federation) -> State:
         return self.State(*fed.initial(), *(fed.zeros(name) for name in self._offsets()))

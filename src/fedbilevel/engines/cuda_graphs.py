@@ -7,24 +7,25 @@ run (the address of its draws) may differ; these are tensors that are filled in 
 a replay computes the same numbers as the phase. The charges of a phase are recorded during the
 capture. Where step sizes change from call to call (a schedule), they are such tensors too.
 
-Other phases run as usual: phases that read the outer iteration, the clients' numbers, memory or
-scratch, phases that draw their own integers, and phases whose clients take unequal numbers of steps.
+Other phases run as usual: phases that read memory or scratch, and phases whose clients take unequal
+numbers of steps. `outer_graphs` captures whole outer iterations, which may do both.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedbilevel.engines.addressed import Addressed, NotCapturable, Whereabouts, rooms
 from fedbilevel.federation.algorithm import Sparse
-from fedbilevel.federation.clients import Bill, Clients
+from fedbilevel.federation.clients import Bill
 from fedbilevel.problem.layout import one_row
 
 if TYPE_CHECKING:
@@ -34,53 +35,8 @@ Result = dict[str, Any]
 _TIMES = 3  # occurrences after which a phase is captured
 _REMEMBERED = 10_000  # phases whose occurrences are counted
 _FINITE = "finite"
+_POOLS: dict[torch.device, Any] = {}
 _MOST = 64  # captured phases that are kept: each holds memory
-
-
-class NotCapturable(Exception):
-    """Signal that the phase needs a value that a replay cannot change."""
-
-
-class _Addressed(Clients):
-    """Clients whose numbers and place in the run are tensors, so that a replay can change them."""
-
-    def __init__(self, host: Host, positions: Tensor, address: Tensor, shares: Tensor | None, bill: Bill) -> None:
-        super().__init__(host, positions, 0, 0, shares, bill)
-        k = len(positions)
-        self._ids_there, self._when = address[k : 2 * k], (address[2 * k].view(1, 1, 1), address[2 * k + 1])
-
-    @property
-    def ids(self) -> NoReturn:
-        raise NotCapturable("it reads the clients' numbers")
-
-    @property
-    def iteration(self) -> NoReturn:
-        raise NotCapturable("it reads the outer iteration")
-
-    @property
-    def memory(self) -> NoReturn:
-        raise NotCapturable("it reads or writes memory")
-
-    @property
-    def scratch(self) -> NoReturn:
-        raise NotCapturable("it reads or writes scratch")
-
-    def samples(self, role: str) -> NoReturn:
-        raise NotCapturable("it reads samples of unequal numbers")
-
-    def draw(self, purpose: str, high: int, *, step: int = 0) -> NoReturn:
-        raise NotCapturable("it draws integers of its own")
-
-    def sample_indices(self, role: str, purpose: str, steps: range, width: int) -> Tensor:
-        sizes = self.host.data_of(role).sizes[role][self.positions]
-        if self.host.sampling == "epochs" and bool((sizes != sizes[0]).any()):
-            raise NotCapturable("its clients take passes over unequal numbers of samples")
-        return super().sample_indices(role, purpose, steps, width)
-
-    def steps(self, num: int | tuple[int, ...]) -> Any:
-        if isinstance(num, tuple):
-            raise NotCapturable("its clients take unequal numbers of steps")
-        return super().steps(num)
 
 
 class _Captured(NamedTuple):
@@ -121,9 +77,9 @@ class Captures:
             len(positions),
             shares is None,
             *(_form(label, value) for label, value in values.items()),
-            self._sizes(positions),
+            rooms_of(self.host, positions),
         )
-        key, open_key = (name, self.host.algorithm, *rest), (name, _without_steps(self.host.algorithm), *rest)
+        key, open_key = (name, self.host.algorithm, *rest), (name, without_steps(self.host.algorithm), *rest)
         if len(self._times) > _REMEMBERED:
             self._times.clear()
         self._times.update((key, open_key))
@@ -151,7 +107,7 @@ class Captures:
         kept.replay()
         kept.bill.pay(self.host, positions)
         self._unseen.append((kept.finite.clone(), (name, values, positions, iteration, call)))
-        return {label: _copied(value) for label, value in kept.results.items()}
+        return {label: copied(value) for label, value in kept.results.items()}
 
     def suspect(self) -> tuple[Any, ...] | None:
         """Return the first phase with a non-finite result among new replays, or None.
@@ -164,18 +120,6 @@ class Captures:
         fine = torch.stack([finite for finite, _ in unseen]).tolist()
         return next((what for one, (_, what) in zip(fine, unseen, strict=True) if not one), None)
 
-    def _sizes(self, positions: Tensor) -> tuple[Any, ...]:
-        """Return the facts that shapes inside a phase depend on.
-
-        They are the largest number of samples of a client, and whether all clients have equally
-        many.
-        """
-        return tuple(
-            (int(some.max()), bool((some == some[0]).all()))
-            for data in (self.host.data, *self.host.parts.values())
-            for some in (sizes[positions] for sizes in data.sizes.values())
-        )
-
     def _capture(
         self, method: Any, values: Mapping[str, Any], positions: Tensor, shares: Tensor | None, moving: bool
     ) -> _Captured:
@@ -184,22 +128,21 @@ class Captures:
         moving: whether its step sizes become tensors.
         """
         host, k = self.host, len(positions)
-        method, steps = _with_steps(method, host.device) if moving else (method, {})
+        method, steps = with_steps(method, host.device) if moving else (method, {})
         address = torch.zeros(2 * k + 2, dtype=torch.int64, device=host.device)
         address[:k] = positions.to(host.device)  # valid numbers, should anything look at them before they are filled in
         buffers = {label: one_row(value).clone() for label, value in values.items() if isinstance(value, Tensor)}
         given = {
-            label: _like(buffers[label], values[label]) if label in buffers else value
-            for label, value in values.items()
+            label: like(buffers[label], values[label]) if label in buffers else value for label, value in values.items()
         }
         static, bill = None if shares is None else shares.clone(), Bill()
 
         def run(buys: Collection[str], *, frozen: bool, bill: Bill) -> tuple[Result, Mapping[str, int]]:
             with ExitStack() as stack:
-                for data in (host.data, *host.parts.values()):
-                    stack.enter_context(data.addressed(positions, address[:k]))
+                stack.enter_context(addressed(host, positions, address[:k], rooms_of(host, positions)))
                 asked = stack.enter_context(host.oracle.alone(buys, frozen=frozen))
-                return method(_Addressed(host, positions, address, static, bill), **given), asked
+                where = Whereabouts(address[:k], address[k : 2 * k], address[2 * k], address[2 * k + 1])
+                return method(Addressed(host, positions, where, static, bill), **given), asked
 
         _, asked = run((), frozen=False, bill=Bill())
         buys = [
@@ -218,21 +161,65 @@ class Captures:
 
 
 def recorded(function: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
-    """Return the results of a function, and a replay that recomputes them in place."""
+    """Return the results of a function, and a replay that recomputes them in place.
+
+    All graphs of a device share memory: results are copied before the next replay.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        results = function()
+    if device not in _POOLS:
+        _POOLS[device] = torch.cuda.graph_pool_handle()
+    try:
+        with (
+            torch.cuda.device(device),
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # a failed capture does not leave its own stream
+            torch.cuda.graph(graph, pool=_POOLS[device]),
+        ):
+            results = function()
+    except BaseException:
+        del _POOLS[device]  # the allocator still records to it
+        raise
     return results, graph.replay
 
 
-def _without_steps(algorithm: Any) -> tuple[Any, ...]:
+@contextmanager
+def without_waits(device: torch.device) -> Iterator[None]:
+    """Raise within this context where the processor waits for a GPU, before a capture fails at that place."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def rooms_of(host: Host, positions: Tensor) -> tuple[Any, ...]:
+    """Return the facts that shapes inside a phase depend on: room for the samples of a client."""
+    return tuple(tuple(rooms(data, positions).items()) for data in (host.data, *host.parts.values()))
+
+
+@contextmanager
+def addressed(host: Host, positions: Tensor, here: Tensor, found: Sequence[Any]) -> Iterator[None]:
+    """Read the clients from the device tensor `here` within this context.
+
+    found: rooms of every data set, as `rooms_of` returns them.
+    """
+    with ExitStack() as stack:
+        for data, room in zip((host.data, *host.parts.values()), found, strict=True):
+            stack.enter_context(data.addressed(positions, here, dict(room)))
+        yield
+
+
+def without_steps(algorithm: Any) -> tuple[Any, ...]:
     """Return the settings of an algorithm that a schedule does not change."""
     return type(algorithm), *(
         getattr(algorithm, one.name) for one in fields(algorithm) if one.name not in algorithm.decays
     )
 
 
-def _with_steps(method: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+def with_steps(method: Any, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
     """Return a phase of an algorithm whose step sizes are tensors, and these tensors.
 
     A tensor without dimensions has the same effect on rows as the number, in every dtype of rows.
@@ -254,7 +241,7 @@ def _form(label: str, value: Any) -> Any:
     return label, type(value), value
 
 
-def _like(buffer: Tensor, value: Tensor) -> Tensor:
+def like(buffer: Tensor, value: Tensor) -> Tensor:
     return buffer.expand(value.shape) if buffer.ndim < value.ndim else buffer
 
 
@@ -262,7 +249,7 @@ def _rows(value: Any) -> Tensor:
     return value.rows if isinstance(value, Sparse) else value
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a copy of a result, because the next replay overwrites the result.
 
     Rows that are views of one vector stay views.
@@ -270,5 +257,5 @@ def _copied(value: Any) -> Any:
     if value is None:
         return None
     rows = _rows(value)
-    copy = _like(one_row(rows).clone(), rows)
+    copy = like(one_row(rows).clone(), rows)
     return Sparse(copy, value.num_kept) if isinstance(value, Sparse) else copy

@@ -14,7 +14,9 @@ from torch import Tensor
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.aggregation.validity import check_peers
 from fedbilevel.engines import neighbours
+from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.neighbours import NeighbourLayer
+from fedbilevel.engines.peer_graphs import PeerIterations
 from fedbilevel.engines.peer_verbs import COUNT, WEIGHT, Peering, check_verbs
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import hosted
@@ -104,6 +106,9 @@ class PeerSimulation(Peering):
         self.ledger.charge_edges(
             torch.zeros(self.num_clients, self.num_clients), 0, 0
         )  # so that a bill without messages says so
+        if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto":
+            self.host.captures = Captures(self.host)  # which holds the reason why nothing is captured
+        self.graphs = None if self.host.captures is None else PeerIterations(self)
 
     # ---- averaging ------------------------------------------------------------------------------------------------
 

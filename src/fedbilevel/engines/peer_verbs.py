@@ -72,6 +72,7 @@ class Peering(Hosting):
     weights: Tensor
     push_weights: Tensor  # of Push-Sum, where averages keep them
     iteration = call = time = upper_time = 0
+    _are_finite: Callable[[Tensor], bool] = staticmethod(lambda sums: bool(torch.isfinite(sums).all()))
 
     def _exchange(
         self, rows: Tensor, weights: Tensor, *, sends_weights: bool, into: Tensor | None = None
@@ -328,7 +329,7 @@ class Peering(Hosting):
         sums = torch.stack(
             [value.sum() for value in rows.values()]
         )  # one pass in the good case; rows are looked at only when something is wrong
-        for name, value in () if bool(torch.isfinite(sums).all()) else rows.items():
+        for name, value in () if self._are_finite(sums) else rows.items():
             bad = ~torch.isfinite(value).all(1)
             if bool(bad.any()):
                 peer = int(self.host.ids[bad.cpu()][0])

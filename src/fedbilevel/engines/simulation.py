@@ -23,6 +23,7 @@ from fedbilevel.engines.layered_means import Answers
 from fedbilevel.engines.ranks import Group
 from fedbilevel.engines.roster import Hosting, hosted
 from fedbilevel.engines.server import Server, below
+from fedbilevel.engines.server_graphs import ServerIterations
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Algorithm, Cohort, Kept, Sparse, Value
 from fedbilevel.federation.clients import BatchSize
@@ -103,6 +104,7 @@ class Simulation(Hosting, Server):
             if aggregation is None
             else Layer(aggregation, algorithm, self.host.stream, ring_of(aggregation, addressed(self.host.stream))),
         )
+        self.graphs = None if self.host.captures is None else ServerIterations(self)
 
     # ---- verbs ----------------------------------------------------------------------------------------------------
 

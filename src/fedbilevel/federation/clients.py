@@ -174,6 +174,10 @@ class Clients:
             purpose, self._ids, many, iteration=iteration, call=call, steps=range(step, step + 1), width=1
         )[:, 0, 0]
 
+    def most(self, drawn: Tensor, high: int) -> int:
+        """Return the largest of some drawn integers, or the largest possible one in a captured phase."""
+        return max(drawn.tolist(), default=0)
+
     def batch_size(self, role: str, *, outside: bool = False) -> int | None:
         size = self.host.batch_size
         if not isinstance(size, Mapping):
@@ -305,3 +309,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one is other or (
         one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
     )
+
+
+def is_first(iteration: Any) -> bool:
+    """Return whether this is the first outer iteration; a captured one, whose number is a tensor, never is."""
+    return not isinstance(iteration, Tensor) and iteration <= 1
+
+
+def smaller(bound: float, value: Any) -> Any:
+    """Return the smaller of both; the value is a tensor in a captured outer iteration."""
+    return value.clamp(max=bound) if isinstance(value, Tensor) else min(bound, value)

@@ -45,7 +45,15 @@ class Mixing:
     @property
     def matrix(self) -> Tensor:
         """Matrix (n, n) in float64 such that new rows = matrix @ rows."""
-        return (self._receive.to_dense() if self._receive.is_sparse else self._receive) * self.send
+        return self.received_shares() * self.send
+
+    def received_shares(self) -> Tensor:
+        """Return the shares (n, n) of messages at their receivers, in float64."""
+        return self._receive.to_dense() if self._receive.is_sparse else self._receive
+
+    def place(self, receive: Tensor, send: Tensor) -> None:
+        """Read the shares from these tensors on a device, where a captured exchange finds them."""
+        self._on = {receive.device: (receive, send, None)}
 
     def __call__(self, rows: Tensor, receivers: Tensor | None = None, *, into: Tensor | None = None) -> Tensor:
         """Return the new rows of all peers, or of `receivers`.
@@ -89,8 +97,8 @@ class Mixing:
             )
             if factor is None or not divides:
                 messages = part
-            elif factor.dtype == rows.dtype or factor.dtype == torch.float32:
-                messages = torch.mul(part, factor, out=narrow)
+            elif factor.dtype == rows.dtype or factor.dtype == torch.float32 or rows.is_cuda:
+                messages = torch.mul(part, factor, out=narrow)  # on a GPU one kernel multiplies wide and rounds once
             else:
                 messages = narrow.copy_(wide.copy_(part).mul_(factor))
             if partner is None:

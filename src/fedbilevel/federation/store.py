@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Rows = Tensor | tuple[Tensor, ...]
+ROOM = 2**32  # bytes that fixed rows of all clients may take
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Store:
         self.num_rows = num_rows
         self.changes = 0  # a counter, so that a save can be skipped when nothing is new
         self._shelves: dict[str, _Shelf] = {}
+        self._fixed: dict[str, Tensor] = {}  # memory of rows that captured outer iterations use
 
     @property
     def written(self) -> dict[str, Tensor]:
@@ -99,6 +101,56 @@ class Store:
             slots = shelf.slots[positions]
         shelf.rows.index_copy_(0, slots.to(rows.device), rows)
 
+    def fixed(self, name: str, like: Tensor) -> Tensor:
+        """Return the rows of a name in memory with room for all clients, which stays where it is.
+
+        like: rows of the width and type of the name, if no client has written it.
+        """
+        shelf = self._shelves.get(name)
+        if shelf is None:
+            shelf = self._shelves[name] = _Shelf(like.new_empty(0, like.shape[1]), torch.full((self.num_rows,), -1))
+        if shelf.common is not None:
+            zeros = shelf.rows.new_zeros(1, shelf.rows.shape[1])
+            shelf = self._shelves[name] = _Shelf(self._taken(shelf, torch.arange(self.num_rows), zeros))
+        if shelf.slots is not None:
+            self._make_room(shelf, self.num_rows)
+        before = self._fixed.get(name)
+        if shelf.rows is not before:
+            if before is not None and before.shape == shelf.rows.shape and before.dtype == shelf.rows.dtype:
+                before.copy_(shelf.rows)
+                shelf.rows = before
+            else:
+                self._fixed[name] = shelf.rows = shelf.rows.clone() if shelf.lent else shelf.rows
+        shelf.lent = False
+        return shelf.rows
+
+    def slots(self, name: str, positions: Tensor) -> Tensor:
+        """Return the places of clients in fixed rows, or -1 for clients that have not written."""
+        own = self._shelves[name].slots
+        return positions if own is None else own[positions]
+
+    def claim(self, name: str, positions: Tensor) -> Tensor:
+        """Count clients as having written, and return their places in fixed rows."""
+        shelf = self._shelves[name]
+        self.changes += 1
+        if shelf.slots is not None:
+            new = positions[shelf.slots[positions] < 0]
+            shelf.slots[new] = torch.arange(shelf.count, shelf.count + len(new))
+            shelf.count += len(new)
+        return self.slots(name, positions)
+
+    def copied(self) -> dict[str, _Shelf]:
+        """Return a copy of everything, for `restore`."""
+        return {
+            name: replace(shelf, rows=shelf.rows.clone(), lent=False, slots=_clone(shelf.slots))
+            for name, shelf in self._shelves.items()
+        }
+
+    def restore(self, copied: dict[str, _Shelf]) -> None:
+        self._shelves = {
+            name: replace(shelf, rows=shelf.rows.clone(), slots=_clone(shelf.slots)) for name, shelf in copied.items()
+        }
+
     def clear(self) -> None:
         self.changes += 1
         self._shelves.clear()
@@ -132,6 +184,10 @@ class Store:
 
     def _is_all(self, positions: Tensor) -> bool:
         return len(positions) == self.num_rows  # positions are distinct and sorted
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 class StoreView:

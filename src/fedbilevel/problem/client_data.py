@@ -121,6 +121,7 @@ class ClientData:
         self._begin: dict[str, tuple[Tensor, Tensor]] = {}
         self._here: tuple[Tensor, Tensor] | None = None
         self.elsewhere = False  # whether only the device knows the clients at the positions
+        self.room: Mapping[str, int] = {}  # by role: samples to which a captured batch is padded
         self._sizes = {role: sizes.to(self.device) for role, sizes in self.sizes.items()}
         self._alike: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # weights and counts of minibatches, by shape
 
@@ -274,18 +275,27 @@ class ClientData:
 
     def equal(self, positions: Tensor, role: str) -> bool:
         """Return whether all of these clients have the same number of samples."""
+        if self.elsewhere:
+            return self.alike(role)
         sizes = self.sizes[role][positions]
         return bool((sizes == sizes[:1]).all())
 
+    def alike(self, role: str) -> bool:
+        """Return whether all clients have the same number of samples."""
+        return bool((self.sizes[role] == self.sizes[role][:1]).all())
+
     @contextmanager
-    def addressed(self, positions: Tensor, here: Tensor) -> Iterator[None]:
-        """Read positions from the device tensor `here` and bypass the cache within this context."""
-        before = self._whole, self._begin, self._here, self.elsewhere
-        self._whole, self._begin, self._here, self.elsewhere = {}, {}, (positions, here), True
+    def addressed(self, positions: Tensor, here: Tensor, rooms: Mapping[str, int]) -> Iterator[None]:
+        """Read positions from the device tensor `here` and bypass the cache within this context.
+
+        rooms: by role, the number of samples to which batches of all samples are padded.
+        """
+        before = self._whole, self._begin, self._here, self.elsewhere, self.room
+        self._whole, self._begin, self._here, self.elsewhere, self.room = {}, {}, (positions, here), True, rooms
         try:
             yield
         finally:
-            self._whole, self._begin, self._here, self.elsewhere = before
+            self._whole, self._begin, self._here, self.elsewhere, self.room = before
 
     def look(self, positions: Tensor, role: str) -> Batch:
         """Return all samples for a single use, without replacing the cached copy.
@@ -320,7 +330,7 @@ class ClientData:
 
     def _padded(self, positions: Tensor, role: str) -> Batch:
         counts = self.sizes[role][positions]
-        width = int(counts.max()) if len(counts) else 0
+        width = self.room[role] if self.elsewhere else int(counts.max()) if len(counts) else 0
         place = torch.arange(width, device=self.device).expand(len(positions), width)
         on_device = self.num_samples(positions, role)[:, None]
         inside = place < on_device
@@ -329,7 +339,7 @@ class ClientData:
         flat = self._starts(role, positions) + ready["index"]
         # the padding of a client without samples in this role lies inside the data
         flat = flat.clamp(max=max(0, int(self.sizes[role].sum()) - 1))
-        equal = len(counts) > 0 and bool((counts == width).all())
+        equal = len(counts) > 0 and self.equal(positions, role)
         if equal and width and len(counts) == self.num_clients:  # all clients, equally large: no copy
             ready |= {
                 name: value.view(len(counts), width, *value.shape[1:]) for name, value in self.fields[role].items()

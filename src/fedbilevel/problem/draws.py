@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.errors import SettingError
+from fedbilevel.problem.fused_draws import fused
 
 SERVER = 2**32 - 1  # client number of the server's draws
 _MASK = 0xFFFFFFFF
@@ -61,6 +62,10 @@ class Stream:
 
     def bits(self, purpose: str, ids: Tensor, *, iteration: Address, call: Address, steps: range, width: int) -> Tensor:
         """Return uniform 32-bit words (k, len(steps), width) as int64."""
+        self._check(iteration, call, steps)
+        return self._drawn(purpose, ids, None, iteration, call, steps, width)
+
+    def _check(self, iteration: Address, call: Address, steps: range) -> None:
         if steps.stop > MAX_STEPS or (isinstance(call, int) and call >= MAX_STEPS):
             raise SettingError(
                 f"step {steps.stop} of call {call} was requested, expected at most {MAX_STEPS} steps per phase and "
@@ -68,7 +73,31 @@ class Stream:
             )
         if isinstance(iteration, int):
             _word(iteration, "the outer iteration")
-        return self._words(purpose, ids, (iteration,), steps, call, width)
+
+    def _drawn(
+        self,
+        purpose: str,
+        ids: Tensor,
+        high: Tensor | None,
+        iteration: Address,
+        call: Address,
+        steps: range,
+        width: int,
+    ) -> Tensor:
+        """Return words, or integers below `high`: on a GPU from one kernel, if there is a compiler."""
+
+        def slow(
+            ids: Tensor, high: Tensor | None, iteration: Address, call: Address, steps: range, width: int
+        ) -> Tensor:
+            words = self._words(purpose, ids, (iteration,), steps, call, width)
+            return words if high is None else (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
+
+        if ids.is_cuda:
+            key = (self.seed, zlib.crc32(purpose.encode()))
+            found = fused(key, ids, high, iteration, call, steps, width, slow)
+            if found is not None:
+                return found
+        return slow(ids, high, iteration, call, steps, width)
 
     def first_bits(self, purpose: str, ids: Tensor, *, iterations: range, width: int) -> Tensor:
         """Return `bits` (k, len(iterations), width) of call 0 and step 0 of each outer iteration.
@@ -86,11 +115,16 @@ class Stream:
 
         The parts of the counter vary along different axes, which the first rounds broadcast.
         """
-        numpy = ids.device.type == "cpu" and isinstance(call, int)  # four times faster on small arrays
+        plain = isinstance(call, int) and not isinstance(iterations[0], Tensor)
+        numpy = ids.device.type == "cpu" and plain  # four times faster on small arrays
         xp: Any
         there: dict[str, Any]
         xp, here, there = (np, ids.numpy(), {}) if numpy else (torch, ids, {"device": ids.device})
-        when = iterations[0] if isinstance(iterations[0], Tensor) else xp.asarray(iterations, **there).reshape(1, -1, 1)
+        when = (
+            iterations[0].view(1, 1, 1)
+            if isinstance(iterations[0], Tensor)
+            else xp.asarray(iterations, **there).reshape(1, -1, 1)
+        )
         step = (xp.arange(steps.start, steps.stop, **there) + (call << 16)).reshape(1, -1, 1)
         blocks, num = -(-width // 4), len(iterations) * len(steps)
         words = philox(
@@ -109,8 +143,8 @@ class Stream:
 
         The bias of multiply-shift is below high / 2**32.
         """
-        words = self.bits(purpose, ids, iteration=iteration, call=call, steps=steps, width=width)
-        return (words * high.to(torch.int64).view(-1, 1, 1)) >> 32
+        self._check(iteration, call, steps)
+        return self._drawn(purpose, ids, high, iteration, call, steps, width)
 
     def epochs(
         self, purpose: str, ids: Tensor, high: Tensor, *, iteration: Address, call: Address, steps: range, width: int
@@ -134,10 +168,23 @@ class Stream:
             )
         return out.view(len(ids), len(steps), width)
 
+    def epochs_within(
+        self, purpose: str, ids: Tensor, high: Tensor, bounds: tuple[int, int], *,
+        iteration: Address, call: Address, steps: range, width: int,
+    ) -> Tensor:  # fmt: skip
+        """Draw like `epochs` for numbers that only a device knows.
+
+        bounds: the smallest of these numbers above one, and the largest.
+        """
+        places = range(steps.start * width, steps.stop * width)
+        drawn = self._passes(purpose, ids, high.clamp(min=bounds[0]), places, iteration, call, bounds)
+        return torch.where(high[:, None] > 1, drawn, 0).view(len(ids), len(steps), width)
+
     def _passes(
-        self, purpose: str, ids: Tensor, high: Tensor, places: range, iteration: Address, call: Address
-    ) -> Tensor:
-        longest, shortest = int(high.max()), int(high.min())
+        self, purpose: str, ids: Tensor, high: Tensor, places: range, iteration: Address, call: Address,
+        bounds: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        shortest, longest = bounds or (int(high.min()), int(high.max()))
         passes = range(places.start // longest, (places.stop - 1) // shortest + 1)
         words = self.bits(
             f"{purpose}/order", ids, iteration=iteration, call=call, steps=passes, width=2 * longest

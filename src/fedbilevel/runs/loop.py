@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.engines.engine import Engine
+from fedbilevel.engines.rounds import one_round, refusals
 from fedbilevel.errors import BudgetError, NonFiniteError, SettingError
 from fedbilevel.federation.algorithm import Algorithm
 from fedbilevel.federation.auto_steps import resolved
@@ -102,7 +103,7 @@ class Loop:
         path = self.record.path if self.record is not None else None
         return Result(
             x, y, self.rows, totals, self.iteration, end()[0], path, self.state, self.algorithm.name(), self.steps,
-            returned=self.returned,
+            returned=self.returned, uncaptured=refusals(fed),
         )  # fmt: skip
 
     def _step(self, due: Callable[[int, int, int], bool], interrupted: Callable[[], bool]) -> None:
@@ -138,7 +139,7 @@ class Loop:
             with fed.group.together():
                 fed.begin(self.iteration, now)
                 with torch.no_grad():  # a loss may contain a frozen model of its own
-                    self.state = now.round(fed, self.state)
+                    self.state = one_round(fed, now, self.state)
                     fed.check()
                 check_finite(fed, self.state, self.iteration)
         except (NonFiniteError, OverflowError) as error:

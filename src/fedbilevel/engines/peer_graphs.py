@@ -1,0 +1,197 @@
+"""Outer iterations of peers as CUDA graphs: all peers take part, so only the place in the run changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.engines.addressed import Addressed, NotCapturable, Partly, Whereabouts
+from fedbilevel.engines.arenas import Setting, Traced
+from fedbilevel.engines.cuda_graphs import addressed, rooms_of
+from fedbilevel.engines.outer_graphs import Iterations
+from fedbilevel.federation.clients import Bill
+from fedbilevel.federation.ledger import LOCAL
+from fedbilevel.federation.mixing import Mixing
+
+_WEIGHTS = "push_weights"
+
+
+@dataclass
+class Walk:
+    """What a replay depends on."""
+
+    iteration: int
+    rooms: tuple[Any, ...]
+    networks: tuple[Any, ...]  # links, and the number of their next step
+    algorithm: Any = None
+    made: dict[tuple[int, int], Mixing] = field(default_factory=dict)
+
+    def mixing(self, network: int, step: int) -> Mixing:
+        """Return the exchange of a step, counted from the first one of this outer iteration."""
+        if (network, step) not in self.made:
+            links, time = self.networks[network]
+            self.made[network, step] = links.mixing(time + step)
+        return self.made[network, step]
+
+
+class _Sent(NamedTuple):
+    """Messages of a step of a network that never repeats, which each replay looks up."""
+
+    network: int
+    step: int
+
+
+class _Links:
+    """A network that never repeats: its matrices are numbers that a replay reads."""
+
+    def __init__(self, links: Any, network: int, setting: Setting) -> None:
+        self._links, self._network, self._setting = links, network, setting
+        self._first = setting.walk.networks[network][1]
+
+    def mixing(self, step: int) -> Any:
+        where = _Sent(self._network, step - self._first)
+        walk, floats, n = self._setting.walk, self._setting.floats, self._links.num_peers
+        mixing = copy(walk.mixing(*where))
+        receive = floats.take(walk, lambda walk: walk.mixing(*where).received_shares().flatten()).view(n, n)
+        send = floats.take(walk, lambda walk: walk.mixing(*where).send).view(n, 1)
+        mixing.place(receive, send)
+        mixing.__dict__["sent"] = where
+        return mixing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._links, name)
+
+
+class _Notes:
+    """A ledger that notes charges, to be repeated at every replay."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger, self._phase = ledger, LOCAL
+        self.charges: list[tuple[str, str, tuple[Any, ...]]] = []  # phase, method, arguments
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("charge", "charge_message", "charge_edges", "count_round"):
+            raise NotCapturable(f"it uses {name!r} of the ledger")
+        return lambda *given: self.charges.append((self._phase, name, given))
+
+
+class _Traced:
+    """Mixin of an engine of peers whose place in the run is a tensor."""
+
+    traced: Any  # of the trace: the number of the outer iteration, the clients on the device, and lists of findings
+
+    @property
+    def clients(self: Any) -> Addressed:
+        trace, host = self.traced, self.host
+        where = Whereabouts(trace["here"], trace["ids"], trace["number"], self.call)
+        return Addressed(host, host.data.positions, where, None, trace["bill"], partly=trace["partly"])
+
+    def _are_finite(self: Any, sums: Tensor) -> bool:
+        self.traced["finite"].append(torch.isfinite(sums).all())
+        return True
+
+
+class PeerIterations(Iterations):
+    def _excluded(self) -> str:
+        fed, verbs = self.fed, self.fed.algorithm.verbs()
+        mixes = "mix" in verbs
+        reasons = {
+            "its rows pass through a layer of aggregation": fed.layer is not None,
+            "its peers are in several processes": fed.group.size > 1,
+            "it follows single messages": "running_push" in verbs or (mixes and fed.averaging.kind == "robust"),
+            "its averages end when peers agree": mixes and fed.averaging.limit(fed.dtype) is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def _extras(self) -> dict[str, Tensor]:
+        return {_WEIGHTS: self.fed.push_weights}
+
+    def _adopt(self, extras: Mapping[str, Tensor]) -> None:
+        self.fed.push_weights = extras[_WEIGHTS]
+
+    def _positions(self, walk: Walk, place: int) -> Tensor:
+        return self.host.data.positions
+
+    def _walk(self, basic: Any) -> tuple[Walk, Any]:
+        fed, rooms = self.fed, rooms_of(self.host, self.host.data.positions)
+        networks = [(fed.links, fed.time), (fed.upper_links, fed.upper_time)]
+        facts = tuple(None if links is None else time % (links.period or 1) for links, time in networks)
+        return Walk(fed.iteration, rooms, tuple(networks)), facts
+
+    def _before(self) -> Any:
+        fed = self.fed
+        return fed.time, fed.upper_time, fed.push_weights
+
+    def _back(self, before: Any) -> None:
+        self.fed.time, self.fed.upper_time, self.fed.push_weights = before
+
+    def _rewind(self) -> None:
+        self.fed.call = 0
+
+    def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
+        return algorithm.round(self.fed, state)
+
+    def _trace(self, algorithm: Any, given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
+        fed, host, walk = self.fed, self.host, setting.walk
+        peers = copy(fed)
+        peers.__class__ = type("Traced", (_Traced, type(fed)), {})
+        notes, positions = _Notes(host.ledger), host.data.positions
+        here = setting.ints.take(walk, lambda walk: positions)
+        trace = peers.traced = {
+            "number": setting.number(lambda walk: walk.iteration),
+            "here": here,
+            "ids": setting.ints.take(walk, lambda walk: host.ids),
+            "bill": Bill(),
+            "partly": list[Partly](),
+            "finite": [torch.ones((), dtype=torch.bool, device=host.device)],
+        }
+        peers.call, ((_, peers.time), (_, peers.upper_time)) = 0, walk.networks
+        peers.iteration, peers.push_weights, peers.ledger = trace["number"].view(()).double(), given[_WEIGHTS], notes
+        if fed.links.period is None:
+            peers.links = _Links(fed.links, 0, setting)
+        if fed.upper_links is not None and fed.upper_links.period is None:
+            peers.upper_links = _Links(fed.upper_links, 1, setting)
+        ledger, host.ledger = host.ledger, notes
+        try:
+            with (
+                addressed(host, positions, here, walk.rooms),
+                host.oracle.alone(setting.buys.get(0, ()), frozen=setting.frozen) as asked,
+            ):
+                setting.asked[0] = asked
+                state = algorithm.round(peers, algorithm.State(**{name: given[name] for name in fields}))
+            trace["bill"].pay(host, positions)
+        finally:
+            host.ledger = ledger
+        values = {**state._asdict(), _WEIGHTS: peers.push_weights}
+        results = {f"state.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
+        finite = torch.stack(trace["finite"]).all()
+        results["flags"] = torch.cat([finite.view(1), *(one.flags for one in trace["partly"])])
+        moves = *(now - walk.networks[i][1] for i, now in enumerate((peers.time, peers.upper_time))), peers.call
+        return Traced(values, (notes.charges, *moves), results, [(LOCAL, one) for one in trace["partly"]])
+
+    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        charges, time, upper_time, call = script
+        for phase, name, given in charges:
+            with self.host.ledger.during(phase):
+                known = (walk.mixing(*one).sent if isinstance(one, _Sent) else one for one in given)
+                getattr(self.host.ledger, name)(*known)
+        self.fed.time += time
+        self.fed.upper_time += upper_time
+        self.fed.call = call
+
+    def _payers(self, where: str, walk: Walk) -> tuple[str, Tensor]:
+        return where, self.host.data.positions

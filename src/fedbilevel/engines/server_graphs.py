@@ -1,0 +1,150 @@
+"""Outer iterations of a server as CUDA graphs: cohorts, means, memory and the bookkeeping of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.engines.arenas import Setting, Traced
+from fedbilevel.engines.cuda_graphs import rooms_of
+from fedbilevel.engines.outer_graphs import Iterations
+from fedbilevel.engines.server_trace import Later, TracedServer, all_ones
+from fedbilevel.federation.algorithm import Kept
+
+
+class Members(NamedTuple):
+    """One cohort of an outer iteration."""
+
+    places: Tensor
+    positions: Tensor
+    weights: Tensor
+
+
+@dataclass
+class Walk:
+    """What a replay depends on."""
+
+    iteration: int
+    draws: tuple[int, ...]  # of the server, in order
+    cohorts: list[Members]
+    rooms: tuple[Any, ...]  # for the samples of a client
+    algorithm: Any = None
+
+
+class _Observed:
+    """A federation that notes the server's draws and the number of new cohorts."""
+
+    def __init__(self, fed: Any) -> None:
+        self._fed, self.asks = fed, list[tuple[int, str, int, int]]()
+
+    def draw(self, purpose: str, high: int) -> int:
+        value = self._fed.draw(purpose, high)
+        self.asks.append((self._fed.call, purpose, high, value))
+        return int(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fed, name)
+
+
+class ServerIterations(Iterations):
+    def __init__(self, fed: Any) -> None:
+        super().__init__(fed)
+        self._asks: dict[Any, tuple[int, str, int] | None] = {}  # by kind and earlier draws: the next draw
+        self._redraws: dict[Any, int] = {}  # by kind and draws: new cohorts
+
+    def _excluded(self) -> str:
+        fed = self.fed
+        reasons = {
+            "its rows pass through a layer of aggregation": fed.layer is not None,
+            "some clients send wrong rows": fed.attack is not None,
+            "its clients are in several processes": fed.group.size > 1,
+            "a test drops answers": fed.drops is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def _rows(self) -> int:
+        return len(self.fed._positions)
+
+    def _positions(self, walk: Walk, place: int) -> Tensor:
+        return walk.cohorts[place].positions
+
+    def _walk(self, basic: Any) -> tuple[Walk, Any] | None:
+        fed, draws = self.fed, tuple[int, ...]()
+        while (basic, draws) in self._asks and (ask := self._asks[basic, draws]) is not None:
+            fed.call, purpose, high = ask
+            draws += (fed.draw(purpose, high),)
+        fed.call = 0
+        if (basic, draws) not in self._redraws:
+            return None
+        cohorts = [self._members()]
+        for _ in range(self._redraws[basic, draws]):
+            fed._draw_cohort()
+            cohorts.append(self._members())
+        rooms = rooms_of(self.host, torch.cat([one.positions for one in cohorts]))
+        facts = [(len(one.places), all_ones(one.weights)) for one in cohorts]
+        return Walk(fed.iteration, draws, cohorts, rooms), (draws, rooms, *facts)
+
+    def _members(self) -> Members:
+        places, times = self.fed._present(())
+        return Members(places, self.fed.roster.here(places), self.fed._counts(places, times))
+
+    def _rewind(self) -> None:
+        self.fed.call = self.fed._draws = 0
+        self.fed._draw_cohort()
+
+    def _observed(self, algorithm: Any, state: Any, basic: Any) -> Any:
+        seen = _Observed(self.fed)
+        new = algorithm.round(seen, state)
+        draws: tuple[int, ...] = ()
+        for *ask, value in seen.asks:
+            self._asks[basic, draws] = tuple(ask)  # type: ignore[assignment]
+            draws += (value,)
+        self._asks[basic, draws], self._redraws[basic, draws] = None, self.fed._draws - 1
+        return new
+
+    def _trace(self, algorithm: Any, given: Mapping[str, Any], fields: Any, setting: Setting) -> Traced:
+        with TracedServer(self.fed, setting, given) as server:
+            state = algorithm.round(server, type_of(algorithm, fields, given))
+        return server.traced(state)
+
+    def _book(self, script: Any, walk: Walk, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> Any:
+        calls, arrays = script
+        fed, ledger, later = self.fed, self.fed.ledger, dict[str, Kept]()
+        masks = {number: fed._held.mask(value) for number, value in inputs.items()}
+        for call in calls:
+            members = walk.cohorts[call.cohort]
+            places, ids = members.places, fed.ids[members.places]
+            fed.call += 1
+            with ledger.during(call.phase):
+                for array, floats, size in call.down:
+                    if array not in masks:
+                        masks[array] = torch.zeros(fed.num_clients, dtype=torch.bool)
+                    lacks = places[~masks[array][places]]
+                    ledger.charge_message("down", fed.ids[lacks], floats, size)
+                    masks[array][lacks] = True
+                call.bill.pay(self.host, members.positions)
+                later.update({name: fed._keep(name, places) for name in call.kept})
+                for floats, size in call.up:
+                    ledger.charge_message("up", ids, floats, size)
+                if call.up:
+                    ledger.count_round()
+            fed.num_answers = len(places)
+        for number, value in outputs.items():
+            if arrays.get(number) in masks:
+                fed._held.mask(value).copy_(masks[arrays[number]])
+        return later
+
+    def _finished(self, value: Any, booked: Any) -> Any:
+        return booked[value.name] if isinstance(value, Later) else value
+
+    def _payers(self, where: tuple[str, int], walk: Walk) -> tuple[str, Tensor]:
+        return where[0], walk.cohorts[where[1]].positions
+
+
+def type_of(algorithm: Any, fields: Any, given: Mapping[str, Any]) -> Any:
+    """Return the state of an algorithm with the given values."""
+    return algorithm.State(**{name: given[name] for name in fields})
