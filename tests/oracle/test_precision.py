@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from test_trial import clients, reading
+from torch.nn.functional import scaled_dot_product_attention as fused
 
 import fedbilevel as fb
 from fedbilevel.errors import SettingError
+from fedbilevel.oracle.plain_kernels import WrittenAttention, attention
 from fedbilevel.oracle.population import Population
 from fedbilevel.runs.options import keywords
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
@@ -72,7 +74,7 @@ def test_a_loss_is_summed_in_float32():
 @pytest.mark.filterwarnings("ignore:the fused kernels of attention")
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
-    """Fused attention alone is in bfloat16; plain attention has no derivatives in it."""
+    """Fused attention is in bfloat16, and plain attention too, in operations of its own."""
     runs = [
         fb.solve(
             reading("Transformer"), clients(), algorithm, num_iterations=10, precision=precision, strategy=strategy
@@ -82,9 +84,27 @@ def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
     full, low = (run.x["trust"] for run in runs)
     assert low.dtype == torch.float32
     assert relative(low, full) < 4 * EPS
-    is_plain = strategy == "vmap" or algorithm == "fedbio"  # its derivatives come from one evaluation
-    assert torch.equal(low, full) is is_plain
+    assert not torch.equal(low, full)
     assert runs[1].final["upper_loss"] == pytest.approx(runs[0].final["upper_loss"], rel=1e-3)
+
+
+SHAPES = [
+    {"is_causal": True},
+    {"scale": 0.3},
+    {"attn_mask": torch.arange(30).view(5, 6) % 4 > 0},
+    {"attn_mask": torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)},
+    {"enable_gqa": True},
+]
+
+
+@pytest.mark.parametrize("given", SHAPES, ids=lambda given: next(iter(given)))
+def test_attention_in_plain_operations_is_that_of_torch(given):
+    draw = torch.Generator().manual_seed(1)
+    normal = lambda heads, length: torch.randn(2, heads, length, 4, generator=draw, dtype=torch.float64)
+    query, key, value = normal(4, 5), *(normal(2 if "enable_gqa" in given else 4, 6) for _ in range(2))
+    torch.testing.assert_close(attention(query, key, value, **given), fused(query, key, value, **given))
+    with WrittenAttention():
+        assert torch.equal(fused(query, key, value, **given), attention(query, key, value, **given))
 
 
 def test_a_resumed_run_keeps_its_precision(tmp_path):

@@ -29,6 +29,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.oracle import derivatives
 from fedbilevel.oracle.derivatives import Build, FlatLoss
 from fedbilevel.oracle.plain_kernels import plain
 from fedbilevel.oracle.precision import Precision, lowered
@@ -98,7 +99,7 @@ class Evaluation:
             value = values(x, y, fields)
             return value if contract is None else contract(value, fields["weight"])
 
-        return plain(flat, () if fast else self.plain_kernels)
+        return plain(flat, () if fast else self.plain_kernels, low=low)
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
         """Return a function that reduces values per sample to one value.
@@ -144,11 +145,16 @@ class Plan:
         losses = (evaluation.problem.upper, evaluation.problem.lower)
         self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
         low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
-        fast_low, low = low, low and "attention" not in evaluation.plain_kernels
         self.each = build(*(evaluation.flat(loss, padded=padded, low=low) for loss in losses))
         self.alone = self.each  # for one client at a time
         if alone is not None:
-            self.alone = alone(*(evaluation.flat(loss, padded=padded, low=fast_low, fast=True) for loss in losses))
+            fast = (True, alone not in derivatives.ALONE_SECOND)  # for the upper and the lower loss
+            self.alone = alone(
+                *(
+                    evaluation.flat(loss, padded=padded, low=low, fast=one)
+                    for loss, one in zip(losses, fast, strict=True)
+                )
+            )
         self.mean = build(*(evaluation.pooled(loss, padded=padded, low=low) for loss in losses))
         self.name, self.label = key[0], repr(key)
         self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way

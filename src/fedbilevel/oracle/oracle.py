@@ -133,7 +133,8 @@ class Oracle(Evaluation):
         """
         alike = (fx is fy, ju is hu, gy is ju)
         build, batches = derivatives.all_directions(*alike), (gy, fx, fy, ju, hu)
-        return self._map(f"directions {alike}", build, (x, y, u), batches, shares)
+        alone = derivatives.ALONE_DIRECTIONS[alike]
+        return self._map(f"directions {alike}", build, (x, y, u), batches, shares, alone=alone)
 
     def evaluate(self, function: Callable[[Any, Any, Fields], Any], x: Tensor, y: Tensor, batch: Batch) -> Any:
         """Return `function(x, y, batch)` of every client, such as losses and statistics.

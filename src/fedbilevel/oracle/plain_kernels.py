@@ -7,6 +7,35 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+
+class WrittenAttention(TorchFunctionMode):
+    """Attention in plain operations, because torch's own has no derivatives in bfloat16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            return attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return what `torch.nn.functional.scaled_dot_product_attention` returns without dropout."""
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
 
 
 def _attention() -> AbstractContextManager[Any]:
@@ -32,15 +61,19 @@ def needed(errors: Iterable[Exception | str]) -> frozenset[str]:
     return frozenset(name for error in errors for sign, name in _SIGNS.items() if sign in str(error))
 
 
-def plain(function: Callable[..., Any], names: Collection[str]) -> Callable[..., Any]:
-    """Return a function that uses the plain kernels with these names."""
+def plain(function: Callable[..., Any], names: Collection[str], *, low: bool = False) -> Callable[..., Any]:
+    """Return a function that uses the plain kernels with these names.
+
+    low: whether the function is evaluated in low precision.
+    """
     if not names:
         return function
+    kernels = {**_PLAIN, **({"attention": WrittenAttention} if low else {})}
 
     def within(*given: Any) -> Any:
         with ExitStack() as stack:
             for name in sorted(names):
-                stack.enter_context(_PLAIN[name]())
+                stack.enter_context(kernels[name]())
             return function(*given)
 
     return within

@@ -103,6 +103,8 @@ def _failure(probe: Callable[[], Any], slow: list[str]) -> Exception | None:
     try:
         with torch.no_grad(), _fallbacks(slow):
             probe()
+    except torch.OutOfMemoryError as error:
+        return error.with_traceback(None)  # its frames would hold the memory
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything; it is reported
         return error
     return None
