@@ -228,6 +228,15 @@ class Oracle(Evaluation):
             self._plans.clear()
         return bool(more)
 
+    def takes_full_precision(self, errors: Iterable[Exception]) -> bool:
+        """Evaluate plain kernels in full if torch cannot mix precisions in them; return whether that is new."""
+        mixes = any("expected scalar type" in str(error) for error in errors)
+        if not mixes or self.precision == "full" or self.plain_in_full or not self.plain_kernels:
+            return False
+        self.plain_in_full = True
+        self._plans.clear()
+        return True
+
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
         """Return whether one derivative of the mean is enough.
 

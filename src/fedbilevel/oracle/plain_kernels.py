@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -16,9 +17,16 @@ class WrittenAttention(TorchFunctionMode):
     """Attention in plain operations, because torch's own has no derivatives in bfloat16."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return attention(*args, **kwargs)
+        if func is not functional.multi_head_attention_forward:
+            return func(*args, **kwargs)
+        functional.scaled_dot_product_attention = attention  # a mode does not see what torch's functions call
+        try:
+            return func(*args, **kwargs)
+        finally:
+            functional.scaled_dot_product_attention = scaled_dot_product_attention
 
 
 def attention(

@@ -47,14 +47,14 @@ def settle(oracle: Oracle, make: Callable[..., Oracle], few: Few, *, second: boo
         error here but where they are used.
     """
     together = oracle.strategy != "loop" and len(few.train) > 1
-    for _ in range(3):  # each pass may find one more kernel
+    for _ in range(4):  # each pass may find one more kernel
         slow: list[str] = []
         trial = make("vmap" if oracle.strategy == "vmap" else "auto")
         failed = _failures(trial, oracle, few, second, slow) if together else {}
         alone = _failures(make("loop"), oracle, few, second, []) if failed or not together else {}
         lost = _SECOND in failed or _SECOND in alone
-        before = oracle.plain_kernels
-        if not oracle.takes_plain_kernels([*failed.values(), *alone.values(), *slow]):
+        before, errors = oracle.plain_kernels, [*failed.values(), *alone.values()]
+        if not oracle.takes_plain_kernels([*errors, *slow]) and not oracle.takes_full_precision(errors):
             break
         if lost and "attention" in oracle.plain_kernels - before:
             _say_plain_attention()
@@ -92,7 +92,8 @@ def _failures(trial: Oracle, oracle: Oracle, few: Few, second: bool, slow: list[
 
     slow: gets torch's warnings of operations without a batching rule.
     """
-    trial.plain_kernels, trial.long, trial.adapts = oracle.plain_kernels, float("inf"), False
+    trial.plain_kernels, trial.plain_in_full = oracle.plain_kernels, oracle.plain_in_full
+    trial.long, trial.adapts, trial.strict = float("inf"), False, True
     if _failure(lambda: _all(trial, few, second), slow) is None:
         return {}
     found = {name: _failure(probe, slow) for name, probe in _probes(trial, few) if second or name != _SECOND}
