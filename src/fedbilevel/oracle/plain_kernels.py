@@ -59,6 +59,7 @@ def _recurrent() -> AbstractContextManager[Any]:
 _PLAIN = {"attention": _attention, "recurrent": _recurrent}
 _SIGNS = {  # part of torch's error message about a fast kernel -> name of the plain one
     "scaled_dot_product": "attention",
+    "expected scalar type": "attention",  # in low precision
     "cudnn_rnn": "recurrent",
     "data pointer of Tensor that doesn't have storage": "recurrent",  # cuDNN under torch.func
 }

@@ -54,9 +54,11 @@ def settle(oracle: Oracle, make: Callable[..., Oracle], few: Few, *, second: boo
         alone = _failures(make("loop"), oracle, few, second, []) if failed or not together else {}
         lost = _SECOND in failed or _SECOND in alone
         before, errors = oracle.plain_kernels, [*failed.values(), *alone.values()]
-        if not oracle.takes_plain_kernels([*errors, *slow]) and not oracle.takes_full_precision(errors):
-            break
-        if lost and "attention" in oracle.plain_kernels - before:
+        if not oracle.takes_plain_kernels([*errors, *slow]):
+            if not oracle.takes_full_precision(errors):
+                break
+            _say_full_precision()
+        if lost and "attention" in oracle.plain_kernels - before and any("scaled_dot" in str(one) for one in errors):
             _say_plain_attention()
     for name, error in alone.items():
         if name != _SECOND or not isinstance(error, ProblemError):
@@ -83,6 +85,14 @@ def _say_plain_attention() -> None:
     warnings.warn(
         "the fused kernels of attention have no second derivative, so products with second derivatives use plain "
         "attention, which holds a weight for every pair of positions",
+        stacklevel=4,
+    )
+
+
+def _say_full_precision() -> None:
+    warnings.warn(
+        "torch cannot compute the derivatives of a loss in bfloat16, so they are computed in float32, except gradients "
+        "of one client at a time",
         stacklevel=4,
     )
 
