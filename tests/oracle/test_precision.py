@@ -110,6 +110,10 @@ def test_plain_attention_of_several_clients_is_in_low_precision():
     exact, found = derivatives(full), derivatives(low)
     for name in ("gy", "fx", "fy", "jv", "hv"):
         assert 1e-4 < relative(found[name], exact[name]) < 16 * EPS, name
+    low.oracle.often = {"cpu": 1}
+    traced = derivatives(low)
+    assert all(plan.trace is not None for plan in low.oracle._plans.values() if plan.name in ("gy", "jv hv"))
+    assert all(torch.equal(traced[name], value) for name, value in found.items())
 
 
 def test_derivatives_that_torch_does_not_have_in_low_precision_are_in_full_with_a_warning():
