@@ -11,8 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention as fused
 
 import fedbilevel as fb
 from fedbilevel.errors import SettingError
-from fedbilevel.oracle.plain_kernels import WrittenAttention, attention
+from fedbilevel.oracle.plain_kernels import WrittenAttention
 from fedbilevel.oracle.population import Population
+from fedbilevel.problem.attention import attention
 from fedbilevel.runs.options import keywords
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from support.numeric.yardstick import relative

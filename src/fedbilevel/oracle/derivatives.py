@@ -158,8 +158,9 @@ def _pulled(lower: FlatLoss, x: Tensor, y: Tensor, v: Tensor, fields: Fields, ar
         (gradient,) = torch.autograd.grad(
             value, [points[1]], create_graph=True, allow_unused=True, materialize_grads=True
         )
-    if gradient.requires_grad:
-        found = torch.autograd.grad(gradient, wanted, grad_outputs=v, allow_unused=True, materialize_grads=True)
+        dotted = torch.dot(gradient, v)  # `grad_outputs` would import sympy to compare two shapes
+    if dotted.requires_grad:
+        found = torch.autograd.grad(dotted, wanted, allow_unused=True, materialize_grads=True)
     return found, gradient.detach()
 
 

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+
+from fedbilevel.problem.attention import attention
 
 
 class WrittenAttention(TorchFunctionMode):
@@ -22,28 +23,13 @@ class WrittenAttention(TorchFunctionMode):
             return attention(*args, **kwargs)
         if func is not functional.multi_head_attention_forward:
             return func(*args, **kwargs)
-        functional.scaled_dot_product_attention = attention  # a mode does not see what torch's functions call
+        before = functional.scaled_dot_product_attention
+        if before is scaled_dot_product_attention:  # otherwise it is that of `dropout`, in plain operations too
+            functional.scaled_dot_product_attention = attention  # a mode does not see what torch's functions call
         try:
             return func(*args, **kwargs)
         finally:
-            functional.scaled_dot_product_attention = scaled_dot_product_attention
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return what `torch.nn.functional.scaled_dot_product_attention` returns without dropout."""
-    if enable_gqa:
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(-1) @ value
+            functional.scaled_dot_product_attention = before
 
 
 def _attention() -> AbstractContextManager[Any]:
