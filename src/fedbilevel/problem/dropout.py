@@ -117,7 +117,8 @@ class Masks(TorchFunctionMode):
         self.calls += 1
         size = torch.Size(shape).numel() // len(self.words)
         blocks = torch.arange(-(-size // 4), device=input.device)
-        words = philox((0, self.calls), (blocks, torch.zeros_like(blocks), *self.words[:, :, None].unbind(1)))
+        first, second = self.words[:, :, None].unbind(1)
+        words = philox((0, self.calls), (blocks, torch.zeros_like(blocks), first, second))
         whole = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :size]
         mask = (whole >= int(p * 2**32)).reshape(shape)
         return input * (mask.to(input.dtype) / (1 - p) if p < 1 else torch.zeros_like(mask, dtype=input.dtype))
