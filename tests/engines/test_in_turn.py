@@ -1,0 +1,234 @@
+"""Clients that work in turn: the same bits as all clients at once, and less memory."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fedbilevel as fb
+from benchmarks.gpt import Size, built
+from benchmarks.large_models import TURN, Case, Contestant, num_weights
+from fedbilevel import discovery
+from fedbilevel.aggregation.settings import Aggregation
+from fedbilevel.algorithms.fedbio import FedBiO
+from fedbilevel.algorithms.penalty import Penalty
+from fedbilevel.engines import in_turn
+from fedbilevel.engines.simulation import Simulation
+from fedbilevel.errors import NonFiniteError, SettingError
+from fedbilevel.federation.algorithm import Cohort, ServerAlgorithm
+from fedbilevel.federation.store import Store
+from fedbilevel.tasks.quadratic import Quadratic
+from support.numeric.yardstick import brief, drive
+
+SCOPES = [(lower, upper) for lower in ("global", "local") for upper in ("shared", "private")]
+ALGORITHMS = sorted(name for name, kind in discovery.algorithms().items() if issubclass(kind, ServerAlgorithm))
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    (fed, state), (fed_2, state_2) = one, other
+    for name in state._fields:
+        value = getattr(state, name)
+        if value is not None and not isinstance(value, int | float | str):
+            assert torch.equal(fed.collect(value), fed_2.collect(getattr(state_2, name))), name
+    assert fed.ledger.totals() == fed_2.ledger.totals()
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("lower", "upper"), SCOPES)
+@pytest.mark.parametrize("kind", [Penalty, FedBiO])
+def test_the_bits_are_those_of_all_clients_at_once(kind, lower, upper, dtype, num):
+    made = Quadratic(num_clients=5, lower=lower, upper=upper, client_weights="by_samples").build()
+    algorithm = kind(num_local_steps=(2, 1, 3, 1, 2), lower_optimiser="adam")
+    options = {"batch_size": 2, "dtype": dtype, "strategy": "loop", "cohort": Cohort(0.8)}
+    same(drive(algorithm, made, 3, **options), drive(algorithm, made, 3, chunk_size=num, **options))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_the_same_numbers(name):
+    """Equal in every bit, except for methods that read several clients in one phase."""
+    kind = discovery.algorithm(name)
+    scopes = next(pair for pair in SCOPES if not {*pair} & {*kind.refuses})
+    made = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()
+    options = {"batch_size": 2, "strategy": "loop"}
+    (fed, state), (fed_2, state_2) = (
+        drive(brief(kind), made, 3, **options, **more) for more in ({}, {"chunk_size": 1})
+    )
+    for value, other in ((state.x, state_2.x), (state.y, state_2.y)):
+        assert torch.equal(fed.collect(value), fed_2.collect(other))
+    assert fed.ledger.totals() == fed_2.ledger.totals()
+
+
+class Watched(FedBiO):
+    """FedBiO that counts the clients of every phase."""
+
+    seen: list[int] = []
+
+    def local_steps(self, clients: Any, **values: Any) -> Any:
+        self.seen.append(len(clients))
+        return super().local_steps(clients, **values)
+
+    local_steps.__is_phase__ = True  # type: ignore[attr-defined]
+
+
+def test_no_more_clients_are_at_work_than_asked_for():
+    made = Quadratic(num_clients=5).build()
+    Watched.seen.clear()
+    drive(Watched(num_local_steps=1), made, 1, strategy="loop", chunk_size=2)
+    assert Watched.seen == [2, 2, 1]
+    Watched.seen.clear()
+    drive(Watched(num_local_steps=1), made, 1, strategy="loop")
+    assert Watched.seen == [5]
+
+
+def test_a_run_in_turn_is_resumed(tmp_path):
+    made = Quadratic(num_clients=3, lower="local", upper="private").build()
+    run = lambda num, **more: fb.solve(
+        *made, "penalty", num_iterations=num, batch_size=2, strategy="loop", chunk_size=1, **more
+    )
+    whole = run(4)
+    run(2, record=tmp_path / "r")
+    resumed = run(4, record=tmp_path / "r", resume=True)
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(whole.x, resumed.x, strict=True))
+
+
+def test_a_client_with_a_value_that_is_not_finite_is_named():
+    made = Quadratic(num_clients=3).build()
+    made.clients[2]["train"]["c"] = torch.as_tensor(made.clients[2]["train"]["c"]) * 1e305
+    with pytest.raises(NonFiniteError, match="client 2 returned"):
+        drive(FedBiO(lr_lower=1e4, num_local_steps=3), made, 3, strategy="loop", chunk_size=1)
+
+
+def test_rows_with_aggregation_are_there_for_the_layer():
+    made = Quadratic(num_clients=4).build()
+    ends = [
+        drive(FedBiO(), made, 2, strategy="loop", aggregation=Aggregation(robust="median"), **more)[1]
+        for more in ({}, {"chunk_size": 1})
+    ]
+    assert torch.equal(ends[0].x, ends[1].x)
+
+
+class Live(TorchDispatchMode):
+    """The most memory of tensors that exist at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for storage in storages:
+            ref = StorageWeakRef(storage)
+            self.seen[ref.cdata] = (ref, storage.nbytes())
+        if sum(storage.nbytes() for storage in storages) > 4000:
+            self.seen = {key: pair for key, pair in self.seen.items() if not pair[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.seen.values()))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:the fused kernels of attention")
+@pytest.mark.parametrize(("method", "most"), [("penalty 1", 4), ("penalty 2", 4), ("fedbio", 6)])
+def test_memory_does_not_grow_with_the_clients(method, most):
+    """A language model whose weights outweigh its activations; memory is in rows of y."""
+    size = Size("narrow", 64, 2, 2, context=4, batch=1, samples=3)
+
+    def rows(num: int, way: str) -> float:
+        contestant = Contestant(Case(size, num, method, "float32"), way, built(size, num), num_local_steps=1)
+        with Live() as live:
+            for _ in range(2):
+                contestant.advance()
+        return live.peak / (4 * num_weights(size))
+
+    few, many = rows(2, TURN), rows(8, TURN)
+    assert many < 1.05 * few
+    assert many < 8 * most
+    assert rows(8, "loop") > 2 * many  # rows of all clients
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+def wide(num: int, strategy: str = "auto", scope: Any = "global") -> tuple[Simulation, dict[str, Any]]:
+    """Clients with 2**20 weights, and the first message of FedBiO: 2 x 4 MB."""
+    lower = lambda x, y, batch: (batch["a"] * (y["w"].sum() - x["c"].sum()) ** 2).mean()
+    start = {"x0": {"c": torch.zeros(2)}, "y0": {"w": torch.zeros(2**20)}}
+    problem = fb.Problem(upper=lower, lower=lower, **start, scopes=fb.Scopes(lower=scope))
+    one = {"a": torch.ones(2)}
+    algorithm = FedBiO()
+    fed = Simulation(algorithm, problem, [{"train": one, "val": one}] * num, strategy=strategy)
+    state = algorithm.init(fed)
+    return fed, {"x": state.x, "y": state.y, "u": state.u}
+
+
+ROW = 4 * (2 * 2**20 + 2)
+
+
+@pytest.mark.parametrize(("strategy", "each"), [("auto", 14), ("loop", 6)])
+@pytest.mark.parametrize(("lower", "num"), [("global", 8), ("local", 4)])
+def test_as_many_clients_work_as_fit(strategy, each, lower, num):
+    fed, values = wide(num, strategy, lower)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_turn.room(fed.host, values, num, (3 + num * each) * ROW)
+    assert fed.host.at_once is None
+    with pytest.warns(UserWarning, match=f"{num} clients at once need about .* GB, and the device has .* so 3 at"):
+        in_turn.room(fed.host, values, num, (3 + 3 * each) * ROW + 1)
+    assert fed.host.at_once == 3
+    with pytest.warns(UserWarning, match="so 1 at a time"):
+        in_turn.room(fed.host, values, num, 6 * ROW)
+    assert fed.host.at_once == 1
+    with pytest.raises(SettingError, match=r"one client at a time needs at least .* GB, and the device has"):
+        in_turn.room(fed.host, values, num, 5 * ROW - 1)
+
+
+def test_small_problems_are_never_divided():
+    fed = Simulation(FedBiO(), *Quadratic().build())
+    state = FedBiO().init(fed)
+    in_turn.room(fed.host, state._asdict(), 5, 10)
+    assert fed.host.at_once is None
+
+
+# ---- rows in the memory of the CPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_store_on_the_cpu_reads_what_was_written(moved):
+    """It is moved before, between or after two writes, and rows that were read do not change later."""
+    plain, other = Store(3), Store(3)
+    default = torch.full((1, 2), -1.0)
+    for number in range(3):
+        if number == moved:
+            other.move_to_cpu()
+        if number < 2:
+            for store in (plain, other):
+                store.write("v", torch.tensor([number]), torch.full((1, 2), float(number)))
+    assert plain.read("new", torch.tensor([0]), default) is default
+    for places in ([0], [1], [2], [0, 1], [1, 2], [0, 1, 2]):
+        at, fill = torch.tensor(places), default.expand(len(places), -1)
+        assert torch.equal(plain.read("v", at, fill), other.read("v", at, fill))
+    before = other.read("v", torch.tensor([1]), default)
+    other.write("v", torch.tensor([1]), torch.full((1, 2), 9.0))
+    assert before.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("lower", "upper"), SCOPES[1:])
+def test_a_run_with_rows_on_the_cpu_has_the_same_bits(lower, upper, monkeypatch):
+    made = Quadratic(num_clients=4, lower=lower, upper=upper).build()
+    options = {"batch_size": 2, "strategy": "loop", "cohort": Cohort(0.5)}
+    reference = drive(Penalty(num_local_steps=2), made, 4, **options)
+    start = Store.__init__
+
+    def on_cpu(self: Store, num_rows: int) -> None:
+        start(self, num_rows)
+        self.move_to_cpu()
+
+    monkeypatch.setattr(Store, "__init__", on_cpu)
+    same(reference, drive(Penalty(num_local_steps=2), made, 4, chunk_size=1, **options))
