@@ -14,14 +14,13 @@ training samples, or these alone (`target`).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax, softmax
+from torch.nn.functional import cross_entropy, softmax
 
 from fedbilevel import displays
 from fedbilevel.errors import ProblemError, SettingError
@@ -30,6 +29,7 @@ from fedbilevel.problem.holdings import fields_of
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.studies.guarded import Guarded, guarded
+from fedbilevel.tasks.mixing import divergence
 from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Task
 
@@ -148,7 +148,7 @@ class _Sources(Task):
 
     def problem_of(self, num_sources: int, num_classes: int, dim: int) -> Problem:
         return Problem(
-            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
+            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * divergence(x["logit"]),
             lower=lambda x, y, batch: (
                 num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
@@ -211,9 +211,3 @@ def _halved(client: Holdings) -> tuple[Holdings, tuple[int, int]]:
 
 def _entropy(y: Any, batch: Any) -> Tensor:
     return cross_entropy(batch["input"] @ y["weight"].mT + y["bias"], batch["label"], reduction="none")
-
-
-def _divergence(logit: Tensor) -> Tensor:
-    """Return KL(softmax(logit) || uniform)."""
-    log_weights = log_softmax(logit, 0)
-    return (log_weights.exp() * (log_weights + math.log(len(logit)))).sum()

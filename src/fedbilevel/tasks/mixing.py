@@ -137,7 +137,7 @@ class Mixing(Task):
         (context,) = shapes.sample("context", "train", "val", "test", kinds=("int",), ndim=1)
         num_sources, tested = self.num_good + self.num_bad, shapes.has("test", "context", "label")
         return Problem(
-            upper=lambda x, y, batch: self._served(_entropy(y, batch), batch) + self.kl * _divergence(x["logit"]),
+            upper=lambda x, y, batch: self._served(_entropy(y, batch), batch) + self.kl * divergence(x["logit"]),
             lower=lambda x, y, batch: (
                 num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
@@ -276,10 +276,11 @@ def _entropy(y: Any, batch: Any) -> Tensor:
     return cross_entropy(_logits(y, batch), batch["label"], reduction="none")
 
 
-def _divergence(logit: Tensor) -> Tensor:
-    """Return KL(softmax(logit) || uniform)."""
-    log_weights = log_softmax(logit, 0)
-    return (log_weights.exp() * (log_weights + math.log(len(logit)))).sum()
+def divergence(logit: Tensor, prior: Tensor | None = None) -> Tensor:
+    """Return KL(softmax(logit) || prior); the prior is uniform unless its weights are given."""
+    logs = log_softmax(logit, 0)
+    log_prior = -math.log(len(logit)) if prior is None else prior.to(logs).log()
+    return (logs.exp() * (logs - log_prior)).sum()
 
 
 def _tested(num_good: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
