@@ -67,7 +67,7 @@ class DenseFedBiO:
 
 def rows(fed: Simulation, state: Any) -> np.ndarray:
     return np.concatenate(
-        [np.broadcast_to(fed.collect(value), (fed.num_clients, fed.collect(value).shape[-1])) for value in state],
+        [np.broadcast_to(fed.collect(value), (fed.num_clients, fed.collect(value).shape[-1])) for value in state[:3]],
         axis=1,
     )
 

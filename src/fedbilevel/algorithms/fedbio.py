@@ -14,6 +14,10 @@ paper):
 Then one round: x, y, u <- means. u tracks u* = (mean H)^-1 mean f_y because the hypergradient is
 linear in u: one shared u is exact for heterogeneous clients.
 
+With `lower_optimiser="adam"` every step of y is a step of Adam of length gamma, and with
+"server_adam" the server takes one such step of length `server_lr` per round (`_adaptive` has the
+equations). u takes plain steps.
+
 Reference: Li, Huang, Huang, "Communication-Efficient Federated Bilevel Optimization with Global and
 Local Lower Level Problems", NeurIPS 2023, Algorithm 2.
 
@@ -27,7 +31,8 @@ Bias: with I > 1 and constant steps the clients drift; the distance to the solut
 to the step.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client I of each of g_y, f_x,
-f_y, H u, J u.
+f_y, H u, J u. "adam" sends 2 d_y more floats each way and the number of its steps down;
+"server_adam" sends nothing more.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from fedbilevel.algorithms._adaptive import Adaptive, LowerOptimiser, Moments
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients, Step
 from fedbilevel.oracle.hypergradient import project
@@ -59,7 +65,7 @@ def step_directions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedBiO(ServerAlgorithm):
+class FedBiO(Adaptive, ServerAlgorithm):
     lr_upper: StepSize = step_size(0.01, "step of x", symbol="eta")
     lr_lower: StepSize = step_size(0.1, "step of y", symbol="gamma")
     lr_system: StepSize = step_size(0.1, "step of u", symbol="tau")
@@ -71,28 +77,57 @@ class FedBiO(ServerAlgorithm):
         "independent", "five minibatches per local step as in the paper, or two"
     )
 
+    lower_optimiser: LowerOptimiser = setting(
+        "sgd", "steps of y: plain, of Adam at the clients (lr_lower is its step), or of Adam at the server"
+    )
+    server_lr: float = setting(0.01, "step of server_adam", above=0)
+    adam_beta1: float = setting(
+        0.9, "how much of Adam's momentum stays in a step", symbol="beta_1", least=0, most=0.9999
+    )
+    adam_beta2: float = setting(
+        0.999, "how much of Adam's second moment stays in a step", symbol="beta_2", least=0, most=0.9999
+    )
+    adam_eps: float = setting(1e-8, "added to the root of Adam's second moment", symbol="eps", above=0)
+
+    decays = ("lr_upper", "lr_lower", "lr_system", "server_lr")
     upper_space = ("x",)
-    lower_space = ("y", "u")
+    lower_space = ("y", "u", "m_y", "s_y", "t_y")
+    lengths = {"t_y": 1}
 
     class State(NamedTuple):
+        """x, y and u; the moments of Adam are those of `_adaptive`."""
+
         x: Variable
         y: Variable
         u: Variable
+        m_y: Variable | None = None
+        s_y: Variable | None = None
+        t_y: Variable | None = None
 
     def init(self, fed: Federation) -> State:
-        return self.State(*fed.initial(), fed.zeros("u"))
+        return self.State(*fed.initial(), fed.zeros("u"), **self.no_moments(fed))
 
     def round(self, fed: Federation, state: State) -> State:
-        new = fed.mean(self.local_steps, x=state.x, y=state.y, u=state.u)
-        return self.State(new.x, new.y, new.u)
+        given = self.sent_moments(state)
+        new = vars(fed.mean(self.local_steps, x=state.x, y=state.y, u=state.u, **given))
+        return self.State(x=new["x"], u=new["u"], **self.new_lower(state, new))
 
     @phase
-    def local_steps(self, clients: Clients, x: Tensor, y: Tensor, u: Tensor) -> dict[str, Tensor]:
+    def local_steps(
+        self, clients: Clients, x: Tensor, y: Tensor, u: Tensor, **moments: Tensor
+    ) -> dict[str, Tensor | None]:
         x, y, u = clients.rows(x, y, u)
+        start, adam = y, self.client_moments(clients, moments)
         for step in clients.steps(self.num_local_steps):
             dx, dy, du = step_directions(clients, step, x, y, u, self.minibatches)
+            if adam is None or self.lower_optimiser == "server_adam":
+                new = y - self.lr_lower * dy
+            else:
+                (new,), moved = self.adam([y], [dy], adam, self.lr_lower)
+                adam = Moments(*step.where(moved, adam))
             x, y, u = step.where(
-                (x - self.lr_upper * dx, y - self.lr_lower * dy, project(u - self.lr_system * du, self.radius)),
-                (x, y, u),
+                (x - self.lr_upper * dx, new, project(u - self.lr_system * du, self.radius)), (x, y, u)
             )
-        return {"x": x, "y": y, "u": u}
+        if adam is not None and self.lower_optimiser == "server_adam":
+            (y,), adam = self.server_step([start], [y], adam)
+        return {"x": x, "y": y, "u": u, **self.answered(clients, adam)}

@@ -32,6 +32,11 @@ The y of a run (`answer="lower"`) fits g alone: it is y_0 for p = 1, and otherwi
 and y_-1, which differs from y_0 by O(1/lam^2). `answer="penalised"` returns y_1, which has trained
 on the samples of the upper level, too, so that figures on these samples say little.
 
+With `lower_optimiser="adam"` every step of the y_j is a step of Adam of length gamma, and with
+"server_adam" the server takes one such step of length `server_lr` per round: networks with
+attention need it. Adam's second moment is that of the y of the run and serves all y_j, so that their
+differences stay of the order of 1/lam (`_adaptive` has the equations).
+
 Reference: Kwon, Kwon, Wright, Nowak, "A Fully First-Order Method for Stochastic Bilevel
 Optimization", ICML 2023 (F2SA), in the federated single-loop form of its followers (MemFBO,
 FedBOB); differences of order p are those of F2SA-p (arXiv 2509.02937, ICLR 2026). The update is
@@ -49,7 +54,8 @@ constant steps the clients drift.
 
 Cost per outer iteration: 1 round; d_x + 2 d_y floats each way; per client and step 2 of g_y, 2 of
 g_x, 2 of f_x and f_y, no H v, no J v. `order=1` needs 1 of f_x and f_y; `order=4` needs d_x + 4 d_y
-floats and 4 of every gradient.
+floats and 4 of every gradient. "adam" sends p + 1 more rows of d_y floats each way (3 for p = 1) and
+the number of its steps down; "server_adam" sends nothing more.
 """
 
 from __future__ import annotations
@@ -61,6 +67,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from fedbilevel.algorithms._adaptive import Adaptive, LowerOptimiser, Moments
 from fedbilevel.errors import SettingError
 from fedbilevel.federation.algorithm import Federation, ServerAlgorithm, Variable, phase
 from fedbilevel.federation.clients import Clients
@@ -74,7 +81,7 @@ DIFFERENCES = {  # by order, the coefficient c_j of every j; the first is j = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Penalty(ServerAlgorithm):
+class Penalty(Adaptive, ServerAlgorithm):
     lr_upper: StepSize = step_size(0.01, "step of x", symbol="eta")
     lr_lower: StepSize = step_size(0.1, "step of y_j on (j f + lam g) / (|j| + lam)", symbol="gamma")
     num_local_steps: int | tuple[int, ...] = setting(5, "local steps between rounds", symbol="I", least=1)
@@ -90,19 +97,41 @@ class Penalty(ServerAlgorithm):
     )
     penalty_increment: float = setting(0.0, "what is added to the weight per outer iteration", least=0)
     max_penalty: float | None = setting(None, "the weight grows no further", symbol="lam_max", above=0)
+    lower_optimiser: LowerOptimiser = setting(
+        "sgd", "steps of all y_j: plain, of Adam at the clients (lr_lower is its step), or of Adam at the server"
+    )
+    server_lr: float = setting(0.01, "step of server_adam", above=0)
+    adam_beta1: float = setting(
+        0.9, "how much of Adam's momentum stays in a step", symbol="beta_1", least=0, most=0.9999
+    )
+    adam_beta2: float = setting(
+        0.999, "how much of Adam's second moment stays in a step", symbol="beta_2", least=0, most=0.9999
+    )
+    adam_eps: float = setting(1e-8, "added to the root of Adam's second moment", symbol="eps", above=0)
 
     uses_products = False
+    decays = ("lr_upper", "lr_lower", "server_lr")
     upper_space = ("x",)
-    lower_space = ("y", "d", "e_plus", "e_minus")
+    lower_space = ("y", "d", "e_plus", "e_minus", "m_y", "m_d", "m_e_plus", "m_e_minus", "s_y", "t_y")
+    lengths = {"t_y": 1}
 
     class State(NamedTuple):
-        """x, the y of the run, and offsets of the y_j; e_plus and e_minus (j = 2, -2) are for p = 4."""
+        """x, the y of the run, and offsets of the y_j; e_plus and e_minus (j = 2, -2) are for p = 4.
+
+        The moments of Adam are those of `_adaptive`.
+        """
 
         x: Variable
         y: Variable
         d: Variable
         e_plus: Variable | None = None
         e_minus: Variable | None = None
+        m_y: Variable | None = None
+        m_d: Variable | None = None
+        m_e_plus: Variable | None = None
+        m_e_minus: Variable | None = None
+        s_y: Variable | None = None
+        t_y: Variable | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,11 +151,14 @@ class Penalty(ServerAlgorithm):
         return grown if self.max_penalty is None else min(self.max_penalty, grown)
 
     def init(self, fed: Federation) -> State:
-        return self.State(*fed.initial(), *(fed.zeros(name) for name in self._offsets()))
+        x, y = fed.initial()
+        return self.State(x, y, **{name: fed.zeros(name) for name in self._offsets()}, **self.no_moments(fed))
 
     def round(self, fed: Federation, state: State) -> State:
-        new = fed.mean(self.local_steps, **state._asdict(), lam=self.weight(fed.iteration - 1))
-        return self.State(new.x, new.y, *(getattr(new, name) for name in self._offsets()))
+        given = {name: getattr(state, name) for name in ("x", "y", "d", "e_plus", "e_minus")}
+        lam = self.weight(fed.iteration - 1)
+        new = vars(fed.mean(self.local_steps, **given, lam=lam, **self.sent_moments(state)))
+        return self.State(new["x"], **self.new_lower(state, new))
 
     @phase
     def local_steps(
@@ -138,23 +170,42 @@ class Penalty(ServerAlgorithm):
         e_plus: Tensor | None,
         e_minus: Tensor | None,
         lam: float,
-    ) -> dict[str, Tensor]:
-        x, *ys = clients.rows(x, *self.points(y, [one for one in (d, e_plus, e_minus) if one is not None]))
+        **moments: Tensor,
+    ) -> dict[str, Tensor | None]:
+        offsets = [one for one in (d, e_plus, e_minus) if one is not None]
+        x, *ys = clients.rows(x, *self.points(y, offsets))
+        adam = self.client_moments(clients, moments)
         for step in clients.steps(self.num_local_steps):
             lower, cross, upper = step.batch("train", "B_g"), step.batch("train", "B_x"), step.batch("val", "B_f")
             direct: Tensor | float = 0.0
             through: Tensor | float = 0.0
-            new = []
-            for (j, c), y in zip(DIFFERENCES[self.order].items(), ys, strict=True):
-                through = through + c * clients.lower_grad_x(x, y, cross)
-                dy = clients.lower_grad(x, y, lower)
+            directions = []
+            for (j, c), y_j in zip(DIFFERENCES[self.order].items(), ys, strict=True):
+                through = through + c * clients.lower_grad_x(x, y_j, cross)
+                dy = clients.lower_grad(x, y_j, lower)
                 if j != 0:
-                    fx, fy = clients.upper_grads(x, y, upper)
+                    fx, fy = clients.upper_grads(x, y_j, upper)
                     direct, dy = direct + c * j * fx, (j * fy + lam * dy) / (abs(j) + lam)
-                new.append(y - self.lr_lower * dy)
+                directions.append(dy)
+            new, moved = self.lower_step(ys, directions, adam)
+            adam = adam and Moments(*step.where(moved, adam))
             x, *ys = step.where((x - self.lr_upper * (direct + lam * through), *new), (x, *ys))
-        y, *offsets = self.offsets(ys)
-        return {"x": x, "y": y, **dict(zip(self._offsets(), offsets, strict=True))}
+        z = self.offsets(ys)
+        if adam is not None and self.lower_optimiser == "server_adam":
+            z, adam = self.server_step(clients.rows(y, *offsets), z, adam)
+        return {"x": x, **dict(zip(self.lower_points(), z, strict=True)), **self.answered(clients, adam)}
+
+    def lower_step(
+        self, ys: Sequence[Tensor], directions: Sequence[Tensor], adam: Moments | None
+    ) -> tuple[Sequence[Tensor], Moments | None]:
+        """Return all y_j after a step. Adam works on y and the offsets, which are linear in the y_j."""
+        if adam is None or self.lower_optimiser == "server_adam":
+            return [y - self.lr_lower * dy for y, dy in zip(ys, directions, strict=True)], adam
+        (y, *offsets), adam = self.adam(self.offsets(ys), self.offsets(directions), adam, self.lr_lower)
+        return self.points(y, offsets), adam
+
+    def lower_points(self) -> tuple[str, ...]:
+        return "y", *self._offsets()
 
     def _offsets(self) -> tuple[str, ...]:
         return ("d", "e_plus", "e_minus")[: len(DIFFERENCES[self.order]) - 1]
