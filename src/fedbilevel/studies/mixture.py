@@ -12,18 +12,23 @@ No logit moves by more than `radius` in a round, whatever the unit of the losses
 falls below what it was, steps become shorter. In the first `num_waiting` rounds x rests, while the
 points of the penalty method move apart: their difference is noise before.
 
+Adam's second moment is that of the directions of all points together, not that of y alone: where an
+offset begins to oscillate, its steps become shorter, as those of y do.
+
 The mirror step is that of DoReMi and DoGE, the hypergradient that of `penalty`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedbilevel.algorithms._adaptive import Moments
 from fedbilevel.algorithms.penalty import Penalty
 from fedbilevel.federation.algorithm import Federation, Variable
 from fedbilevel.settings import setting
@@ -65,6 +70,13 @@ class Mixture(Penalty):
             return new._replace(x=state.x, direction=state.direction, squares=state.squares)
         x, m, squares = self.step(state.x, (state.x - new.x) / self.lr_upper, state.direction, state.squares, t)
         return new._replace(x=x, direction=m, squares=squares)
+
+    def adam(
+        self, points: Sequence[Tensor], directions: Sequence[Tensor], moments: Moments, lr: Any
+    ) -> tuple[list[Tensor], Moments]:
+        others = sum(((q**2) for q in directions[1:]), torch.zeros(()).to(directions[0]))
+        second = moments.second + (1 - self.adam_beta2) / self.adam_beta2 * others
+        return super().adam(points, directions, moments._replace(second=second), lr)
 
     def step(self, x: Tensor, h: Tensor, m: Tensor, squares: float, t: int) -> tuple[Tensor, Tensor, float]:
         """Return x, the direction and the sum of squares after step t = 1, 2, ..."""

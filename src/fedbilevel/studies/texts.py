@@ -217,7 +217,7 @@ class TextStudy:
     def _adam(self, problem: Problem, clients: Sequence[Holdings], num_rounds: int) -> Result:
         return self._solve(
             problem, clients, "fedadam", num_rounds, schedule=Schedule(end=num_rounds), lr_lower=1.0,
-            num_local_steps=1, server_lr=self.settings.lr, server_damping=1e-8,
+            num_local_steps=1, server_lr=self.settings.lr, server_decay=0.95, server_damping=1e-8,
         )  # fmt: skip
 
     def _solve(self, problem: Problem, clients: Any, method: Any, num_rounds: int, **more: Any) -> Result:
