@@ -18,6 +18,7 @@ from fedbilevel.aggregation.sealing import addressed, hide_examples, ring_of
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.engines.cuda_graphs import Captures
 from fedbilevel.engines.engine import resent
+from fedbilevel.engines.in_turn import Sums, in_turn, room
 from fedbilevel.engines.layered import identity_of, layered_figures, spend
 from fedbilevel.engines.layered_means import Answers
 from fedbilevel.engines.ranks import Group
@@ -49,7 +50,8 @@ class Simulation(Hosting, Server):
     stragglers: clients that do not answer, drawn by address.
     aggregation: what happens to the rows that clients send.
     attack: clients that send wrong rows, for experiments.
-    options: dtype, device, strategy and chunk_size of the population.
+    options: dtype, device, strategy and chunk_size of the population; with the strategy "loop" and a
+        chunk_size, so many clients work at a time, see `in_turn`.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class Simulation(Hosting, Server):
         hide_examples(aggregation, self.host, addressed(self.host.stream))
         if self.host.device.type == "cuda" and self.host.oracle.strategy == "auto" and self.host.noise is None:
             self.host.captures = Captures(self.host)
+        self._has_room = self.host.device.type != "cuda"  # otherwise the first message shows how large rows are
+        self._totals: dict[str, Tensor] = {}
         self.group, self.drops, self.stragglers = group, drops, stragglers.checked()
         if algorithm.needs_everyone and stragglers.dropout:
             raise SettingError(
@@ -127,10 +131,24 @@ class Simulation(Hosting, Server):
         self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
     ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
-        values = {name: self._sent(value, places, positions) for name, value in broadcast.items()}
-        only_means = means and not self.kept_names and self.attack is None
+        for value in broadcast.values():
+            if isinstance(value, Tensor):
+                self._lacking(value, places)
+        given = lambda some: {name: self._given(value, some) for name, value in broadcast.items()}
+        run = lambda values, some, weights: self.host.run_phase(phase, values, some, self.iteration, self.call, weights)
+        only_means = means and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None
-        computed = self.host.run_phase(phase, values, positions, self.iteration, self.call, weights)
+        if self._has_room is False:
+            self._has_room = True
+            room(self.host, broadcast, len(positions), torch.cuda.get_device_properties(self.host.device).total_memory)
+        at_once = self.host.at_once
+        if at_once is not None and len(positions) > at_once and self.layer is None and self.attack is None:
+            sums = Sums(self.host, self.kept_names, weights, len(positions))
+            turns: Answers = {**in_turn(self.host, run, given, positions, sums)}
+            self._totals = sums.totals
+            return turns, places, times
+        values, self._totals = given(positions), {}
+        computed = run(values, positions, weights if not self.kept_names else None)
         answers: Answers = {**computed}
         for name, value in computed.items():
             if name in self.kept_names and value is not None:
@@ -152,13 +170,12 @@ class Simulation(Hosting, Server):
         found = {} if self.host.noise is None else self.host.noise.taken()
         return {parts: self.group.largest(times) for parts, times in found.items()}
 
-    def _sent(self, value: Value, places: Tensor, positions: Tensor) -> Any:
+    def _given(self, value: Value, positions: Tensor) -> Any:
+        """Return a value of a message as the clients at `positions` see it."""
         if isinstance(value, Kept):
             return self._resolve(value, positions)
-        if isinstance(value, Tensor):
-            self._lacking(value, places)
-            if value.ndim == 2:
-                return value[self.host.ids[positions].to(value.device)]
+        if isinstance(value, Tensor) and value.ndim == 2:
+            return value[self.host.ids[positions].to(value.device)]
         return value
 
     def _absent(self) -> Iterable[int]:
@@ -169,7 +186,8 @@ class Simulation(Hosting, Server):
     def _summed(self, sent: Mapping[str, Tensor], places: Tensor, weights: Tensor) -> Sequence[Tensor]:
         """Return weighted sums over all processes, from one exchange."""
         mine = self.roster.within(places, weights)
-        return self.group.sum([total(rows, mine) for rows in sent.values()])
+        sums = self._totals  # of clients that worked in turn
+        return self.group.sum([sums.pop(name) if name in sums else total(rows, mine) for name, rows in sent.items()])
 
     def _of_all(self, rows: Tensor) -> Tensor:
         return self.roster.rows(rows)

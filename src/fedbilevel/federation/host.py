@@ -60,6 +60,23 @@ class Host(Population):
         self._features: dict[tuple[str, int], Tensor] = {}  # by role and position
         self.noise: ExampleNoise | None = None  # an engine puts example-level privacy here
         self.captures: Any = None  # an engine on a GPU puts `cuda_graphs.Captures` here
+        self._fits: int | None = None
+        if self.at_once is not None:
+            self.limit_clients(self.at_once)
+
+    @property
+    def at_once(self) -> int | None:
+        """Return how many clients may work at a time; None: all of a cohort."""
+        if self._fits is not None:
+            return self._fits
+        return self.oracle.chunk_size if self.oracle.strategy == "loop" else None
+
+    def limit_clients(self, num: int) -> None:
+        """Let at most `num` clients work at a time, and keep rows of clients in the memory of the CPU."""
+        self._fits, self.captures = num, None  # a captured phase holds its memory for the whole run
+        if self.device.type != "cpu":
+            for store in (self.memory, self.scratch, self.kept):
+                store.move_to_cpu()
 
     def _parts(self, share: float) -> dict[str, ClientData]:
         """Divide the validation samples of every client into samples to fit x and held-out samples.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbilevel.problem.layout import one_row
+
 Rows = Tensor | tuple[Tensor, ...]
 
 
@@ -36,6 +38,13 @@ class Store:
         self.num_rows = num_rows
         self.changes = 0  # a counter, so that a save can be skipped when nothing is new
         self._shelves: dict[str, _Shelf] = {}
+        self._on_cpu = False
+
+    def move_to_cpu(self) -> None:
+        """Keep all rows in the memory of the CPU, from which a GPU can copy; reads are where their default is."""
+        self._on_cpu = True
+        for shelf in self._shelves.values():
+            shelf.rows, shelf.common = shelf.rows.cpu(), None if shelf.common is None else shelf.common.cpu()
 
     @property
     def written(self) -> dict[str, Tensor]:
@@ -58,6 +67,12 @@ class Store:
         if name not in self._shelves:
             return default
         shelf = self._shelves[name]
+        if self._on_cpu:
+            slot = positions if shelf.slots is None else shelf.slots[positions]
+            pinned = len(slot) == 1 and int(slot) >= 0
+            found = shelf.rows[int(slot)][None] if pinned else self._taken(shelf, positions, default)
+            # pinned rows are copied while the CPU goes on; the copy in `write` waits for the device
+            return found.to(default.device, non_blocking=True, copy=True)
         if self._is_all(positions):
             if shelf.slots is None:
                 shelf.lent = True
@@ -76,6 +91,8 @@ class Store:
 
     def write(self, name: str, positions: Tensor, rows: Tensor) -> None:
         self.changes += 1
+        if self._on_cpu and rows.device.type != "cpu":
+            rows = one_row(rows).cpu().expand(rows.shape)
         if self._is_all(positions):
             if rows.stride(0) == 0 and self.num_rows > 1:  # views of one vector
                 self._shelves[name] = _Shelf(
@@ -106,7 +123,9 @@ class Store:
     def _make_room(self, shelf: _Shelf, count: int) -> None:
         """Double the capacity, so that a row is moved about once on average."""
         if count > len(shelf.rows):
-            rows = shelf.rows.new_empty(max(count, min(2 * len(shelf.rows), self.num_rows)), shelf.rows.shape[1])
+            size = self.num_rows if self._on_cpu else max(count, min(2 * len(shelf.rows), self.num_rows))
+            pinned = self._on_cpu and torch.cuda.is_available()
+            rows = shelf.rows.new_empty((size, shelf.rows.shape[1]), pin_memory=pinned)
             rows[: shelf.count] = shelf.rows[: shelf.count]
             shelf.rows = rows
 
@@ -121,7 +140,7 @@ class Store:
         if bool(has.all()):
             return shelf.rows[place]
         return (
-            torch.where(has.to(place.device)[:, None], shelf.rows[place], rest)
+            torch.where(has.to(place.device)[:, None], shelf.rows[place], rest.to(place.device))
             if bool(has.any())
             else rest.contiguous()
         )

@@ -245,6 +245,8 @@ class Plan:
                 self.alone(*(v if v.ndim == 1 else v[i] for v in vectors), *(batch.row(i) for batch in batches))
                 for i in range(len(batches[0]))
             ]
+            if len(rows) == 1:
+                return tree_map(lambda leaf: leaf[None], rows[0])
             return tree_map(lambda *leaves: torch.stack(leaves), *rows)
         if way == "pooled":
             assert shares is not None
