@@ -65,7 +65,7 @@ class TextMixing(Settings):
     penalty: float = setting(10.0, "weight of the lower level in the penalty method", symbol="lam", above=0)
     kl: float = setting(0.05, "weight of the divergence from the prior's weights", least=0)
     radius: float = setting(0.1, "largest change of a logit in a round", above=0)
-    prior: Prior = setting("uniform", "weights at the start, and the other side of the choice")
+    prior: Prior = setting("proportional", "weights at the start, and the other side of the choice")
 
     def __post_init__(self) -> None:
         super().__post_init__()
