@@ -149,13 +149,14 @@ class TextStudy:
         return gpt.entropy(y, text, self.settings.shape)
 
     def problem(self) -> Problem:
-        prior, kl = torch.tensor(list(self.prior().values()), dtype=torch.float64), self.settings.kl
+        device = self.options.get("device", "cpu")  # a loss that copies to a device cannot be captured there
+        prior, kl = torch.tensor(list(self.prior().values()), device=device), self.settings.kl
         return Problem(
             upper=lambda x, y, batch: self.entropy(y, batch["text"]) + kl * divergence(x["logit"], prior),
             lower=lambda x, y, batch: (
                 batch["factor"] * softmax(x["logit"], 0)[batch["source"]] * self.entropy(y, batch["text"])
             ),
-            x0={"logit": prior.log().float()},
+            x0={"logit": prior.log()},
             y0=gpt.weights(self.settings.shape, self.seed, self.texts.num_tokens),
             name="mixing of texts",
         )
