@@ -74,7 +74,7 @@ class Mixture(Penalty):
     def adam(
         self, points: Sequence[Tensor], directions: Sequence[Tensor], moments: Moments, lr: Any
     ) -> tuple[list[Tensor], Moments]:
-        others = sum(((q**2) for q in directions[1:]), torch.zeros(()).to(directions[0]))
+        others = torch.stack([q.square() for q in directions[1:]]).sum(0) if self.order > 1 else directions[1].square()
         second = moments.second + (1 - self.adam_beta2) / self.adam_beta2 * others
         return super().adam(points, directions, moments._replace(second=second), lr)
 

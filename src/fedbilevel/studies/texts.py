@@ -63,8 +63,8 @@ class TextMixing(Settings):
     num_train: int = setting(1000, "rounds of a training from scratch", least=1)
     num_windows: int = setting(4096, "windows of every source that a client may draw", least=1)
     penalty: float = setting(10.0, "weight of the lower level in the penalty method", symbol="lam", above=0)
-    kl: float = setting(0.05, "weight of the divergence from the prior's weights", least=0)
-    radius: float = setting(0.1, "largest change of a logit in a round", above=0)
+    kl: float = setting(0.02, "weight of the divergence from the prior's weights", least=0)
+    radius: float = setting(0.2, "largest change of a logit in a round; it falls to zero", above=0)
     prior: Prior = setting("proportional", "weights at the start, and the other side of the choice")
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class TextStudy:
             order=1, num_local_steps=1, lr_upper=1.0, lr_lower=s.lr, lower_optimiser="adam", adam_beta2=0.99,
             penalty=s.penalty, radius=s.radius, num_waiting=min(20, s.num_rounds // 4),
         )  # fmt: skip
-        return self._solve(problem, self.clients(), method, s.num_rounds)
+        return self._solve(problem, self.clients(), method, s.num_rounds, schedule=Schedule(end=s.num_rounds))
 
     def weights(self, result: Result) -> dict[str, float]:
         return dict(zip(self.texts.names, softmax(result.x["logit"].double(), 0).tolist(), strict=True))
