@@ -183,7 +183,7 @@ class ClientData:
                     f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need "
                     "the same fields."
                 )
-        join = lambda values: Windows.joined(values) if isinstance(values[0], Windows) else torch.cat(values)
+        join: Any = lambda values: Windows.joined(values) if isinstance(values[0], Windows) else torch.cat(values)
         self.fields[role] = {name: join(values).to(self.device) for name, values in parts.items()}
         self.sizes[role] = torch.tensor(sizes)
         self.offsets[role] = (self.sizes[role].cumsum(0) - self.sizes[role]).to(self.device)

@@ -59,7 +59,7 @@ class MixedTexts:
             {"source": name, "weight": weight, "prior": self.prior[name], "tokens": self.sizes[name]}
             for name, weight in self.weights.items()
         ]
-        return sorted(rows, key=lambda row: -float(row["weight"]))  # type: ignore[arg-type]
+        return sorted(rows, key=lambda row: -float(row["weight"]))
 
     def __repr__(self) -> str:
         return f"<weights of {len(self.weights)} sources of text; {self.sentence}>"

@@ -42,8 +42,8 @@ class Mixture(Penalty):
     inertia: float = setting(0.9, "how much of the last direction stays", symbol="beta", least=0, most=0.999)
     num_waiting: int = setting(20, "rounds in which x rests", least=0)
 
-    decays = ("radius",)
-    upper_space = ("x", "direction")
+    decays = ("radius",)  # type: ignore[assignment]
+    upper_space = ("x", "direction")  # type: ignore[assignment]
     refuses = {"private": "the server takes the steps of x"}
 
     class State(NamedTuple):
@@ -62,10 +62,12 @@ class Mixture(Penalty):
         squares: float = 0.0
 
     def init(self, fed: Federation) -> Any:
-        return super().init(fed)._replace(direction=fed.zeros("direction"))
+        state: Any = super().init(fed)
+        return state._replace(direction=fed.zeros("direction"))
 
     def round(self, fed: Federation, state: Any) -> Any:
-        new, t = super().round(fed, state), fed.iteration - self.num_waiting
+        t = fed.iteration - self.num_waiting
+        new: Any = super().round(fed, state)
         if t <= 0:
             return new._replace(x=state.x, direction=state.direction, squares=state.squares)
         x, m, squares = self.step(state.x, (state.x - new.x) / self.lr_upper, state.direction, state.squares, t)

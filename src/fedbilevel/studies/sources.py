@@ -126,11 +126,12 @@ def mix_sources(
     'good'
     """
     if isinstance(sources, str | Path):
-        given = {name: value for name, value in (("num_rounds", num_rounds), ("kl", kl)) if value is not None}
+        settings = {"num_rounds": num_rounds, "kl": kl, **options}
+        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         if target is not None:
             raise SettingError(f"{sources} is a folder, and target is given too: put the target into {TARGET}.txt.")
-        run = {name: options.pop(name) for name in ("device", "precision", "strategy") if name in options}
-        return mix_texts(sources, seed=seed, options=run, **given, **options)
+        names: list[str] = [name for name in ("device", "precision", "strategy") if name in given]
+        return mix_texts(sources, seed=seed, options={name: given.pop(name) for name in names}, **given)
     if target is None:
         raise SettingError("mix_sources has tables and no target: give samples of the target.")
     num_rounds, kl = 200 if num_rounds is None else num_rounds, 0.01 if kl is None else kl

@@ -183,7 +183,8 @@ class TextStudy:
 
     def drawn(self, weights: Mapping[str, float], texts: Texts) -> list[Holdings]:
         """Return clients whose windows are drawn by weights of the sources."""
-        names, num, found = texts.names, self.settings.num_windows * len(texts.names), []
+        names, num = texts.names, self.settings.num_windows * len(texts.names)
+        found: list[Holdings] = []
         for i, own in enumerate(texts.sources):
             held = [name for name in names if name in own]
             shares = np.array([weights[name] * self._share(name, texts) for name in held])
