@@ -37,6 +37,7 @@ class Size(NamedTuple):
 
 
 SIZES = (Size("100M", 768, 14, 12), Size("10.9M", 384, 6, 6), Size("0.9M", 128, 4, 2))
+BILLION = Size("1B", 2048, 20, 16)
 TINY = Size("tiny", 8, 2, 2, context=6, batch=2, samples=3)
 
 

@@ -1,4 +1,4 @@
-"""Seconds and memory of an outer iteration on language models of up to 100M parameters."""
+"""Seconds and memory of an outer iteration on language models of up to a billion parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.by_hand import ByHand
 from benchmarks.clock import Row, Setup, Timing, seconds_of
-from benchmarks.gpt import SIZES, TINY, Size, built
+from benchmarks.gpt import BILLION, SIZES, TINY, Size, built
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.penalty import Penalty
 from fedbilevel.engines.simulation import Simulation
@@ -26,26 +26,27 @@ from fedbilevel.tasks.task import Built
 
 TITLE = "Large models"
 ABOUT = """Weights of 8 sources of synthetic bytes (x) for a GPT with a context of 128 (y), batches of 8 texts and 5
-local steps per outer iteration: `penalty` of order 2 and 1 with lam = 10, and FedBiO with shared minibatches. The
-library with the strategies `loop` and `auto`, beside a loop over clients written by hand for this problem
-(`benchmarks/by_hand.py`), which is given the same minibatches, holds one client's rows at a time and steps in place;
-its attention is fused in gradients and plain in products with second derivatives, and in bf16 it computes g_x of
-`penalty` in float32, as the library does. Where the library takes plain attention (`plain kernels`), it computes
-derivatives in float32 in bf16 rows too, except gradients of one client at a time. TF32 is off in all rows. Every row
-is a process of its own, with a limit of 60 s; the most important rows come first, and rows that do not fit into 460 s
-are named at the end. `peak, GB` is the most that torch had allocated from the start of the process on, and
-`rows of y` the same in float32 rows of y per client. `differs` is the distance from x of the program by hand after two
-outer iterations, relative to its norm. Aims for 100M parameters, 8 clients, bf16, `loop`: at most 1.5 times the time by
-hand, and at most 6 rows (FedBiO) and 4 rows (`penalty`) per client."""
+local steps per outer iteration (2 with 1B parameters): `penalty` of order 2 and 1 with lam = 10, and FedBiO with shared
+minibatches. The library with the strategies `loop` and `auto`, and `in turn`: `loop` with one client at work at a time
+(`chunk_size=1`). Beside them a loop over clients written by hand for this problem (`benchmarks/by_hand.py`), which is
+given the same minibatches, holds one client's rows at a time and steps in place; its attention is fused in gradients
+and plain in products with second derivatives, and in bf16 it computes g_x of `penalty` in float32, as the library
+does. TF32 is off in all rows. Every row is a process of its own, with a limit of 60 s (100 s with 1B parameters); the
+most important rows come first, and rows that do not fit into 460 s are named at the end. `peak, GB` is the most that
+torch had allocated from the start of the process on, and `rows of y` the same in float32 rows of y per client.
+`differs` is the distance from x of the program by hand after two outer iterations, relative to its norm. Aims for 100M
+parameters, 8 clients, bf16, `in turn`: at most 1.5 times the time by hand, and at most 6 rows (FedBiO) and 4 rows
+(`penalty`) per client. Aim for 1B parameters, 8 clients, `penalty`: a run on one GPU."""
 HEADINGS = {"floor_seconds": "by hand, s", "ratio": "x by hand", "memory_gb": "peak, GB", "y_rows": "rows of y"}
 
 HAND = "by hand"
-WAYS = (HAND, "loop", "auto")
-ROW_SECONDS = 60.0  # after this a row is given up
+TURN = "in turn"
+WAYS = (HAND, TURN, "auto", "loop")  # the most important first
+ROW_SECONDS = {False: 60.0, True: 100.0}  # after this a row is given up, with less than a billion parameters and others
 WHOLE_SECONDS = 460.0  # of all rows
 TIMED_SECONDS = 8.0  # after this a row takes no more rounds
 COMPARED = 2  # the outer iteration after which x is compared
-WARM = {HAND: COMPARED, "loop": COMPARED, "auto": 4}  # phases are captured at their third occurrence
+WARM = {HAND: COMPARED, TURN: COMPARED, "loop": COMPARED, "auto": 4}  # phases are captured at their third occurrence
 ROWS_AIM = {"fedbio": 6, "penalty": 4}
 
 
@@ -56,6 +57,14 @@ class Case(NamedTuple):
     clients: int
     method: str  # fedbio, or penalty with its order
     precision: str  # float32 or bf16
+
+    @property
+    def is_huge(self) -> bool:
+        return self.size == BILLION
+
+    @property
+    def num_local_steps(self) -> int:
+        return 2 if self.is_huge or self.size == TINY else 5
 
     @property
     def name(self) -> str:
@@ -76,7 +85,7 @@ def cases(setup: Setup) -> list[Case]:
     if setup.small:
         return [Case(TINY, 2, method, precision) for method in METHODS for precision in ("float32", "bf16")]
     grid = [Case(*one) for one in itertools.product(SIZES, (8, 4), METHODS, ("bf16", "float32"))]
-    first = grid[0]
+    huge, first = [Case(BILLION, 8, method, "bf16") for method in ("penalty 2", "penalty 1")], grid[0]
     distance = lambda case: (
         (case.size != first.size)
         + (case.clients != first.clients)
@@ -84,7 +93,14 @@ def cases(setup: Setup) -> list[Case]:
         + (case.method == "penalty 1")
     )
     words = lambda case: set(case.name.replace(",", "").split())
-    return [case for case in sorted(grid, key=distance) if words(case) >= set(setup.cases)]
+    most, *others = sorted(grid, key=distance)
+    order = [most, others[0], *huge, *others[1:]]
+    return [case for case in order if words(case) >= set(setup.cases)]
+
+
+def ways(case: Case) -> tuple[str, ...]:
+    """The ways in which a case is computed; eight clients with a billion parameters do not fit into `loop`."""
+    return WAYS[:3] if case.is_huge else WAYS
 
 
 def skipped(setup: Setup) -> str | None:
@@ -103,13 +119,14 @@ def rows(setup: Setup, attempt: Callable[..., Row] | None = None) -> Iterator[Ro
         of its own.
     """
     attempt = attempt or (here if setup.small else in_a_process)
-    end, left = time.monotonic() + WHOLE_SECONDS, list(itertools.product(cases(setup), WAYS))
-    by_hand: Row = {}
-    while left and (seconds := min(ROW_SECONDS, end - time.monotonic())) > 0:
+    end, left = time.monotonic() + WHOLE_SECONDS, _in_order(setup)
+    by_hand: dict[Case, Row] = {}
+    while left and (seconds := min(ROW_SECONDS[left[0][0].is_huge], end - time.monotonic())) > 0:
         case, way = left.pop(0)
         found = attempt(setup, case, way, seconds)
-        by_hand = found if way == HAND else by_hand
-        yield row_of(case, way, found, by_hand)
+        if way == HAND:
+            by_hand[case] = found
+        yield row_of(case, way, found, by_hand.get(case, {}))
     if left:
         names = "; ".join(f"{case.name}, {way}" for case, way in left)
         yield {
@@ -117,6 +134,15 @@ def rows(setup: Setup, attempt: Callable[..., Row] | None = None) -> Iterator[Ro
             "what": "not measured",
             "note": f"{WHOLE_SECONDS:.0f} s were over: {names}",
         }
+
+
+def _in_order(setup: Setup) -> list[tuple[Case, str]]:
+    """All rows; `loop` of the first two cases comes after the rows of a billion parameters."""
+    pairs = [(case, way) for case in cases(setup) for way in ways(case)]
+    later = [(case, way) for case, way in pairs[: 2 * len(WAYS)] if way == "loop" and not setup.small]
+    first = [pair for pair in pairs if pair not in later]
+    place = max((i + 1 for i, (case, _) in enumerate(first) if case.is_huge), default=2 * (len(WAYS) - 1))
+    return [*first[:place], *later, *first[place:]]
 
 
 def row_of(case: Case, way: str, found: Row, by_hand: Row) -> Row:
@@ -129,8 +155,10 @@ def row_of(case: Case, way: str, found: Row, by_hand: Row) -> Row:
             theirs = torch.tensor(by_hand["x"])
             differs = float(torch.linalg.vector_norm(torch.tensor(x) - theirs) / torch.linalg.vector_norm(theirs))
             row["differs"] = differs if math.isfinite(differs) else "not finite"
-    if case.size.name == "100M" and (case.clients, case.precision, way) == (8, "bf16", "loop"):
+    if case.size.name == "100M" and (case.clients, case.precision, way) == (8, "bf16", TURN):
         row["aim"] = f"1.5, {ROWS_AIM[case.method.split()[0]]} rows"
+    if case.is_huge and way == TURN:
+        row["aim"] = "runs"
     return row
 
 
@@ -152,7 +180,8 @@ class Contestant:
                 self.algorithm,
                 *made,
                 batch_size=case.size.batch,
-                strategy=way,
+                strategy="loop" if way == TURN else way,
+                chunk_size=1 if way == TURN else None,
                 dtype=dtype,
                 device=device,
                 precision="bf16" if low else "full",
@@ -198,10 +227,10 @@ def measure(setup: Setup, case: Case, way: str) -> Row:
 
 def _timed(setup: Setup, case: Case, way: str) -> Row:
     contestant = Contestant(
-        case, way, built(case.size, case.clients), device=setup.device, num_local_steps=2 if setup.small else 5
+        case, way, built(case.size, case.clients), device=setup.device, num_local_steps=case.num_local_steps
     )
     x: list[float] = []
-    for iteration in range(1, WARM[way] + 1):
+    for iteration in range(1, (COMPARED if case.is_huge else WARM[way]) + 1):
         contestant.advance()
         if iteration == COMPARED:
             x = contestant.x().tolist()

@@ -12,8 +12,8 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import gpt, large_models
 from benchmarks.clock import Setup
-from benchmarks.gpt import BYTES, SIZES, SOURCES, TINY
-from benchmarks.large_models import HAND, METHODS, WAYS, Case, Contestant
+from benchmarks.gpt import BILLION, BYTES, SIZES, SOURCES, TINY
+from benchmarks.large_models import HAND, METHODS, TURN, WAYS, Case, Contestant
 from fedbilevel.errors import ProblemError
 from fedbilevel.tasks import gpt as model
 
@@ -65,8 +65,9 @@ def test_both_ways_of_attention_are_causal_and_equal():
 
 
 def test_sizes_have_the_parameters_of_their_names():
-    for size in SIZES:
-        assert large_models.num_weights(size) / 1e6 == pytest.approx(float(size.name[:-1]), rel=0.03)
+    units = {"M": 1e6, "B": 1e9}
+    for size in (*SIZES, BILLION):
+        assert large_models.num_weights(size) == pytest.approx(float(size.name[:-1]) * units[size.name[-1]], rel=0.03)
     for size in (TINY, SIZES[-1]):
         assert large_models.num_weights(size) == sum(leaf.numel() for leaf in model.weights(size).values())
 
@@ -113,15 +114,27 @@ def test_the_section_saves_after_every_row(tmp_path, monkeypatch):
         assert row["tf32"] == "off"
         assert "x" not in row
         if row["what"] != HAND:
-            assert row["plain_kernels"] == ("" if "penalty" in row["name"] and "loop" in row["what"] else "attention")
+            assert row["plain_kernels"] == (
+                "" if "penalty" in row["name"] and "auto" not in row["what"] else "attention"
+            )
             assert row["differs"] < (0.5 if "bf16" in row["name"] else 1e-2)
 
 
 def test_important_rows_come_first_and_words_choose_cases():
     cases = large_models.cases(Setup(device="cuda"))
-    assert len(set(cases)) == len(cases) == 3 * 2 * 3 * 2
-    assert [case.name for case in cases[:2]] == ["100M, 8 clients, penalty 2, bf16", "100M, 8 clients, fedbio, bf16"]
-    assert {case.size.name for case in cases[:11]} == {"100M", "10.9M", "0.9M"}
+    assert len(set(cases)) == len(cases) == 3 * 2 * 3 * 2 + 2
+    assert [case.name for case in cases[:4]] == [
+        "100M, 8 clients, penalty 2, bf16",
+        "100M, 8 clients, fedbio, bf16",
+        "1B, 8 clients, penalty 2, bf16",
+        "1B, 8 clients, penalty 1, bf16",
+    ]
+    assert {case.size.name for case in cases[4:13]} == {"100M", "10.9M", "0.9M"}
+    pairs = large_models._in_order(Setup(device="cuda"))
+    assert len(set(pairs)) == len(pairs) == 36 * len(WAYS) + 2 * (len(WAYS) - 1)
+    assert all(pairs.index((case, HAND)) < pairs.index((case, TURN)) for case in cases)
+    assert [way for case, way in pairs[:12]] == [HAND, TURN, "auto"] * 4
+    assert [(case.method, way) for case, way in pairs[12:14]] == [("penalty 2", "loop"), ("fedbio", "loop")]
     some = large_models.cases(Setup(device="cuda", cases=("0.9M", "bf16")))
     assert {(case.size.name, case.precision) for case in some} == {("0.9M", "bf16")}
     assert len(some) == 6
@@ -138,11 +151,11 @@ def test_rows_beyond_the_time_are_named(monkeypatch):
         return {"seconds": 2.0 if way == HAND else 3.0, "x": [3.0, 4.0] if way == HAND else [3.0, 4.5]}
 
     *rows, last = large_models.rows(Setup(device="cuda"), attempt)
-    assert limits == [60.0] * 9 + [10.0]
-    assert last["name"] == "98 other rows"
+    assert limits == [60.0] * 6 + [100.0] * 2 + [60.0, 10.0]
+    assert last["name"] == "140 other rows"
     assert "100M, 8 clients" in last["note"]
     assert [(row["ratio"], row.get("differs")) for row in rows[:2]] == [(1.0, None), (1.5, pytest.approx(0.1))]
-    assert [row["aim"] for row in rows if "aim" in row][:2] == ["1.5, 4 rows", "1.5, 6 rows"]
+    assert [row["aim"] for row in rows if "aim" in row] == ["1.5, 4 rows", "1.5, 6 rows", "runs"]
 
 
 def test_a_row_without_memory_says_what_was_asked_for(monkeypatch):

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fedbilevel as fb
+from benchmarks.gpt import Size, built
+from benchmarks.large_models import TURN, Case, Contestant, num_weights
 from fedbilevel import discovery
 from fedbilevel.aggregation.settings import Aggregation
 from fedbilevel.algorithms.fedbio import FedBiO
@@ -39,10 +44,10 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(("lower", "upper"), SCOPES)
 @pytest.mark.parametrize("kind", [Penalty, FedBiO])
 def test_the_bits_are_those_of_all_clients_at_once(kind, lower, upper, dtype, num):
-    built = Quadratic(num_clients=5, lower=lower, upper=upper, client_weights="by_samples").build()
+    made = Quadratic(num_clients=5, lower=lower, upper=upper, client_weights="by_samples").build()
     algorithm = kind(num_local_steps=(2, 1, 3, 1, 2), lower_optimiser="adam")
     options = {"batch_size": 2, "dtype": dtype, "strategy": "loop", "cohort": Cohort(0.8)}
-    same(drive(algorithm, built, 3, **options), drive(algorithm, built, 3, chunk_size=num, **options))
+    same(drive(algorithm, made, 3, **options), drive(algorithm, made, 3, chunk_size=num, **options))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -50,10 +55,10 @@ def test_every_algorithm_has_the_same_numbers(name):
     """Equal in every bit, except for methods that read several clients in one phase."""
     kind = discovery.algorithm(name)
     scopes = next(pair for pair in SCOPES if not {*pair} & {*kind.refuses})
-    built = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()
+    made = Quadratic(num_clients=4, lower=scopes[0], upper=scopes[1]).build()
     options = {"batch_size": 2, "strategy": "loop"}
     (fed, state), (fed_2, state_2) = (
-        drive(brief(kind), built, 3, **options, **more) for more in ({}, {"chunk_size": 1})
+        drive(brief(kind), made, 3, **options, **more) for more in ({}, {"chunk_size": 1})
     )
     for value, other in ((state.x, state_2.x), (state.y, state_2.y)):
         assert torch.equal(fed.collect(value), fed_2.collect(other))
@@ -73,19 +78,19 @@ class Watched(FedBiO):
 
 
 def test_no_more_clients_are_at_work_than_asked_for():
-    built = Quadratic(num_clients=5).build()
+    made = Quadratic(num_clients=5).build()
     Watched.seen.clear()
-    drive(Watched(num_local_steps=1), built, 1, strategy="loop", chunk_size=2)
+    drive(Watched(num_local_steps=1), made, 1, strategy="loop", chunk_size=2)
     assert Watched.seen == [2, 2, 1]
     Watched.seen.clear()
-    drive(Watched(num_local_steps=1), built, 1, strategy="loop")
+    drive(Watched(num_local_steps=1), made, 1, strategy="loop")
     assert Watched.seen == [5]
 
 
 def test_a_run_in_turn_is_resumed(tmp_path):
-    built = Quadratic(num_clients=3, lower="local", upper="private").build()
+    made = Quadratic(num_clients=3, lower="local", upper="private").build()
     run = lambda num, **more: fb.solve(
-        *built, "penalty", num_iterations=num, batch_size=2, strategy="loop", chunk_size=1, **more
+        *made, "penalty", num_iterations=num, batch_size=2, strategy="loop", chunk_size=1, **more
     )
     whole = run(4)
     run(2, record=tmp_path / "r")
@@ -94,19 +99,58 @@ def test_a_run_in_turn_is_resumed(tmp_path):
 
 
 def test_a_client_with_a_value_that_is_not_finite_is_named():
-    built = Quadratic(num_clients=3).build()
-    built.clients[2]["train"]["c"] = torch.as_tensor(built.clients[2]["train"]["c"]) * 1e305
+    made = Quadratic(num_clients=3).build()
+    made.clients[2]["train"]["c"] = torch.as_tensor(made.clients[2]["train"]["c"]) * 1e305
     with pytest.raises(NonFiniteError, match="client 2 returned"):
-        drive(FedBiO(lr_lower=1e4, num_local_steps=3), built, 3, strategy="loop", chunk_size=1)
+        drive(FedBiO(lr_lower=1e4, num_local_steps=3), made, 3, strategy="loop", chunk_size=1)
 
 
 def test_rows_with_aggregation_are_there_for_the_layer():
-    built = Quadratic(num_clients=4).build()
+    made = Quadratic(num_clients=4).build()
     ends = [
-        drive(FedBiO(), built, 2, strategy="loop", aggregation=Aggregation(robust="median"), **more)[1]
+        drive(FedBiO(), made, 2, strategy="loop", aggregation=Aggregation(robust="median"), **more)[1]
         for more in ({}, {"chunk_size": 1})
     ]
     assert torch.equal(ends[0].x, ends[1].x)
+
+
+class Live(TorchDispatchMode):
+    """The most memory of tensors that exist at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for storage in storages:
+            ref = StorageWeakRef(storage)
+            self.seen[ref.cdata] = (ref, storage.nbytes())
+        if sum(storage.nbytes() for storage in storages) > 4000:
+            self.seen = {key: pair for key, pair in self.seen.items() if not pair[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.seen.values()))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:the fused kernels of attention")
+@pytest.mark.parametrize(("method", "most"), [("penalty 1", 4), ("penalty 2", 4), ("fedbio", 6)])
+def test_memory_does_not_grow_with_the_clients(method, most):
+    """A language model whose weights outweigh its activations; memory is in rows of y."""
+    size = Size("narrow", 64, 2, 2, context=4, batch=1, samples=3)
+
+    def rows(num: int, way: str) -> float:
+        contestant = Contestant(Case(size, num, method, "float32"), way, built(size, num), num_local_steps=1)
+        with Live() as live:
+            for _ in range(2):
+                contestant.advance()
+        return live.peak / (4 * num_weights(size))
+
+    few, many = rows(2, TURN), rows(8, TURN)
+    assert many < 1.05 * few
+    assert many < 8 * most
+    assert rows(8, "loop") > 2 * many  # rows of all clients
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
@@ -177,9 +221,9 @@ def test_a_store_on_the_cpu_reads_what_was_written(moved):
 
 @pytest.mark.parametrize(("lower", "upper"), SCOPES[1:])
 def test_a_run_with_rows_on_the_cpu_has_the_same_bits(lower, upper, monkeypatch):
-    built = Quadratic(num_clients=4, lower=lower, upper=upper).build()
+    made = Quadratic(num_clients=4, lower=lower, upper=upper).build()
     options = {"batch_size": 2, "strategy": "loop", "cohort": Cohort(0.5)}
-    reference = drive(Penalty(num_local_steps=2), built, 4, **options)
+    reference = drive(Penalty(num_local_steps=2), made, 4, **options)
     start = Store.__init__
 
     def on_cpu(self: Store, num_rows: int) -> None:
@@ -187,4 +231,4 @@ def test_a_run_with_rows_on_the_cpu_has_the_same_bits(lower, upper, monkeypatch)
         self.move_to_cpu()
 
     monkeypatch.setattr(Store, "__init__", on_cpu)
-    same(reference, drive(Penalty(num_local_steps=2), built, 4, chunk_size=1, **options))
+    same(reference, drive(Penalty(num_local_steps=2), made, 4, chunk_size=1, **options))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from test_trial import clients, reading
+from torch.nn.functional import scaled_dot_product_attention as fused
 
 import fedbilevel as fb
 from fedbilevel.errors import SettingError
+from fedbilevel.oracle.plain_kernels import WrittenAttention
 from fedbilevel.oracle.population import Population
+from fedbilevel.problem.attention import attention
 from fedbilevel.runs.options import keywords
 from fedbilevel.tasks.hyper_representation import HyperRepresentation
 from support.numeric.yardstick import relative
@@ -70,9 +75,10 @@ def test_a_loss_is_summed_in_float32():
 
 @pytest.mark.parametrize("algorithm", ["penalty", "fedbio"])
 @pytest.mark.filterwarnings("ignore:the fused kernels of attention")
+@pytest.mark.filterwarnings("ignore:torch cannot compute the derivatives of a loss in bfloat16")
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
-    """Fused attention alone is in bfloat16; plain attention has no derivatives in it."""
+    """Where torch cannot mix precisions, as in layer norms of several clients on a CPU, all is in full."""
     runs = [
         fb.solve(
             reading("Transformer"), clients(), algorithm, num_iterations=10, precision=precision, strategy=strategy
@@ -82,9 +88,68 @@ def test_a_small_transformer_runs_in_low_precision(algorithm, strategy):
     full, low = (run.x["trust"] for run in runs)
     assert low.dtype == torch.float32
     assert relative(low, full) < 4 * EPS
-    is_plain = strategy == "vmap" or algorithm == "fedbio"  # its derivatives come from one evaluation
-    assert torch.equal(low, full) is is_plain
+    assert torch.equal(low, full) is (strategy == "vmap")
     assert runs[1].final["upper_loss"] == pytest.approx(runs[0].final["upper_loss"], rel=1e-3)
+
+
+def test_plain_attention_of_several_clients_is_in_low_precision():
+    """The weights of layer norms do not matter here: they would need float32 on a CPU."""
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+
+    def loss(x, y, batch):
+        mixed = batch["a"] @ y["w"]
+        return x["s"] * (fused(mixed, mixed, mixed, is_causal=True) ** 2).sum((1, 2))
+
+    problem = fb.Problem(upper=loss, lower=loss, x0={"s": torch.tensor(1.0)}, y0={"w": weight})
+    rows = torch.randn(3, 5, 6, 4, generator=torch.Generator().manual_seed(3))
+    data = [{"train": {"a": one}, "val": {"a": one}} for one in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full, low = (Population(problem, data, precision=name, strategy="vmap") for name in ("full", "bf16"))
+    assert low.oracle.plain_kernels == {"attention"}
+    assert not low.oracle.plain_in_full
+    exact, found = derivatives(full), derivatives(low)
+    for name in ("gy", "fx", "fy", "jv", "hv"):
+        assert 1e-4 < relative(found[name], exact[name]) < 16 * EPS, name
+    low.oracle.often = {"cpu": 1}
+    traced = derivatives(low)
+    assert all(plan.trace is not None for plan in low.oracle._plans.values() if plan.name in ("gy", "jv hv"))
+    assert all(torch.equal(traced[name], value) for name, value in found.items())
+
+
+def test_derivatives_that_torch_does_not_have_in_low_precision_are_in_full_with_a_warning():
+    def loss(x, y, batch):
+        mixed = batch["a"] @ y["w"]
+        return x["s"] * (torch.nn.functional.layer_norm(mixed, (4,), y["w"][0], y["w"][1]) ** 3).sum((1, 2))
+
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    problem = fb.Problem(upper=loss, lower=loss, x0={"s": torch.tensor(1.0)}, y0={"w": weight})
+    rows = torch.randn(3, 5, 6, 4, generator=torch.Generator().manual_seed(3))
+    data = [{"train": {"a": one}, "val": {"a": one}} for one in rows]
+    with pytest.warns(UserWarning, match="cannot compute the derivatives of a loss in bfloat16"):
+        low = Population(problem, data, precision="bf16", strategy="vmap")
+    full = Population(problem, data, strategy="vmap")
+    for name, value in derivatives(full).items():
+        assert torch.equal(value, derivatives(low)[name])
+
+
+SHAPES = [
+    {"is_causal": True},
+    {"scale": 0.3},
+    {"attn_mask": torch.arange(30).view(5, 6) % 4 > 0},
+    {"attn_mask": torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6)},
+    {"enable_gqa": True},
+]
+
+
+@pytest.mark.parametrize("given", SHAPES, ids=lambda given: next(iter(given)))
+def test_attention_in_plain_operations_is_that_of_torch(given):
+    draw = torch.Generator().manual_seed(1)
+    normal = lambda heads, length: torch.randn(2, heads, length, 4, generator=draw, dtype=torch.float64)
+    query, key, value = normal(4, 5), *(normal(2 if "enable_gqa" in given else 4, 6) for _ in range(2))
+    torch.testing.assert_close(attention(query, key, value, **given), fused(query, key, value, **given))
+    with WrittenAttention():
+        assert torch.equal(fused(query, key, value, **given), attention(query, key, value, **given))
 
 
 def test_a_resumed_run_keeps_its_precision(tmp_path):

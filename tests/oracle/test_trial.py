@@ -239,20 +239,33 @@ def test_a_checkpoint_saves_memory_in_gradients_and_changes_nothing():
         fb.solve(problem(True), clients(), "fedbio", **options)
 
 
-def test_gradients_of_one_client_have_the_numbers_of_torch_func():
+def test_derivatives_of_one_client_have_the_numbers_of_torch_func():
     generator = torch.Generator().manual_seed(5)
-    for problem in (reading("Transformer"), reading("GRU"), plain(squared), plain(distances)):
+    no_second = plain(distances)
+    for problem in (reading("Transformer"), reading("GRU"), plain(squared), no_second):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            population = Population(problem, clients(1), strategy="loop", second=False)
+            population = Population(problem, clients(1), strategy="loop", second=problem.lower is not no_second.lower)
         oracle, data = population.oracle, population.data
         losses = [oracle.flat(loss) for loss in (problem.upper, problem.lower)]
-        x, y = (one + 0.1 * torch.randn(one.shape, generator=generator) for one in (population.x0, population.y0))
-        for build, alone in derivatives.ALONE.items():
-            fields = data.batch(data.positions, "train").row(0)
-            found, expected = (tree_leaves(way(*losses)(x, y, fields)) for way in (alone, build))
+        draw = lambda one: one + 0.1 * torch.randn(one.shape, generator=generator)
+        x, y, v = draw(population.x0), draw(population.y0), draw(population.y0)
+        fields = data.batch(data.positions, "train").row(0)
+        given = {build: (x, y, fields) for build in derivatives.ALONE}
+        given |= {build: (x, y, v, fields) for build in (derivatives.pull_both, derivatives.pull_x, derivatives.pull_y)}
+        ways = [(build, alone, given[build]) for build, alone in derivatives.ALONE.items()]
+        ways += [
+            (derivatives.all_directions(*flags), alone, (x, y, v, *[fields] * 5))
+            for flags, alone in derivatives.ALONE_DIRECTIONS.items()
+        ]
+        for build, alone, values in ways:
+            second = alone in derivatives.ALONE_SECOND
+            if second and problem is no_second:
+                continue
+            found, expected = (tree_leaves(way(*losses)(*values)) for way in (alone, build))
             assert len(found) == len(expected)
-            assert all(map(torch.equal, found, expected))
+            for one, other in zip(found, expected, strict=True):
+                assert torch.allclose(one, other, rtol=1e-5, atol=1e-7) if second else torch.equal(one, other)
 
 
 def test_a_loss_without_x_has_a_gradient_of_zero_by_x():
@@ -265,6 +278,17 @@ def test_a_loss_without_x_has_a_gradient_of_zero_by_x():
     flat = population.oracle.flat(constant.upper)
     fx, fy = derivatives.ALONE[derivatives.upper_grads](flat, flat)(population.x0, population.y0, batch.row(0))
     assert not bool(fx.any() or fy.any())
+
+
+def test_products_are_zero_where_the_lower_gradient_does_not_depend_on_a_point():
+    population = Population(plain(squared), clients(1), strategy="loop")
+    x, y = population.x0, population.y0
+    fields = population.data.batch(population.data.positions, "val").row(0)
+    for lower in (lambda x, y, fields: y.sum(), lambda x, y, fields: x.sum(), lambda x, y, fields: torch.tensor(1.0)):
+        for flags, alone in derivatives.ALONE_DIRECTIONS.items():
+            expected = derivatives.all_directions(*flags)(lower, lower)(x, y, y, *[fields] * 5)
+            found = alone(lower, lower)(x, y, y, *[fields] * 5)
+            assert all(map(torch.equal, found, expected))
 
 
 def test_one_client_needs_no_batching():

@@ -40,7 +40,7 @@ def squared(net, head, batch):
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (nn.Dropout(0.2), "x_module.2 uses dropout in training mode"),
+        (nn.FeatureAlphaDropout(0.2), "x_module.2 uses dropout in training mode"),
         (nn.Sequential(nn.AlphaDropout(0.2)), "x_module.2.0 uses dropout in training mode"),
         (nn.BatchNorm1d(4), "x_module.2 uses batch norm in training mode"),
         (nn.SyncBatchNorm(4), "x_module.2 uses batch norm in training mode"),
@@ -52,7 +52,7 @@ def test_noisy_layers_of_a_module_are_refused_by_name(layer, says):
         Problem.from_modules(net, head, upper=squared, lower=squared)
     assert says in str(error.value)
     with pytest.raises(ProblemError, match="y_module uses dropout"):
-        Problem.from_modules(head, nn.Dropout(), upper=squared, lower=squared)
+        Problem.from_modules(head, nn.AlphaDropout(), upper=squared, lower=squared)
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.2), nn.BatchNorm1d(4)])

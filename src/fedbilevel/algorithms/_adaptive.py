@@ -42,7 +42,7 @@ class Moments(NamedTuple):
 
     momenta: tuple[Tensor, ...]
     second: Tensor
-    count: Tensor
+    number: Tensor
 
 
 class Adaptive:
@@ -116,7 +116,7 @@ class Adaptive:
         self, points: Sequence[Tensor], directions: Sequence[Tensor], moments: Moments, lr: Any
     ) -> tuple[list[Tensor], Moments]:
         """Return y and the offsets after one step of Adam; y comes first."""
-        count = moments.count + 1
+        count = moments.number + 1
         momenta = tuple(
             self.adam_beta1 * m + (1 - self.adam_beta1) * q for m, q in zip(moments.momenta, directions, strict=True)
         )
@@ -134,7 +134,7 @@ class Adaptive:
         return self.adam(old, directions, moments, self.server_lr)
 
     def _named(self, moments: Moments) -> dict[str, Tensor]:
-        return dict(zip(self._names(), (*moments.momenta, moments.second, moments.count), strict=True))
+        return dict(zip(self._names(), (*moments.momenta, moments.second, moments.number), strict=True))
 
     def _names(self) -> list[str]:
         return [*(f"m_{name}" for name in self.lower_points()), SECOND, COUNT]

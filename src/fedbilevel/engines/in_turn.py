@@ -67,7 +67,7 @@ class Sums:
         return {
             name: form._replace(rows=joined[name])
             if isinstance(form, Sparse) and name in joined
-            else joined.get(name, form)  # type: ignore[arg-type]
+            else joined.get(name, form)
             for name, form in self._forms.items()
         }
 
@@ -87,7 +87,8 @@ def in_turn(
     assert host.at_once is not None
     start = 0
     for part in positions.split(host.at_once):
-        weights = None if sums.weights is None else sums.weights[start : start + len(part)]
+        only_means = sums.weights is not None and not sums.kept  # kept rows are each client's own
+        weights = sums.weights[start : start + len(part)] if only_means else None  # type: ignore[index]
         sums.add(run(given(part), part, weights), part, start)
         start += len(part)
     return sums.answers()

@@ -131,10 +131,10 @@ class Simulation(Hosting, Server):
         self, phase: str, broadcast: Mapping[str, Value], places: Tensor, times: Tensor, means: bool
     ) -> tuple[Answers, Tensor, Tensor]:
         positions = self.roster.here(places)
-        for value in broadcast.values():
-            if isinstance(value, Tensor):
-                self._lacking(value, places)
-        given = lambda some: {name: self._given(value, some) for name, value in broadcast.items()}
+        for sent in broadcast.values():
+            if isinstance(sent, Tensor):
+                self._lacking(sent, places)
+        given = lambda some: {name: self._given(one, some) for name, one in broadcast.items()}
         run = lambda values, some, weights: self.host.run_phase(phase, values, some, self.iteration, self.call, weights)
         only_means = means and self.attack is None
         weights = self.roster.within(places, self._counts(places, times)) if only_means else None

@@ -7,6 +7,7 @@ pullback of v is (d<G,v>/dx, d<G,v>/dy) = (J v, H v).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,15 +65,6 @@ def _alone(number: int, *argnums: int) -> Build:
         return gradients
 
     return build
-
-
-ALONE: dict[Build, Build] = {  # the same derivatives, for one client at a time
-    lower_grad: _alone(1, 1),
-    lower_grad_x: _alone(1, 0),
-    upper_grad_x: _alone(0, 0),
-    upper_grad_y: _alone(0, 1),
-    upper_grads: _alone(0, 0, 1),
-}
 
 
 def _product(gradient: Callable[..., Tensor], v: Tensor, *points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -146,3 +138,78 @@ def all_directions(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
         return directions
 
     return build
+
+
+# ---- the same derivatives, for one client at a time ------------------------------------------------------------------
+
+
+def _pulled(lower: FlatLoss, x: Tensor, y: Tensor, v: Tensor, fields: Fields, argnums: tuple[int, ...]) -> Any:
+    """Return the derivatives of grad_y g . v by x (0) and y (1), and grad_y g, from one graph.
+
+    `torch.func.grad` would also keep a graph of the second derivatives.
+    """
+    points = [x.detach(), y.detach().requires_grad_()]
+    wanted = [points[argnum].requires_grad_() for argnum in argnums]
+    found: Any = tuple(torch.zeros_like(point) for point in wanted)
+    with torch.enable_grad():
+        value = lower(points[0], points[1], fields)
+        if not value.requires_grad:
+            return found, torch.zeros_like(y)
+        (gradient,) = torch.autograd.grad(
+            value, [points[1]], create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        dotted = torch.dot(gradient, v)  # `grad_outputs` would import sympy to compare two shapes
+    if dotted.requires_grad:
+        found = torch.autograd.grad(dotted, wanted, allow_unused=True, materialize_grads=True)
+    return found, gradient.detach()
+
+
+def _pulled_alone(*argnums: int) -> Build:
+    def build(_upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+        def pull(x: Tensor, y: Tensor, v: Tensor, fields: Fields) -> Any:
+            found, _ = _pulled(lower, x, y, v, fields, argnums)
+            return found if len(found) > 1 else found[0]
+
+        return pull
+
+    return build
+
+
+def _directions_alone(one_upper: bool, one_second: bool, one_lower: bool) -> Build:
+    def build(upper: FlatLoss, lower: FlatLoss) -> Callable[..., Any]:
+        losses = upper, lower
+
+        def directions(x: Tensor, y: Tensor, u: Tensor, *fields: Fields) -> tuple[Tensor, Tensor, Tensor]:
+            b_gy, b_fx, b_fy, b_ju, b_hu = fields
+            gradient = None
+            if one_second:  # first, because its graph is the largest
+                (d_ju, d_hu), gradient = _pulled(lower, x, y, u, b_ju, (0, 1))
+            else:
+                (d_ju,), _ = _pulled(lower, x, y, u, b_ju, (0,))
+                (d_hu,), _ = _pulled(lower, x, y, u, b_hu, (1,))
+            d_gy = gradient if one_lower and gradient is not None else _alone(1, 1)(*losses)(x, y, b_gy)
+            del gradient
+            if one_upper:
+                d_fx, d_fy = _alone(0, 0, 1)(*losses)(x, y, b_fx)
+            else:
+                d_fx, d_fy = _alone(0, 0)(*losses)(x, y, b_fx), _alone(0, 1)(*losses)(x, y, b_fy)
+            return d_fx - d_ju, d_gy, d_hu - d_fy
+
+        return directions
+
+    return build
+
+
+ALONE: dict[Build, Build] = {
+    lower_grad: _alone(1, 1),
+    lower_grad_x: _alone(1, 0),
+    upper_grad_x: _alone(0, 0),
+    upper_grad_y: _alone(0, 1),
+    upper_grads: _alone(0, 0, 1),
+    pull_both: _pulled_alone(0, 1),
+    pull_x: _pulled_alone(0),
+    pull_y: _pulled_alone(1),
+}
+ALONE_DIRECTIONS = {flags: _directions_alone(*flags) for flags in itertools.product((False, True), repeat=3)}
+# derivatives of the lower loss that need kernels with second derivatives
+ALONE_SECOND = {*ALONE_DIRECTIONS.values(), *(ALONE[build] for build in (pull_both, pull_x, pull_y))}

@@ -29,6 +29,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedbilevel.errors import ProblemError, SettingError
+from fedbilevel.oracle import derivatives
 from fedbilevel.oracle.derivatives import Build, FlatLoss
 from fedbilevel.oracle.plain_kernels import plain
 from fedbilevel.oracle.precision import Precision, lowered
@@ -78,6 +79,8 @@ class Evaluation:
         self.frozen = self.compiles_now = False
         self.tick: Callable[[], None] | None = None  # called before every evaluation; it may raise
         self.plain_kernels: frozenset[str] = frozenset()  # layers whose fast kernel has no second derivative
+        self.plain_in_full = False  # whether plain kernels are in full precision
+        self.strict = False  # whether only torch.func is used, which notices operations outside of torch
 
     def flat(self, loss: Loss, *, padded: bool = True, fast: bool = False, low: bool = False) -> FlatLoss:
         """Return a loss as a function of flat vectors.
@@ -98,7 +101,7 @@ class Evaluation:
             value = values(x, y, fields)
             return value if contract is None else contract(value, fields["weight"])
 
-        return plain(flat, () if fast else self.plain_kernels)
+        return plain(flat, () if fast else self.plain_kernels, low=low)
 
     def _contraction(self, function: Callable[..., Any], *, padded: bool) -> Callable[[Any, Tensor], Any] | None:
         """Return a function that reduces values per sample to one value.
@@ -143,12 +146,15 @@ class Plan:
     ) -> None:
         losses = (evaluation.problem.upper, evaluation.problem.lower)
         self.evaluation, self.chunk, self.calls = evaluation, chunk, 0
-        low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
-        fast_low, low = low, low and "attention" not in evaluation.plain_kernels
+        fast_low = evaluation.precision != "full" and is_derivative and key[0] not in _IN_FULL
+        low = fast_low and not (evaluation.plain_in_full and evaluation.plain_kernels)
         self.each = build(*(evaluation.flat(loss, padded=padded, low=low) for loss in losses))
         self.alone = self.each  # for one client at a time
-        if alone is not None:
-            self.alone = alone(*(evaluation.flat(loss, padded=padded, low=fast_low, fast=True) for loss in losses))
+        second = alone in derivatives.ALONE_SECOND  # needs kernels with second derivatives of the lower loss
+        if alone is not None and not (second and evaluation.strict):
+            upper = evaluation.flat(losses[0], padded=padded, low=fast_low, fast=True)
+            lower = evaluation.flat(losses[1], padded=padded, low=low if second else fast_low, fast=not second)
+            self.alone = alone(upper, lower)
         self.mean = build(*(evaluation.pooled(loss, padded=padded, low=low) for loss in losses))
         self.name, self.label = key[0], repr(key)
         self.way = evaluation.choices.get(self.label, way) if evaluation.strategy == "auto" else way

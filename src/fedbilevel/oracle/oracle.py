@@ -133,7 +133,8 @@ class Oracle(Evaluation):
         """
         alike = (fx is fy, ju is hu, gy is ju)
         build, batches = derivatives.all_directions(*alike), (gy, fx, fy, ju, hu)
-        return self._map(f"directions {alike}", build, (x, y, u), batches, shares)
+        alone = derivatives.ALONE_DIRECTIONS[alike]
+        return self._map(f"directions {alike}", build, (x, y, u), batches, shares, alone=alone)
 
     def evaluate(self, function: Callable[[Any, Any, Fields], Any], x: Tensor, y: Tensor, batch: Batch) -> Any:
         """Return `function(x, y, batch)` of every client, such as losses and statistics.
@@ -226,6 +227,15 @@ class Oracle(Evaluation):
         if more:
             self._plans.clear()
         return bool(more)
+
+    def takes_full_precision(self, errors: Iterable[Exception]) -> bool:
+        """Evaluate plain kernels in full if torch cannot mix precisions in them; return whether that is new."""
+        mixes = any("expected scalar type" in str(error) for error in errors)
+        if not mixes or self.precision == "full" or self.plain_in_full or not self.plain_kernels:
+            return False
+        self.plain_in_full = True
+        self._plans.clear()
+        return True
 
     def _pools(self, k: int, vectors: Sequence[Tensor], shares: Tensor | None) -> bool:
         """Return whether one derivative of the mean is enough.

@@ -8,8 +8,10 @@ outside of the user's function is float32:
     the sum of a loss over its samples, and every mean over clients
     losses and statistics that are measured, residuals and stationarity
     g_x of differences (penalty): its rounding would be multiplied by lam
-    plain attention, of which torch has no derivatives in bfloat16: products with second
-        derivatives, and clients that are evaluated together; fused attention is in bfloat16
+    losses with plain attention that torch cannot differentiate in bfloat16 (layer norms of several
+        clients at once on a CPU), except gradients of one client at a time
+
+Plain attention is written in operations that have all derivatives in bfloat16 (`plain_kernels`).
 
 The type float16 is missing, because its derivatives underflow without a scale of the loss.
 """

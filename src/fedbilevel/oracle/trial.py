@@ -47,16 +47,18 @@ def settle(oracle: Oracle, make: Callable[..., Oracle], few: Few, *, second: boo
         error here but where they are used.
     """
     together = oracle.strategy != "loop" and len(few.train) > 1
-    for _ in range(3):  # each pass may find one more kernel
+    for _ in range(4):  # each pass may find one more kernel
         slow: list[str] = []
         trial = make("vmap" if oracle.strategy == "vmap" else "auto")
         failed = _failures(trial, oracle, few, second, slow) if together else {}
         alone = _failures(make("loop"), oracle, few, second, []) if failed or not together else {}
         lost = _SECOND in failed or _SECOND in alone
-        before = oracle.plain_kernels
-        if not oracle.takes_plain_kernels([*failed.values(), *alone.values(), *slow]):
-            break
-        if lost and "attention" in oracle.plain_kernels - before:
+        before, errors = oracle.plain_kernels, [*failed.values(), *alone.values()]
+        if not oracle.takes_plain_kernels([*errors, *slow]):
+            if not oracle.takes_full_precision(errors):
+                break
+            _say_full_precision()
+        if lost and "attention" in oracle.plain_kernels - before and any("scaled_dot" in str(one) for one in errors):
             _say_plain_attention()
     for name, error in alone.items():
         if name != _SECOND or not isinstance(error, ProblemError):
@@ -87,12 +89,21 @@ def _say_plain_attention() -> None:
     )
 
 
+def _say_full_precision() -> None:
+    warnings.warn(
+        "torch cannot compute the derivatives of a loss in bfloat16, so they are computed in float32, except gradients "
+        "of one client at a time",
+        stacklevel=4,
+    )
+
+
 def _failures(trial: Oracle, oracle: Oracle, few: Few, second: bool, slow: list[str]) -> dict[str, Exception]:
     """Return the exceptions of all functions that the trial oracle cannot evaluate.
 
     slow: gets torch's warnings of operations without a batching rule.
     """
-    trial.plain_kernels, trial.long, trial.adapts = oracle.plain_kernels, float("inf"), False
+    trial.plain_kernels, trial.plain_in_full = oracle.plain_kernels, oracle.plain_in_full
+    trial.long, trial.adapts, trial.strict = float("inf"), False, True
     if _failure(lambda: _all(trial, few, second), slow) is None:
         return {}
     found = {name: _failure(probe, slow) for name, probe in _probes(trial, few) if second or name != _SECOND}
@@ -103,6 +114,8 @@ def _failure(probe: Callable[[], Any], slow: list[str]) -> Exception | None:
     try:
         with torch.no_grad(), _fallbacks(slow):
             probe()
+    except torch.OutOfMemoryError as error:
+        return error.with_traceback(None)  # its frames would hold the memory
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything; it is reported
         return error
     return None

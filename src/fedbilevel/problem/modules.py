@@ -93,7 +93,8 @@ def _refuse(what: str, where: str) -> None:
 def _refuse_layer(layer: nn.Module, where: str) -> None:
     if layer.training and isinstance(layer, nn.modules.batchnorm._BatchNorm):
         _refuse("batch norm", where)
-    if layer.training and isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+    kinds = (nn.AlphaDropout, nn.FeatureAlphaDropout)  # the masks of other kinds are those of `dropout`
+    if layer.training and isinstance(layer, kinds) and layer.p > 0:
         _refuse("dropout", where)
 
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from fedbilevel.errors import ProblemError, reason
+from fedbilevel.problem.dropout import NUM_DRAWS, drops, masked
 from fedbilevel.problem.layout import Tree, check_tree
 from fedbilevel.problem.modules import BoundModule, Frozen, initial_parameters
 
@@ -209,7 +210,8 @@ class Problem:
         `upper(net, head, batch)` may write `head(net(batch["image"]))` and
         `net.parameters["0.weight"]`. They receive tensors as a dict, and `diagnostics` receives
         dicts only. Frozen parameters stay as they are, and the modules themselves are never
-        changed. All other arguments are those of `Problem`.
+        changed. Dropout in training mode acts in the lower loss, with masks that all evaluations of
+        a batch share. All other arguments are those of `Problem`.
 
         Examples with two modules, with a module for y only, and with a module for x only:
 
@@ -241,17 +243,27 @@ class Problem:
         start_x, of_x = _start("x", x_module, x0)
         start_y, of_y = _start("y", y_module, y0)
 
-        def bind(function: Callable[[Any, Any, Fields], Any]) -> Callable[[Any, Any, Fields], Any]:
-            return lambda x, y, batch: function(of_x(x), of_y(y), batch)
+        drawn, noisy = draws, drops(x_module) or drops(y_module)
+        if noisy and features is not None:
+            raise ProblemError(
+                "a module with dropout in training mode was given with features, which are computed once for all "
+                "batches: put the module in eval mode, or compute the features inside the losses."
+            )
+        if noisy:
+            drawn = {**draws, "train": draws.get("train", 0) + NUM_DRAWS}
+
+        def bind(function: Callable[[Any, Any, Fields], Any], own: int | None = None) -> Any:
+            bound = lambda x, y, batch: function(of_x(x), of_y(y), batch)
+            return masked(bound, own) if noisy else bound
 
         return cls(
             upper=bind(upper),
-            lower=bind(lower),
+            lower=bind(lower, drawn["train"] - NUM_DRAWS if noisy else None),
             x0=start_x,
             y0=start_y,
             scopes=scopes,
             features=None if features is None else (lambda x, batch: features(of_x(x), batch)),
-            draws=draws,
+            draws=drawn,
             client_weights=client_weights,
             statistics={role: bind(function) for role, function in statistics.items()},
             metrics=metrics,
