@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpt import KL, Attention, Size, causal, divergence, entropy, plain_causal, shares
+from benchmarks.gpt import KL, Size, shares
 from fedbilevel.algorithms.fedbio import FedBiO
 from fedbilevel.algorithms.penalty import DIFFERENCES, Penalty
 from fedbilevel.problem.draws import Stream
+from fedbilevel.tasks.gpt import Attention, causal, entropy, plain_causal
+from fedbilevel.tasks.mixing import divergence
 from fedbilevel.tasks.task import Built
 
 Parameters = list[Tensor]

@@ -22,7 +22,7 @@ from fedbilevel.errors import FedBilevelError
 from fedbilevel.studies.experiment import Job, read
 from fedbilevel.studies.reproduce import reproduce, results
 
-_LONG = ("guarded", "fine-tuned", "fedbabu", "self-tuned")  # rows that take longest
+_LONG = ("learned", "doge", "guarded", "fine-tuned", "fedbabu", "self-tuned")  # rows that take longest
 
 
 class Outcome(NamedTuple):
@@ -37,21 +37,21 @@ def ordered(jobs: Sequence[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: (job.repetition, rank.get(job.row, len(_LONG))))
 
 
-def perform(given: tuple[Job, Path]) -> Outcome:
-    job, folder = given
+def perform(given: tuple[Job, Path, str]) -> Outcome:
+    job, folder, device = given
     begun, error = time.perf_counter(), ""
     try:
-        reproduce([job], folder)
+        reproduce([job], folder, device=device)
     except (FedBilevelError, RuntimeError, ValueError) as raised:  # one job must not end the others
         error = f"{type(raised).__name__}: {raised}"
     return Outcome(job.key, time.perf_counter() - begun, error)
 
 
-def run(jobs: Sequence[Job], folder: Path, *, processes: int, limit: float) -> list[Outcome]:
+def run(jobs: Sequence[Job], folder: Path, *, processes: int, limit: float, device: str = "cpu") -> list[Outcome]:
     """Run the jobs that have no result, and return the outcomes until the time limit."""
     folder.mkdir(parents=True, exist_ok=True)
     done, end = {job.key for job, _ in results(jobs, folder)}, time.monotonic() + limit
-    left = [(job, folder) for job in ordered(jobs) if job.key not in done]
+    left = [(job, folder, device) for job in ordered(jobs) if job.key not in done]
     found: list[Outcome] = []
     print(f"{len(done)} of {len(jobs)} jobs are done, {len(left)} are left", flush=True)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -76,11 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; processes share a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/worth"))
     given = parser.parse_args(arguments)
     panels, rows = ([one for one in text.split(",") if one] for text in (given.panels, given.rows))
     jobs = read(given.experiment).jobs(panels=panels, rows=rows, repetitions=given.repetitions)
-    found = run(jobs, given.out, processes=given.processes, limit=given.limit)
+    found = run(jobs, given.out, processes=given.processes, limit=given.limit, device=given.device)
     for one in found:
         if one.error:
             print(f"failed: {one.key}: {one.error}")

@@ -15,6 +15,7 @@ from benchmarks.clock import Setup
 from benchmarks.gpt import BILLION, BYTES, SIZES, SOURCES, TINY
 from benchmarks.large_models import HAND, METHODS, TURN, WAYS, Case, Contestant
 from fedbilevel.errors import ProblemError
+from fedbilevel.tasks import gpt as model
 
 SMALL = Setup(threads=1, small=True, rounds=2)
 pytestmark = pytest.mark.usefixtures("same_threads")
@@ -55,12 +56,12 @@ def test_the_loop_by_hand_goes_where_the_library_goes(method, precision, dtype, 
 def test_both_ways_of_attention_are_causal_and_equal():
     draw = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(3, 2, 2, 5, 4, generator=draw, dtype=torch.float64)
-    fused, plain = gpt.causal(q, k, v), gpt.plain_causal(q, k, v)
+    fused, plain = model.causal(q, k, v), model.plain_causal(q, k, v)
     torch.testing.assert_close(fused, plain)
     torch.testing.assert_close(plain[..., 0, :], v[..., 0, :])
-    y = {name: leaf.double() for name, leaf in gpt.weights(TINY).items()}
+    y = {name: leaf.double() for name, leaf in model.weights(TINY).items()}
     text = torch.as_tensor(gpt.text(TINY, 0, 0, 0))
-    torch.testing.assert_close(gpt.entropy(y, text, TINY), gpt.entropy(y, text, TINY, gpt.plain_causal))
+    torch.testing.assert_close(model.entropy(y, text, TINY), model.entropy(y, text, TINY, model.plain_causal))
 
 
 def test_sizes_have_the_parameters_of_their_names():
@@ -68,7 +69,7 @@ def test_sizes_have_the_parameters_of_their_names():
     for size in (*SIZES, BILLION):
         assert large_models.num_weights(size) == pytest.approx(float(size.name[:-1]) * units[size.name[-1]], rel=0.03)
     for size in (TINY, SIZES[-1]):
-        assert large_models.num_weights(size) == sum(leaf.numel() for leaf in gpt.weights(size).values())
+        assert large_models.num_weights(size) == sum(leaf.numel() for leaf in model.weights(size).values())
 
 
 def test_text_depends_on_its_address_alone():
@@ -207,7 +208,7 @@ def test_large_models_are_skipped_on_a_cpu_with_a_sentence():
 
 def test_memory_is_in_rows_of_y_per_client(monkeypatch):
     case = Case(TINY, 3, "fedbio", "bf16")
-    row = 4 * sum(leaf.numel() for leaf in gpt.weights(TINY).values())
+    row = 4 * sum(leaf.numel() for leaf in model.weights(TINY).values())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 5 * row)
     assert large_models.memory(Setup(device="cuda"), case) == {"memory_gb": 15 * row / 1e9, "y_rows": 5.0}
     assert large_models.memory(SMALL, case) == {}

@@ -114,7 +114,7 @@ def api_page() -> str:
         "Run": ["solve", "compare", "guarded", "Guarded", "tune", "write_report", "Result"],
         "Problems": ["Problem", "Scopes", "lora"],
         "Cleaning of labels": ["clean_labels", "Cleaning"],
-        "Features and sources": ["select_features", "SelectedFeatures", "mix_sources", "MixedSources"],
+        "Features and sources": ["select_features", "SelectedFeatures", "mix_sources", "MixedSources", "MixedTexts"],
         "Personalisation": ["personalise", "Personalised"],
         "Influence of samples": ["influence"],
         "Cohorts and networks": ["Cohort", "Stragglers", "Network", "Averaging", "Schedule"],

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fedbilevel.studies.features import SelectedFeatures, select_features
     from fedbilevel.studies.guarded import Guarded, guarded
     from fedbilevel.studies.influence.fit import influence
+    from fedbilevel.studies.mixed_texts import MixedTexts
     from fedbilevel.studies.search import tune
     from fedbilevel.studies.sources import MixedSources, mix_sources
 
@@ -71,6 +72,7 @@ _PLACES = {  # imported when they are asked for: the parent processes of a feder
     "studies.features": ["SelectedFeatures", "select_features"],
     "studies.guarded": ["Guarded", "guarded"],
     "studies.influence.fit": ["influence"],
+    "studies.mixed_texts": ["MixedTexts"],
     "studies.search": ["tune"],
     "studies.sources": ["MixedSources", "mix_sources"],
 }
@@ -88,6 +90,7 @@ __all__ = [
     "FedBilevelError",
     "Guarded",
     "MixedSources",
+    "MixedTexts",
     "Network",
     "Personalised",
     "Problem",

@@ -256,7 +256,8 @@ class Population:
 
     def _split(self, x: Points, y: Points, num: int) -> Iterator[Portion]:
         """Yield portions of at most `num` clients, or of one client if samples are limited."""
-        for some in self.data.positions.split(max(1, num) if self.limit is None else 1):
+        several = self.limit is None and not any(map(self.data.is_cut, self.data.fields))
+        for some in self.data.positions.split(max(1, num) if several else 1):
             yield Portion(self.data, some, _rows(x, some), _rows(y, some), self.weights(some), self.limit)
 
     def sum_of_weights(self, added: Added) -> Tensor:

@@ -3,6 +3,9 @@
 A portion holds a few clients. If a run takes minibatches of a large model, a portion holds one
 client, and its samples are evaluated a minibatch at a time. Minibatches have the meaning that they
 have in a run, so a loss may also be the user's own sum with the weights.
+
+Of samples that are windows into long arrays (problem/windows.py), losses are measured on evenly
+spread ones, because there may be as many windows as tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.utils._pytree import tree_map
 from fedbilevel.problem.client_data import Batch, ClientData
 from fedbilevel.problem.problem import Fields, Statistics
 
+SPREAD = 256  # windows of each client in a measurement
 LARGE = 2**20  # entries of x and y from which memory is that of activations, not of samples
 
 
@@ -62,18 +66,25 @@ class Portion:
         return tree_map(lambda *leaves: torch.stack([leaf.double() for leaf in leaves]).sum(0), *parts)
 
     def _is_whole(self, role: str) -> bool:
-        return self.limit is None or int(self.data.sizes[role][self.positions].sum()) <= self.limit
+        return self.limit is None or len(self.positions) * self._num(role) <= self.limit
+
+    def _num(self, role: str) -> int:
+        """Return the most samples of a client that are measured."""
+        most = int(self.data.sizes[role][self.positions].max())
+        return min(SPREAD, most) if self.data.is_cut(role) else most
 
     def _all(self, role: str) -> Batch:
+        if self.data.is_cut(role):
+            return self.data.batch(self.positions, role, self.data.spread(self.positions, role, SPREAD))
         whole: Batch = getattr(self, role) if role in ("train", "val") else self.data.look(self.positions, role)
         return whole
 
     def _minibatches(self, role: str) -> Iterator[tuple[Batch, float]]:
         """Yield all samples of one client, with shares that sum to one."""
         assert self.limit is not None
-        size = int(self.data.sizes[role][self.positions])
-        for index in torch.arange(size, device=self.data.device).split(self.limit):
-            yield self.data.batch(self.positions, role, index[None]), len(index) / size
+        spread = self.data.spread(self.positions, role, self._num(role))[0]
+        for index in spread.split(self.limit):
+            yield self.data.batch(self.positions, role, index[None]), len(index) / len(spread)
 
 
 def per_sample_statistics(function: Statistics, x: Any, y: Any, fields: Fields) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedbilevel.errors import ProblemError
 from fedbilevel.problem.holdings import Holdings as Holdings
 from fedbilevel.problem.holdings import check_clients, fields_of
+from fedbilevel.problem.windows import Windows
 
 REQUIRED = ("train", "val")
 RESERVED = ("index", "weight", "features", "draw")  # filled in by the library
@@ -140,7 +141,7 @@ class ClientData:
         return found
 
     def _join(self, role: str, clients: Sequence[Holdings]) -> None:
-        parts: dict[str, list[Tensor]] = {}
+        parts: dict[str, list[Any]] = {}  # tensors, or windows into long arrays
         sizes = []
         for i, client in enumerate(clients):
             if set(client) != set(clients[0]):
@@ -183,11 +184,14 @@ class ClientData:
                     f"only {len(values)} of {len(clients)} clients have the field {role}/{name}: all clients need "
                     "the same fields."
                 )
-        self.fields[role] = {name: torch.cat(values).to(self.device) for name, values in parts.items()}
+        join: Any = lambda values: Windows.joined(values) if isinstance(values[0], Windows) else torch.cat(values)
+        self.fields[role] = {name: join(values).to(self.device) for name, values in parts.items()}
         self.sizes[role] = torch.tensor(sizes)
         self.offsets[role] = (self.sizes[role].cumsum(0) - self.sizes[role]).to(self.device)
 
-    def _tensor(self, value: Any, role: str, name: str, client: int) -> Tensor:
+    def _tensor(self, value: Any, role: str, name: str, client: int) -> Any:
+        if isinstance(value, Windows):
+            return value
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             raise ProblemError(f"client {client} has {role}/{name} as an array of Python objects: give numbers.")
         try:
@@ -240,6 +244,16 @@ class ClientData:
             active,
             size,
         )
+
+    def is_cut(self, role: str) -> bool:
+        """Return whether samples are windows into long arrays, of which measurements see a part."""
+        return any(isinstance(value, Windows) for value in self.fields[role].values())
+
+    def spread(self, positions: Tensor, role: str, most: int) -> Tensor:
+        """Return the numbers (k, n) of evenly spread samples, n = `most` or all of the largest client."""
+        sizes = self.num_samples(positions, role)[:, None]
+        num = min(most, int(self.sizes[role][positions].max()))
+        return torch.arange(num, device=self.device) * sizes // max(1, num)
 
     def samples(self, positions: Tensor, role: str, at_once: int) -> Iterator[dict[str, Tensor]]:
         """Yield all samples of these clients without padding, `at_once` samples at a time.

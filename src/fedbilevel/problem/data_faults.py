@@ -37,6 +37,7 @@ def _same(data: ClientData) -> list[str]:
     num = int(data.sizes["train"].sum())
     same = (
         num >= _MANY
+        and not data.is_cut("train")
         and train.keys() == val.keys()
         and torch.equal(data.sizes["train"], data.sizes["val"])
         and all(torch.equal(train[name], val[name]) for name in train)

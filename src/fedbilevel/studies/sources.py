@@ -9,27 +9,32 @@ Target samples are dealt to the clients, which all see the same task. x starts a
 answer is the guarded choice (studies/guarded.py) between learned weights and the plain ways: sources
 alike (`uniform`), samples alike (`proportional`), both with half of the target samples among the
 training samples, or these alone (`target`).
+
+Sources of text, in a folder, are mixed for a language model (studies/texts.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax, softmax
+from torch.nn.functional import cross_entropy, softmax
 
 from fedbilevel import displays
+from fedbilevel.data.tokens import TARGET
 from fedbilevel.errors import ProblemError, SettingError
 from fedbilevel.problem.client_data import Holdings
 from fedbilevel.problem.holdings import fields_of
 from fedbilevel.problem.problem import Problem
 from fedbilevel.settings import setting
 from fedbilevel.studies.guarded import Guarded, guarded
+from fedbilevel.studies.mixed_texts import MixedTexts, mix_texts
+from fedbilevel.tasks.mixing import divergence
 from fedbilevel.tasks.rival import Rival, Way
 from fedbilevel.tasks.task import Built, Task
 
@@ -78,23 +83,34 @@ class MixedSources:
         return displays.ranking(f"Weights of {len(rows)} sources", ("source", "weight", "samples"), rows, note)
 
 
+@overload
+def mix_sources(sources: str | Path, **settings: Any) -> MixedTexts: ...
+@overload
+def mix_sources(sources: Mapping[str, Any] | Sequence[Any], target: Any, **settings: Any) -> MixedSources: ...
 def mix_sources(
-    sources: Mapping[str, Any] | Sequence[Any],
-    target: Any,
+    sources: Mapping[str, Any] | Sequence[Any] | str | Path,
+    target: Any = None,
     *,
-    num_rounds: int = 200,
+    num_rounds: int | None = None,
     l2: float = 0.001,
-    kl: float = 0.01,
+    kl: float | None = None,
     num_folds: int = 4,
     seed: int = 0,
     **options: Any,
-) -> MixedSources:
-    """Learn how much each source counts for a linear classifier that serves the target.
+) -> MixedSources | MixedTexts:
+    """Learn how much each source counts for a model that serves the target.
+
+    Tables give a linear classifier. A folder of text files gives a language model: it holds one file or
+    folder of text per source, and `target.txt`, text of the kind that the model is for; or one such
+    folder per client. Its settings are `num_clients` (4), among which files are divided, and those
+    of `fedbilevel mix --help`; device and precision are those of `solve`.
+
+    For tables:
 
     sources: one table `{"input": rows, "label": classes from 0}` per source, in a list or by name.
     target: the same for the target distribution, at least two samples per source.
-    num_rounds: rounds of every run.
-    l2, kl: weights of the squared norm of y, and of the divergence from uniform weights.
+    num_rounds: rounds of every run; 200 by default.
+    l2, kl: weights of the squared norm of y, and of the divergence from uniform weights (0.01).
     num_folds: parts of the target samples by which the answer is chosen.
     options: further keywords of `solve`.
 
@@ -109,6 +125,16 @@ def mix_sources(
     >>> found.table()[0]["source"]
     'good'
     """
+    if isinstance(sources, str | Path):
+        settings = {"num_rounds": num_rounds, "kl": kl, **options}
+        given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        if target is not None:
+            raise SettingError(f"{sources} is a folder, and target is given too: put the target into {TARGET}.txt.")
+        names: list[str] = [name for name in ("device", "precision", "strategy") if name in given]
+        return mix_texts(sources, seed=seed, options={name: given.pop(name) for name in names}, **given)
+    if target is None:
+        raise SettingError("mix_sources has tables and no target: give samples of the target.")
+    num_rounds, kl = 200 if num_rounds is None else num_rounds, 0.01 if kl is None else kl
     named = dict(sources) if isinstance(sources, Mapping) else {f"source {i}": one for i, one in enumerate(sources)}
     if len(named) < 2:
         raise SettingError(f"there are {len(named)} sources, expected at least two to weigh against one another.")
@@ -132,8 +158,8 @@ def mix_sources(
     num_classes = 1 + max(int(one["label"].max()) for one in (*tables.values(), goal))
     task = _Sources(l2=l2, kl=kl)
     problem = task.problem_of(len(tables), num_classes, rows.shape[1])
-    given = task.with_built(Built(problem, clients))
-    guard = guarded(given, num_rounds=num_rounds, num_folds=num_folds, seed=seed, **options)
+    built = task.with_built(Built(problem, clients))
+    guard = guarded(built, num_rounds=num_rounds, num_folds=num_folds, seed=seed, **options)
     weights = softmax(guard.contenders["bilevel"].result.x["logit"].double(), 0).tolist()
     sizes = {name: len(one["label"]) for name, one in tables.items()}
     return MixedSources(dict(zip(tables, weights, strict=True)), sizes, guard, centre, scale)
@@ -148,7 +174,7 @@ class _Sources(Task):
 
     def problem_of(self, num_sources: int, num_classes: int, dim: int) -> Problem:
         return Problem(
-            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * _divergence(x["logit"]),
+            upper=lambda x, y, batch: _entropy(y, batch) + self.kl * divergence(x["logit"]),
             lower=lambda x, y, batch: (
                 num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
@@ -211,9 +237,3 @@ def _halved(client: Holdings) -> tuple[Holdings, tuple[int, int]]:
 
 def _entropy(y: Any, batch: Any) -> Tensor:
     return cross_entropy(batch["input"] @ y["weight"].mT + y["bias"], batch["label"], reduction="none")
-
-
-def _divergence(logit: Tensor) -> Tensor:
-    """Return KL(softmax(logit) || uniform)."""
-    log_weights = log_softmax(logit, 0)
-    return (log_weights.exp() * (log_weights + math.log(len(logit)))).sum()

@@ -41,6 +41,7 @@ ICML 2024. Choices of this project: the bilevel form, the corruptions and the si
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,7 +138,7 @@ class Mixing(Task):
         (context,) = shapes.sample("context", "train", "val", "test", kinds=("int",), ndim=1)
         num_sources, tested = self.num_good + self.num_bad, shapes.has("test", "context", "label")
         return Problem(
-            upper=lambda x, y, batch: self._served(_entropy(y, batch), batch) + self.kl * _divergence(x["logit"]),
+            upper=lambda x, y, batch: self._served(_entropy(y, batch), batch) + self.kl * divergence(x["logit"]),
             lower=lambda x, y, batch: (
                 num_sources * softmax(x["logit"], 0)[batch["source"]] * _entropy(y, batch) + self._decay(y)
             ),
@@ -207,10 +208,10 @@ class Mixing(Task):
 
     def _chains(self, rng: np.random.Generator) -> _Texts:
         """Return the texts of the good chain and of one bad chain per bad source."""
-        good, num = _chain(rng), self.num_clients * self.num_train + self.context
+        good, num = chain(rng), self.num_clients * self.num_train + self.context
         rest = self.num_clients * (self.num_val + self.num_test) + self.context
-        chains = [good] * self.num_good + [_chain(rng) for _ in range(self.num_bad)]
-        return _Texts([_walk(chain, num, rng) for chain in chains], _walk(good, rest, rng), _SYMBOLS)
+        chains = [good] * self.num_good + [chain(rng) for _ in range(self.num_bad)]
+        return _Texts([walk(one, num, rng) for one in chains], walk(good, rest, rng), _SYMBOLS)
 
     def _plays(self, rng: np.random.Generator) -> _Texts:
         roles = shakespeare(self.data_dir)
@@ -219,7 +220,7 @@ class Mixing(Task):
         sources = [
             roles[role]
             if place < self.num_good
-            else _corrupted(roles[role], _CORRUPTIONS[(place - self.num_good) % len(_CORRUPTIONS)], characters, rng)
+            else corrupted(roles[role], _CORRUPTIONS[(place - self.num_good) % len(_CORRUPTIONS)], characters, rng)
             for place, role in enumerate(longest)
         ]
         return _Texts(sources, "".join(roles[role] for role in roles if role not in longest), characters)
@@ -276,10 +277,11 @@ def _entropy(y: Any, batch: Any) -> Tensor:
     return cross_entropy(_logits(y, batch), batch["label"], reduction="none")
 
 
-def _divergence(logit: Tensor) -> Tensor:
-    """Return KL(softmax(logit) || uniform)."""
-    log_weights = log_softmax(logit, 0)
-    return (log_weights.exp() * (log_weights + math.log(len(logit)))).sum()
+def divergence(logit: Tensor, prior: Tensor | None = None) -> Tensor:
+    """Return KL(softmax(logit) || prior); the prior is uniform unless its weights are given."""
+    logs = log_softmax(logit, 0)
+    log_prior = -math.log(len(logit)) if prior is None else prior.to(logs).log()
+    return (logs.exp() * (logs - log_prior)).sum()
 
 
 def _tested(num_good: int) -> Callable[[Any, Any, Any], dict[str, Tensor]]:
@@ -301,20 +303,24 @@ def _worst(sums: Any) -> dict[str, float]:
     return {"worst_test_loss": float((sums["loss"] / sums["tested"]).max())}
 
 
-def _chain(rng: np.random.Generator) -> np.ndarray:
+def chain(rng: np.random.Generator) -> np.ndarray:
     """Return transition probabilities (symbols, symbols), of which a few are large in each row."""
     return rng.dirichlet(np.full(len(_SYMBOLS), 0.2), len(_SYMBOLS)) * 0.95 + 0.05 / len(_SYMBOLS)
 
 
-def _walk(chain: np.ndarray, length: int, rng: np.random.Generator) -> str:
-    steps, draws = chain.cumsum(1), rng.random(length)
+def walk(transitions: np.ndarray, length: int, rng: np.random.Generator) -> str:
+    steps, draws = transitions.cumsum(1), rng.random(length)
     places = [0]
     for draw in draws[1:]:
         places.append(min(int(np.searchsorted(steps[places[-1]], draw)), len(_SYMBOLS) - 1))
     return "".join(_SYMBOLS[place] for place in places)
 
 
-def _corrupted(text: str, how: str, characters: str, rng: np.random.Generator) -> str:
+def corrupted(text: str, how: str, characters: str, rng: np.random.Generator) -> str:
+    if how == "words backwards":
+        return " ".join(word[::-1] for word in text.split(" "))
+    if how == "other letters":  # the same words in another alphabet
+        return codecs.encode(text, "rot13")
     letters = np.array(list(text))
     if how == "shuffled":
         return "".join(rng.permutation(letters))

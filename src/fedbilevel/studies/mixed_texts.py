@@ -1,0 +1,107 @@
+"""From a folder of texts to weights of its sources, and the mixture that held-out text chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbilevel import displays
+from fedbilevel.data.tokens import Texts, read_texts
+from fedbilevel.settings import made
+from fedbilevel.studies.texts import TextMixing, TextStudy
+
+
+@dataclass(frozen=True, repr=False)
+class MixedTexts:
+    """Learned weights of sources of text, and the model of the mixture that held-out text chose.
+
+    weights: learned weights, whether or not they were chosen.
+    prior: the weights at the start.
+    sizes: tokens of every source.
+    answer: "learned" or "prior".
+    difference, error: loss on held-out target text after training on the learned mixture, minus that
+        of the prior mixture, and its standard error over windows.
+    test_losses: by mixture, the loss on the folder's text `test`; empty without one.
+    y: weights of the model that was trained on the chosen mixture.
+    """
+
+    weights: Mapping[str, float]
+    prior: Mapping[str, float]
+    sizes: Mapping[str, int]
+    answer: str
+    difference: float
+    error: float
+    held_losses: Mapping[str, float]
+    test_losses: Mapping[str, float]
+    y: Mapping[str, Any]
+
+    @property
+    def mixture(self) -> Mapping[str, float]:
+        """Return the weights of the chosen mixture."""
+        return self.weights if self.answer == "learned" else self.prior
+
+    @property
+    def sentence(self) -> str:
+        held = self.held_losses
+        return (
+            f"the answer is the {self.answer} mixture: on held-out target text, the loss is {held['learned']:.4g} with "
+            f"learned weights and {held['prior']:.4g} with the prior's (difference {self.difference:+.2g}, standard "
+            f"error {self.error:.2g})"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row per source, the heaviest first; `pandas.DataFrame` reads it."""
+        rows = [
+            {"source": name, "weight": weight, "prior": self.prior[name], "tokens": self.sizes[name]}
+            for name, weight in self.weights.items()
+        ]
+        return sorted(rows, key=lambda row: -float(row["weight"]))
+
+    def __repr__(self) -> str:
+        return f"<weights of {len(self.weights)} sources of text; {self.sentence}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [str(row["source"]), f"{row['weight']:.3f}", f"{row['prior']:.3f}", str(row["tokens"])]
+            for row in self.table()
+        ]
+        note = f"{self.sentence[:1].upper()}{self.sentence[1:]}."
+        heads = ("source", "weight", "prior", "tokens")
+        return displays.ranking(f"Weights of {len(rows)} sources of text", heads, rows, note)
+
+
+def mix_texts(
+    folder: Path | str, *, num_clients: int = 4, seed: int = 0, options: Mapping[str, Any] | None = None, **given: Any
+) -> MixedTexts:
+    """Learn weights of the sources in a folder (data/tokens.py says how it is laid out).
+
+    num_clients: clients among which files are divided, where clients have no folders of their own.
+    options: keywords of `solve`, such as device and precision.
+    given: settings of `TextMixing`.
+    """
+    texts = read_texts(folder, num_clients=num_clients)
+    return choose(TextStudy(texts, made(TextMixing, given), seed, options or {}))
+
+
+def choose(study: TextStudy) -> MixedTexts:
+    """Learn weights, train on both mixtures, and choose by held-out target text."""
+    learned, prior = study.weights(study.learn()), study.prior()
+    models = {"learned": study.train(learned), "prior": study.train(prior)}
+    held = {name: study.losses(y, study.held()) for name, y in models.items()}
+    gaps = held["learned"] - held["prior"]
+    error = float(gaps.std(ddof=1) / np.sqrt(len(gaps))) if len(gaps) > 1 else float("inf")
+    answer = "learned" if gaps.mean() < -error else "prior"
+    tested = {name: float(study.losses(y, study.texts.test).mean()) for name, y in models.items() if _has_test(study)}
+    means = {name: float(losses.mean()) for name, losses in held.items()}
+    return MixedTexts(
+        learned, prior, study.texts.sizes(), answer, float(gaps.mean()), error, means, tested, models[answer]
+    )
+
+
+def _has_test(study: TextStudy) -> bool:
+    texts: Texts = study.texts
+    return any(len(one) > study.settings.context for own in texts.test for one in own)

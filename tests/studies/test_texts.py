@@ -1,0 +1,230 @@
+"""Mixtures of texts: losses against plain numpy, steps of the weights, and the choice by held-out text."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fedbilevel as fb
+from fedbilevel.algorithms._adaptive import Moments
+from fedbilevel.cli import main
+from fedbilevel.data.tokens import Texts
+from fedbilevel.errors import DataError, ExperimentError, SettingError, UnknownNameError
+from fedbilevel.oracle.population import Population
+from fedbilevel.studies.doge import doge, rounds_of
+from fedbilevel.studies.kinds import mixing_text
+from fedbilevel.studies.mixed_texts import choose
+from fedbilevel.studies.mixture import Mixture
+from fedbilevel.studies.texts import TextMixing, TextStudy
+from fedbilevel.tasks import gpt
+from fedbilevel.tasks.mixing import corrupted
+
+TINY = {"width": 8, "layers": 1, "heads": 2, "context": 4, "batch_size": 4, "num_windows": 6}
+SHORT = {**TINY, "num_warm": 3, "num_rounds": 3, "num_train": 3}
+
+
+def texts():
+    """Two clients; only the second one holds source b."""
+    draw = np.random.default_rng(0)
+    some = lambda num: [draw.integers(0, 256, num).astype(np.uint8)]
+    return Texts([{"a": some(40), "c": some(9)}, {"a": some(30), "b": some(21), "c": some(60)}],
+                 [some(24), some(30)], [some(20), []])  # fmt: skip
+
+
+def study(**given):
+    return TextStudy(texts(), TextMixing(**{**TINY, **given}), 3)
+
+
+def entropies(one: TextStudy, y, rows) -> np.ndarray:
+    leaves = {name: leaf.double() for name, leaf in y.items()}
+    return gpt.entropy(leaves, torch.as_tensor(rows[:]), one.settings.shape, gpt.plain_causal).numpy()
+
+
+def test_losses_are_means_over_the_holders_of_a_source():
+    one = study(kl=0.3)
+    problem, clients = one.problem(), one.clients()
+    population = Population(problem, clients, dtype=torch.float64, second=False)
+    x = torch.tensor([0.4, -0.3, 0.9], dtype=torch.float64)
+    weights = np.exp(x.numpy()) / np.exp(x.numpy()).sum()
+    prior = np.array([70, 21, 69]) / 160
+    losses = [entropies(one, problem.y0, client["train"]["text"]) for client in clients]
+    by = lambda s: [own[c["train"]["source"] == s].mean() for own, c in zip(losses, clients, strict=True) if
+                    s in c["train"]["source"]]  # fmt: skip
+    figures = population.measure(x, population.y0)
+    assert [len(by(s)) for s in range(3)] == [2, 1, 2]
+    expected = sum(weights[s] * np.mean(by(s)) for s in range(3))
+    assert figures["lower_loss"] == pytest.approx(expected, rel=1e-6)
+    target = np.mean([entropies(one, problem.y0, client["val"]["text"]).mean() for client in clients])
+    assert figures["upper_loss"] == pytest.approx(target + 0.3 * (weights * np.log(weights / prior)).sum(), rel=1e-6)
+
+
+def test_windows_are_drawn_by_the_weights_and_a_missing_source_is_made_up_for():
+    one, weights = study(num_windows=2000), {"a": 0.5, "b": 0.3, "c": 0.2}
+    clients = one.drawn(weights, one.texts)
+    total = np.zeros(3)
+    for client, own in zip(clients, one.texts.sources, strict=True):
+        rows = client["train"]["text"]
+        names = [name for name in own for piece in own[name] for held in rows.tokens if held is piece]
+        counts = np.array([(rows.array == i).sum() for i in range(len(rows.tokens))], dtype=float)
+        for name, share in zip(names, counts / counts.sum(), strict=True):
+            total["abc".index(name)] += share * client["train"]["factor"][0] / 2
+    assert total == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+
+
+def test_windows_depend_on_their_address_alone_and_lie_in_the_taught_half_of_the_target():
+    one, again = study().clients(), study().clients()
+    for ours, theirs in zip(one, again, strict=True):
+        assert torch.equal(ours["train"]["text"][:], theirs["train"]["text"][:])
+    assert [len(piece) for own in study().taught() for piece in own] == [12, 15]
+    assert [len(piece) for own in study().held() for piece in own] == [12, 15]
+
+
+def test_a_step_of_the_weights_is_bounded_and_has_no_scale():
+    h, x = torch.tensor([0.3, -0.1, 0.05]), torch.tensor([0.2, 0.1, -0.3])
+    method = Mixture(radius=0.1, inertia=0.9)
+    ends = []
+    for scale in (1.0, 1e4):
+        z, m, squares = x, torch.zeros(3), 0.0
+        for t, factor in enumerate((1.0, -0.5, 0.01), 1):
+            before = z
+            z, m, squares = method.step(z, scale * factor * h, m, squares, t)
+            moved = z - before
+            assert float((moved - moved.mean()).abs().max()) <= 2 * 0.1
+        ends.append(z)
+    assert torch.allclose(*ends, atol=1e-6)
+    w = np.exp(x.numpy()) / np.exp(x.numpy()).sum()
+    e = h.numpy() / w
+    e = e - e.mean()
+    m = 0.1 * e
+    expected = x.numpy() - 0.1 * m / max(np.abs(m).max(), math.sqrt(np.abs(e).max() ** 2))
+    assert method.step(x, h, torch.zeros(3), 0.0, 1)[0].numpy() == pytest.approx(expected - expected.mean(), abs=1e-6)
+    assert torch.equal(method.step(x, 0 * h, torch.zeros(3), 0.0, 1)[0], x - x.mean())
+
+
+def test_the_second_moment_is_that_of_all_directions():
+    method = Mixture(adam_beta1=0.0, adam_beta2=0.5, adam_eps=1e-12)
+    q, r, zero = torch.tensor([3.0]), torch.tensor([4.0]), torch.zeros(1)
+    (y, d), moments = method.adam([zero, zero], [q, r], Moments((zero, zero), zero, zero), 1.0)
+    assert float(moments.second) == pytest.approx(0.5 * 25)
+    assert (float(y), float(d)) == pytest.approx((-3 / 5, -4 / 5))
+
+
+def test_x_rests_while_the_points_move_apart():
+    one = study(num_warm=2, num_rounds=4, num_train=1)
+    problem = one.problem()
+    for waiting, moves in ((2, False), (1, True)):
+        method = Mixture(order=1, num_local_steps=1, lr_upper=1.0, lower_optimiser="adam", num_waiting=waiting)
+        result = fb.solve(problem, one.clients(), method, num_iterations=2, batch_size=4, residuals=False)
+        assert torch.allclose(result.x["logit"], problem.x0["logit"]) != moves
+
+
+def test_a_private_x_is_refused():
+    private = fb.Problem(
+        upper=lambda x, y, batch: (y["w"] - batch["a"]) ** 2, lower=lambda x, y, batch: (y["w"] - x["p"]) ** 2,
+        x0={"p": torch.zeros(1)}, y0={"w": torch.zeros(1)}, scopes=fb.Scopes("global", "private"),
+    )  # fmt: skip
+    client = {role: {"a": np.ones(2)} for role in ("train", "val")}
+    with pytest.raises(fb.FedBilevelError, match="the server takes the steps of x"):
+        fb.solve(private, [client], Mixture(), num_rounds=1)
+
+
+@pytest.mark.slow
+def test_corrupted_chains_lose_their_weight_and_held_out_text_chooses_the_learned_mixture():
+    model = {**TINY, "width": 16, "batch_size": 8, "lr": 0.01, "num_windows": 256}
+    one = TextStudy(
+        mixing_text.texts("chains", 100), TextMixing(**model, num_warm=150, num_rounds=120, num_train=150), 100
+    )
+    found = choose(one)
+    assert sum(found.weights[name] for name in mixing_text.BAD) < 0.1
+    assert found.answer == "learned"
+    assert found.test_losses["learned"] < found.test_losses["prior"]
+
+
+def test_the_answer_is_the_prior_unless_held_out_text_says_otherwise(monkeypatch):
+    one = study(**SHORT)
+    for gap, answer in ((-1.0, "learned"), (1.0, "prior"), (0.0, "prior")):
+        losses = iter([np.arange(5.0) + gap, np.arange(5.0), np.ones(2), np.zeros(2)])
+        monkeypatch.setattr(TextStudy, "losses", lambda self, y, tokens, losses=losses: next(losses))
+        found = choose(one)
+        assert found.answer == answer
+        assert found.mixture == (found.weights if answer == "learned" else found.prior)
+        assert found.difference == pytest.approx(gap)
+        assert answer in found.sentence
+        assert found.sentence in repr(found)
+
+
+def test_doge_sees_as_many_tokens_and_returns_weights():
+    one = study(num_rounds=4)
+    assert rounds_of(one) == 10
+    weights = doge(one, one.problem().y0)
+    assert sum(weights.values()) == pytest.approx(1)
+    assert weights != one.prior()
+
+
+def run(**row):
+    return mixing_text.run(
+        {"data": "chains", "model": SHORT, **row}, repetition=1, folder=None, device="cpu", say=lambda _: None
+    )
+
+
+def test_rows_of_the_experiment_have_their_weights():
+    found = {method: run(method=method).figures for method in mixing_text.METHODS}
+    assert found["clean"]["bad_weight"] == 0
+    assert found["uniform"]["bad_weight"] == 0.5
+    assert found["proportional"]["bad_weight"] == pytest.approx(0.432 / 0.891, abs=0.01)
+    assert "bad_weight" not in found["target"]
+    assert found["learned"]["chosen"] in (0.0, 1.0)
+    assert {one["tokens"] for one in found.values()} == {3 * 4 * 4 * 4.0}
+    assert len({one["test_loss"] for one in found.values()}) == 6
+    with pytest.raises(UnknownNameError, match="method"):
+        run(method="best")
+    with pytest.raises(UnknownNameError, match="data"):
+        run(data="novels")
+    with pytest.raises(ExperimentError, match="needs 'data'"):
+        mixing_text.run({}, repetition=0, folder=None, device="cpu", say=lambda _: None)
+
+
+def test_words_turn_around_and_letters_change():
+    draw = np.random.default_rng(0)
+    assert corrupted("to be\nor", "words backwards", "", draw) == "ot ro\neb"
+    assert corrupted("Abc, xyz", "other letters", "", draw) == "Nop, klm"
+
+
+def write(folder):
+    for name, own in (("a", b"abcd" * 40), ("b", b"dcba" * 30), ("target", b"abcd" * 20), ("test", b"abcd" * 10)):
+        (folder / f"{name}.txt").write_bytes(own)
+
+
+def test_one_call_and_one_command_give_the_same_weights(tmp_path):
+    write(tmp_path)
+    found = fb.mix_sources(tmp_path, num_clients=2, **SHORT)
+    assert isinstance(found, fb.MixedTexts)
+    assert [row["tokens"] for row in sorted(found.table(), key=lambda row: row["source"])] == [160, 120]
+    assert "Weights of 2 sources of text" in found._repr_html_()
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT.items()]
+    done = CliRunner().invoke(main.cli, ["mix", str(tmp_path), "--num-clients=2", *words, f"--out={tmp_path / 'out'}"])
+    assert done.exit_code == 0, done.output
+    said = json.loads((tmp_path / "out" / "mixture.json").read_text())
+    assert {row["source"]: row["weight"] for row in said["sources"]} == dict(found.weights)
+    assert said["answer"] == found.answer
+    assert set(said["test_losses"]) == {"learned", "prior"}
+
+
+def test_wrong_input_is_refused(tmp_path):
+    write(tmp_path)
+    with pytest.raises(SettingError, match=r"target is given too: put the target into target\.txt"):
+        fb.mix_sources(tmp_path, {"input": [], "label": []})
+    with pytest.raises(SettingError, match="has tables and no target"):
+        fb.mix_sources([{}, {}])
+    with pytest.raises(SettingError, match="heads is 3, expected a divisor of width"):
+        TextMixing(heads=3)
+    with pytest.raises(DataError, match="a text has no window of 65 tokens"):
+        fb.mix_sources(tmp_path, context=64)
+    one = study()
+    with pytest.raises(DataError, match="a text has no window of 5 tokens"):
+        one.losses(one.problem().y0, [[np.zeros(3, np.uint8)]])
