@@ -47,6 +47,7 @@ from fedbilevel.runs.record import write_whole
 from fedbilevel.studies.experiment_checks import Tree, among, check_kinds, check_names
 
 FILE = "experiment.toml"
+_MEASURES = ("indirect",)  # settings that add figures to a run and do not change it
 _INHERITED = ("study", "repetitions", "figures", "plot", "verdict", "settings", "panels", "rows", "quick")
 
 
@@ -67,9 +68,8 @@ class Job:
     @property
     def digest(self) -> str:
         """Return a digest of the settings; a recorded result with another digest is out of date."""
-        return hashlib.blake2b(
-            json.dumps([self.study, self.settings], sort_keys=True).encode(), digest_size=6
-        ).hexdigest()
+        settings = {name: value for name, value in self.settings.items() if name not in _MEASURES}
+        return hashlib.blake2b(json.dumps([self.study, settings], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)
