@@ -54,9 +54,7 @@ def test_aggitd_is_measured_at_the_p_of_its_series():
     step = 0.03
     found, result = after({"name": "fbo_aggitd", "num_lower_rounds": 0, "lr_system": step})
     x, y = (getattr(result.state, name).numpy() for name in "xy")
-    assert [found[name] for name in indirect.FIGURES] == pytest.approx(
-        dense(x, y, step * right_side(x, y)), rel=1e-4
-    )
+    assert [found[name] for name in indirect.FIGURES] == pytest.approx(dense(x, y, step * right_side(x, y)), rel=1e-4)
     assert found["system_residual"] > 0.5  # one term does not solve the system
 
 

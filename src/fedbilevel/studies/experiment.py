@@ -17,7 +17,8 @@ The file states the runs, the figures that the paper printed, and the last recor
     [panels.P]              a table or picture: title, and settings of this panel
     [rows.R]                a line in every panel, or in the panels of `only`: title, settings,
                             `in.P` for one panel, `paper.P` for the printed figures;
-                            `from.P = "NAME.P.R"` starts from a row of another experiment
+                            `from.P = "NAME.P.R"` starts from a row of another experiment;
+                            `tuning`: the budget of a search that [tuned] does not hold, in words
     [quick]                 smaller values for --quick: repetitions, rows, panels, settings
                             (of an algorithm: only settings that the row has)
     [tune]                  ranges that `fedbilevel tune` searches

@@ -41,7 +41,7 @@ class Multiplied(NamedTuple):
     p: Tensor
 
 
-class _Noted(Exception):  # noqa: N818 - ends an outer iteration, is no error
+class _Noted(Exception):
     """The first product J p of an outer iteration is known."""
 
 
