@@ -155,8 +155,12 @@ def _cell(figure: Mapping[str, Any] | None, *, percent: bool = False) -> Cell:
         return Cell("")
     scale = 100 if percent else 1
     half = half_width(figure["deviation"], figure["runs"])
-    beside = "" if math.isinf(half) else f" ± {scale * half:.2g}"
-    return Cell(f"{scale * figure['mean']:.4g}{beside}", figure["mean"])
+    beside = "" if math.isinf(half) else f" ± {_digits(scale * half, 2)}"
+    return Cell(f"{_digits(scale * figure['mean'], 4)}{beside}", figure["mean"])
+
+
+def _digits(value: float, num: int) -> str:
+    return f"{value:,.0f}" if 10**num <= abs(value) < 1e12 else f"{value:.{num}g}"
 
 
 def tuning(one: Experiment, panel: str, row: str) -> str:
