@@ -141,7 +141,7 @@ def judge(problem: str, methods: Sequence[str], budget: int, seeds: int, pool: A
     """Tune every method with the same trials, run the best settings with the seeds, and return the table."""
     searched = [method for method in methods if method not in UNTUNED]
     tried = list(pool.imap_unordered(perform, [one for method in searched for one in trials(problem, method, budget)]))
-    chosen = {method: (0.0, 0.0) for method in methods}
+    chosen = {method: (1.0, 1.0) for method in methods}
     for method in searched:
         best = min((one for one in tried if one.task.method == method), key=lambda one: one.gradient)
         chosen[method] = (best.task.step, best.task.ratio)
