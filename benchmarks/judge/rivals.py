@@ -11,7 +11,7 @@ F2SA        Kwon, Kwon, Wright, Nowak, "A Fully First-Order Method for Stochasti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ class Batches:
         size = len(next(iter(samples.values())))
         self.batch = min(batch, size)
         self.num, self.samples, self.spent = size // self.batch, samples, 0
-        self._draw, self._order = np.random.default_rng(seed), iter(())
+        self._draw = np.random.default_rng(seed)
+        self._order: Iterator[int] = iter(())
 
     def next(self) -> tuple[int, Fields]:
         try:
